@@ -1,0 +1,41 @@
+"""Bytes in words: "16GiB" to a number, a number to "16.0 GiB", and alignment."""
+
+from __future__ import annotations
+
+import re
+
+from offload.errors import ConfigError
+
+PAGE = 4096
+"""The unit of extents and leases: O_DIRECT needs offset, length and address to be multiples of it."""
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _UNITS[_letter] = _UNITS[_letter + "ib"] = 1024**_power
+    _UNITS[_letter + "b"] = 1000**_power
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_size(text: str | int | float) -> int:
+    """Bytes of "1.5GiB", "800MB", "4G" (binary, as in most tools), or a plain number of bytes."""
+    found = _SIZE.fullmatch(str(text))
+    if isinstance(text, bool) or found is None or found[2].lower() not in _UNITS:
+        raise ConfigError(f"expected a size such as '16GiB', '800MB' or a number of bytes, got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def format_size(nbytes: float) -> str:
+    """`nbytes` with a binary unit and one decimal: 13314398618 -> '12.4 GiB'."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def align_up(value: int, step: int = PAGE) -> int:
+    """The smallest multiple of `step` that is at least `value`."""
+    return -(-value // step) * step
