@@ -1,0 +1,113 @@
+"""Finding the units of a model: the parameters that move together.
+
+`find_units` is pure: it looks at modules and parameters and changes neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from offload.errors import ConfigError
+
+_SMALLEST_SHARE = 64
+"""A candidate below 1/64 of the largest moves with its parent: a read of it would cost more than it frees."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that move together, by their first name in the model, in the model's order."""
+
+    name: str
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a model and the modules whose forward needs them.
+
+    `sites` maps the name of each module that gets hooks to the indices of the units that must be on the
+    device while its forward runs.
+    """
+
+    units: tuple[Unit, ...]
+    sites: dict[str, tuple[int, ...]]
+
+
+def find_units(model: nn.Module, named: Sequence[str] = ()) -> Units:
+    """Divide the parameters of `model` into units.
+
+    Each child of a `ModuleList` is a candidate (of a `Sequential` where there is no `ModuleList`), and takes
+    the parameters below it that no deeper candidate takes. What no candidate takes becomes one unit for each
+    module that owns it. `named` lists modules, by name or class name, that are one unit each, whatever is
+    inside them. Tied parameters belong to the first module that owns them.
+    """
+    modules = dict(model.named_modules())
+    candidates = _candidates(modules, named)
+    owners = {name: _owner(name, candidates) for name, _ in model.named_parameters()}
+    owners = _join_small(owners, {name: parameter.numel() for name, parameter in model.named_parameters()})
+    groups: dict[str, list[str]] = {}
+    for name, candidate in owners.items():
+        groups.setdefault(_direct_owner(name, modules) if candidate is None else candidate, []).append(name)
+    # A module that owns parameters directly and is a candidate's name too cannot be: both are one group.
+    units = tuple(Unit(name, tuple(parameters)) for name, parameters in groups.items())
+    return Units(units, _sites(model, modules, units))
+
+
+def _candidates(modules: dict[str, nn.Module], named: Sequence[str]) -> list[str]:
+    """Names of the modules that may be a unit, outer ones first."""
+    chosen = [n for n, m in modules.items() if n and (n in named or type(m).__name__ in named)]
+    unknown = [n for n in named if n not in modules and n not in {type(m).__name__ for m in modules.values()}]
+    if unknown:
+        raise ConfigError(f'"units" names {", ".join(unknown)}: the model has no module of that name or class')
+    found = list(_children_of(modules, nn.ModuleList)) or list(_children_of(modules, nn.Sequential))
+    inside = tuple(f"{name}." for name in chosen)
+    return [name for name in modules if name in chosen or (name in found and not name.startswith(inside))]
+
+
+def _children_of(modules: dict[str, nn.Module], kind: type[nn.Module]) -> Iterator[str]:
+    for name, module in modules.items():
+        if isinstance(module, kind):
+            for child, _ in module.named_children():
+                yield f"{name}.{child}" if name else child
+
+
+def _owner(parameter: str, candidates: Sequence[str]) -> str | None:
+    """The deepest candidate that holds `parameter`."""
+    holding = [name for name in candidates if parameter.startswith(f"{name}.")]
+    return max(holding, key=len) if holding else None
+
+
+def _join_small(owners: dict[str, str | None], numel: dict[str, int]) -> dict[str, str | None]:
+    """Let candidates below 1/64 of the largest join the candidate round them, or none."""
+    sizes: dict[str, int] = {}
+    for name, candidate in owners.items():
+        if candidate is not None:
+            sizes[candidate] = sizes.get(candidate, 0) + numel[name]
+    least = max(sizes.values(), default=0) / _SMALLEST_SHARE
+    large = [name for name, size in sizes.items() if size >= least]
+    return {
+        name: candidate if candidate is None or candidate in large else _owner(f"{candidate}.", large)
+        for name, candidate in owners.items()
+    }
+
+
+def _direct_owner(parameter: str, modules: dict[str, nn.Module]) -> str:
+    """The module whose forward reads `parameter`: the one that holds it, or round it a container's owner."""
+    name = parameter.rpartition(".")[0]
+    while name and isinstance(modules[name], nn.ParameterList | nn.ParameterDict):
+        name = name.rpartition(".")[0]  # a parameter container has no forward of its own
+    return name
+
+
+def _sites(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
+    """Each unit's own module, and every module that owns parameters: recomputation may call those alone."""
+    unit_of = {id(model.get_parameter(name)): i for i, unit in enumerate(units) for name in unit.parameters}
+    needs: dict[str, set[int]] = {}
+    for index, unit in enumerate(units):
+        needs.setdefault(unit.name, set()).add(index)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        needs.setdefault(_direct_owner(name, modules), set()).add(unit_of[id(parameter)])
+    return {name: tuple(sorted(needs[name])) for name in modules if name in needs}

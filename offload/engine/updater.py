@@ -1,0 +1,408 @@
+"""The update worker: one thread that reads states, runs the kernel and writes states, tile by tile.
+
+Three tile buffers make the pipeline: while one tile is computed, the next is read and the one before is
+written, across the borders of units. `step()` schedules; whoever needs a unit's weights waits in the pager.
+
+    schedule ─► queue ─► reading ─► compute ─► writing ─► written ─► (last one) commit
+                  ▲ wanted units first        │
+                                              └ last tile of a unit: publish, its weights may be used
+
+`updated` comes before `written`: weights are used from their lease while the write is in flight, and a read of
+a slot waits for the slot's last write, because a unit's newest slot changes only then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from offload import kernels
+from offload.engine.gradients import Gradients
+from offload.sizes import align_up
+from offload.swapper.arena import HostArena, Lease
+from offload.swapper.device import Device
+from offload.swapper.pager import Pager, UnitSize
+from offload.swapper.residency import Tier
+from offload.swapper.states import Mode, State
+from offload.swapper.store import Future, Store
+
+TILE_BUFFERS = 3
+_TILE_STEP = 2048  # elements: 4096 bytes of the smallest state
+
+
+class SegmentStep(NamedTuple):
+    """What to do to elements [start, stop) of a partition."""
+
+    start: int
+    stop: int
+    step: kernels.AdamWStep
+
+
+class UnitUpdate(NamedTuple):
+    """One unit's part of an optimizer step. Elements outside of all segments are copied unchanged."""
+
+    unit: int
+    numel: int
+    """Elements of the trainable part of this rank's partition."""
+    segments: tuple[SegmentStep, ...]
+
+
+class Resident(NamedTuple):
+    """A partition whose home is not DISK: (numel,) of its dtype, and its bytes where they lie in the host arena."""
+
+    tensor: torch.Tensor
+    buffer: memoryview | None
+
+
+def tile_element_bytes(mode: Mode) -> int:
+    """Bytes of a tile buffer for each element."""
+    return mode.element_bytes
+
+
+class _Piece(NamedTuple):
+    """One state of one tile: the memory that the kernel works on and what must be moved to and from it."""
+
+    state: State
+    work: torch.Tensor
+    away: torch.Tensor | None
+    """The partition's own memory where the kernel cannot work on it, copied in before and out after."""
+    buffer: memoryview | None
+    """The bytes of `work` as the I/O queue takes them, where the state has slots."""
+
+
+class _Job:
+    """A unit's update under way."""
+
+    def __init__(self, update: UnitUpdate, gradient: torch.Tensor, lease: Lease | None, delivered: bool) -> None:
+        self.update = update
+        self.gradient = gradient
+        self.lease = lease
+        self.delivered = delivered
+        self.next_start = 0
+        self.unwritten_tiles = 0
+        self.computed = False
+
+
+class _Tile(NamedTuple):
+    job: _Job
+    start: int
+    stop: int
+    buffer: Lease
+    pieces: dict[State, _Piece]
+    reads: list[Future]
+    writes: list[Future]
+
+
+class Updater:
+    """Owns the update worker. `schedule`, `deliver_blob`, `finish` and `close` belong to the caller's thread."""
+
+    def __init__(
+        self,
+        mode: Mode,
+        sizes: Sequence[UnitSize],
+        pager: Pager,
+        arena: HostArena,
+        device: Device,
+        store: Store | None,
+        residents: Mapping[tuple[int, State], Resident],
+        gradients: Gradients,
+        durable: bool,
+    ) -> None:
+        self._mode, self._sizes, self._pager, self._device, self._store = mode, sizes, pager, device, store
+        self._residents, self._gradients, self._durable = residents, gradients, durable
+        self._queue: deque[UnitUpdate] = deque()
+        self._job: _Job | None = None
+        self._reading: deque[_Tile] = deque()
+        self._writing: deque[_Tile] = deque()
+        self._commit_epoch: int | None = None
+        self._blob: bytes | None = None
+        self._busy = False
+        self._flushing = 0
+        self._closing = False
+        buffer_nbytes = arena.classes.tiles // TILE_BUFFERS
+        self._tile_numel = buffer_nbytes // tile_element_bytes(mode) // _TILE_STEP * _TILE_STEP
+        leases = [arena.tiles.take(buffer_nbytes) for _ in range(TILE_BUFFERS)]
+        self._free: list[Lease] = [lease for lease in leases if lease is not None]
+        assert len(self._free) == TILE_BUFFERS and self._tile_numel > 0
+        self._thread = threading.Thread(target=self._run, name="offload-update", daemon=True)
+        self._thread.start()
+
+    # -- the caller's thread ------------------------------------------------------------------------
+
+    def schedule(self, updates: Sequence[UnitUpdate], epoch: int) -> None:
+        """Enqueue the updates of a step, in the order of their next use. The step before must be finished."""
+        self._pager.begin_updates([update.unit for update in updates])
+        with self._pager.changed:
+            assert not self._queue and self._commit_epoch is None, "one step in flight at most"
+            self._queue.extend(updates)
+            self._commit_epoch = epoch if self._durable else None
+            self._blob = None
+            self._busy = True
+            self._pager.notify()
+
+    def deliver_blob(self, blob: bytes) -> None:
+        """Give the state blob that the commit of the scheduled step waits for."""
+        with self._pager.changed:
+            self._blob = blob
+            self._pager.notify()
+
+    @property
+    def wants_blob(self) -> bool:
+        """Whether a scheduled step has no blob yet."""
+        return self._commit_epoch is not None and self._blob is None
+
+    def finish(self, commit: bool = True) -> None:
+        """Wait until every scheduled update is written and, with `commit`, the step is durable."""
+        with self._pager.changed:
+            self._flushing += 1
+            self._pager.notify()
+            try:
+                while self._busy or (commit and self._commit_epoch is not None):
+                    self._pager.check()
+                    self._pager.changed.wait()
+                self._pager.check()
+            finally:
+                self._flushing -= 1
+
+    def close(self) -> None:
+        """Finish what is scheduled, or what an error left of it, and join the thread."""
+        with self._pager.changed:
+            self._closing = True
+            self._pager.notify()
+        self._thread.join()
+
+    # -- the worker ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._work():
+                pass
+        except BaseException as error:
+            self._pager.fail(error)
+            self._drain()
+
+    def _work(self) -> bool:
+        """Do the next thing there is to do, or wait for one; False when the worker shall end."""
+        seen = self._pager.version
+        self._retire(wait=False)
+        while self._free and (tile := self._next_tile()) is not None:
+            self._reading.append(tile)
+        if self._reading:
+            self._compute(self._reading.popleft())
+            return True
+        if self._writing:
+            self._retire(wait=True)
+            return True
+        if self._job is None and not self._queue and self._commit():
+            return True
+        with self._pager.changed:
+            idle = self._job is None and not self._queue
+            if self._busy and idle:
+                self._busy = False
+                self._pager.notify()
+                return True
+            if self._closing and idle:
+                return False
+            if self._pager.version == seen:
+                self._pager.changed.wait()
+        return True
+
+    def _next_tile(self) -> _Tile | None:
+        """Begin the next tile of the unit under way, or of the next unit; None where there is none to begin."""
+        if self._job is None:
+            self._job = self._next_job()
+            if self._job is None:
+                return None
+        job = self._job
+        start, stop = job.next_start, min(job.next_start + self._tile_numel, job.update.numel)
+        job.next_start = stop
+        job.unwritten_tiles += 1
+        if stop == job.update.numel:
+            self._job = None
+        return self._begin(job, start, stop)
+
+    def _next_job(self) -> _Job | None:
+        """Take the unit that somebody waits for, else the first; None where it needs a lease worth waiting for."""
+        with self._pager.changed:
+            if not self._queue:
+                return None
+            wanted = self._pager.wanted()
+            update = next((u for u in self._queue if u.unit == wanted), self._queue[0])
+        lease = None
+        if self._sizes[update.unit].home is not Tier.DEVICE:
+            lease = self._pager.lease_for_update(update.unit)
+            if lease is None and not self._goes_on_without():
+                return None
+        self._queue.remove(update)
+        delivered = lease is not None or self._sizes[update.unit].home is Tier.DEVICE
+        return _Job(update, self._gradients.take(update.unit), lease, delivered)
+
+    def _goes_on_without(self) -> bool:
+        """Whether somebody waits for this worker, who must then not wait for a lease."""
+        with self._pager.changed:
+            return bool(self._flushing or self._closing or self._pager.starved or self._pager.wanted() is not None)
+
+    def _begin(self, job: _Job, start: int, stop: int) -> _Tile:
+        """Start the reads of elements [start, stop)."""
+        buffer = self._free.pop()
+        reads: list[Future] = []
+        pieces: dict[State, _Piece] = {}
+        offset = 0
+        for state, dtype in self._mode.states.items():
+            end = offset + (stop - start) * dtype.itemsize
+            pieces[state] = self._piece(job, state, start, stop, buffer, offset, end, reads)
+            offset = align_up(end)
+        if start == 0:
+            self._read_frozen(job, reads)
+        return _Tile(job, start, stop, buffer, pieces, reads, [])
+
+    def _piece(
+        self,
+        job: _Job,
+        state: State,
+        start: int,
+        stop: int,
+        tile: Lease,
+        offset: int,
+        end: int,
+        reads: list[Future],
+    ) -> _Piece:
+        """Where the kernel finds elements [start, stop) of `state`; starts their read where they are on disk."""
+        unit, dtype = job.update.unit, self._mode.states[state]
+        first, last = start * dtype.itemsize, stop * dtype.itemsize
+        slots = self._store is not None and self._store.keeps(unit, state)
+        resident = self._resident(job, state)
+        if resident is not None:
+            part = resident.tensor[start:stop]
+            if resident.buffer is not None:
+                return _Piece(state, part, None, resident.buffer[first:last] if slots else None)
+            if not slots and self._device.host_addressable:
+                return _Piece(state, part, None, None)
+            work = tile.tensor(torch.uint8)[offset:end].view(dtype)
+            return _Piece(state, work, part, tile.buffer[offset:end] if slots else None)
+        if state is State.WEIGHT and job.lease is not None:
+            work, memory = job.lease.tensor(dtype)[start:stop], job.lease.buffer[first:last]
+        else:
+            work, memory = tile.tensor(torch.uint8)[offset:end].view(dtype), tile.buffer[offset:end]
+        if not (state is State.WEIGHT and job.lease is not None and self._pager.holds_weights(unit)):
+            assert self._store is not None
+            reads.append(self._store.read(unit, state, self._store.newest[unit], first, memory))
+        return _Piece(state, work, None, memory)
+
+    def _resident(self, job: _Job, state: State) -> Resident | None:
+        """The partition's memory where its home is not DISK."""
+        unit = job.update.unit
+        if state is not State.WEIGHT:
+            return self._residents.get((unit, state))
+        if self._sizes[unit].home is Tier.DEVICE:
+            return Resident(self._pager.device_slice(unit).view(self._mode.weight_dtype), None)
+        if self._sizes[unit].home is Tier.HOST:
+            assert job.lease is not None
+            return Resident(job.lease.tensor(self._mode.weight_dtype), job.lease.buffer)
+        return None
+
+    def _read_frozen(self, job: _Job, reads: list[Future]) -> None:
+        """A lease is read whole: also what lies behind the trainable part, which no tile covers."""
+        unit, itemsize = job.update.unit, self._mode.weight_dtype.itemsize
+        first = job.update.numel * itemsize
+        if (
+            job.lease is not None
+            and first < job.lease.nbytes
+            and self._sizes[unit].home is Tier.DISK
+            and not self._pager.holds_weights(unit)
+        ):
+            assert self._store is not None
+            memory = job.lease.buffer[first:]
+            reads.append(self._store.read(unit, State.WEIGHT, self._store.newest[unit], first, memory))
+
+    def _compute(self, tile: _Tile) -> None:
+        """Wait for a tile's reads, run the kernel on each segment in it, start its writes."""
+        for read in tile.reads:
+            read.wait()
+        job = tile.job
+        for piece in tile.pieces.values():
+            if piece.away is not None:
+                self._device.copy(piece.work, piece.away)
+        for segment in job.update.segments:
+            start, stop = max(segment.start, tile.start), min(segment.stop, tile.stop)
+            if start < stop:
+                self._kernel(tile, start, stop, segment.step)
+        for piece in tile.pieces.values():
+            if piece.away is not None:
+                self._device.copy(piece.away, piece.work)
+            if piece.buffer is not None:
+                tile.writes.append(self._write(tile, piece))
+        self._writing.append(tile)
+        if tile.stop == job.update.numel:
+            self._gradients.free(job.update.unit)
+            job.computed = True
+            if job.delivered:
+                self._pager.publish(job.update.unit, True, any(t.job is job and t.writes for t in self._writing))
+
+    def _kernel(self, tile: _Tile, start: int, stop: int, step: kernels.AdamWStep) -> None:
+        part = slice(start - tile.start, stop - tile.start)
+        residual = tile.pieces.get(State.RESIDUAL)
+        kernels.adamw(
+            tile.pieces[State.WEIGHT].work[part],
+            None if residual is None else residual.work[part],
+            tile.pieces[State.EXP_AVG].work[part],
+            tile.pieces[State.EXP_AVG_SQ].work[part],
+            tile.job.gradient[start:stop],
+            step,
+        )
+
+    def _write(self, tile: _Tile, piece: _Piece) -> Future:
+        assert self._store is not None and piece.buffer is not None
+        unit = tile.job.update.unit
+        start = tile.start * self._mode.states[piece.state].itemsize
+        return self._store.write(unit, piece.state, self._store.target(unit), start, piece.buffer)
+
+    def _retire(self, wait: bool) -> None:
+        """Take back the buffers of tiles whose writes are done, oldest first; with `wait`, of one at least."""
+        while self._writing:
+            tile = self._writing[0]
+            if not wait and not all(write.done() for write in tile.writes):
+                return
+            wait = False
+            for write in tile.writes:
+                write.wait()
+            self._writing.popleft()
+            self._free.append(tile.buffer)
+            tile.job.unwritten_tiles -= 1
+            if tile.job.computed and tile.job.unwritten_tiles == 0:
+                self._written(tile.job)
+
+    def _written(self, job: _Job) -> None:
+        """The whole update lies in its slot: from now on that is the newest."""
+        unit = job.update.unit
+        if self._store is not None and any(self._store.keeps(unit, state) for state in self._mode.states):
+            self._store.newest[unit] = self._store.target(unit)
+        if not job.delivered:
+            self._pager.publish(unit, False, False)
+        self._pager.written(unit)
+
+    def _commit(self) -> bool:
+        """Make the step durable if its blob is there; whether it was done."""
+        with self._pager.changed:
+            if self._commit_epoch is None or self._blob is None:
+                return False
+            epoch, blob = self._commit_epoch, self._blob
+        assert self._store is not None
+        self._store.commit(epoch, blob)
+        with self._pager.changed:
+            self._commit_epoch = self._blob = None
+            self._pager.notify()
+        return True
+
+    def _drain(self) -> None:
+        """After an error: wait for every request, so that no buffer is freed under one."""
+        for tile in [*self._reading, *self._writing]:
+            for future in [*tile.reads, *tile.writes]:
+                try:
+                    future.wait()
+                except OSError:
+                    pass  # the first error is the one that is told

@@ -1,0 +1,192 @@
+"""Memory of fixed size, cut into leases (host) and slices (device).
+
+A budget is one number: each arena is mapped once and never grows. Neither arena is thread-safe by
+itself: the pager's lock guards every call.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, insort
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from offload.aio import aligned_empty
+from offload.errors import BudgetError
+from offload.sizes import align_up, format_size
+
+
+class Space:
+    """Offsets within `nbytes` bytes: best fit, neighbours coalesce, steps of 4096 bytes.
+
+    With `scatter`, each block lies at a random end of a random hole that fits. First fit returns to the
+    same address so often that a stale view goes unseen; ends only, because a block in the middle of a
+    hole would leave two halves in which the next large one does not fit.
+    """
+
+    def __init__(self, nbytes: int, scatter: random.Random | None = None) -> None:
+        self.nbytes = nbytes
+        self.used_bytes = 0
+        self._scatter = scatter
+        self._holes: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # (start, stop), sorted
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of a free block, or None where no hole is large enough."""
+        nbytes = align_up(max(nbytes, 1))
+        fitting = [hole for hole in self._holes if hole[1] - hole[0] >= nbytes]
+        if not fitting:
+            return None
+        if self._scatter is None:
+            start, stop = min(fitting, key=lambda hole: hole[1] - hole[0])
+            offset = start
+        else:
+            start, stop = self._scatter.choice(fitting)
+            offset = self._scatter.choice((start, stop - nbytes))
+        self._holes.remove((start, stop))
+        for piece in ((start, offset), (offset + nbytes, stop)):
+            if piece[0] < piece[1]:
+                insort(self._holes, piece)
+        self.used_bytes += nbytes
+        return offset
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Return a block that `take` gave, with the same `nbytes`."""
+        nbytes = align_up(max(nbytes, 1))
+        start, stop = offset, offset + nbytes
+        position = bisect_left(self._holes, (start, stop))
+        before = self._holes[position - 1] if position else (-1, -1)
+        after = self._holes[position] if position < len(self._holes) else (-1, -1)
+        assert before[1] <= start and (after[0] == -1 or stop <= after[0]), "a block was returned twice"
+        if after[0] == stop:
+            stop = after[1]
+            del self._holes[position]
+        if before[1] == start:
+            start = before[0]
+            del self._holes[position - 1]
+        insort(self._holes, (start, stop))
+        self.used_bytes -= nbytes
+
+
+class Lease:
+    """Host memory borrowed from the arena; whoever holds it returns it exactly once.
+
+    `buffer` is its bytes for I/O; `tensor(dtype)` the same bytes as a one-dimensional tensor. Contents are
+    undefined when taken.
+    """
+
+    def __init__(self, region: Region, offset: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._region: Region | None = region
+        self._offset = offset
+        start = region.start + offset
+        self.buffer: memoryview = region.arena.memory[start : start + nbytes]
+        self._bytes: torch.Tensor = region.arena.bytes[start : start + nbytes]
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """(nbytes / itemsize,) of `dtype`, the lease's own memory."""
+        return self._bytes.view(dtype)
+
+    def release(self) -> None:
+        """Return the memory. A second call is a fault of ours, not of the user."""
+        assert self._region is not None, "a lease was returned twice"
+        self._region.space.give(self._offset, self.nbytes)
+        self._region = None
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Region:
+    """One class of leases: a fixed stretch of the arena that lends to no other class."""
+
+    def __init__(self, arena: HostArena, start: int, nbytes: int) -> None:
+        self.arena = arena
+        self.start = start
+        self.space = Space(nbytes)
+
+    def take(self, nbytes: int) -> Lease | None:
+        """A lease of `nbytes`, or None where no hole of this class is large enough."""
+        offset = self.space.take(nbytes)
+        return None if offset is None else Lease(self, offset, nbytes)
+
+
+class Classes(NamedTuple):
+    """Bytes of each class of host leases; their sum is the host budget."""
+
+    tiles: int
+    """The update pipeline: three tiles of all states that stream from disk."""
+    weights: int
+    """At least two weight leases of the largest unit; what is left of the budget is cache."""
+    gradients: int
+    """The gradients of every unit."""
+    homes: int
+    """Partitions whose home is HOST."""
+
+
+class HostArena:
+    """The one host mapping of an engine, on 2 MiB pages where the system grants them."""
+
+    def __init__(self, classes: Classes) -> None:
+        self.nbytes = sum(classes)
+        self.classes = classes
+        self.memory = aligned_empty(max(self.nbytes, 1))
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        starts = [sum(classes[:index]) for index in range(len(classes))]
+        self.tiles, self.weights, self.gradients, self.homes = (
+            Region(self, start, nbytes) for start, nbytes in zip(starts, classes, strict=True)
+        )
+
+
+class Slice(NamedTuple):
+    """A stretch of the device arena that holds one unit's weights."""
+
+    offset: int
+    nbytes: int
+
+
+class DeviceArena:
+    """One allocation on the compute device, within which every unit's weights come and go.
+
+    With `poison`, freed slices are filled with NaN and slices lie at random places, so that a stale view
+    shows itself.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, poison: bool = False) -> None:
+        self.nbytes = nbytes
+        self.poison = poison
+        self._space = Space(nbytes, random.Random(0) if poison else None)
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.storage_address = self.bytes.untyped_storage().data_ptr()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._space.used_bytes
+
+    def take(self, nbytes: int) -> Slice | None:
+        offset = self._space.take(nbytes)
+        return None if offset is None else Slice(offset, nbytes)
+
+    def give(self, piece: Slice) -> None:
+        if self.poison:
+            self.view(piece).view(torch.int16).fill_(0x7FFF)  # a NaN as bf16, and pairwise as fp32
+        self._space.give(piece.offset, piece.nbytes)
+
+    def view(self, piece: Slice) -> torch.Tensor:
+        """(nbytes,) uint8, the slice's own memory."""
+        return self.bytes[piece.offset : piece.offset + piece.nbytes]
+
+
+def check_budget(what: str, have: int, need: int, advice: str) -> None:
+    """Raise `BudgetError` with both numbers where `have` bytes cannot hold `need`."""
+    if have < need:
+        raise BudgetError(
+            f"{what} is {format_size(have)} ({have} bytes), the least that works is "
+            f"{format_size(need)} ({need} bytes); {advice}"
+        )

@@ -1,0 +1,439 @@
+"""The pager: brings a unit's weights to the device before use and keeps both budgets.
+
+Threads. `acquire`, `release` and `drop_released` are called by the thread that runs the model and by
+autograd's threads; `lease_for_update`, `publish`, `written` by the update worker alone. One lock guards all
+(`changed`, a condition): nobody holds it while bytes move or a kernel runs, and whoever changes an entry
+wakes all waiters.
+
+[Note: nobody waits in a circle] The update worker needs only its own tiles: where it can get no weight
+lease it either waits, when nobody waits for anything of it, or goes on without delivering. A thread that
+acquires may take any lease that is clean and not being copied. The leases that are left then belong to
+reads, writes and updates in progress, which end by themselves. While such a thread waits for a lease the
+worker takes none (`_starved`), so that freed memory is not taken from under it. Device slices are held only
+by pinned units: if those fill the arena, that is a `BudgetError`, since waiting cannot help.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from offload.errors import BudgetError, EngineFailed
+from offload.sizes import format_size
+from offload.swapper.arena import DeviceArena, HostArena, Lease, Slice
+from offload.swapper.device import Device
+from offload.swapper.residency import ARROWS, Residency, Tier
+from offload.swapper.states import State
+from offload.swapper.store import Future, Store
+from offload.swapper.trace import Trace, furthest
+
+
+class UnitSize(NamedTuple):
+    """What the pager must know of a unit."""
+
+    name: str
+    nbytes: int
+    """Bytes of this rank's WEIGHT partition."""
+    home: Tier
+
+
+class Transfer(NamedTuple):
+    """A read in flight, with the lease that it fills."""
+
+    lease: Lease
+    future: Future
+
+
+@dataclass
+class _Entry:
+    """One unit's weights. Only `Pager` touches it, under the lock."""
+
+    index: int
+    size: UnitSize
+    residency: Residency
+    lease: Lease | None = None
+    slice: Slice | None = None
+    transfer: Transfer | None = None
+    pins: int = 0
+    """Uses on the device that have begun and not ended; a pinned unit is never dropped."""
+    updating: bool = False
+    """An update is scheduled and not delivered: nobody may read these weights."""
+    unwritten: bool = False
+    """The lease's write to the store is in flight: the lease must stay."""
+    updates: int = 0
+    """How often the weights have changed; a view saved before a change must not be read after it."""
+
+
+class Pager:
+    """Weights of all units, between DISK, HOST and DEVICE. Close it after the update worker has ended."""
+
+    def __init__(
+        self, sizes: Sequence[UnitSize], host: HostArena, arena: DeviceArena, device: Device, store: Store | None
+    ) -> None:
+        self.changed = threading.Condition(threading.Lock())
+        self.version = 0  # counts changes, so that a waiter can tell whether it missed one
+        self.trace = Trace()
+        self.host = host
+        self.arena = arena
+        self._device = device
+        self._store = store
+        start = {Tier.DISK: Residency.DISK, Tier.HOST: Residency.HOST, Tier.DEVICE: Residency.DEVICE}
+        self._entries = [_Entry(index, size, start[size.home]) for index, size in enumerate(sizes)]
+        self._starved = 0
+        self._wanted: list[int] = []
+        self._failure: BaseException | None = None
+        for entry in self._entries:
+            if entry.size.home is Tier.HOST:
+                entry.lease = host.homes.take(entry.size.nbytes)
+                assert entry.lease is not None, "the class of homes was sized for every home"
+            elif entry.size.home is Tier.DEVICE:
+                entry.slice = arena.take(entry.size.nbytes)
+                assert entry.slice is not None, "the device arena was sized for every home"
+
+    # -- the thread that runs the model -------------------------------------------------------------
+
+    def acquire(self, unit: int) -> torch.Tensor:
+        """Pin `unit` on the device and return its slice: (nbytes,) uint8, valid until `release`.
+
+        Waits for the unit's update and its read. Raises `BudgetError` where what is pinned leaves no room,
+        and `EngineFailed` after an error on a background thread.
+        """
+        entry = self._entries[unit]
+        with self.changed:
+            entry.pins += 1  # from here on nobody drops it
+            try:
+                if entry.pins == 1:
+                    self.trace.use(unit)
+                self._bring(entry)
+                self._read_ahead()
+            except BaseException:
+                entry.pins -= 1
+                raise
+            assert entry.slice is not None
+            return self.arena.view(entry.slice)
+
+    def view(self, unit: int) -> torch.Tensor:
+        """The slice of a unit that is pinned already: (nbytes,) uint8."""
+        entry = self._entries[unit]
+        assert entry.pins and entry.slice is not None
+        return self.arena.view(entry.slice)
+
+    def release(self, unit: int) -> None:
+        """End one use. The slice stays where it is until its room is needed."""
+        with self.changed:
+            entry = self._entries[unit]
+            assert entry.pins > 0, f"unit {entry.size.name} was released more often than acquired"
+            entry.pins -= 1
+            self.notify()
+
+    def updates(self, unit: int) -> int:
+        """How many updates this unit has had; see `_Entry.updates`."""
+        return self._entries[unit].updates
+
+    def unit_at(self, offset: int) -> tuple[int, int] | None:
+        """(unit, byte within it) of byte `offset` of the device arena, or None where no pinned unit lies."""
+        with self.changed:
+            for entry in self._entries:
+                piece = entry.slice
+                if piece is not None and entry.pins and piece.offset <= offset < piece.offset + piece.nbytes:
+                    return entry.index, offset - piece.offset
+        return None
+
+    def read_weights(self, unit: int, receive: Callable[[torch.Tensor], None]) -> None:
+        """Call `receive` with the newest weights, (nbytes,) uint8 on the device, pinned meanwhile."""
+        try:
+            receive(self.acquire(unit))
+        finally:
+            self.release(unit)
+
+    def _bring(self, entry: _Entry) -> None:
+        """Move `entry` towards DEVICE, one arrow at a time, until it is there. The lock is held."""
+        while entry.updating or entry.residency is not Residency.DEVICE:
+            self.check()
+            if entry.updating:
+                self._wait_for_update(entry)
+            elif entry.residency is Residency.DISK:
+                lease = self._lease(entry)
+                if lease is None:
+                    self._wait_for_lease()
+                else:
+                    self._start_read(entry, lease)
+            elif entry.residency is Residency.READING:
+                self._finish_read(entry)
+            elif entry.residency in (Residency.HOST, Residency.WRITING):
+                self._upload(entry)
+            else:  # UPLOADING on another thread
+                self.changed.wait()
+        self.check()
+
+    def _wait_for_update(self, entry: _Entry) -> None:
+        self._wanted.append(entry.index)
+        self.notify()
+        try:
+            self.changed.wait()
+        finally:
+            self._wanted.remove(entry.index)
+
+    def _wait_for_lease(self) -> None:
+        self._starved += 1
+        self.notify()
+        try:
+            self.changed.wait()
+        finally:
+            self._starved -= 1
+
+    def _start_read(self, entry: _Entry, lease: Lease) -> None:
+        assert self._store is not None
+        slot = self._store.newest[entry.index]
+        future = self._store.read(entry.index, State.WEIGHT, slot, 0, lease.buffer)
+        entry.transfer = Transfer(lease, future)
+        self._move(entry, Residency.READING)
+
+    def _finish_read(self, entry: _Entry) -> None:
+        """Wait for the read without the lock; whoever comes first delivers it."""
+        transfer = entry.transfer
+        assert transfer is not None
+        self.changed.release()
+        try:
+            transfer.future.wait()
+        except Exception as error:
+            self.changed.acquire()
+            self._fail(error, entry)
+            raise
+        except BaseException:  # KeyboardInterrupt: the read goes on and somebody else will deliver it
+            self.changed.acquire()
+            raise
+        self.changed.acquire()
+        if entry.transfer is transfer:
+            entry.transfer, entry.lease = None, transfer.lease
+            self._move(entry, Residency.HOST)
+
+    def _upload(self, entry: _Entry) -> None:
+        piece = self._take_slice(entry)
+        lease = entry.lease
+        assert lease is not None
+        self._move(entry, Residency.UPLOADING)
+        entry.slice = piece
+        self.changed.release()
+        try:
+            self._device.copy(self.arena.view(piece), lease.tensor(torch.uint8))
+        finally:
+            self.changed.acquire()
+            self._move(entry, Residency.DEVICE)
+
+    def _take_slice(self, entry: _Entry) -> Slice:
+        """Room for `entry` on the device; drops released units, furthest next use first."""
+        while (piece := self.arena.take(entry.size.nbytes)) is None:
+            idle = (
+                e.index
+                for e in self._entries
+                if e.residency is Residency.DEVICE and not e.pins and e.size.home is not Tier.DEVICE
+            )
+            victim = furthest(idle, self.trace)
+            if victim is None:
+                held = [e.size.name for e in self._entries if e.slice is not None and e is not entry]
+                raise BudgetError(
+                    f"unit {entry.size.name} needs {format_size(entry.size.nbytes)} on the device, whose budget "
+                    f"of {format_size(self.arena.nbytes)} is held by {', '.join(held) or 'nothing'}; "
+                    f'raise "device_memory" in the "offload" block, or checkpoint smaller regions'
+                )
+            self._drop(self._entries[victim])
+        return piece
+
+    def _drop(self, entry: _Entry) -> None:
+        """Leave the device; the copy there is clean, so nothing moves."""
+        assert entry.slice is not None and not entry.pins
+        self.arena.give(entry.slice)
+        entry.slice = None
+        if entry.lease is None:
+            self._move(entry, Residency.DISK)
+        else:
+            self._move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
+
+    def drop_released(self) -> None:
+        """Drop every unit that is not pinned, wherever its room is not its home (for tests and between engines)."""
+        with self.changed:
+            for entry in self._entries:
+                if entry.residency is Residency.DEVICE and not entry.pins and entry.size.home is not Tier.DEVICE:
+                    self._drop(entry)
+
+    # -- leases of weights --------------------------------------------------------------------------
+
+    def _lease(self, entry: _Entry, beyond: int = -1) -> Lease | None:
+        """A weight lease for `entry`: a free one, else one whose unit is next used after `beyond` uses."""
+        while (lease := self.host.weights.take(entry.size.nbytes)) is None:
+            clean = (e.index for e in self._entries if self._may_take_lease_of(e))
+            victim = furthest(clean, self.trace, beyond)
+            if victim is None:
+                return None
+            self._take_lease(self._entries[victim])
+        return lease
+
+    def _may_take_lease_of(self, entry: _Entry) -> bool:
+        """Whether its bytes are in the store and nobody reads them from the lease now."""
+        return (
+            entry.lease is not None
+            and entry.size.home is Tier.DISK
+            and entry.residency in (Residency.HOST, Residency.DEVICE)
+            and not entry.unwritten
+            and not entry.updating
+        )
+
+    def _take_lease(self, entry: _Entry) -> None:
+        assert entry.lease is not None
+        entry.lease.release()
+        entry.lease = None
+        if entry.residency is Residency.HOST:
+            self._move(entry, Residency.DISK)
+
+    def _read_ahead(self) -> None:
+        """Start reading what the trace says comes next, as far as leases go that are needed later."""
+        for unit in self.trace.upcoming(2):
+            entry = self._entries[unit]
+            if entry.updating or entry.residency is not Residency.DISK or entry.lease is not None:
+                continue
+            lease = self._lease(entry, beyond=self.trace.distance(unit))
+            if lease is None:
+                return
+            self._start_read(entry, lease)
+
+    # -- the update worker --------------------------------------------------------------------------
+
+    def begin_updates(self, units: Sequence[int]) -> None:
+        """From now until `publish`, nobody may read these units. No use of them may be open."""
+        with self.changed:
+            for unit in units:
+                entry = self._entries[unit]
+                assert not entry.pins, f"unit {entry.size.name} is in use during step()"
+                entry.updating = True
+                entry.updates += 1
+                if entry.residency is Residency.DEVICE and entry.size.home is not Tier.DEVICE:
+                    self._drop(entry)
+
+    def lease_for_update(self, unit: int) -> Lease | None:
+        """The lease in which the fresh weights of `unit` will lie, or None where there is none to have now.
+
+        `holds_weights` says whether the old ones lie in it already. A home in HOST is its own lease; a unit
+        whose home is DEVICE has none, and its update works on `device_slice`.
+        """
+        with self.changed:
+            entry = self._entries[unit]
+            assert entry.size.home is not Tier.DEVICE
+            while entry.residency is Residency.READING:  # a read ahead from before step()
+                self.check()
+                self._finish_read(entry)
+            if entry.lease is not None:
+                return entry.lease
+            if self._starved:
+                return None
+            urgent = unit in self._wanted
+            entry.lease = self._lease(entry, -1 if urgent else self.trace.distance(unit))
+            return entry.lease
+
+    def publish(self, unit: int, delivered: bool, unwritten: bool) -> None:
+        """The update of `unit` is computed: its fresh weights lie in its lease (or home) if `delivered`.
+
+        `unwritten` says that writes of them to the store are in flight. An update that is not delivered is
+        published when these are done.
+        """
+        with self.changed:
+            entry = self._entries[unit]
+            if delivered and entry.size.home is not Tier.DEVICE:
+                entry.unwritten = unwritten
+                fresh = Residency.WRITING if unwritten else Residency.HOST
+                if entry.residency is not fresh:
+                    self._move(entry, fresh)
+            entry.updating = False
+            self.notify()
+
+    def written(self, unit: int) -> None:
+        """The last write of the update of `unit` is done: its lease is clean."""
+        with self.changed:
+            entry = self._entries[unit]
+            entry.unwritten = False
+            if entry.residency is Residency.WRITING:
+                self._move(entry, Residency.HOST)
+            self.notify()
+
+    def device_slice(self, unit: int) -> torch.Tensor:
+        """(nbytes,) uint8: the slice of a unit whose home is DEVICE, for its update."""
+        piece = self._entries[unit].slice
+        assert piece is not None
+        return self.arena.view(piece)
+
+    def holds_weights(self, unit: int) -> bool:
+        """Whether the lease of `unit` holds its weights as they are before the update."""
+        return self._entries[unit].residency is Residency.HOST
+
+    def wanted(self) -> int | None:
+        """A unit that somebody waits for, if any. The lock is held by the caller."""
+        return self._wanted[0] if self._wanted else None
+
+    @property
+    def starved(self) -> bool:
+        """Whether somebody waits for a weight lease. The lock is held by the caller."""
+        return self._starved > 0
+
+    # -- state --------------------------------------------------------------------------------------
+
+    def _move(self, entry: _Entry, to: Residency) -> None:
+        """The one place that assigns a residency."""
+        assert (entry.residency, to) in ARROWS, f"{entry.size.name}: {entry.residency} to {to}"
+        entry.residency = to
+        self.notify()
+
+    def notify(self) -> None:
+        self.version += 1
+        self.changed.notify_all()
+
+    def residency(self, unit: int) -> Residency:
+        return self._entries[unit].residency
+
+    def check(self) -> None:
+        """Raise `EngineFailed`, with its cause, after an error on a background thread."""
+        if self._failure is not None:
+            raise EngineFailed(
+                f"the engine stopped at an earlier error: {self._failure}; the last committed epoch is intact"
+            ) from self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """Stop: every waiter and every later call raises `EngineFailed` from `error`."""
+        with self.changed:
+            self._fail(error, None)
+
+    def _fail(self, error: BaseException, entry: _Entry | None) -> None:
+        if entry is not None and entry.residency is not Residency.FAILED:
+            self._move(entry, Residency.FAILED)
+        if self._failure is None:
+            self._failure = error
+        self.notify()
+
+    def unpin_all(self) -> None:
+        """End every open use: what an aborted forward or backward left behind."""
+        with self.changed:
+            for entry in self._entries:
+                entry.pins = 0
+            self.notify()
+
+    def close(self) -> None:
+        """Wait for reads in flight and give everything back. The update worker must have ended."""
+        with self.changed:
+            for entry in self._entries:
+                if entry.transfer is not None:
+                    transfer, entry.transfer = entry.transfer, None
+                    _quietly(transfer.future)
+                    transfer.lease.release()
+            self._failure = self._failure or EngineFailed("the engine was destroyed")
+            self.notify()
+
+
+def _quietly(future: Future) -> None:
+    """Wait for a read that nobody needs any more; its error has no meaning now."""
+    try:
+        future.wait()
+    except OSError:
+        pass

@@ -1,0 +1,80 @@
+"""Where bytes are, and every way in which they may move.
+
+The pager keeps one residency for each unit: that of its WEIGHT partition, the only state that travels
+whole. The other states stay at home; an update streams them through tiles and puts them back.
+
+    state       what is true in it
+    ---------   ---------------------------------------------------------------------------------
+    DISK        The newest copy is in the store's newest slot and nowhere else.
+    READING     A lease is being filled from that slot; the entry's transfer owns lease and read.
+    HOST        A lease holds the newest copy, and no write of it is in flight: it is in the store too,
+                or HOST is its home. Unless it is home, the lease may be taken away for another unit.
+    WRITING     A lease holds the newest copy; its write to the store is in flight. The lease stays.
+    UPLOADING   A lease is being copied into a slice of the device arena by the thread that acquires.
+    DEVICE      A slice holds the newest copy. A lease may hold it as well (`lease is not None`): the
+                write of an update may still be in flight (`unwritten`), or there was room to keep it.
+    FAILED      A read, write or kernel failed on this unit. Memory and store may disagree; nothing is
+                read from it again, and the store opens at its last committed epoch.
+
+                          start_read               finish_read              start_upload
+                 DISK ─────────────────► READING ─────────────► HOST ─────────────────────► UPLOADING
+                  ▲ ▲                                            ▲ │ ▲                          │
+                  │ └────────────── take_lease ──────────────────┼─┘ └────── written ─┐         │ finish_upload
+                  │                                              │ start_upload ┌── WRITING     ▼
+                  │                                              │              │   ▲  ▲      DEVICE
+                  └───────────── drop (no lease kept) ───────────┴── drop ──────┼───┼──┼────────┘
+                                                        (lease kept)            │   │  └ drop (unwritten)
+                                                                  UPLOADING ◄───┘   │
+                                         publish (an update's result): any ─────────┘
+
+A device copy is always clean: only an update writes weights, and only in HOST. So leaving the device
+is a drop and never a copy. `Pager._move` is the one place that assigns a residency; it refuses every
+arrow that `ARROWS` does not list.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+
+class Tier(enum.Enum):
+    """Where a partition lives between uses: its home."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Residency(enum.Enum):
+    """Where the newest copy of a unit's weights is now; the module's docstring says what each means."""
+
+    DISK = "disk"
+    READING = "reading"
+    HOST = "host"
+    WRITING = "writing"
+    UPLOADING = "uploading"
+    DEVICE = "device"
+    FAILED = "failed"
+
+
+_R = Residency
+
+ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
+    (_R.DISK, _R.READING): "start_read",
+    (_R.READING, _R.HOST): "finish_read",
+    (_R.HOST, _R.UPLOADING): "start_upload",
+    (_R.WRITING, _R.UPLOADING): "start_upload",
+    (_R.UPLOADING, _R.DEVICE): "finish_upload",
+    (_R.HOST, _R.DISK): "take_lease",
+    (_R.WRITING, _R.HOST): "written",
+    (_R.DEVICE, _R.DISK): "drop",
+    (_R.DEVICE, _R.HOST): "drop",
+    (_R.DEVICE, _R.WRITING): "drop",
+    # An update's result: the newest copy is a fresh lease, or the other slot where none was free.
+    (_R.DISK, _R.WRITING): "publish",
+    (_R.HOST, _R.WRITING): "publish",
+    (_R.DISK, _R.HOST): "publish",
+    **{(state, _R.FAILED): "fail" for state in _R if state is not _R.FAILED},
+}
+"""Every arrow that is allowed, with the pager's function that performs it."""
