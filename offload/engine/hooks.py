@@ -83,7 +83,10 @@ class Hooks:
         self._local = threading.local()
         self._in_backward = False
         self._task_seen = False
-        self.backward_count = 0  # outermost backwards in which a gradient arrived
+        self.backward_count = 0
+        """Outermost backwards in which a gradient arrived."""
+        self.entered: Callable[[], None] = self.reset_aborted
+        """Called at the entry of each outermost forward."""
         self._units = [
             _Unit(layout, [model.get_parameter(s.name) for s in layout.segments], dtype) for layout in layouts
         ]
@@ -114,8 +117,15 @@ class Hooks:
             remover()
         self._removers.clear()
 
-    def reset(self) -> None:
-        """Release what an aborted forward or backward left behind. Not inside of a backward."""
+    def reset_aborted(self) -> None:
+        """Release what an aborted forward or backward left behind. Does nothing inside of a backward."""
+        if inside_backward():
+            return
+        left = self._in_backward or any(unit.uses or unit.held for unit in self._units)
+        if left or getattr(self._local, "depth", 0):
+            self._reset()
+
+    def _reset(self) -> None:
         with self._lock:
             for unit in self._units:
                 if unit.uses or unit.held:
@@ -175,7 +185,7 @@ class Hooks:
                 for index in units:
                     self._use(index)
                     entered.append(index)
-                if own is not None and torch.is_grad_enabled() and not _inside_backward():
+                if own is not None and torch.is_grad_enabled() and not inside_backward():
                     self._watch_inputs(own, args, kwargs)
             except BaseException:
                 # The post-hook runs only for modules whose pre-hook returned.
@@ -191,7 +201,7 @@ class Hooks:
                 for index in reversed(units):
                     self._unuse(index)
                 outermost = self._leave()
-            if outermost and torch.is_grad_enabled() and not _inside_backward():
+            if outermost and torch.is_grad_enabled() and not inside_backward():
                 self._watch_outputs(output)
             return output
 
@@ -202,8 +212,7 @@ class Hooks:
         """Count nested sites; the outermost pushes the saved-tensor hooks."""
         depth = getattr(self._local, "depth", 0)
         if depth == 0:
-            if not _inside_backward() and self._in_backward:
-                self.reset()  # a backward that was aborted left its holds
+            self.entered()
             self._local.pushed = 0
             if not _checkpoint_hooks_active():
                 torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
@@ -223,7 +232,7 @@ class Hooks:
     def _use(self, index: int) -> None:
         unit = self._units[index]
         with self._lock:
-            if _inside_backward():
+            if inside_backward():
                 self._hold(index)
             unit.uses += 1
             if unit.uses > 1:
@@ -360,7 +369,7 @@ class Hooks:
         if self._pager.updates(packed.unit) != packed.updates:
             name = self._units[packed.unit].layout.name
             raise UsageError(f"backward through a graph made before step(): the weights of {name} have changed since")
-        if not _inside_backward():
+        if not inside_backward():
             memory = self._pager.acquire(packed.unit)
             try:
                 return self._view(memory, packed).clone()
@@ -378,7 +387,8 @@ class Hooks:
         return torch.as_strided(flat, handle.size, handle.stride, offset)
 
 
-def _inside_backward() -> bool:
+def inside_backward() -> bool:
+    """Whether the calling thread runs a backward."""
     return torch._C._current_graph_task_id() != _NO_GRAPH_TASK
 
 

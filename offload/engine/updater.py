@@ -22,6 +22,7 @@ import torch
 
 from offload import kernels
 from offload.engine.gradients import Gradients
+from offload.engine.placement import TILE_BUFFERS, TILE_STEP
 from offload.sizes import align_up
 from offload.swapper.arena import HostArena, Lease
 from offload.swapper.device import Device
@@ -29,10 +30,6 @@ from offload.swapper.pager import Pager, UnitSize
 from offload.swapper.residency import Tier
 from offload.swapper.states import Mode, State
 from offload.swapper.store import Future, Store
-
-TILE_BUFFERS = 3
-_TILE_STEP = 2048  # elements: 4096 bytes of the smallest state
-
 
 class SegmentStep(NamedTuple):
     """What to do to elements [start, stop) of a partition."""
@@ -56,11 +53,6 @@ class Resident(NamedTuple):
 
     tensor: torch.Tensor
     buffer: memoryview | None
-
-
-def tile_element_bytes(mode: Mode) -> int:
-    """Bytes of a tile buffer for each element."""
-    return mode.element_bytes
 
 
 class _Piece(NamedTuple):
@@ -124,7 +116,7 @@ class Updater:
         self._flushing = 0
         self._closing = False
         buffer_nbytes = arena.classes.tiles // TILE_BUFFERS
-        self._tile_numel = buffer_nbytes // tile_element_bytes(mode) // _TILE_STEP * _TILE_STEP
+        self._tile_numel = buffer_nbytes // mode.element_bytes // TILE_STEP * TILE_STEP
         leases = [arena.tiles.take(buffer_nbytes) for _ in range(TILE_BUFFERS)]
         self._free: list[Lease] = [lease for lease in leases if lease is not None]
         assert len(self._free) == TILE_BUFFERS and self._tile_numel > 0
@@ -235,8 +227,8 @@ class Updater:
         lease = None
         if self._sizes[update.unit].home is not Tier.DEVICE:
             lease = self._pager.lease_for_update(update.unit)
-            if lease is None and not self._goes_on_without():
-                return None
+            if lease is None and (self._reading or self._writing or not self._goes_on_without()):
+                return None  # what is in flight ends by itself and may free a lease
         self._queue.remove(update)
         delivered = lease is not None or self._sizes[update.unit].home is Tier.DEVICE
         return _Job(update, self._gradients.take(update.unit), lease, delivered)

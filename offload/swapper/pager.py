@@ -261,6 +261,12 @@ class Pager:
                 if entry.residency is Residency.DEVICE and not entry.pins and entry.size.home is not Tier.DEVICE:
                     self._drop(entry)
 
+    def end_step(self) -> tuple[int, ...]:
+        """The step's uses are over: their order is the prediction for the next, and returned."""
+        with self.changed:
+            self.trace.finish()
+            return self.trace.order
+
     # -- leases of weights --------------------------------------------------------------------------
 
     def _lease(self, entry: _Entry, beyond: int = -1) -> Lease | None:
@@ -365,6 +371,12 @@ class Pager:
         assert piece is not None
         return self.arena.view(piece)
 
+    def home_lease(self, unit: int) -> Lease:
+        """The lease of a unit whose home is HOST."""
+        lease = self._entries[unit].lease
+        assert lease is not None and self._entries[unit].size.home is Tier.HOST
+        return lease
+
     def holds_weights(self, unit: int) -> bool:
         """Whether the lease of `unit` holds its weights as they are before the update."""
         return self._entries[unit].residency is Residency.HOST
@@ -392,6 +404,11 @@ class Pager:
 
     def residency(self, unit: int) -> Residency:
         return self._entries[unit].residency
+
+    @property
+    def failed(self) -> bool:
+        """Whether an error has stopped this engine."""
+        return self._failure is not None
 
     def check(self) -> None:
         """Raise `EngineFailed`, with its cause, after an error on a background thread."""

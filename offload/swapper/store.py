@@ -118,6 +118,17 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
     return RunStatus(exists, json.loads(finished.read_text()) if finished.is_file() and not exists else None)
 
 
+def free_room(paths: Sequence[str | Path]) -> int:
+    """Bytes free on the file systems of `paths`, or of the nearest folders above them that exist."""
+    devices: dict[int, int] = {}
+    for path in paths:
+        place = Path(path).absolute()
+        while not place.exists():
+            place = place.parent
+        devices[os.stat(place).st_dev] = shutil.disk_usage(place).free
+    return sum(devices.values())
+
+
 def remove_run(path: Path) -> None:
     """Delete the run folder `path` on this and every other drive that its manifest names.
 
@@ -150,21 +161,25 @@ class StoreSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.slots * sum(sum(states.values()) for states in self.partitions)
+        return sum(extent.nbytes for extent in _distinct(self.extents(1)))
 
     def extents(self, drives: int) -> list[dict[State, tuple[Extent, ...]]]:
-        """Lay all slots out: each on the drive that holds the least so far."""
+        """Lay all slots out: each on the drive that holds the least so far.
+
+        A unit of which only WEIGHT is kept is never updated out of place, so its slots are one extent.
+        """
         ends = [0] * drives
         table: list[dict[State, tuple[Extent, ...]]] = []
         for states in self.partitions:
             row: dict[State, tuple[Extent, ...]] = {}
+            frozen = set(states) == {State.WEIGHT}
             for state, nbytes in states.items():
-                slots = []
-                for _ in range(self.slots):
+                slots: list[Extent] = []
+                for _ in range(1 if frozen else self.slots):
                     drive = ends.index(min(ends))
                     slots.append(Extent(drive, ends[drive], nbytes))
                     ends[drive] += nbytes
-                row[state] = tuple(slots)
+                row[state] = tuple(slots * self.slots if frozen else slots)
             table.append(row)
         return table
 
@@ -300,7 +315,7 @@ class Store:
     # -- what lies where ----------------------------------------------------------------------------
 
     def _drive_nbytes(self, drive: int) -> int:
-        return sum(e.nbytes for row in self._extents for slots in row.values() for e in slots if e.drive == drive)
+        return sum(extent.nbytes for extent in _distinct(self._extents) if extent.drive == drive)
 
     def _check_room(self) -> None:
         """Compare what is asked of each file system with what is free, before anything is written."""
@@ -336,6 +351,10 @@ class Store:
         except OSError:
             return None
         return blob if len(blob) == record.blob_nbytes and crc32c(blob) == record.blob_crc else None
+
+
+def _distinct(table: Sequence[Mapping[State, Sequence[Extent]]]) -> set[Extent]:
+    return {extent for row in table for slots in row.values() for extent in slots}
 
 
 class _Lock:

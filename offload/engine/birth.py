@@ -1,0 +1,117 @@
+"""Building a model without its weights, and giving it weights one unit at a time.
+
+Inside `init`, parameters are registered on the meta device and buffers stay real. `materialize` then makes
+the parameters of one unit real, by the initialization of the modules that own them, seeded by the unit, so
+that the weights do not depend on budgets or placements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from offload.errors import ConfigError
+
+
+@contextlib.contextmanager
+def init(config: Any = None) -> Iterator[None]:
+    """Build a model inside without memory for its parameters; `initialize` makes them, unit by unit.
+
+    `config` is accepted as by `deepspeed.zero.Init` and is read by `initialize`. Modules whose class has no
+    `reset_parameters` keep the values that their constructor gave them; those of transformers are initialized
+    by the model's `_init_weights`.
+    """
+    removal = register_module_parameter_registration_hook(_to_meta)
+    try:
+        yield
+    finally:
+        removal.remove()
+
+
+def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    if parameter is None or parameter.is_meta or not _can_initialize(module):
+        return parameter
+    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+
+def _can_initialize(module: nn.Module) -> bool:
+    """Whether the values of this module's parameters can be made again later."""
+    return _resetter(module) is not None or type(module).__module__.startswith("transformers.")
+
+
+def _resetter(module: nn.Module) -> Any:
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
+    """Make the parameters `names` of `model` real, on the CPU, where they are on meta; identity and ties stay.
+
+    Raises `ConfigError` where the owning module cannot initialize itself.
+    """
+    absent = {name: model.get_parameter(name) for name in names if model.get_parameter(name).is_meta}
+    if not absent:
+        return
+    for parameter in absent.values():
+        real = nn.Parameter(torch.full_like(parameter, torch.nan, device="cpu"), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, real)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for module, initialize in _initializers(model, absent):
+            initialize(module)
+    for name, parameter in absent.items():
+        if parameter.numel() and bool(parameter.isnan().all()):
+            raise ConfigError(
+                f"parameter {name} of {type(model.get_submodule(name.rpartition('.')[0])).__name__} has no initial "
+                f"value: its module has no reset_parameters that sets it; give it one, or build the model outside "
+                f"of offload.init"
+            )
+
+
+def _initializers(model: nn.Module, names: Mapping[str, nn.Parameter]) -> Iterator[tuple[nn.Module, Any]]:
+    """The modules that own `names`, and those between them, children first, each with what initializes it."""
+    paths: set[str] = set()
+    shared = _common_prefix(list(names))
+    for name in names:
+        path = name.rpartition(".")[0]
+        while path not in paths and len(path) >= len(shared):
+            paths.add(path)
+            if not path or path == shared:
+                break
+            path = path.rpartition(".")[0]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    order = {path: position for position, path in enumerate(modules)}
+    for path in sorted(paths, key=lambda path: (-path.count(".") - bool(path), order[path])):
+        module = modules[path]
+        reset = _resetter(module)
+        if reset is not None and any(not p.is_meta for p in module.parameters(recurse=False)):
+            yield module, lambda _, reset=reset: reset()
+        library = _library_initializer(modules, path)
+        if library is not None:
+            yield module, library
+
+
+def _common_prefix(names: list[str]) -> str:
+    """The path of the deepest module that holds all `names`."""
+    parts = [name.split(".")[:-1] for name in names]
+    shared: list[str] = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return ".".join(shared)
+
+
+def _library_initializer(modules: Mapping[str, nn.Module], path: str) -> Any:
+    """`_init_weights` of the innermost transformers model round `path`."""
+    while True:
+        initializer = getattr(modules[path], "_init_weights", None)
+        if initializer is not None:
+            return initializer
+        if not path:
+            return None
+        path = path.rpartition(".")[0]

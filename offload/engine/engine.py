@@ -1,0 +1,404 @@
+"""The engine: what a training loop calls.
+
+    engine(batch) ─► backward(loss) ─► step()      (per micro-batch; a boundary every `accumulation` of them)
+
+`step()` at a boundary finishes what the step before left in flight, decides, and schedules the updates; they
+run on the update worker while the next forward, unit by unit, waits for what it needs. One step is in flight
+at most. The first call of the engine after a boundary takes the state blob that the commit of that step waits
+for, so that random generators, schedule and counters are those of one moment.
+
+Threads. All methods belong to the thread that runs the model. In a forked child every call raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from offload import kernels
+from offload.aio import IoQueue
+from offload.engine.gradients import Gradients
+from offload.engine.hooks import Hooks, inside_backward
+from offload.engine.layout import UnitLayout
+from offload.engine.optimizer import Optimizer
+from offload.engine.progress import (
+    Progress,
+    persistent_buffers,
+    read_generators,
+    scheduler_state,
+    write_generators,
+)
+from offload.engine.updater import SegmentStep, Updater, UnitUpdate
+from offload.errors import EngineFailed, NumericsError, UsageError
+from offload.swapper.arena import HostArena
+from offload.swapper.pager import Pager
+from offload.swapper.store import Store
+
+logger = logging.getLogger("offload")
+
+
+class IoBytes(NamedTuple):
+    """Bytes that the engine's own reads and writes have moved."""
+
+    read: int
+    written: int
+
+
+class Choices(NamedTuple):
+    """What the config says about a step."""
+
+    micro_batch_size: int
+    accumulation: int
+    total_batch_size: int
+    clip: float
+    """The largest global norm of the gradient; 0 leaves it as it is."""
+    skip_nonfinite: bool
+    """Whether a norm that is inf or NaN skips the step, or raises."""
+    overlap: bool
+    """Whether updates run while the next forward does; off only to find faults."""
+
+
+class Parts(NamedTuple):
+    """What `initialize` has built, in the order in which it is closed."""
+
+    hooks: Hooks
+    updater: Updater | None
+    """None where nothing trains."""
+    pager: Pager
+    gradients: Gradients
+    store: Store | None
+    queue: IoQueue | None
+    arena: HostArena
+    layouts: tuple[UnitLayout, ...]
+    trainable: tuple[range, ...]
+    """The elements of each unit that this rank updates."""
+
+
+class Engine:
+    """A model whose weights and optimizer states are paged; made by `offload.initialize`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        parts: Parts,
+        optimizer: Optimizer,
+        lr_scheduler: Any,
+        choices: Choices,
+        durable: bool,
+        notices: Sequence[str],
+    ) -> None:
+        self.module = module
+        self.device = device
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.notices = tuple(notices)
+        self.global_steps = 0
+        """Boundaries passed, skipped ones among them; after a resume, those that were committed."""
+        self.skipped_steps = 0
+        """Boundaries at which the norm was not finite and nothing was updated."""
+        self.micro_steps = 0
+        """Micro-batches of all boundaries passed."""
+        self._parts, self._choices, self._durable = parts, choices, durable
+        self._pid = os.getpid()
+        self._alive = True
+        self._restore: Mapping[str, torch.Tensor] | None = None
+        self._grad_norm: float | None = None
+        self._backwards_before = 0
+        self._parameters = [[module.get_parameter(s.name) for s in layout.segments] for layout in parts.layouts]
+        self._parameter_steps = [[0] * len(layout.segments) for layout in parts.layouts]
+        optimizer.attach(self._boundary, self.zero_grad)
+        # A user may run the model without the engine; the first moment of that is an entry too.
+        root = module.register_forward_pre_hook(lambda *_: self._enter(), prepend=True)
+        self._root_hook: Callable[[], None] = root.remove
+        parts.hooks.entered = self._enter
+
+    # -- training -----------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on `args`, whose tensors are moved to the engine's device first."""
+        self._enter()
+        args, kwargs = tree_map(self._to_device, (args, kwargs))
+        return self.module(*args, **kwargs)
+
+    forward = __call__
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Add the gradients of `loss`, a scalar, divided by the accumulation unless `scale_wrt_gas` is false."""
+        self._enter()
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UsageError(f"backward expects the loss, a tensor of one element, got {what}")
+        if not loss.requires_grad:
+            raise UsageError("backward got a loss that does not depend on any trainable parameter (no_grad? detach?)")
+        scaled = loss / self._choices.accumulation if scale_wrt_gas else loss
+        scaled.backward(retain_graph=retain_graph)
+        return scaled
+
+    def step(self) -> None:
+        """End a micro-batch; at a boundary, clip, schedule the updates and advance the learning rates.
+
+        Raises `UsageError` where more backwards ran than the accumulation has, and `NumericsError` where the norm
+        is not finite: then the gradients are dropped and nothing was updated.
+        """
+        self._enter()
+        count, boundary = self.micro_batches, self._choices.accumulation
+        if count < boundary:
+            return
+        if count > boundary:
+            raise UsageError(
+                f"{count} backwards ran since the last boundary, gradient_accumulation_steps is {boundary}; call "
+                f"step() after every backward, or set the accumulation to what the loop does"
+            )
+        self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    @property
+    def micro_batches(self) -> int:
+        """Backwards since the last boundary."""
+        return self._parts.hooks.backward_count - self._backwards_before
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step()` updates the weights."""
+        return self.micro_batches >= self._choices.accumulation
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients since the last boundary, and their micro-batches."""
+        self._enter()
+        self._parts.gradients.clear()
+        self._backwards_before = self._parts.hooks.backward_count
+
+    def train(self, mode: bool = True) -> Engine:
+        """Set the model's training mode, as `nn.Module.train` does."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Set the model to evaluation, as `nn.Module.eval` does."""
+        return self.train(False)
+
+    # -- what a loop asks ---------------------------------------------------------------------------
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group, as the next step will use it."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last boundary's gradient before the clip; None before the first."""
+        return self._grad_norm
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self._choices.accumulation
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a micro-batch on this rank."""
+        return self._choices.micro_batch_size
+
+    def train_batch_size(self) -> int:
+        """Samples of a step on all ranks."""
+        return self._choices.total_batch_size
+
+    @property
+    def parameter_count(self) -> int:
+        """Elements of all parameters; a tied one counts once."""
+        return sum(segment.numel for layout in self._parts.layouts for segment in layout.segments)
+
+    @property
+    def host_memory(self) -> int:
+        """Bytes of the host arena: the host budget."""
+        return self._parts.arena.nbytes
+
+    @property
+    def device_memory(self) -> int:
+        """Bytes of the device arena: the device budget."""
+        return self._parts.pager.arena.nbytes
+
+    def io_bytes(self) -> IoBytes:
+        """Bytes read and written so far by the engine."""
+        queue = self._parts.queue
+        return IoBytes(0, 0) if queue is None else IoBytes(queue.read_bytes, queue.written_bytes)
+
+    # -- the boundary -------------------------------------------------------------------------------
+
+    def _boundary(self) -> None:
+        """Finish the step before, decide on this one, schedule it."""
+        parts = self._parts
+        if parts.updater is None:
+            raise UsageError("no parameter of this model is trainable, so there is nothing to step")
+        parts.updater.finish()
+        parts.hooks.check_placeholders()
+        norm = parts.gradients.norm()
+        self._backwards_before = parts.hooks.backward_count
+        if not math.isfinite(norm) and not self._choices.skip_nonfinite:
+            parts.gradients.clear()
+            raise NumericsError(
+                f"the gradient norm of step {self.global_steps + 1} is {norm}: the step was not applied, and its "
+                f"gradients were dropped; the weights are those of step {self.global_steps}. Lower the learning rate, "
+                f'look at the batch, or set "on_nonfinite": "skip" in the "offload" block'
+            )
+        self._grad_norm = norm
+        self.global_steps += 1
+        self.micro_steps += self._choices.accumulation
+        order = parts.pager.end_step()
+        updates: list[UnitUpdate] = []
+        if math.isfinite(norm):
+            updates = self._decide(norm, order)
+        else:
+            parts.gradients.clear()
+            self.skipped_steps += 1
+            logger.warning("step %d skipped: its gradient norm is %s", self.global_steps, norm)
+        parts.updater.schedule(updates, self.global_steps)
+        if not self._choices.overlap:
+            parts.updater.finish(commit=False)
+
+    def _decide(self, norm: float, order: Sequence[int]) -> list[UnitUpdate]:
+        """The updates of this step, in the order in which the next forward will need them."""
+        clip = self._choices.clip
+        # torch.nn.utils.clip_grad_norm_, with the same 1e-6
+        scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+        settings = self.optimizer.settings()
+        updates: dict[int, UnitUpdate] = {}
+        for index, part in enumerate(self._parts.trainable):
+            present = self._parts.gradients.present(index)
+            steps = tuple(self._segment_step(index, position, scale, settings) for position in present)
+            if steps:
+                updates[index] = UnitUpdate(index, len(part), steps)
+        first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
+        return [updates[index] for index in sorted(updates, key=lambda i: (first_use.get(i, len(order)), i))]
+
+    def _segment_step(
+        self, unit: int, position: int, scale: float, settings: Mapping[int, Mapping[str, Any]]
+    ) -> SegmentStep:
+        """One parameter's part of the step, with its own count of steps, as torch counts them."""
+        self._parameter_steps[unit][position] += 1
+        segment = self._parts.layouts[unit].segments[position]
+        group = settings[id(self._parameters[unit][position])]
+        beta1, beta2 = group["betas"]
+        step = kernels.AdamWStep(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=self._parameter_steps[unit][position],
+            grad_scale=scale,
+            decoupled=bool(group["decoupled"]),
+        )
+        first = self._parts.trainable[unit].start
+        return SegmentStep(segment.start - first, segment.stop - first, step)
+
+    # -- entry, resume, end -------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """Every call outside of a backward: check, clear what an aborted call left, take a blob that is due."""
+        if inside_backward():
+            return
+        if os.getpid() != self._pid:
+            raise UsageError(f"this engine belongs to process {self._pid}; a forked child cannot use it")
+        if not self._alive:
+            raise UsageError("this engine was destroyed")
+        self._parts.pager.check()
+        self._parts.hooks.reset_aborted()
+        if self._restore is not None:
+            states, self._restore = self._restore, None
+            write_generators(states, self.device)
+        if self._parts.updater is not None and self._parts.updater.wants_blob:
+            self._parts.updater.deliver_blob(self.progress().pack())
+
+    def progress(self) -> Progress:
+        """All of this moment that is not weights and moments."""
+        facts = {
+            "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "micro_steps": self.micro_steps,
+            "parameter_steps": self._parameter_steps,
+            "scheduler": scheduler_state(self.lr_scheduler),
+            "lr": self.get_lr(),
+        }
+        buffers = {name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(self.module).items()}
+        return Progress(facts, read_generators(self.device), buffers)
+
+    def restore(self, progress: Progress) -> None:
+        """Go on from `progress`. Random generators follow at the entry of the next engine call."""
+        facts = progress.facts
+        self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
+        self.micro_steps, self._parameter_steps = facts["micro_steps"], facts["parameter_steps"]
+        if facts["scheduler"] is not None and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(facts["scheduler"])
+            # Without a schedule the learning rate of the config counts: it may have been changed on purpose.
+            for group, lr in zip(self.optimizer.param_groups, facts["lr"], strict=True):
+                group["lr"] = lr
+        buffers = persistent_buffers(self.module)
+        with torch.no_grad():
+            for name, value in progress.buffers.items():
+                buffers[name].copy_(value)
+        self._restore = progress.generators
+
+    def destroy(self, remove: bool = False) -> None:
+        """Finish and commit what is complete, join every thread, close the store; `remove` deletes it.
+
+        Idempotent. The model's parameters stay placeholders. Raises what finishing raised, after closing.
+        """
+        if not self._alive or os.getpid() != self._pid:
+            return
+        parts = self._parts
+        try:
+            if not parts.pager.failed:
+                self._enter()
+                if parts.updater is not None:
+                    parts.updater.finish()
+        finally:
+            self._alive = False
+            self._close(remove)
+
+    def _close(self, remove: bool) -> None:
+        parts = self._parts
+        self._root_hook()
+        parts.hooks.remove()
+        if parts.updater is not None:
+            parts.updater.close()
+        parts.pager.close()
+        if parts.queue is not None:
+            parts.queue.close()
+        if parts.store is None:
+            return
+        if remove and not parts.pager.failed:
+            parts.store.remove({"steps": self.global_steps})
+        elif self._durable:
+            parts.store.close()
+        else:
+            parts.store.remove()  # nothing in it was ever committed
+
+    @property
+    def resumable(self) -> str | None:
+        """The run folder that a later process can resume from, or None."""
+        store = self._parts.store
+        return None if store is None or not self._durable else str(store.folders[0].parent)
+
+    def at_exit(self) -> None:
+        """End the process without a word lost: commit, keep the store, say how to resume."""
+        if not self._alive or os.getpid() != self._pid:
+            return
+        try:
+            self.destroy()
+        except (EngineFailed, OSError) as error:
+            logger.error("at exit: %s", error)
+        if self.resumable:
+            logger.warning(
+                'the store is kept at step %d: set "resume": "auto" in the "offload" block to go on, or delete it with '
+                "`offload rm %s`",
+                self.global_steps,
+                self.resumable,
+            )
+
+    def _to_device(self, value: Any) -> Any:
+        return value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,415 @@
+"""`initialize`: from a model and a config to an engine. Everything is checked before anything is touched."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from offload.aio import IoQueue
+from offload.config import Batch, Config, load_config, resolve_batch
+from offload.engine.engine import Choices, Engine, Parts
+from offload.engine.fill import Filler, make_residents
+from offload.engine.gradients import Gradients
+from offload.engine.hooks import Hooks
+from offload.engine.layout import UnitLayout, lay_out
+from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch
+from offload.engine.placement import Partitions, Placement, free_host_memory, partitions, place
+from offload.engine.progress import Progress
+from offload.engine.units import Units, find_units
+from offload.engine.updater import Updater
+from offload.errors import ConfigError, StoreError, UsageError
+from offload.sizes import format_size
+from offload.swapper.arena import DeviceArena, HostArena
+from offload.swapper.device import Device
+from offload.swapper.pager import Pager, UnitSize
+from offload.swapper.residency import Tier
+from offload.swapper.states import MODES, Mode, State
+from offload.swapper.store import Store, StoreSpec, free_room, run_status
+
+logger = logging.getLogger("offload")
+
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+_RANK, _WORLD_SIZE = 0, 1  # one process so far; layout, store and partitions take them
+
+
+class Initialized(NamedTuple):
+    """What `initialize` returns: the 4-tuple of DeepSpeed."""
+
+    engine: Engine
+    optimizer: Optimizer
+    loader: DataLoader[Any] | None
+    lr_scheduler: Any
+
+
+class _Plan(NamedTuple):
+    """All decisions, made before a file, a byte of memory or the model is touched."""
+
+    config: Config
+    batch: Batch
+    device: torch.device
+    mode: Mode
+    units: Units
+    layouts: tuple[UnitLayout, ...]
+    parts: Partitions
+    placement: Placement
+    gradient_dtype: torch.dtype
+    durable: bool
+    resume: bool
+    notices: tuple[str, ...]
+
+    @property
+    def trainable(self) -> tuple[range, ...]:
+        return tuple(layout.trainable(_RANK, _WORLD_SIZE) for layout in self.layouts)
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    config_params: Any = None,
+) -> Initialized:
+    """Put `model` under an engine, as `deepspeed.initialize` does, and return (engine, optimizer, loader, scheduler).
+
+    `config` (or `config_params`, or `args.deepspeed_config`) is a DeepSpeed JSON file's path or its content as a dict.
+    `optimizer` is a `torch.optim.AdamW` or `Adam`, a callable that makes one from the parameters, or None for the
+    config's; `lr_scheduler` an object with `step()`, or a callable that makes one from the optimizer. The loader is
+    None without `training_data`. The model's parameters are taken over: outside of forward and backward they are
+    placeholders.
+
+    Raises `ConfigError`, `BudgetError` or `StoreError` before anything is changed; a disk that is too small is such an
+    error too.
+    """
+    loaded = load_config(_the_config(args, config, config_params))
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize expects model, a torch.nn.Module, got {type(model).__name__}")
+    batch = resolve_batch(loaded, _WORLD_SIZE)
+    plan = _decide(loaded, batch, model)
+    chosen = _optimizer(plan, model, optimizer, model_parameters)
+    schedule = lr_scheduler(chosen) if _is_factory(lr_scheduler) else lr_scheduler
+    engine = _build(plan, model, chosen, schedule)
+    loader = None if training_data is None else _loader(training_data, batch, loaded.offload.seed, collate_fn)
+    for notice in engine.notices:
+        logger.info(notice)
+    atexit.register(engine.at_exit)
+    return Initialized(engine, chosen, loader, schedule)
+
+
+def _the_config(args: Any, config: Any, config_params: Any) -> Any:
+    given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            f"expected one of config, config_params and args.deepspeed_config, got {len(given)}; "
+            f"give the path of a DeepSpeed JSON file or its content as a dict"
+        )
+    return given[0]
+
+
+def _is_factory(given: Any) -> bool:
+    return callable(given) and not hasattr(given, "step")
+
+
+# -- deciding -----------------------------------------------------------------------------------------
+
+
+def _decide(config: Config, batch: Batch, model: nn.Module) -> _Plan:
+    device = _device(config.offload.device)
+    _check_model(model)
+    mode = MODES[config.dtype]
+    units = find_units(model, config.offload.units or ())
+    layouts = tuple(
+        lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], _WORLD_SIZE)
+        for unit in units.units
+    )
+    parts = partitions(layouts, mode, _RANK, _WORLD_SIZE)
+    weight_home, state_home = _TIERS[config.weight_tier], _TIERS[config.optimizer_tier]
+    on_disk = weight_home is Tier.DISK or (state_home is Tier.DISK and any(parts.trainable_numel))
+    gradient_dtype = _gradient_dtype(config, mode, batch.accumulation)
+    free_host = free_host_memory()
+
+    def placed(slots: int) -> Placement:
+        offload = config.offload
+        return place(
+            parts,
+            mode,
+            weight_home,
+            state_home,
+            slots,
+            gradient_dtype,
+            offload.host_memory,
+            offload.device_memory,
+            free_host,
+        )
+
+    resume = _resume(config, on_disk)
+    slots, notices = _slots(config, on_disk, resume, placed)
+    return _Plan(
+        config,
+        batch,
+        device,
+        mode,
+        units,
+        layouts,
+        parts,
+        placed(slots),
+        gradient_dtype,
+        slots == 2,
+        resume,
+        (*config.notices, *notices),
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('"device" is cuda, but torch finds no CUDA device; set it to "auto" or "cpu"')
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def _check_model(model: nn.Module) -> None:
+    wrong = [n for n, p in model.named_parameters() if not p.is_floating_point()]
+    if wrong:
+        raise ConfigError(
+            f"{len(wrong)} parameters are not floating point (quantized?), the first is {wrong[0]}; offload trains bf16 "
+            f"and fp32 weights"
+        )
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if lost:
+        raise ConfigError(
+            f"buffer {lost[0]} is on the meta device, so its values are gone; build the model inside `offload.init(...)`, "
+            f"which leaves buffers real"
+        )
+    held = getattr(model, "_offload_held", None)
+    if held is not None:
+        raise UsageError("this model is under an engine already; destroy does not give its weights back: build a new one")
+
+
+def _gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype:
+    """bf16 where a gradient is stored once, fp32 where many are added, or as data_types.grad_accum_dtype says."""
+    named = config.data_types.grad_accum_dtype
+    if named is not None:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[named]
+    return torch.float32 if accumulation > 1 else mode.weight_dtype
+
+
+def _resume(config: Config, on_disk: bool) -> bool:
+    """Whether to resume; raises `StoreError` where what lies there and what was asked for do not fit."""
+    offload = config.offload
+    if not config.drives or not (on_disk or offload.durability == "step"):
+        if offload.resume == "must":
+            raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
+        return False
+    status = run_status(config.drives, offload.run)
+    folder = os.path.join(config.drives[0], offload.run)
+    if status.exists and offload.resume == "never":
+        raise StoreError(
+            f"{folder} holds a run that did not end; go on with it by --resume auto (\"resume\": \"auto\"), or delete it "
+            f"with `offload rm {folder}`, or choose another run name"
+        )
+    if status.finished is not None and not status.exists and offload.resume != "never":
+        raise StoreError(
+            f"{folder} was finished at step {status.finished.get('steps')}, so there is nothing to resume; choose another "
+            f"run name, or start over with --resume never"
+        )
+    if not status.exists and offload.resume == "must":
+        raise StoreError(f'"resume" is must, but {folder} holds no committed epoch')
+    return status.exists
+
+
+def _slots(
+    config: Config, on_disk: bool, resume: bool, placed: Callable[[int], Placement]
+) -> tuple[int, tuple[str, ...]]:
+    """How many slots the store has: 2 where a step is durable, 1 in place, 0 where there is no store."""
+    wish = config.offload.durability
+    if wish == "none":
+        return (1 if on_disk else 0), ()
+    if wish == "step" and not config.drives:
+        raise ConfigError('"durability" is step, but no nvme_path is given; set one in the "offload" block')
+    if wish == "step" or resume:
+        return 2, ()
+    if not on_disk:
+        return 0, ()
+    need, have = StoreSpec(placed(2).stored, 2, {}).nbytes, free_room(config.drives)
+    if need <= have:
+        return 2, ()
+    return 1, (
+        f"durability none: two slots need {format_size(need)}, the drives have {format_size(have)} free; one slot is "
+        f"written in place, and a killed run cannot be resumed",
+    )
+
+
+def _optimizer(plan: _Plan, model: nn.Module, given: Any, model_parameters: Any) -> Optimizer:
+    """The optimizer that was given, or the config's over `model_parameters`."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if callable(given) and not isinstance(given, torch.optim.Optimizer):
+        given = given(list(model_parameters) if model_parameters is not None else trainable)
+    if given is not None:
+        chosen = from_torch(given)
+    elif not trainable:
+        return Optimizer([{"params": []}], {"lr": 0.0})
+    elif plan.config.optimizer is None:
+        raise ConfigError(
+            f"{len(trainable)} parameters are trainable, but there is no optimizer; add to the config "
+            '"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, or pass optimizer='
+        )
+    else:
+        params = plan.config.optimizer.params
+        if params.lr is None:
+            raise ConfigError('the learning rate is "auto" or absent; give optimizer.params.lr a number')
+        settings = {
+            "lr": params.lr,
+            "betas": params.betas,
+            "eps": params.eps,
+            "weight_decay": params.weight_decay,
+            "decoupled": plan.config.optimizer.decoupled,
+        }
+        chosen = from_config(_trainable_only(model_parameters, trainable), settings)
+    check_covers(chosen, model)
+    return chosen
+
+
+def _trainable_only(given: Iterable[Any] | None, trainable: Sequence[nn.Parameter]) -> list[Any]:
+    """`given`, parameters or groups of them, without frozen ones."""
+    if given is None:
+        return list(trainable)
+    items = list(given)
+    if items and isinstance(items[0], Mapping):
+        return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in items]
+    return [p for p in items if p.requires_grad]
+
+
+# -- acting -------------------------------------------------------------------------------------------
+
+
+def _build(plan: _Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any) -> Engine:
+    """Make files, memory, threads and hooks. What fails on the way closes what was made before."""
+    queue = IoQueue() if plan.placement.slots else None
+    store: Store | None = None
+    try:
+        progress: Progress | None = None
+        if queue is not None:
+            store = Store(plan.config.drives, plan.config.offload.run, _RANK, _store_spec(plan), queue)
+            if plan.resume:
+                progress = Progress.unpack(store.open())
+            else:
+                store.create()
+        parts = _fill(plan, model, queue, store, resume=plan.resume)
+    except BaseException:
+        if store is not None:
+            store.remove() if not plan.resume else store.close()
+        if queue is not None:
+            queue.close()
+        raise
+    choices = Choices(
+        plan.batch.micro,
+        plan.batch.accumulation,
+        plan.batch.total,
+        plan.config.gradient_clipping,
+        plan.config.offload.on_nonfinite == "skip",
+        plan.config.offload.debug.overlap,
+    )
+    engine = Engine(
+        model, plan.device, parts, optimizer, lr_scheduler, choices, plan.durable, (*plan.notices, _summary(plan))
+    )
+    if progress is not None:
+        engine.restore(progress)
+    elif store is not None and plan.durable:
+        # Epoch 0: a kill during the first step resumes from the initial weights.
+        store.commit(0, engine.progress().pack())
+    return engine
+
+
+def _fill(plan: _Plan, model: nn.Module, queue: IoQueue | None, store: Store | None, resume: bool) -> Parts:
+    """Map the arenas, take the model's weights over, start the worker, install the hooks."""
+    placement, device = plan.placement, Device(plan.device)
+    host = HostArena(placement.classes)
+    arena = DeviceArena(placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
+    sizes = [
+        UnitSize(layout.name, part_nbytes, placement.weight_home)
+        for layout, part_nbytes in zip(plan.layouts, _weight_nbytes(plan), strict=True)
+    ]
+    pager = Pager(sizes, host, arena, device, store)
+    residents = make_residents(plan.parts, plan.mode, placement, host, arena)
+    filler = Filler(plan.mode, plan.parts, placement, pager, residents, device, store)
+    if resume:
+        filler.read_back(len(sizes))
+        _forget_weights(model)
+    else:
+        filler.fill(model, plan.layouts, plan.config.offload.seed)
+    del filler
+    gradients = Gradients(plan.layouts, plan.trainable, host, plan.gradient_dtype)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(plan.device)
+    hooks = Hooks(model, plan.units.sites, plan.layouts, pager, gradients, plan.mode.weight_dtype, plan.device)
+    updater = None
+    if any(plan.parts.trainable_numel):
+        updater = Updater(plan.mode, sizes, pager, host, device, store, residents, gradients, plan.durable)
+    model._offload_held = True  # type: ignore[assignment]
+    return Parts(hooks, updater, pager, gradients, store, queue, host, plan.layouts, plan.trainable)
+
+
+def _weight_nbytes(plan: _Plan) -> list[int]:
+    return [row[State.WEIGHT] for row in plan.parts.nbytes]
+
+
+def _forget_weights(model: nn.Module) -> None:
+    """On a resume the store has the weights: whatever the model came with is dropped, unread."""
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            empty = nn.Parameter(torch.empty(0, dtype=parameter.dtype), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, empty)
+        else:
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+def _store_spec(plan: _Plan) -> StoreSpec:
+    fingerprint = {
+        "mode": plan.mode.name,
+        "world_size": _WORLD_SIZE,
+        "units": {
+            layout.name: {
+                "numel": layout.numel,
+                "trainable": layout.trainable_stop,
+                "parameters": [[s.name, list(s.shape), s.trainable] for s in layout.segments],
+            }
+            for layout in plan.layouts
+        },
+    }
+    return StoreSpec(plan.placement.stored, plan.placement.slots, fingerprint)
+
+
+def _loader(
+    data: Dataset[Any], batch: Batch, seed: int, collate_fn: Callable[[list[Any]], Any] | None
+) -> DataLoader[Any]:
+    """Micro-batches of `data`, shuffled by the seed; the last incomplete one is left out."""
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(
+        data, batch.micro, shuffle=True, drop_last=True, generator=generator, collate_fn=collate_fn
+    )
+
+
+def _summary(plan: _Plan) -> str:
+    """One line: what lives where and what it takes."""
+    placement = plan.placement
+    stored = StoreSpec(placement.stored, placement.slots, {}).nbytes if placement.slots else 0
+    clip = plan.config.gradient_clipping
+    return (
+        f"{plan.mode.name} on {plan.device}: weights on {placement.weight_home.value}, states on "
+        f"{placement.state_home.value}; host {format_size(sum(placement.classes))}, device "
+        f"{format_size(placement.device_nbytes)}, swap files {format_size(stored)}"
+        f"{' (durable each step)' if plan.durable else ''}; gradients clipped at {clip or 'no'} norm"
+    )

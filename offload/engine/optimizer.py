@@ -1,0 +1,98 @@
+"""The optimizer that users and learning-rate schedules hold: groups of parameters, and no state of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError, UsageError
+
+_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+class Optimizer(torch.optim.Optimizer):
+    """AdamW (or Adam, where a group has `decoupled=False`) whose moments live in the swap tiers.
+
+    `param_groups` are read at each boundary, so schedules and users may change `lr`, `betas`, `eps` and
+    `weight_decay` between steps. `step` is the engine's to call.
+    """
+
+    def __init__(self, groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
+        super().__init__([dict(group) for group in groups], dict(defaults))
+        self._engine_step: Callable[[], None] | None = None
+        self._engine_zero_grad: Callable[[], None] | None = None
+        self._replaced: torch.optim.Optimizer | None = None
+
+    def attach(self, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
+        """Make `step` and `zero_grad` those of an engine."""
+        self._engine_step, self._engine_zero_grad = step, zero_grad
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Apply the gradients of this boundary. Call `engine.step()`, which also counts micro-batches."""
+        if closure is not None:
+            raise UsageError("a closure is not supported: the gradients are in the engine")
+        if self._engine_step is None:
+            raise UsageError("this optimizer has no engine yet; offload.initialize gives it one")
+        self._engine_step()
+        if self._replaced is not None:
+            self._replaced._opt_called = True  # type: ignore[attr-defined]  # a schedule bound to it asks for that
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients that were added since the last boundary."""
+        if self._engine_zero_grad is not None:
+            self._engine_zero_grad()
+
+    def settings(self) -> dict[int, Mapping[str, Any]]:
+        """The group of each parameter, by the parameter's id."""
+        return {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+
+
+def from_config(params: Iterable[Any], settings: Mapping[str, Any]) -> Optimizer:
+    """AdamW over `params` (parameters or groups of them) with the config's `settings`."""
+    given = list(params)
+    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    return Optimizer(groups, settings)
+
+
+def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
+    """Take over a `torch.optim.AdamW` or `Adam` that has not stepped. Its groups are shared, so schedules act.
+
+    Raises `ConfigError` for another optimizer or an option that the kernel has not.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+        raise ConfigError(
+            f"expected torch.optim.AdamW or torch.optim.Adam, got {type(optimizer).__module__}."
+            f'{type(optimizer).__name__}; give one of these, or an "optimizer" block in the config'
+        )
+    if optimizer.state:
+        raise ConfigError("the optimizer has stepped already: its moments would be lost; give a new one")
+    for group in optimizer.param_groups:
+        for option in _UNSUPPORTED:
+            if group.get(option):
+                raise ConfigError(f"the optimizer has {option}=True, which the fused kernel does not do; leave it out")
+        group.setdefault("decoupled", type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay")))
+        group["lr"], group["eps"] = float(group["lr"]), float(group["eps"])
+    mine = Optimizer([{"params": list(group["params"])} for group in optimizer.param_groups], optimizer.defaults)
+    mine.param_groups = optimizer.param_groups
+    mine._replaced = optimizer
+    return mine
+
+
+def check_covers(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise `ConfigError` where the groups are not exactly the trainable parameters of `model`."""
+    mine = {id(parameter): name for name, parameter in model.named_parameters()}
+    grouped = optimizer.settings()
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]
+    if strangers:
+        raise ConfigError(f"the optimizer has {len(strangers)} parameters that are not the model's")
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in grouped]
+    if left:
+        raise ConfigError(
+            f"{len(left)} parameters require gradients but are in no group of the optimizer, the first is {left[0]}; "
+            f"add them, or call requires_grad_(False) on them"
+        )

@@ -1,0 +1,102 @@
+"""All of a step that is not weights and moments: counters, random generators, schedule, buffers.
+
+The commit of an epoch stores it as one blob, in the safetensors format, without pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+
+_FACTS = "facts"
+_BUFFER = "buffer."
+_RNG = "rng."
+
+
+class Progress(NamedTuple):
+    """What a blob holds, as it was taken at the entry of the first engine call after a step."""
+
+    facts: Mapping[str, Any]
+    """JSON: global_steps, skipped_steps, micro_steps, parameter_steps by name, scheduler, groups."""
+    generators: Mapping[str, torch.Tensor]
+    """State of each random generator, as bytes."""
+    buffers: Mapping[str, torch.Tensor]
+    """Persistent buffers of the model, by name, on the CPU."""
+
+    def pack(self) -> bytes:
+        tensors = {_RNG + name: state for name, state in self.generators.items()}
+        tensors |= {_BUFFER + name: value for name, value in self.buffers.items()}
+        tensors[_FACTS] = _as_bytes(json.dumps(self.facts).encode())
+        return safetensors.torch.save(tensors)
+
+    @classmethod
+    def unpack(cls, blob: bytes) -> Progress:
+        tensors = safetensors.torch.load(blob)
+        facts = json.loads(bytes(tensors.pop(_FACTS).numpy()))
+        generators = {name.removeprefix(_RNG): t for name, t in tensors.items() if name.startswith(_RNG)}
+        buffers = {name.removeprefix(_BUFFER): t for name, t in tensors.items() if name.startswith(_BUFFER)}
+        return cls(facts, generators, buffers)
+
+
+def read_generators(device: torch.device) -> dict[str, torch.Tensor]:
+    """States of the generators of torch, Python, numpy (where it was imported) and `device`."""
+    states = {"torch": torch.get_rng_state(), "python": _as_bytes(json.dumps(random.getstate()).encode())}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = _as_bytes(json.dumps([name, keys.tolist(), *rest]).encode())
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def write_generators(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Put back what `read_generators` returned."""
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = json.loads(bytes(states["python"].numpy()))
+    random.setstate((version, tuple(internal), gauss))
+    if "numpy" in states:
+        import numpy
+
+        name, keys, *rest = json.loads(bytes(states["numpy"].numpy()))
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong in a checkpoint, by name; one name for each tensor."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def scheduler_state(scheduler: Any) -> Any:
+    """The state of a learning-rate schedule as JSON; None where it has none."""
+    if scheduler is None or not hasattr(scheduler, "state_dict"):
+        return None
+    state = scheduler.state_dict()
+    try:
+        return json.loads(json.dumps(state))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the state of {type(scheduler).__name__} is not plain numbers, lists and strings ({error}), so it cannot be "
+            f'committed with the step; set "durability": "none" in the "offload" block, or simplify its state_dict()'
+        ) from error
+
+
+def _as_bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,182 @@
+// [Note: sums] The square of a float is exact in double, so only the additions round, and their
+// order is fixed by the index alone: within a block of kBlock elements, element i is added to lane
+// i % kLanes; the lanes are added in pairs; the sums of the blocks are added in order. A chunk of
+// the team is a whole number of blocks, so threads do not change the order either.
+#include "elementwise.h"
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "isa.h"
+
+namespace offload {
+namespace {
+
+constexpr std::size_t kBlock = 4096;
+constexpr std::size_t kLanes = 16;
+static_assert(kChunk % kBlock == 0 && kBlock % kLanes == 0);
+
+template <class Value>
+OFFLOAD_INLINE double square(Value value) {
+    const double wide = to_float(value);
+    return wide * wide;
+}
+
+template <class Value>
+OFFLOAD_INLINE double block_sum(const Value* values, std::size_t numel) {
+    double lanes[kLanes] = {};
+    std::size_t i = 0;
+    for (; i + kLanes <= numel; i += kLanes) {
+#pragma GCC unroll 1
+        for (std::size_t lane = 0; lane < kLanes; ++lane) lanes[lane] += square(values[i + lane]);
+    }
+    for (std::size_t lane = 0; i + lane < numel; ++lane) lanes[lane] += square(values[i + lane]);
+    for (std::size_t half = kLanes / 2; half > 0; half /= 2) {
+        for (std::size_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    }
+    return lanes[0];
+}
+
+struct Split {
+    struct Args {
+        const float* master;
+        Bf16* weight;
+        std::int16_t* residual;
+    };
+
+    OFFLOAD_INLINE static void run(const Args& args, std::size_t begin, std::size_t end) {
+        const Args a = args;
+#pragma GCC ivdep
+        for (std::size_t i = begin; i < end; ++i) split(a.master[i], &a.weight[i], &a.residual[i]);
+    }
+};
+
+struct Join {
+    struct Args {
+        const Bf16* weight;
+        const std::int16_t* residual;
+        float* master;
+    };
+
+    OFFLOAD_INLINE static void run(const Args& args, std::size_t begin, std::size_t end) {
+        const Args a = args;
+#pragma GCC ivdep
+        for (std::size_t i = begin; i < end; ++i) a.master[i] = join(a.weight[i], a.residual[i]);
+    }
+};
+
+template <class Out, class Grad, bool kAdd>
+struct Accumulate {
+    struct Args {
+        Out* out;
+        const Grad* grad;
+        double* sums;  // (ceil(numel / kBlock),)
+    };
+
+    OFFLOAD_INLINE static void run(const Args& args, std::size_t begin, std::size_t end) {
+        for (; begin < end; begin += kBlock) {
+            const std::size_t numel = std::min(kBlock, end - begin);
+            Out* out = args.out + begin;
+            const Grad* grad = args.grad + begin;
+#pragma GCC ivdep
+            for (std::size_t i = 0; i < numel; ++i) {
+                const float g = to_float(grad[i]);
+                store(&out[i], kAdd ? to_float(out[i]) + g : g);
+            }
+            args.sums[begin / kBlock] = block_sum(out, numel);
+        }
+    }
+};
+
+template <class Value>
+struct SumSquares {
+    struct Args {
+        const Value* values;
+        double* sums;  // (ceil(numel / kBlock),)
+    };
+
+    OFFLOAD_INLINE static void run(const Args& args, std::size_t begin, std::size_t end) {
+        for (; begin < end; begin += kBlock) {
+            const std::size_t numel = std::min(kBlock, end - begin);
+            args.sums[begin / kBlock] = block_sum(args.values + begin, numel);
+        }
+    }
+};
+
+// Calls `run` with room for one sum per block, and adds the sums up in order.
+template <class Run>
+double add_up_blocks(std::size_t numel, Run run) {
+    std::vector<double> sums((numel + kBlock - 1) / kBlock);
+    run(sums.data());
+    const DefaultRounding rounding;
+    double total = 0.0;
+    for (const double sum : sums) total += sum;
+    return total;
+}
+
+std::atomic<Isa> chosen_isa{Isa::kScalar};
+constexpr std::string_view kIsaNames[] = {"scalar", "avx2", "avx512"};
+
+}  // namespace
+
+std::vector<std::string_view> supported_isas() {
+    std::vector<std::string_view> names = {"scalar"};
+#if OFFLOAD_X86
+    if (__builtin_cpu_supports("avx2")) names.push_back("avx2");
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        names.push_back("avx512");
+    }
+#endif
+    return names;
+}
+
+void set_isa(std::string_view name) {
+    for (const std::string_view supported : supported_isas()) {
+        if (supported != name) continue;
+        const auto* found = std::find(std::begin(kIsaNames), std::end(kIsaNames), name);
+        chosen_isa.store(static_cast<Isa>(found - std::begin(kIsaNames)));
+        return;
+    }
+    throw std::invalid_argument("this machine does not support " + std::string(name));
+}
+
+Isa active_isa() { return chosen_isa.load(std::memory_order_relaxed); }
+
+void split_master(const float* master, Bf16* weight, std::int16_t* residual, std::size_t numel) {
+    run_body<Split>({master, weight, residual}, numel);
+}
+
+void join_master(const Bf16* weight, const std::int16_t* residual, float* master,
+                 std::size_t numel) {
+    run_body<Join>({weight, residual, master}, numel);
+}
+
+template <class Out, class Grad>
+double accumulate(Out* out, const Grad* grad, std::size_t numel, bool add) {
+    return add_up_blocks(numel, [&](double* sums) {
+        if (add) {
+            run_body<Accumulate<Out, Grad, true>>({out, grad, sums}, numel);
+        } else {
+            run_body<Accumulate<Out, Grad, false>>({out, grad, sums}, numel);
+        }
+    });
+}
+
+template <class Value>
+double sum_squares(const Value* values, std::size_t numel) {
+    return add_up_blocks(
+        numel, [&](double* sums) { run_body<SumSquares<Value>>({values, sums}, numel); });
+}
+
+template double accumulate(float*, const float*, std::size_t, bool);
+template double accumulate(float*, const Bf16*, std::size_t, bool);
+template double accumulate(Bf16*, const float*, std::size_t, bool);
+template double accumulate(Bf16*, const Bf16*, std::size_t, bool);
+template double sum_squares(const float*, std::size_t);
+template double sum_squares(const Bf16*, std::size_t);
+
+}  // namespace offload

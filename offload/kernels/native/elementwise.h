@@ -1,0 +1,24 @@
+// Splitting and joining masters, adding up gradients, and their sums of squares.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "bits.h"
+
+namespace offload {
+
+// See [Note: split master].
+void split_master(const float* master, Bf16* weight, std::int16_t* residual, std::size_t numel);
+void join_master(const Bf16* weight, const std::int16_t* residual, float* master,
+                 std::size_t numel);
+
+// out = grad, or out + grad with `add` (in fp32, rounded once to out's type). Returns the sum of
+// the squares of the new values of `out`: see [Note: sums].
+template <class Out, class Grad>
+double accumulate(Out* out, const Grad* grad, std::size_t numel, bool add);
+
+template <class Value>
+double sum_squares(const Value* values, std::size_t numel);
+
+}  // namespace offload

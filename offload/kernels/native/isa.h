@@ -1,0 +1,100 @@
+// One body of code, compiled once for each instruction set and chosen at run time.
+//
+// [Note: same bits] A body is plain scalar C++ that the compiler vectorizes. Each of its operations
+// is rounded once, to nearest, as IEEE 754 says (no contraction to fused multiply-add, no
+// reassociation, denormals kept), so that every instruction set gives the same bits. Only the
+// payload and sign of a NaN may differ. Elements do not depend on each other, so neither the
+// number of threads nor the cut of a range into calls can be seen in the result.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "team.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define OFFLOAD_X86 1
+#include <xmmintrin.h>
+#define OFFLOAD_AVX2 __attribute__((target("avx2")))
+#if defined(__clang__)
+#define OFFLOAD_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#else
+#define OFFLOAD_AVX512 \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#endif
+#else
+#define OFFLOAD_X86 0
+#endif
+
+namespace offload {
+
+enum class Isa { kScalar, kAvx2, kAvx512 };
+
+[[nodiscard]] std::vector<std::string_view> supported_isas();  // worst first
+void set_isa(std::string_view name);  // throws std::invalid_argument if it is not supported
+[[nodiscard]] Isa active_isa();
+
+// The caller's rounding and denormal modes do not count: torch.set_flush_denormal sets them for
+// one thread only, and the members of the team would round differently from their caller.
+class DefaultRounding {
+   public:
+#if OFFLOAD_X86
+    DefaultRounding() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+    ~DefaultRounding() { _mm_setcsr(saved_); }
+
+   private:
+    unsigned saved_;
+
+   public:
+#else
+    DefaultRounding() = default;
+#endif
+    DefaultRounding(const DefaultRounding&) = delete;
+    DefaultRounding& operator=(const DefaultRounding&) = delete;
+};
+
+// A Body has `struct Args` and an always_inline `static void run(const Args&, begin, end)`.
+template <class Body>
+using RangeFunction = void (*)(const typename Body::Args&, std::size_t begin, std::size_t end);
+
+template <class Body>
+void run_scalar(const typename Body::Args& args, std::size_t begin, std::size_t end) {
+    Body::run(args, begin, end);
+}
+
+#if OFFLOAD_X86
+template <class Body>
+OFFLOAD_AVX2 void run_avx2(const typename Body::Args& args, std::size_t begin, std::size_t end) {
+    Body::run(args, begin, end);
+}
+
+template <class Body>
+OFFLOAD_AVX512 void run_avx512(const typename Body::Args& args, std::size_t begin,
+                               std::size_t end) {
+    Body::run(args, begin, end);
+}
+#endif
+
+template <class Body>
+[[nodiscard]] RangeFunction<Body> version_for(Isa isa) {
+#if OFFLOAD_X86
+    if (isa == Isa::kAvx512) return run_avx512<Body>;
+    if (isa == Isa::kAvx2) return run_avx2<Body>;
+#endif
+    (void)isa;
+    return run_scalar<Body>;
+}
+
+// Runs the body over [0, numel) on the team, with the active instruction set.
+template <class Body>
+void run_body(const typename Body::Args& args, std::size_t numel) {
+    const RangeFunction<Body> run = version_for<Body>(active_isa());
+    share_out(numel, [&args, run](std::size_t begin, std::size_t end) {
+        const DefaultRounding rounding;
+        run(args, begin, end);
+    });
+}
+
+}  // namespace offload

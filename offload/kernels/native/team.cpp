@@ -1,0 +1,137 @@
+#include "team.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+namespace offload {
+namespace {
+
+std::atomic<int> wanted_threads{1};
+
+// One range that is being shared out. It lives on its caller's stack until every member left it.
+class Job {
+   public:
+    Job(std::size_t numel, const RangeTask& task) : numel_(numel), task_(task) {}
+
+    void work() {
+        for (;;) {
+            const std::size_t begin = next_.fetch_add(kChunk, std::memory_order_relaxed);
+            if (begin >= numel_) return;
+            task_(begin, std::min(begin + kChunk, numel_));
+        }
+    }
+
+   private:
+    std::size_t numel_;
+    const RangeTask& task_;
+    std::atomic<std::size_t> next_{0};
+};
+
+// The members sleep on `called_`. A member that wakes while a job is open joins it; one that wakes
+// late finds none and sleeps again, so that no caller ever waits for a slow wake-up.
+class Team {
+   public:
+    // False, and nothing done, if another caller has the team.
+    [[nodiscard]] bool try_run(std::size_t numel, const RangeTask& task, int threads) {
+        const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+        if (!turn) return false;
+        hire(threads - 1);
+        Job job(numel, task);
+        open(&job, threads - 1);
+        job.work();
+        close();
+        return true;
+    }
+
+   private:
+    // Detached, because the team is never destroyed: see [Note: team and fork].
+    void hire(int wanted) {
+        try {
+            for (; members_ < wanted; ++members_) {
+                std::thread(&Team::member, this, members_).detach();
+            }
+        } catch (const std::system_error&) {
+            // The system gives no more threads; those that there are do the work.
+        }
+    }
+
+    void open(Job* job, int seats) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            job_ = job;
+            seats_ = seats;
+            ++round_;
+        }
+        called_.notify_all();
+    }
+
+    void close() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        job_ = nullptr;
+        left_.wait(lock, [this] { return working_ == 0; });
+    }
+
+    void member(int seat) {
+        std::uint64_t seen = 0;
+        std::unique_lock<std::mutex> lock(mutex_);
+        for (;;) {
+            called_.wait(lock, [&] { return job_ != nullptr && seat < seats_ && round_ != seen; });
+            seen = round_;
+            Job* job = job_;
+            ++working_;
+            lock.unlock();
+            job->work();
+            lock.lock();
+            if (--working_ == 0) left_.notify_one();
+        }
+    }
+
+    std::mutex turn_;  // held by the caller whose job it is
+    int members_ = 0;  // guarded by turn_
+
+    std::mutex mutex_;  // guards what follows
+    std::condition_variable called_;
+    std::condition_variable left_;
+    Job* job_ = nullptr;
+    int seats_ = 0;
+    std::uint64_t round_ = 0;
+    int working_ = 0;
+};
+
+// [Note: team and fork] A forked child has the team's memory but not its threads, and its locks may
+// be held for ever. So the child forgets the team and makes its own at the next call. For the same
+// reason, and because members may be asleep in it when the process exits, no team is ever freed.
+std::atomic<Team*> team{nullptr};
+
+void forget_team() { team.store(nullptr); }
+
+Team& current_team() {
+    [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, forget_team);
+    Team* found = team.load(std::memory_order_acquire);
+    if (found == nullptr) {
+        Team* made = new Team;
+        if (team.compare_exchange_strong(found, made)) return *made;
+        delete made;  // another thread was first; this one has no members yet
+    }
+    return *found;
+}
+
+}  // namespace
+
+void set_thread_count(int count) { wanted_threads.store(std::max(count, 1)); }
+
+int thread_count() { return wanted_threads.load(std::memory_order_relaxed); }
+
+void share_out(std::size_t numel, const RangeTask& task) {
+    const int threads = thread_count();
+    if (threads > 1 && numel > kChunk && current_team().try_run(numel, task, threads)) return;
+    if (numel > 0) Job(numel, task).work();
+}
+
+}  // namespace offload

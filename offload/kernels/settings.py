@@ -1,0 +1,55 @@
+"""How many threads and which instruction set the kernels use: from the environment, once, at import."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from offload.errors import ConfigError
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_cores(cgroups: Path = _CGROUPS) -> int:
+    """Cores that this process may use: its CPU affinity, cut by its cgroup's CPU quota."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    quota = _cgroup_quota(cgroups)
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def _cgroup_quota(cgroups: Path) -> float | None:
+    """The quota in cores, of cgroup v2 or v1 as a container sees them; None: no limit."""
+    try:
+        quota, period = (cgroups / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (cgroups / "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = (cgroups / "cpu/cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    if not (quota.isdigit() and period.isdigit()):  # "max", or -1
+        return None
+    return int(quota) / int(period) if int(period) else None
+
+
+def threads_from(environment: dict[str, str] | os._Environ[str]) -> int:
+    """OFFLOAD_THREADS, or else every available core."""
+    text = environment.get("OFFLOAD_THREADS", "")
+    if not text:
+        return available_cores()
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1024):
+        raise ConfigError(f"OFFLOAD_THREADS: expected a whole number from 1 to 1024, got {text!r}")
+    return int(text)
+
+
+def isa_from(environment: dict[str, str] | os._Environ[str], supported: list[str]) -> str:
+    """OFFLOAD_ISA, or else the best of `supported` (worst first)."""
+    name = environment.get("OFFLOAD_ISA", "")
+    if not name:
+        return supported[-1]
+    if name not in ("scalar", "avx2", "avx512"):
+        raise ConfigError(f"OFFLOAD_ISA: expected 'scalar', 'avx2' or 'avx512', got {name!r}")
+    if name not in supported:
+        raise ConfigError(f"OFFLOAD_ISA={name}: this machine supports only {', '.join(supported)}; unset it")
+    return name
