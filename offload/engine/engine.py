@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 
 from offload import kernels
 from offload.aio import IoQueue
+from offload.engine.gather import Gatherer
 from offload.engine.gradients import Gradients
 from offload.engine.hooks import Hooks, inside_backward
 from offload.engine.layout import UnitLayout
@@ -69,6 +70,7 @@ class Parts(NamedTuple):
     """What `initialize` has built, in the order in which it is closed."""
 
     hooks: Hooks
+    gatherer: Gatherer
     updater: Updater | None
     """None where nothing trains."""
     pager: Pager
@@ -118,7 +120,7 @@ class Engine:
         # A user may run the model without the engine; the first moment of that is an entry too.
         root = module.register_forward_pre_hook(lambda *_: self._enter(), prepend=True)
         self._root_hook: Callable[[], None] = root.remove
-        parts.hooks.entered = self._enter
+        parts.hooks.entered = parts.gatherer.entered = self._enter
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -362,8 +364,10 @@ class Engine:
 
     def _close(self, remove: bool) -> None:
         parts = self._parts
+        failed = parts.pager.failed
         self._root_hook()
         parts.hooks.remove()
+        parts.gatherer.remove()
         if parts.updater is not None:
             parts.updater.close()
         parts.pager.close()
@@ -371,7 +375,7 @@ class Engine:
             parts.queue.close()
         if parts.store is None:
             return
-        if remove and not parts.pager.failed:
+        if remove and not failed:
             parts.store.remove({"steps": self.global_steps})
         elif self._durable:
             parts.store.close()

@@ -49,6 +49,14 @@ class _Saved(NamedTuple):
     version: int
 
 
+class _Placeholder(NamedTuple):
+    """What a parameter is between its uses: one NaN, expanded to the parameter's shape."""
+
+    parameter: nn.Parameter
+    nan: torch.Tensor  # ()
+    expanded: torch.Tensor
+
+
 class _Unit:
     """What the hooks know of one unit."""
 
@@ -90,7 +98,7 @@ class Hooks:
         self._units = [
             _Unit(layout, [model.get_parameter(s.name) for s in layout.segments], dtype) for layout in layouts
         ]
-        self._placeholders: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
+        self._placeholders: dict[int, _Placeholder] = {}
         self._removers: list[Callable[[], None]] = []
         modules = dict(model.named_modules())
         own = {layout.name: index for index, layout in enumerate(layouts)}
@@ -99,7 +107,7 @@ class Hooks:
         for index, unit in enumerate(self._units):
             for segment, parameter in zip(unit.layout.segments, unit.parameters, strict=True):
                 nan = torch.full((), torch.nan, dtype=dtype, device=device)
-                self._placeholders[id(parameter)] = (parameter, nan)
+                self._placeholders[id(parameter)] = _Placeholder(parameter, nan, nan.expand(segment.shape))
             self._unbind(unit)
             if gradients is not None:
                 for position in sorted(unit.trainable):
@@ -108,7 +116,7 @@ class Hooks:
                     )
                     self._removers.append(handle.remove)
         self._placeholder_storages = {
-            nan.untyped_storage().data_ptr(): parameter for parameter, nan in self._placeholders.values()
+            place.nan.untyped_storage().data_ptr(): place.parameter for place in self._placeholders.values()
         }
 
     def remove(self) -> None:
@@ -141,8 +149,8 @@ class Hooks:
 
     def check_placeholders(self) -> None:
         """Raise `UsageError` where somebody wrote to a parameter between its uses: the edit would be lost."""
-        for parameter, nan in self._placeholders.values():
-            if parameter.data_ptr() != nan.data_ptr() or not bool(nan.isnan()):
+        for parameter, nan, expanded in self._placeholders.values():
+            if parameter.data_ptr() != expanded.data_ptr() or not bool(nan.isnan()):
                 name = self._name_of(parameter)
                 self._unbind_parameter(parameter)
                 raise UsageError(
@@ -170,10 +178,10 @@ class Hooks:
             self._unbind_parameter(parameter)
 
     def _unbind_parameter(self, parameter: nn.Parameter) -> None:
-        nan = self._placeholders[id(parameter)][1]
-        if not bool(nan.isnan()):
-            nan.fill_(torch.nan)
-        parameter.data = nan.expand(parameter.shape)
+        place = self._placeholders[id(parameter)]
+        if not bool(place.nan.isnan()):
+            place.nan.fill_(torch.nan)
+        parameter.data = place.expanded
 
     # -- forward ------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from offload.aio import IoQueue
 from offload.config import Batch, Config, load_config, resolve_batch
 from offload.engine.engine import Choices, Engine, Parts
 from offload.engine.fill import Filler, make_residents
+from offload.engine.gather import Gatherer
 from offload.engine.gradients import Gradients
 from offload.engine.hooks import Hooks
 from offload.engine.layout import UnitLayout, lay_out
@@ -355,11 +356,12 @@ def _fill(plan: _Plan, model: nn.Module, queue: IoQueue | None, store: Store | N
             if buffer is not None:
                 module._buffers[name] = buffer.to(plan.device)
     hooks = Hooks(model, plan.units.sites, plan.layouts, pager, gradients, plan.mode.weight_dtype, plan.device)
+    gatherer = Gatherer(model, plan.layouts, pager, plan.mode.weight_dtype)
     updater = None
     if any(plan.parts.trainable_numel):
         updater = Updater(plan.mode, sizes, pager, host, device, store, residents, gradients, plan.durable)
     model._offload_held = True  # type: ignore[assignment]
-    return Parts(hooks, updater, pager, gradients, store, queue, host, plan.layouts, plan.trainable)
+    return Parts(hooks, gatherer, updater, pager, gradients, store, queue, host, plan.layouts, plan.trainable)
 
 
 def _weight_nbytes(plan: _Plan) -> list[int]:

@@ -7,8 +7,8 @@ wakes all waiters.
 
 [Note: nobody waits in a circle] The update worker needs only its own tiles: where it can get no weight
 lease it either waits, when nobody waits for anything of it, or goes on without delivering. A thread that
-acquires may take any lease that is clean and not being copied. The leases that are left then belong to
-reads, writes and updates in progress, which end by themselves. While such a thread waits for a lease the
+acquires may take any lease that is clean and not being copied, and delivers the reads ahead that it finds
+in its way. The leases that are left then belong to writes and updates in progress, which end by themselves. While such a thread waits for a lease the
 worker takes none (`_starved`), so that freed memory is not taken from under it. Device slices are held only
 by pinned units: if those fill the arena, that is a `BudgetError`, since waiting cannot help.
 """
@@ -157,11 +157,12 @@ class Pager:
             if entry.updating:
                 self._wait_for_update(entry)
             elif entry.residency is Residency.DISK:
-                lease = self._lease(entry)
-                if lease is None:
-                    self._wait_for_lease()
-                else:
+                if (lease := self._lease(entry)) is not None:
                     self._start_read(entry, lease)
+                elif (ahead := self._read_to_finish()) is not None:
+                    self._finish_read(ahead)
+                else:
+                    self._wait_for_lease()
             elif entry.residency is Residency.READING:
                 self._finish_read(entry)
             elif entry.residency in (Residency.HOST, Residency.WRITING):
@@ -177,6 +178,12 @@ class Pager:
             self.changed.wait()
         finally:
             self._wanted.remove(entry.index)
+
+    def _read_to_finish(self) -> _Entry | None:
+        """A read ahead that has taken the room, furthest next use first: once delivered, its lease is clean."""
+        reading = (entry.index for entry in self._entries if entry.residency is Residency.READING)
+        unit = furthest(reading, self.trace)
+        return None if unit is None else self._entries[unit]
 
     def _wait_for_lease(self) -> None:
         self._starved += 1

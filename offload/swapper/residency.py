@@ -19,8 +19,8 @@ whole. The other states stay at home; an update streams them through tiles and p
                           start_read               finish_read              start_upload
                  DISK ─────────────────► READING ─────────────► HOST ─────────────────────► UPLOADING
                   ▲ ▲                                            ▲ │ ▲                          │
-                  │ └────────────── take_lease ──────────────────┼─┘ └────── written ─┐         │ finish_upload
-                  │                                              │ start_upload ┌── WRITING     ▼
+                  │ └────────────── take_lease ──────────────────┼─┘ └────── written ─┐         │ upload
+                  │                                              │ upload       ┌── WRITING     ▼
                   │                                              │              │   ▲  ▲      DEVICE
                   └───────────── drop (no lease kept) ───────────┴── drop ──────┼───┼──┼────────┘
                                                         (lease kept)            │   │  └ drop (unwritten)
@@ -63,9 +63,9 @@ _R = Residency
 ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
     (_R.DISK, _R.READING): "start_read",
     (_R.READING, _R.HOST): "finish_read",
-    (_R.HOST, _R.UPLOADING): "start_upload",
-    (_R.WRITING, _R.UPLOADING): "start_upload",
-    (_R.UPLOADING, _R.DEVICE): "finish_upload",
+    (_R.HOST, _R.UPLOADING): "upload",
+    (_R.WRITING, _R.UPLOADING): "upload",
+    (_R.UPLOADING, _R.DEVICE): "upload",
     (_R.HOST, _R.DISK): "take_lease",
     (_R.WRITING, _R.HOST): "written",
     (_R.DEVICE, _R.DISK): "drop",

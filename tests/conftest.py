@@ -1,0 +1,30 @@
+"""Fixtures and limits that hold for every test."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from tests import mutants
+
+mutants.install()  # before anything of the package is imported
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+# Two test processes on two cores, and kernels that must give the same bits on any number of threads.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> None:
+    """A seed for each test, and no words of transformers about tiny vocabularies."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _cuda_only_where_there_is_one(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")

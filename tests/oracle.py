@@ -1,0 +1,270 @@
+"""What every test of training is held against: a plain loop, and four things that must hold for any model.
+
+    plain_loop      the same job in a few lines of PyTorch, with fp32 masters
+    same_bits       losses, norms and final weights of several placements are equal, bit for bit
+    kill_and_resume a run that is killed and resumed goes on as the unbroken one, bit for bit
+    DiskBytes       what really went to and from the drive (/proc/self/io)
+    peak_memory     the peak RSS of a job in a process of its own
+
+A `Job` is made of module-level functions, so that another process can run it.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import offload
+
+TIERS = ("none", "cpu", "nvme")
+PLACEMENTS = tuple(itertools.product(TIERS, TIERS))
+"""(weights, optimizer): all nine."""
+
+
+class Job(NamedTuple):
+    """A training run: what to train, on what, for how long, and the numbers of AdamW."""
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, int, int], torch.Tensor]
+    """(model, step, micro-batch) to the loss."""
+    steps: int = 6
+    accumulation: int = 1
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    dtype: str = "fp32"
+    seed: int = 0
+
+
+class Result(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+# -- the plain loop -----------------------------------------------------------------------------------
+
+
+def plain_loop(job: Job) -> Result:
+    """Train `job` with `torch.optim.AdamW` on fp32 masters; in bf16 the model is their copy."""
+    torch.manual_seed(job.seed)
+    model = job.model()
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[job.dtype]
+    masters = [p.detach().float().clone().requires_grad_(p.requires_grad) for p in model.parameters()]
+    model.to(dtype)
+    optimizer = torch.optim.AdamW(
+        [m for m in masters if m.requires_grad], lr=job.lr, weight_decay=job.weight_decay, foreach=False
+    )
+    losses, norms = [], []
+    for step in range(job.steps):
+        loss = torch.zeros(())
+        for micro in range(job.accumulation):
+            part = job.loss(model, step, micro) / job.accumulation
+            part.backward()
+            loss = loss + part.detach().float()
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                if parameter.grad is not None:
+                    gradient = parameter.grad.float()
+                    master.grad = gradient if master.grad is None else master.grad + gradient
+                    parameter.grad = None
+        norms.append(float(torch.nn.utils.clip_grad_norm_(masters, job.clip)))
+        losses.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                parameter.copy_(master)
+    return Result(losses, norms, {n: t.detach().clone() for n, t in model.state_dict().items()})
+
+
+# -- the engine ---------------------------------------------------------------------------------------
+
+
+def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> dict[str, Any]:
+    """The DeepSpeed-style config of `job`; `options` go to the "offload" block. Poison is always on."""
+    weights, states = placement
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": job.accumulation,
+        "gradient_clipping": job.clip,
+        "bf16": {"enabled": job.dtype == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": job.lr, "weight_decay": job.weight_decay}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": weights},
+            "offload_optimizer": {"device": states},
+        },
+        "offload": {
+            "nvme_path": str(folder),
+            "device": "cpu",
+            "seed": job.seed,
+            "debug": {"poison": True},
+            **options,
+        },
+    }
+
+
+def start(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> offload.Engine:
+    """An engine over the job's model, its generators seeded as the plain loop's."""
+    torch.manual_seed(job.seed)
+    model = job.model()
+    return offload.initialize(model=model, config=config(job, placement, folder, **options))[0]
+
+
+def train_step(engine: offload.Engine, job: Job, step: int) -> float:
+    """One step of `job`; the mean loss over its micro-batches."""
+    loss = torch.zeros(())
+    for micro in range(job.accumulation):
+        part = job.loss(engine, step, micro)
+        engine.backward(part)
+        loss = loss + part.detach().float() / job.accumulation
+        engine.step()
+    return float(loss)
+
+
+def run(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
+    """Train `job` by the engine from its first step to its last, and remove its store."""
+    engine = start(job, placement, folder, **options)
+    try:
+        losses, norms = [], []
+        for step in range(job.steps):
+            losses.append(train_step(engine, job, step))
+            norms.append(engine.get_global_grad_norm())
+        weights = {n: t.clone() for n, t in engine.module.state_dict().items()}
+    finally:
+        engine.destroy(remove=True)
+    return Result(losses, norms, weights)
+
+
+def assert_same(left: Result, right: Result, what: str = "") -> None:
+    """Two results are equal, bit for bit."""
+    assert left.losses == right.losses, f"{what}: losses differ"
+    assert left.norms == right.norms, f"{what}: norms differ"
+    assert left.weights.keys() == right.weights.keys()
+    for name, value in left.weights.items():
+        assert torch.equal(value, right.weights[name]), f"{what}: {name} differs"
+
+
+def same_bits(job: Job, folder: Path, placements: Sequence[tuple[str, str]] = PLACEMENTS, **options: Any) -> Result:
+    """Train `job` in every placement; all must be equal. Returns the result."""
+    first: Result | None = None
+    for placement in placements:
+        result = run(job, placement, folder / "-".join(placement), **options)
+        first = first or result
+        assert_same(first, result, f"{placements[0]} and {placement}")
+    assert first is not None
+    return first
+
+
+# -- kill and resume ----------------------------------------------------------------------------------
+
+
+def _until_killed(job: Job, placement: tuple[str, str], folder: Path, log: Path, options: dict[str, Any]) -> None:
+    """The body of a process that may be killed: a line of JSON for each step that `step()` has ended."""
+    logging.disable(logging.CRITICAL)
+    engine = start(job, placement, folder, resume="auto", **options)
+    with log.open("a") as lines:
+        while engine.global_steps < job.steps:
+            step = engine.global_steps
+            loss = train_step(engine, job, step)
+            print(json.dumps([step, loss, engine.get_global_grad_norm()]), file=lines, flush=True)
+    weights = {n: t.clone() for n, t in engine.module.state_dict().items()}
+    torch.save(weights, log.with_suffix(".weights"))
+    engine.destroy(remove=True)
+
+
+def kill_and_resume(
+    job: Job, placement: tuple[str, str], folder: Path, kills: int, seed: int = 0, **options: Any
+) -> Result:
+    """Run `job` in a process that is SIGKILLed `kills` times at random moments of its steps, and resumed.
+
+    Steps that ran again after a resume must have given the same bits again.
+    """
+    chance = random.Random(seed)
+    log = folder / "steps.jsonl"
+    spawn = multiprocessing.get_context("spawn")
+    for attempt in range(kills + 1):
+        process = spawn.Process(target=_until_killed, args=(job, placement, folder, log, options))
+        seen = log.stat().st_size if log.exists() else 0
+        process.start()
+        if attempt < kills:
+            # Wait for the first step of this process, so that it is killed while it trains.
+            while process.is_alive() and (log.stat().st_size if log.exists() else 0) == seen:
+                time.sleep(0.005)
+            time.sleep(chance.uniform(0.0, 0.3))
+            os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        process.join()
+        if attempt == kills:
+            assert process.exitcode == 0, f"the last process ended with {process.exitcode}"
+    losses: dict[int, tuple[float, float]] = {}
+    for line in log.read_text().splitlines():
+        step, loss, norm = json.loads(line)
+        assert losses.setdefault(step, (loss, norm)) == (loss, norm), f"step {step} differs after a resume"
+    weights = torch.load(log.with_suffix(".weights"), weights_only=True)
+    order = sorted(losses)
+    return Result([losses[s][0] for s in order], [losses[s][1] for s in order], weights)
+
+
+# -- bytes and memory ---------------------------------------------------------------------------------
+
+
+class DiskBytes:
+    """Bytes that this process has moved to and from block devices since the object was made."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[int, int]:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+    @property
+    def read(self) -> int:
+        return self._now()[0] - self._start[0]
+
+    @property
+    def written(self) -> int:
+        return self._now()[1] - self._start[1]
+
+
+def _measured(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Any) -> None:
+    logging.disable(logging.CRITICAL)
+    value = function(*arguments)
+    gc.collect()
+    pipe.send((value, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+
+
+def peak_memory(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
+    """Call `function` in a fresh process: its result and that process's peak RSS in bytes."""
+    spawn = multiprocessing.get_context("spawn")
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_measured, args=(function, arguments, sender))
+    process.start()
+    sender.close()
+    try:
+        value, peak = receiver.recv()
+    except EOFError as error:
+        raise AssertionError("the measured process died") from error
+    finally:
+        process.join()
+    return value, peak
+
+
+def batches(steps: int, accumulation: int) -> Iterator[tuple[int, int]]:
+    """(step, micro-batch) in order."""
+    yield from itertools.product(range(steps), range(accumulation))

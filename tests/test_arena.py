@@ -1,0 +1,94 @@
+"""Space never gives a byte twice, coalesces what comes back, and leases stay within their class."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.errors import BudgetError
+from offload.sizes import align_up
+from offload.swapper.arena import Classes, DeviceArena, HostArena, Space, check_budget
+
+operations = st.lists(st.one_of(st.integers(1, 40_000), st.integers(-20, -1)), max_size=80)
+
+
+@given(operations, st.booleans())
+@settings(deadline=None)
+def test_blocks_are_aligned_disjoint_and_come_back(steps: list[int], scatter: bool) -> None:
+    space = Space(256 * 1024, random.Random(1) if scatter else None)
+    held: list[tuple[int, int]] = []
+    for step in steps:
+        if step > 0:
+            offset = space.take(step)
+            if offset is None:
+                continue
+            assert offset % 4096 == 0 and offset + step <= space.nbytes
+            for start, nbytes in held:
+                assert offset + align_up(step) <= start or start + align_up(nbytes) <= offset
+            held.append((offset, step))
+        elif held:
+            space.give(*held.pop(step % len(held)))
+        assert space.used_bytes == sum(align_up(nbytes) for _, nbytes in held)
+    for block in held:
+        space.give(*block)
+    assert space.take(space.nbytes) == 0, "all holes have become one again"
+
+
+def test_best_fit_takes_the_smallest_hole() -> None:
+    space = Space(5 * 4096)
+    blocks = [space.take(4096) for _ in range(5)]
+    space.give(blocks[0], 4096)
+    space.give(blocks[2], 4096)
+    space.give(blocks[3], 4096)
+    assert space.take(4096) == blocks[0]
+
+
+def test_a_block_that_is_returned_twice_is_noticed() -> None:
+    space = Space(8192)
+    offset = space.take(4096)
+    space.give(offset, 4096)
+    with pytest.raises(AssertionError):
+        space.give(offset, 4096)
+
+
+def test_classes_do_not_lend_to_each_other() -> None:
+    host = HostArena(Classes(4096, 8192, 4096, 0))
+    assert host.tiles.take(4096) is not None and host.tiles.take(4096) is None
+    first = host.weights.take(8192)
+    assert first is not None and host.weights.take(1) is None
+    first.release()
+    assert host.weights.take(8192) is not None
+
+
+def test_a_lease_is_the_same_memory_for_io_and_for_tensors() -> None:
+    with HostArena(Classes(0, 8192, 0, 0)).weights.take(8192) as lease:
+        lease.tensor(torch.float32).fill_(1.5)
+        assert bytes(lease.buffer[:4]) == b"\x00\x00\xc0\x3f"
+
+
+def test_poison_fills_what_is_given_back() -> None:
+    arena = DeviceArena(64 * 4096, torch.device("cpu"), poison=True)
+    piece = arena.take(4096)
+    view = arena.view(piece)
+    view.zero_()
+    arena.give(piece)
+    assert bool(view.view(torch.bfloat16).isnan().all()) and bool(view.view(torch.float32).isnan().all())
+
+
+def test_poison_places_slices_at_more_than_one_address() -> None:
+    arena = DeviceArena(64 * 4096, torch.device("cpu"), poison=True)
+    seen = set()
+    for _ in range(20):
+        piece = arena.take(4096)
+        seen.add(piece.offset)
+        arena.give(piece)
+    assert len(seen) > 1
+
+
+def test_a_budget_that_is_too_small_says_the_least() -> None:
+    with pytest.raises(BudgetError, match=r"host_memory is 1\.0 KiB .*least that works is 2\.0 KiB .*do this"):
+        check_budget("host_memory", 1024, 2048, "do this")

@@ -1,0 +1,94 @@
+"""Where the states lie changes nothing: every placement gives the same bits, with room for two units on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.engine.layout import lay_out
+from offload.engine.units import find_units
+from tests import models
+from tests.oracle import PLACEMENTS, Job, assert_same, run, same_bits
+
+
+def image_loss(model: torch.nn.Module, step: int, micro: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + micro)
+    images = torch.randn(2, 3, 32, 32, generator=generator).to(next(model_of(model).parameters()).dtype)
+    return model(pixel_values=images, labels=torch.tensor([step % 4, micro % 4])).loss
+
+
+def model_of(model: torch.nn.Module) -> torch.nn.Module:
+    return getattr(model, "module", model)
+
+
+def translation_loss(model: torch.nn.Module, step: int, micro: int) -> torch.Tensor:
+    ids = models.tokens(step, micro)
+    return model(input_ids=ids, labels=ids.flip(1)).loss
+
+
+JOBS = {
+    "gpt2": models.GPT2,
+    "gpt2-dropout": models.DROPOUT._replace(accumulation=2),
+    "mixture": models.MIXTURE,
+    "llama": Job(models.llama, models.language_loss),
+    "mixtral": Job(models.mixtral, models.language_loss),
+    "t5": Job(models.t5, translation_loss),
+    "swin": Job(models.swin, image_loss),
+    "resnet": Job(models.resnet, image_loss),
+}
+
+
+def room_for(job: Job, units: int) -> int:
+    """Bytes of the `units` largest units on the device."""
+    model = job.model()
+    itemsize = {"fp32": 4, "bf16": 2}[job.dtype]
+    layouts = [
+        lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], 1)
+        for unit in find_units(model).units
+    ]
+    return sum(sorted(layout.numel * itemsize for layout in layouts)[-units:])
+
+
+# BatchNorm's statistics stay fp32, and torch's CPU kernel takes no bf16 weight beside them: resnet in fp32 only.
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for name in JOBS for dtype in ("fp32", "bf16") if (name, dtype) != ("resnet", "bf16")]
+)
+def test_same_bits_everywhere(name: str, dtype: str, tmp_path: Path) -> None:
+    job = JOBS[name]._replace(steps=4, dtype=dtype)
+    same_bits(job, tmp_path, PLACEMENTS)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5", "mixture"])
+def test_same_bits_with_room_for_two_units(name: str, dtype: str, tmp_path: Path) -> None:
+    """The smallest device budget that can work, and the smallest host budget: units come and go all the time."""
+    job = JOBS[name]._replace(steps=4, dtype=dtype)
+    ample = run(job, ("none", "none"), tmp_path / "memory")
+    tight = run(job, ("nvme", "nvme"), tmp_path / "disk", device_memory=room_for(job, 2))
+    assert_same(ample, tight, "in memory and with room for two units")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_durability_changes_nothing(dtype: str, tmp_path: Path) -> None:
+    """In place or in the other slot, written through from RAM or not at all."""
+    job = models.GPT2._replace(dtype=dtype)
+    first = run(job, ("nvme", "nvme"), tmp_path / "a")
+    for placement in (("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "cpu")):
+        assert_same(first, run(job, placement, tmp_path / "b", durability="none"), f"{placement} in place")
+    for placement in (("cpu", "cpu"), ("none", "none")):
+        assert_same(first, run(job, placement, tmp_path / "c", durability="step"), f"{placement} written through")
+
+
+def test_overlap_changes_nothing(tmp_path: Path) -> None:
+    job = models.DROPOUT._replace(dtype="bf16")
+    overlapped = run(job, ("nvme", "nvme"), tmp_path)
+    one_by_one = run(job, ("nvme", "nvme"), tmp_path, debug={"poison": True, "overlap": False})
+    assert_same(overlapped, one_by_one, "overlapped and one by one")
+
+
+def test_a_larger_cache_changes_nothing(tmp_path: Path) -> None:
+    job = models.GPT2._replace(dtype="bf16")
+    small = run(job, ("nvme", "nvme"), tmp_path)
+    assert_same(small, run(job, ("nvme", "nvme"), tmp_path, host_memory="256MiB"), "small and large cache")
