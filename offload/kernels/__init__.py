@@ -64,11 +64,11 @@ def adamw(
 
     The formulas are those of `torch.optim.AdamW` and `Adam` (Loshchilov & Hutter 2019), in fp32.
     """
-    numel = weight.numel()
+    numel = _length("weight", weight)
     if residual is None:
-        weight_at, residual_at = _address("weight", weight, _FP32, numel), 0
+        weight_at, residual_at = _address("weight", weight, _FP32, numel, "without a residual, "), 0
     else:
-        weight_at = _address("weight", weight, _BF16, numel)
+        weight_at = _address("weight", weight, _BF16, numel, "with a residual, ")
         residual_at = _address("residual", residual, _INT16, numel)
     lr, beta1, beta2, eps, weight_decay, number, grad_scale, decoupled = step
     if number < 1:
@@ -104,7 +104,7 @@ def split_master(master: torch.Tensor, weight: torch.Tensor, residual: torch.Ten
     `master.to(torch.bfloat16)` except at exact ties, which round up in the bit pattern. Every NaN
     becomes weight 0x7FC0, residual 0.
     """
-    numel = master.numel()
+    numel = _length("master", master)
     _native.split_master(
         _address("master", master, _FP32, numel),
         _address("weight", weight, _BF16, numel),
@@ -115,7 +115,7 @@ def split_master(master: torch.Tensor, weight: torch.Tensor, residual: torch.Ten
 
 def join_master(weight: torch.Tensor, residual: torch.Tensor, master: torch.Tensor) -> None:
     """Write to `master` (numel,) fp32 what `split_master` split: the same bits, but for NaNs."""
-    numel = weight.numel()
+    numel = _length("weight", weight)
     _native.join_master(
         _address("weight", weight, _BF16, numel),
         _address("residual", residual, _INT16, numel),
@@ -130,7 +130,7 @@ def accumulate(out: torch.Tensor, grad: torch.Tensor, *, add: bool) -> float:
     Both are (numel,), each bf16 or fp32. The sum is taken in fp32 and rounded once, to even, to
     out's dtype. The squares are those of the values as stored, added in float64 in a fixed order.
     """
-    numel = out.numel()
+    numel = _length("out", out)
     return _native.accumulate(
         _address("out", out, _FLOAT, numel),
         out.dtype is torch.bfloat16,
@@ -143,7 +143,7 @@ def accumulate(out: torch.Tensor, grad: torch.Tensor, *, add: bool) -> float:
 
 def sum_squares(x: torch.Tensor) -> float:
     """The sum of the squares of `x` (numel,) bf16 or fp32, in float64, added in a fixed order."""
-    numel = x.numel()
+    numel = _length("x", x)
     return _native.sum_squares(_address("x", x, _FLOAT, numel), x.dtype is torch.bfloat16, numel)
 
 
@@ -152,11 +152,21 @@ def thread_count() -> int:
     return _native.thread_count()
 
 
-def _address(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], numel: int) -> int:
+def _length(name: str, tensor: torch.Tensor) -> int:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    return tensor.numel()
+
+
+def _address(
+    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], numel: int, when: str = ""
+) -> int:
     """The address of `tensor`'s data, if it is a flat contiguous CPU tensor of `numel` elements."""
+    if type(tensor) is not torch.Tensor:
+        _length(name, tensor)  # a Parameter or another subclass passes
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype) for dtype in dtypes)
-        raise TypeError(f"{name}: expected a tensor of {expected}, got {tensor.dtype}")
+        raise TypeError(f"{name}: expected {when}a tensor of {expected}, got {tensor.dtype}")
     if not tensor.is_cpu:
         raise ValueError(f"{name}: expected a tensor on the CPU, got one on {tensor.device}")
     if tensor.dim() != 1 or tensor.numel() != numel:

@@ -1,0 +1,162 @@
+"""Kill it at any moment and go on: the losses, norms and weights are those of the run that was not killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload
+from offload.errors import StoreError
+from offload.swapper.store import run_status
+from tests import models
+from tests.oracle import assert_same, config, kill_and_resume, run, start, train_step
+
+DISK = ("nvme", "nvme")
+
+
+@pytest.mark.parametrize(("dtype", "placement"), [("bf16", DISK), ("fp32", ("cpu", "nvme"))])
+def test_killed_five_times(dtype: str, placement: tuple[str, str], tmp_path: Path) -> None:
+    """SIGKILL at five random moments, with dropout, so that every generator must come back too."""
+    job = models.DROPOUT._replace(dtype=dtype, steps=40, accumulation=2)
+    (tmp_path / "killed").mkdir()
+    killed = kill_and_resume(job, placement, tmp_path / "killed", kills=5, seed=len(dtype))
+    assert_same(run(job, placement, tmp_path / "whole"), killed, "unbroken and killed")
+
+
+@pytest.mark.parametrize("placement", [DISK, ("cpu", "cpu"), ("none", "nvme"), ("nvme", "none")])
+def test_every_placement_resumes(placement: tuple[str, str], tmp_path: Path) -> None:
+    """Homes above DISK are read back from the store that they were written through to."""
+    job = models.DROPOUT._replace(steps=4)
+    whole = run(job, placement, tmp_path / "whole", durability="step")
+    first = start(job, placement, tmp_path / "parts", durability="step")
+    losses = [train_step(first, job, step) for step in range(2)]
+    first.destroy()
+    torch.manual_seed(99)  # the generators of the first run must come from the store
+    model = job.model()
+    second = offload.initialize(
+        model=model, config=config(job, placement, tmp_path / "parts", durability="step", resume="must")
+    )[0]
+    assert second.global_steps == 2
+    losses += [train_step(second, job, step) for step in range(2, 4)]
+    weights = second.module.state_dict()
+    second.destroy(remove=True)
+    assert losses == whole.losses
+    assert all(torch.equal(weights[name], value) for name, value in whole.weights.items())
+
+
+def test_every_step_is_there_after_destroy(tmp_path: Path) -> None:
+    """A step of which only the schedule was made is finished and committed by `destroy`."""
+    job = models.GPT2
+    for step in range(3):
+        engine = start(job, DISK, tmp_path, resume="auto")
+        assert engine.global_steps == step
+        train_step(engine, job, step)
+        engine.destroy()
+    assert start(job, DISK, tmp_path, resume="auto").global_steps == 3
+
+
+def test_buffers_schedule_and_counts_come_back(tmp_path: Path) -> None:
+    job = models.MIXTURE
+
+    def begin(resume: str) -> offload.Engine:
+        torch.manual_seed(0)
+
+        def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+            return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+        return offload.initialize(
+            model=job.model(), lr_scheduler=schedule, config=config(job, DISK, tmp_path, resume=resume)
+        )[0]
+
+    first = begin("never")
+    for step in range(3):
+        train_step(first, job, step)
+    calls, lr = first.module.calls.clone(), first.get_lr()
+    first.destroy()
+    assert lr == [job.lr / 2] and int(calls) == 6
+    second = begin("auto")
+    assert torch.equal(second.module.calls, calls) and second.get_lr() == lr and second.micro_steps == 6
+    train_step(second, job, 3)
+    assert second.get_lr() == [job.lr / 4]
+    second.destroy(remove=True)
+
+
+def test_a_leftover_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    engine = start(models.GPT2, DISK, tmp_path)
+    engine.destroy()
+    with pytest.raises(StoreError, match=r"--resume auto.*offload rm"):
+        start(models.GPT2, DISK, tmp_path)
+
+
+def test_a_finished_run_leaves_a_note_and_starts_over(tmp_path: Path) -> None:
+    engine = start(models.GPT2, DISK, tmp_path)
+    train_step(engine, models.GPT2, 0)
+    engine.destroy(remove=True)
+    status = run_status([tmp_path], "default")
+    assert not status.exists and status.finished is not None and status.finished["steps"] == 1
+    assert sorted(path.name for path in (tmp_path / "default").iterdir()) == ["finished.json"]
+    for resume in ("must", "auto"):
+        with pytest.raises(StoreError, match="finished"):
+            start(models.GPT2, DISK, tmp_path, resume=resume)
+    start(models.GPT2, DISK, tmp_path).destroy()
+
+
+def test_must_without_a_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="must"):
+        start(models.GPT2, DISK, tmp_path, resume="must")
+
+
+def test_another_model_is_named(tmp_path: Path) -> None:
+    start(models.GPT2, DISK, tmp_path).destroy()
+    with pytest.raises(StoreError, match="another model"):
+        start(models.MIXTURE, DISK, tmp_path, resume="auto")
+    with pytest.raises(StoreError, match="mode"):
+        start(models.GPT2._replace(dtype="bf16"), DISK, tmp_path, resume="auto")
+    start(models.GPT2, DISK, tmp_path, resume="auto").destroy()  # and nothing was lost by trying
+
+
+def test_a_run_that_is_in_use_is_refused(tmp_path: Path) -> None:
+    engine = start(models.GPT2, DISK, tmp_path)
+    with pytest.raises(StoreError, match=str(os.getpid())):
+        start(models.GPT2, DISK, tmp_path, resume="auto")
+    train_step(engine, models.GPT2, 0)
+    engine.destroy()
+
+
+def test_an_exit_without_destroy_commits(tmp_path: Path) -> None:
+    """A script that ends without `destroy` loses nothing, whatever its last call was."""
+    code = (
+        "from pathlib import Path; from tests import models; from tests.oracle import start, train_step\n"
+        f"engine = start(models.GPT2, ('nvme', 'nvme'), Path({str(tmp_path)!r}))\n"
+        "train_step(engine, models.GPT2, 0); train_step(engine, models.GPT2, 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "offload rm" in done.stderr, "it says how to go on"
+    engine = start(models.GPT2, DISK, tmp_path, resume="must")
+    assert engine.global_steps == 2
+    engine.destroy(remove=True)
+
+
+def test_ctrl_c_in_the_middle_of_a_forward(tmp_path: Path) -> None:
+    """The step before is whole, and training goes on in the same process with the right bits."""
+    job = models.GPT2
+    whole = run(job, DISK, tmp_path / "whole")
+    engine = start(job, DISK, tmp_path / "cut")
+    losses = []
+    for step in range(job.steps):
+        hook = engine.module.transformer.h[1].register_forward_pre_hook(
+            lambda *_: os.kill(os.getpid(), signal.SIGINT)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            job.loss(engine, step, 0)
+        hook.remove()
+        losses.append(train_step(engine, job, step))
+    engine.destroy(remove=True)
+    assert losses == whole.losses
