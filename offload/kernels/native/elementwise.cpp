@@ -168,8 +168,8 @@ double accumulate(Out* out, const Grad* grad, std::size_t numel, bool add) {
 
 template <class Value>
 double sum_squares(const Value* values, std::size_t numel) {
-    return add_up_blocks(
-        numel, [&](double* sums) { run_body<SumSquares<Value>>({values, sums}, numel); });
+    return add_up_blocks(numel,
+                         [&](double* sums) { run_body<SumSquares<Value>>({values, sums}, numel); });
 }
 
 template double accumulate(float*, const float*, std::size_t, bool);

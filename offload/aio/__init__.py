@@ -1,0 +1,22 @@
+"""Asynchronous file I/O on aligned memory: buffers, files open for O_DIRECT, a queue, futures, checksums.
+
+    with DirectFile("states", create=True) as file, IoQueue() as queue:
+        file.reserve(len(buffer))
+        queue.write(file, 0, buffer).wait()
+
+A request of any size and alignment moves all of its bytes, or its future raises `IoError`.
+"""
+
+from __future__ import annotations
+
+from offload.aio._native import crc32c as _crc32c
+from offload.aio.file import DirectFile
+from offload.aio.memory import aligned_empty
+from offload.aio.queue import IoFuture, IoQueue
+
+__all__ = ["DirectFile", "IoFuture", "IoQueue", "aligned_empty", "crc32c"]
+
+
+def crc32c(buffer: bytes | bytearray | memoryview, value: int = 0) -> int:
+    """CRC-32C of `buffer`, continued from `value`, that of the bytes before it. Releases the GIL."""
+    return _crc32c(buffer, value)

@@ -1,0 +1,289 @@
+"""A request of any size, offset and address moves all of its bytes, or says what failed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offload.aio import DirectFile, IoQueue, aligned_empty
+from offload.errors import IoError, UsageError
+
+SIZES = [0, 1, 511, 4095, 4096, 4097, 12289, (1 << 20) + 1, 3 << 20]
+OFFSETS = [0, 1, 4095, 4096, 8191]
+
+
+@pytest.fixture(params=[1, 4], ids=["one thread", "four threads"])
+def queue(request: pytest.FixtureRequest) -> Iterator[IoQueue]:
+    with IoQueue(threads=request.param, block_bytes=64 << 10) as queue:
+        yield queue
+
+
+@pytest.fixture(params=["disk", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A real file system, and tmpfs, which has O_DIRECT only since Linux 6.6."""
+    if request.param == "disk":
+        yield tmp_path
+        return
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        pytest.skip("no /dev/shm")
+    place = shared / f"offload-test-{os.getpid()}"
+    place.mkdir()
+    yield place
+    for path in place.iterdir():
+        path.unlink()
+    place.rmdir()
+
+
+def noise(nbytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+@pytest.mark.parametrize("skew", [0, 1, 512], ids=lambda skew: f"address+{skew}")
+def test_any_size_offset_and_address(queue: IoQueue, folder: Path, skew: int) -> None:
+    path = folder / "file"
+    with DirectFile(path, create=True) as file:
+        for nbytes in SIZES:
+            for offset in OFFSETS:
+                before = noise(offset + nbytes + 5000, 1)
+                path.write_bytes(before)
+                buffer = aligned_empty(nbytes + skew)[skew:]
+                buffer[:] = noise(nbytes, 2)
+                assert queue.write(file, offset, buffer).wait() == nbytes
+                expected = before[:offset] + bytes(buffer) + before[offset + nbytes :]
+                assert path.read_bytes() == expected, "and nothing beside it"
+                back = aligned_empty(nbytes + skew)[skew:]
+                assert queue.read(file, offset, back).wait() == nbytes
+                assert back == buffer
+
+
+def test_a_file_on_a_disk_is_direct(tmp_path: Path) -> None:
+    with DirectFile(tmp_path / "file", create=True) as file:
+        if not file.direct:
+            pytest.skip("this file system has no O_DIRECT")
+        assert os.readlink(f"/proc/self/fd/{file.direct_descriptor}") == file.path
+
+
+def test_many_requests_from_many_threads(queue: IoQueue, tmp_path: Path) -> None:
+    """Each thread has its own pages of one file; half of them are read while others are written."""
+    with DirectFile(tmp_path / "file", create=True) as file:
+        file.reserve(64 << 16)
+        wrong: list[int] = []
+
+        def work(index: int) -> None:
+            buffer, back = aligned_empty(1 << 16), aligned_empty(1 << 16)
+            for turn in range(20):
+                buffer[:] = noise(1 << 16, 64 * index + turn)
+                queue.write(file, index << 16, buffer).wait()
+                queue.read(file, index << 16, back).wait()
+                if back != buffer:
+                    wrong.append(index)
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+
+def test_a_read_past_the_end_is_an_error_of_that_request_alone(queue: IoQueue, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(noise(10_000))
+    with DirectFile(tmp_path / "file") as file:
+        short, good = aligned_empty(8192), aligned_empty(8192)
+        bad = queue.read(file, 4096, short)
+        fine = queue.read(file, 0, good)
+        with pytest.raises(IoError) as caught:
+            bad.wait()
+        assert (caught.value.errno, caught.value.offset, caught.value.nbytes) == (errno.ENODATA, 4096, 8192)
+        assert caught.value.path == file.path and "read" in str(caught.value)
+        assert fine.wait() == 8192 and bytes(good) == noise(10_000)[:8192]
+
+
+def test_a_limit_on_file_size_is_an_error(tmp_path: Path) -> None:
+    code = f"""
+import resource, signal
+from offload.aio import DirectFile, IoQueue, aligned_empty
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+with DirectFile({str(tmp_path / "file")!r}, create=True) as file, IoQueue(block_bytes=65536) as queue:
+    inside = queue.write(file, 0, aligned_empty(1 << 20))
+    beyond = queue.write(file, (1 << 20) - 8192, aligned_empty(1 << 20))
+    assert inside.wait() == 1 << 20
+    try:
+        beyond.wait()
+    except OSError as error:
+        print(error.errno)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(errno.EFBIG) and done.stderr == ""
+
+
+def test_wrong_buffers_and_arguments(queue: IoQueue, tmp_path: Path) -> None:
+    with DirectFile(tmp_path / "file", create=True) as file:
+        with pytest.raises(BufferError):
+            queue.read(file, 0, b"read only")  # type: ignore[arg-type]
+        with pytest.raises(BufferError):
+            queue.write(file, 0, memoryview(bytearray(64))[::2])
+        with pytest.raises(ValueError, match="offset"):
+            queue.write(file, -1, b"x")
+    with pytest.raises(UsageError, match="closed"):
+        queue.write(file, 0, b"x")
+    with pytest.raises(ValueError, match="threads"):
+        IoQueue(threads=0)
+
+
+def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(IoError) as caught:
+        DirectFile(tmp_path / "none")
+    assert caught.value.errno == errno.ENOENT and caught.value.operation == "open"
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    with pytest.raises(IoError) as caught:
+        DirectFile(tmp_path / "link", create=True)
+    assert caught.value.errno == errno.ELOOP and not (tmp_path / "target").exists()
+
+
+def test_reserve_is_real_zeroed_and_never_shrinks(tmp_path: Path) -> None:
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue() as queue:
+        file.reserve(1 << 20)
+        assert file.size() == 1 << 20 and os.stat(file.path).st_blocks * 512 >= 1 << 20
+        buffer = aligned_empty(1 << 20)
+        buffer[:] = noise(1 << 20)
+        queue.read(file, 0, buffer).wait()
+        assert not any(buffer)
+        file.reserve(4096)
+        assert file.size() == 1 << 20
+        file.sync()
+    assert os.stat(tmp_path / "file").st_mode & 0o777 == 0o600
+
+
+def test_close_drains(tmp_path: Path) -> None:
+    file = DirectFile(tmp_path / "file", create=True)
+    queue = IoQueue(threads=1)
+    buffer = aligned_empty(8 << 20)
+    buffer[:] = noise(8 << 20)
+    futures = [queue.write(file, start, buffer[start : start + (1 << 20)]) for start in range(0, 8 << 20, 1 << 20)]
+    queue.close()
+    queue.close()
+    assert all(future.done() for future in futures)
+    assert (tmp_path / "file").read_bytes() == buffer and queue.written_bytes == 8 << 20
+    with pytest.raises(UsageError, match="closed"):
+        queue.read(file, 0, buffer)
+    file.close()
+
+
+def test_buffers_live_as_long_as_their_requests(queue: IoQueue, tmp_path: Path) -> None:
+    """Nobody keeps the futures or the buffers: the queue does."""
+    expected = b""
+    with DirectFile(tmp_path / "file", create=True) as file:
+        for index in range(50):
+            data = noise(100_000, index)
+            expected += data
+            queue.write(file, index * 100_000, bytearray(data))
+        queue.close()
+    assert (tmp_path / "file").read_bytes() == expected
+
+
+def test_a_timeout_leaves_the_request_alone(tmp_path: Path) -> None:
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(threads=1) as queue:
+        buffer = aligned_empty(64 << 20)
+        future = queue.write(file, 0, buffer)
+        try:
+            future.wait(timeout=0.0)
+        except TimeoutError as error:
+            assert "write" in str(error)
+        assert future.wait() == 64 << 20 and future.wait() == 64 << 20
+
+
+def test_an_exit_without_close_keeps_what_was_submitted(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    code = f"""
+from offload.aio import DirectFile, IoQueue
+file, queue = DirectFile({str(path)!r}, create=True), IoQueue(threads=1)
+for index in range(64):
+    queue.write(file, index << 20, bytes([index]) * (1 << 20))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr == ""
+    data = path.read_bytes()
+    assert len(data) == 64 << 20 and all(data[index << 20] == index for index in range(64))
+
+
+def test_a_forked_child_is_refused(queue: IoQueue, tmp_path: Path) -> None:
+    with DirectFile(tmp_path / "file", create=True) as file:
+        child = os.fork()
+        if child == 0:
+            try:
+                queue.write(file, 0, b"x")
+            except UsageError:
+                queue.close()
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert queue.write(file, 0, b"x").wait() == 1, "and the parent goes on"
+
+
+def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, threading, time
+from offload.aio import DirectFile, IoQueue
+file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue(threads=1)
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    while True:
+        queue.write(file, 0, bytes(16 << 20)).wait()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
+    assert done.stdout.strip() == "interrupted" and done.returncode == 0
+
+
+def test_the_gil_is_free_during_a_wait(tmp_path: Path) -> None:
+    counted = 0
+    stop = threading.Event()
+
+    def count() -> None:
+        nonlocal counted
+        while not stop.is_set():
+            counted += 1
+            time.sleep(0)
+
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(threads=1) as queue:
+        thread = threading.Thread(target=count)
+        future = queue.write(file, 0, aligned_empty(256 << 20))
+        thread.start()
+        future.wait()
+        stop.set()
+        thread.join()
+    assert counted > 0
+
+
+def test_bytes_are_counted(queue: IoQueue, tmp_path: Path) -> None:
+    with DirectFile(tmp_path / "file", create=True) as file:
+        queue.write(file, 100, bytes(10_000)).wait()
+        queue.read(file, 100, bytearray(9_000)).wait()
+        assert (queue.written_bytes, queue.read_bytes) == (10_000, 9_000)
+
+
+def test_no_descriptor_or_thread_is_left(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    before = descriptors(), threads()
+    for _ in range(5):
+        with DirectFile(tmp_path / "file", create=True) as file, IoQueue() as queue:
+            queue.write(file, 0, b"x").wait()
+    assert (descriptors(), threads()) == before
