@@ -36,7 +36,11 @@ def main(arguments: list[str] | None = None) -> None:
         file.reserve(nbytes)
         plain = _Plain(str(path), given.threads, request)
         for name, mine, theirs in (
-            ("write", lambda: _all(queue.write, file, buffer, request), lambda: plain.run(os.pwritev, buffer)),
+            (
+                "write",
+                lambda: _all(queue.write, file, buffer, request),
+                lambda: plain.run(os.pwritev, buffer),
+            ),
             ("read", lambda: _all(queue.read, file, buffer, request), lambda: plain.run(os.preadv, buffer)),
         ):
             ours, bound = in_turns(mine, theirs, given.rounds)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from offload.presets import build
 
 import offload
 from bench.measure import in_turns, median_ratio, report
-from offload.presets import build
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -63,7 +63,11 @@ def _engine(given: argparse.Namespace, tier: str) -> offload.Engine:
     settings: dict[str, Any] = {
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 3, "offload_param": {"device": tier}, "offload_optimizer": {"device": tier}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": tier},
+            "offload_optimizer": {"device": tier},
+        },
         "offload": {"nvme_path": str(given.folder), "run": f"bench-{tier}", "device": "cpu"},
     }
     if given.device_memory and tier == "nvme":

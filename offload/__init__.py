@@ -1,5 +1,37 @@
-"""Train PyTorch models larger than the GPU and larger than the RAM, from NVMe."""
+"""Train PyTorch models larger than the GPU and larger than the RAM, from NVMe.
+
+engine, optimizer, loader, scheduler = offload.initialize(model=model, config="ds_config.json")
+"""
 
 from __future__ import annotations
 
+from offload.engine.birth import init
+from offload.engine.engine import Engine
+from offload.engine.initialize import initialize
+from offload.errors import (
+    BudgetError,
+    ConfigError,
+    EngineFailed,
+    IoError,
+    NumericsError,
+    OffloadError,
+    StoreError,
+    UsageError,
+)
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "Engine",
+    "EngineFailed",
+    "IoError",
+    "NumericsError",
+    "OffloadError",
+    "StoreError",
+    "UsageError",
+    "__version__",
+    "init",
+    "initialize",
+]

@@ -85,7 +85,13 @@ def t5() -> nn.Module:
 def swin() -> nn.Module:
     return transformers.SwinForImageClassification(
         transformers.SwinConfig(
-            image_size=32, patch_size=2, embed_dim=16, depths=[1, 2], num_heads=[2, 4], window_size=4, num_labels=4
+            image_size=32,
+            patch_size=2,
+            embed_dim=16,
+            depths=[1, 2],
+            num_heads=[2, 4],
+            window_size=4,
+            num_labels=4,
         )
     )
 
@@ -108,7 +114,12 @@ def mixtral() -> nn.Module:
 def llava() -> nn.Module:
     """A vision-language model: a CLIP tower, a projector and a Llama."""
     vision = transformers.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=8,
     )
     text = transformers.LlamaConfig(
         hidden_size=32,

@@ -48,7 +48,13 @@ MUTANTS = (
         "step=1_000_000",
         "tests/test_parity.py",
     ),
-    Mutant("drop the clip", "offload.engine.engine", "if clip else 1.0", "if False else 1.0", "tests/test_parity.py"),
+    Mutant(
+        "drop the clip",
+        "offload.engine.engine",
+        "if clip else 1.0",
+        "if False else 1.0",
+        "tests/test_parity.py",
+    ),
     Mutant(
         "skip the wait for a tile's reads",
         "offload.engine.updater",
@@ -128,7 +134,9 @@ class _Mutator(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         assert spec is not None and spec.origin is not None
-        return importlib.util.spec_from_file_location(name, spec.origin, loader=_Loader(name, spec.origin, self._mutant))
+        return importlib.util.spec_from_file_location(
+            name, spec.origin, loader=_Loader(name, spec.origin, self._mutant)
+        )
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -153,7 +161,16 @@ def _run(mutant: Mutant | None, tests: str) -> tuple[bool, str]:
     """Whether the tests passed, and the end of what they printed."""
     environment = dict(os.environ, **({_VARIABLE: mutant.name} if mutant else {}))
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", f"--basetemp={folder}/t", tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={folder}/t",
+            tests,
+        ]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     tail = done.stdout.strip().splitlines()[-3:]
     if done.returncode not in (0, 1):
@@ -177,7 +194,10 @@ def main() -> int:
         passed, tail = _run(mutant, mutant.tests)
         survivors += passed
         reason = next((line for line in tail.splitlines() if line.startswith("FAILED")), "")
-        print(f"{'SURVIVED' if passed else 'killed  '} {mutant.name} ({time.monotonic() - start:.0f} s) {reason}", flush=True)
+        print(
+            f"{'SURVIVED' if passed else 'killed  '} {mutant.name} ({time.monotonic() - start:.0f} s) {reason}",
+            flush=True,
+        )
     print(f"{len(chosen) - survivors} of {len(chosen)} mutants killed")
     return 1 if survivors else 0
 

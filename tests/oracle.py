@@ -205,7 +205,8 @@ def kill_and_resume(
             # Wait for the first step of this process, so that it is killed while it trains.
             while process.is_alive() and (log.stat().st_size if log.exists() else 0) == seen:
                 time.sleep(0.005)
-            time.sleep(chance.uniform(0.0, 0.3))
+            time.sleep(chance.uniform(0.0, 0.2))
+            assert process.is_alive(), "the process ended before it was killed: give the job more steps"
             os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
         process.join()
         if attempt == kills:

@@ -34,9 +34,7 @@ def test_twenty_steps_in_fp32_are_those_of_torch(
     weight, exp_avg, exp_avg_sq = normal(numel, 0), torch.zeros(numel), torch.zeros(numel)
     param = torch.nn.Parameter(weight.clone())
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    optimizer = kind(
-        [param], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=False, fused=False
-    )
+    optimizer = kind([param], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=False, fused=False)
     for number in range(1, 21):
         grad = normal(numel, number)
         param.grad = grad.clone()
@@ -67,9 +65,7 @@ def test_one_step_is_the_formula_operation_by_operation(numel: int) -> None:
     denominator = np.sqrt(v) / f((1 - beta2**number) ** 0.5) + f(eps)
     p = p + f(-(lr / (1 - beta1**number))) * m / denominator
 
-    kernels.adamw(
-        weight, None, exp_avg, exp_avg_sq, grad, AdamWStep(lr, beta1, beta2, eps, decay, number, scale)
-    )
+    kernels.adamw(weight, None, exp_avg, exp_avg_sq, grad, AdamWStep(lr, beta1, beta2, eps, decay, number, scale))
     for got, expected in ((exp_avg, m), (exp_avg_sq, v), (weight, p)):
         assert got.numpy().tobytes() == expected.tobytes()
 
@@ -77,9 +73,7 @@ def test_one_step_is_the_formula_operation_by_operation(numel: int) -> None:
 @pytest.mark.parametrize("numel", ODD_SIZES)
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
-def test_a_split_master_takes_the_steps_of_an_fp32_master(
-    numel: int, decoupled: bool, grad_dtype: torch.dtype
-) -> None:
+def test_a_split_master_takes_the_steps_of_an_fp32_master(numel: int, decoupled: bool, grad_dtype: torch.dtype) -> None:
     master = normal(numel, 5, 0.02)
     weight, residual = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
     kernels.split_master(master, weight, residual)

@@ -30,9 +30,7 @@ def default_settings() -> Iterator[None]:
 def inputs(numel: int) -> list[torch.Tensor]:
     """weight, residual, exp_avg, exp_avg_sq, grad: with denormals, zeros and infinities among them."""
     generator = torch.Generator().manual_seed(3)
-    master = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(
-        -30, 4, (numel,), generator=generator
-    )
+    master = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-30, 4, (numel,), generator=generator)
     weight, residual = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
     kernels.split_master(master, weight, residual)
     exp_avg = torch.randn(numel, generator=generator) * 1e-3
@@ -66,9 +64,7 @@ def run_all(cuts: list[int]) -> str:
             step = AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, number, 0.5)
             kernels.adamw(weight[part], residual[part], exp_avg[part], exp_avg_sq[part], grad[part], step)
             step = step._replace(decoupled=False, beta1=0.4)
-            kernels.adamw(
-                whole[part], None, whole_moments[0][part], whole_moments[1][part], grad_bf16[part], step
-            )
+            kernels.adamw(whole[part], None, whole_moments[0][part], whole_moments[1][part], grad_bf16[part], step)
         kernels.join_master(weight[part], residual[part], joined[part])
         kernels.accumulate(out[part], grad[part], add=False)
         kernels.accumulate(out[part], grad_bf16[part], add=True)

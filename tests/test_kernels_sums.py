@@ -70,15 +70,11 @@ def test_denormals_count_whatever_the_callers_mode() -> None:
 
 
 def test_wrong_tensors_are_refused() -> None:
-    with pytest.raises(
-        TypeError, match=r"x: expected a tensor of torch.bfloat16 or torch.float32, got torch.int16"
-    ):
+    with pytest.raises(TypeError, match=r"x: expected a tensor of torch.bfloat16 or torch.float32, got torch.int16"):
         kernels.sum_squares(torch.zeros(3, dtype=torch.int16))
     with pytest.raises(ValueError, match=r"grad: expected shape \(3,\), got \(4,\)"):
         kernels.accumulate(torch.zeros(3), torch.zeros(4), add=True)
     with pytest.raises(TypeError, match="master"):
-        kernels.split_master(
-            torch.zeros(3).half(), torch.zeros(3).bfloat16(), torch.zeros(3, dtype=torch.int16)
-        )
+        kernels.split_master(torch.zeros(3).half(), torch.zeros(3).bfloat16(), torch.zeros(3, dtype=torch.int16))
     with pytest.raises(ValueError, match=r"residual: expected shape \(3,\)"):
         kernels.join_master(torch.zeros(3).bfloat16(), torch.zeros(2, dtype=torch.int16), torch.zeros(3))

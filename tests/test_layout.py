@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,7 +48,7 @@ def test_partitions_cover_the_unit_once(sizes: list[tuple[int, bool]], world_siz
     layout = lay_out("unit", _parameters(sizes), world_size)
     parts = [layout.partition(rank, world_size) for rank in range(world_size)]
     assert parts[0].start == 0 and parts[-1].stop == layout.numel
-    assert all(left.stop == right.start for left, right in zip(parts, parts[1:], strict=False))
+    assert all(left.stop == right.start for left, right in itertools.pairwise(parts))
     trained = [i for rank in range(world_size) for i in (layout.trainable(rank, world_size),) if i]
     assert sum(len(part) for part in trained) == layout.trainable_stop
 

@@ -1,7 +1,7 @@
 """Training by the engine is training by PyTorch: the same losses, norms and weights as the plain loop.
 
-[Note: the key bias] Attention is invariant to the bias of its keys, so its true gradient is zero and what is computed is
-rounding noise, which Adam scales up to the learning rate. A last-bit difference anywhere gives it other values, in
+[Note: the key bias] Attention is invariant to the bias of its keys, so its true gradient is zero and what is computed
+is rounding noise, which Adam scales up to the learning rate. A last-bit difference anywhere gives it other values, in
 PyTorch against itself too; it is compared by its effect, the losses, alone.
 """
 

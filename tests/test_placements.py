@@ -53,7 +53,8 @@ def room_for(job: Job, units: int) -> int:
 
 # BatchNorm's statistics stay fp32, and torch's CPU kernel takes no bf16 weight beside them: resnet in fp32 only.
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(name, dtype) for name in JOBS for dtype in ("fp32", "bf16") if (name, dtype) != ("resnet", "bf16")]
+    ("name", "dtype"),
+    [(name, dtype) for name in JOBS for dtype in ("fp32", "bf16") if (name, dtype) != ("resnet", "bf16")],
 )
 def test_same_bits_everywhere(name: str, dtype: str, tmp_path: Path) -> None:
     job = JOBS[name]._replace(steps=4, dtype=dtype)

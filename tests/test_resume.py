@@ -23,7 +23,7 @@ DISK = ("nvme", "nvme")
 @pytest.mark.parametrize(("dtype", "placement"), [("bf16", DISK), ("fp32", ("cpu", "nvme"))])
 def test_killed_five_times(dtype: str, placement: tuple[str, str], tmp_path: Path) -> None:
     """SIGKILL at five random moments, with dropout, so that every generator must come back too."""
-    job = models.DROPOUT._replace(dtype=dtype, steps=40, accumulation=2)
+    job = models.DROPOUT._replace(dtype=dtype, steps=150, accumulation=2)
     (tmp_path / "killed").mkdir()
     killed = kill_and_resume(job, placement, tmp_path / "killed", kills=5, seed=len(dtype))
     assert_same(run(job, placement, tmp_path / "whole"), killed, "unbroken and killed")
@@ -151,9 +151,7 @@ def test_ctrl_c_in_the_middle_of_a_forward(tmp_path: Path) -> None:
     engine = start(job, DISK, tmp_path / "cut")
     losses = []
     for step in range(job.steps):
-        hook = engine.module.transformer.h[1].register_forward_pre_hook(
-            lambda *_: os.kill(os.getpid(), signal.SIGINT)
-        )
+        hook = engine.module.transformer.h[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             job.loss(engine, step, 0)
         hook.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -114,7 +115,11 @@ def test_a_torn_commit_gives_the_one_before(what: str, tmp_path: Path, queue: Io
     which = store.durable.blob
     store.close()
     rank = tmp_path / "run" / "rank0"
-    _damage(rank / ("commit" if what == "record" else f"blob.{which}"), which * PAGE if what == "record" else 0, 512)
+    _damage(
+        rank / ("commit" if what == "record" else f"blob.{which}"),
+        which * PAGE if what == "record" else 0,
+        512,
+    )
     store, blob = opened(tmp_path, queue)
     assert blob == b"blob 1" * 100 and weight(store, 0) == 1
     store.close()
@@ -130,9 +135,7 @@ def test_two_torn_records_are_an_error(tmp_path: Path, queue: IoQueue) -> None:
         opened(tmp_path, queue)
 
 
-def test_data_is_durable_before_its_record(
-    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_is_durable_before_its_record(tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a power cut needs: every drive, then the blob, then the record; each synced before the next begins."""
     store = Store([tmp_path / "a", tmp_path / "b"], "run", 0, SPEC, queue)
     store.create()
@@ -167,7 +170,7 @@ def test_a_cut_file_and_a_corrupt_manifest_are_errors(tmp_path: Path, queue: IoQ
 def test_extents_never_overlap_and_fill_the_drives_evenly() -> None:
     table = SPEC.extents(2)
     extents = sorted({extent for row in table for slots in row.values() for extent in slots})
-    for left, right in zip(extents, extents[1:], strict=False):
+    for left, right in itertools.pairwise(extents):
         assert left.drive != right.drive or left.offset + left.nbytes <= right.offset
     assert sum(extent.nbytes for extent in extents) == SPEC.nbytes == 2 * 2 * (8192 + 16384) + 4096
     ends = [sum(e.nbytes for e in extents if e.drive == drive) for drive in (0, 1)]
@@ -221,7 +224,9 @@ def test_not_enough_room_is_an_error_with_both_numbers(tmp_path: Path, queue: Io
     assert not (tmp_path / "run").exists(), "a start that fails leaves nothing behind"
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mkfs.ext4") is None, reason="mounts a small file system: needs root")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("mkfs.ext4") is None, reason="mounts a small file system: needs root"
+)
 def test_a_full_disk(tmp_path: Path, queue: IoQueue) -> None:
     """A real file system of 16 MiB: reserving more than it has leaves it as it was."""
     image, mount = tmp_path / "image", tmp_path / "mount"

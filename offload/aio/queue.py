@@ -50,7 +50,7 @@ class IoQueue:
     that made it.
     """
 
-    def __init__(self, threads: int = 4, block_bytes: int = MIB) -> None:
+    def __init__(self, threads: int = 4, block_bytes: int = 4 * MIB) -> None:
         if threads < 1 or block_bytes < PAGE:
             raise ValueError(f"expected threads >= 1 and block_bytes >= {PAGE}, got {threads} and {block_bytes}")
         self._queue = Queue(threads, block_bytes)

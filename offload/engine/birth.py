@@ -26,7 +26,7 @@ def init(config: Any = None) -> Iterator[None]:
     `reset_parameters` keep the values that their constructor gave them; those of transformers are initialized
     by the model's `_init_weights`.
     """
-    removal = register_module_parameter_registration_hook(_to_meta)
+    removal = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:

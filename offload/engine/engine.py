@@ -36,7 +36,7 @@ from offload.engine.progress import (
     scheduler_state,
     write_generators,
 )
-from offload.engine.updater import SegmentStep, Updater, UnitUpdate
+from offload.engine.updater import SegmentStep, UnitUpdate, Updater
 from offload.errors import EngineFailed, NumericsError, UsageError
 from offload.swapper.arena import HostArena
 from offload.swapper.pager import Pager

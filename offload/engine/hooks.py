@@ -70,6 +70,15 @@ class _Unit:
         self.trainable = {i for i, segment in enumerate(layout.segments) if segment.trainable}
 
 
+class _Nesting(threading.local):
+    """Of the thread that runs a forward."""
+
+    depth = 0
+    """Sites that were entered and not left."""
+    pushed = 0
+    """Pairs of saved-tensor hooks that were pushed, 0 or 1."""
+
+
 class Hooks:
     """Installs all hooks on a model; `remove` takes them away.
 
@@ -88,7 +97,7 @@ class Hooks:
     ) -> None:
         self._pager, self._gradients = pager, gradients
         self._lock = threading.RLock()
-        self._local = threading.local()
+        self._local = _Nesting()
         self._in_backward = False
         self._task_seen = False
         self.backward_count = 0
@@ -130,7 +139,7 @@ class Hooks:
         if inside_backward():
             return
         left = self._in_backward or any(unit.uses or unit.held for unit in self._units)
-        if left or getattr(self._local, "depth", 0):
+        if left or self._local.depth:
             self._reset()
 
     def _reset(self) -> None:
@@ -141,9 +150,9 @@ class Hooks:
                     self._unbind(unit)
             self._pager.unpin_all()
             self._in_backward = self._task_seen = False
-        depth = getattr(self._local, "depth", 0)
+        depth = self._local.depth
         if depth:
-            for _ in range(getattr(self._local, "pushed", 0)):
+            for _ in range(self._local.pushed):
                 torch._C._autograd._pop_saved_tensors_default_hooks()
             self._local.depth = self._local.pushed = 0
 
@@ -218,7 +227,7 @@ class Hooks:
 
     def _enter(self) -> None:
         """Count nested sites; the outermost pushes the saved-tensor hooks."""
-        depth = getattr(self._local, "depth", 0)
+        depth = self._local.depth
         if depth == 0:
             self.entered()
             self._local.pushed = 0
@@ -228,7 +237,7 @@ class Hooks:
         self._local.depth = depth + 1
 
     def _leave(self) -> bool:
-        depth = getattr(self._local, "depth", 0)
+        depth = self._local.depth
         if depth == 0:
             return False  # reset() came in between
         self._local.depth = depth - 1
@@ -352,7 +361,7 @@ class Hooks:
         """See [Note: saved tensors]."""
         address = _storage_address(tensor)
         if address == self._pager.arena.storage_address:
-            at = self._pager.unit_at(tensor.storage_offset() * tensor.element_size())
+            at = self._pager.unit_at(int(tensor.storage_offset()) * tensor.element_size())
             if at is None:
                 raise UsageError("autograd saves a view of weights that are not in use any more")
             unit, offset = at
@@ -361,7 +370,7 @@ class Hooks:
         used = self._placeholder_storages.get(address)
         if used is not None:
             raise UsageError(
-                f"parameter {self._name_of(used)} is used outside of the module that owns it, where it is a placeholder; "
+                f"parameter {self._name_of(used)} is used outside of the module that owns it, where it is a NaN; "
                 f'name the module that uses it in "units" of the "offload" block'
             )
         return _Saved(tensor.detach(), tensor._version)
@@ -370,7 +379,7 @@ class Hooks:
         if isinstance(packed, _Saved):
             if packed.tensor._version != packed.version:
                 raise RuntimeError(
-                    f"a tensor of shape {list(packed.tensor.shape)} that the backward needs was changed in place: it is "
+                    f"a tensor of shape {list(packed.tensor.shape)} that backward needs was changed in place: it is "
                     f"at version {packed.tensor._version}, expected {packed.version}"
                 )
             return packed.tensor

@@ -128,7 +128,7 @@ def _decide(config: Config, batch: Batch, model: nn.Module) -> _Plan:
     device = _device(config.offload.device)
     _check_model(model)
     mode = MODES[config.dtype]
-    units = find_units(model, config.offload.units or ())
+    units = find_units(model, config.units)
     layouts = tuple(
         lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], _WORLD_SIZE)
         for unit in units.units
@@ -183,18 +183,20 @@ def _check_model(model: nn.Module) -> None:
     wrong = [n for n, p in model.named_parameters() if not p.is_floating_point()]
     if wrong:
         raise ConfigError(
-            f"{len(wrong)} parameters are not floating point (quantized?), the first is {wrong[0]}; offload trains bf16 "
-            f"and fp32 weights"
+            f"{len(wrong)} parameters are not floating point (quantized?), the first is {wrong[0]}; offload trains "
+            f"bf16 and fp32 weights"
         )
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if lost:
         raise ConfigError(
-            f"buffer {lost[0]} is on the meta device, so its values are gone; build the model inside `offload.init(...)`, "
-            f"which leaves buffers real"
+            f"buffer {lost[0]} is on the meta device, so its values are gone; build the model inside "
+            f"offload.init(...), which leaves buffers real"
         )
     held = getattr(model, "_offload_held", None)
     if held is not None:
-        raise UsageError("this model is under an engine already; destroy does not give its weights back: build a new one")
+        raise UsageError(
+            "this model is under an engine already; destroy does not give its weights back: build a new one"
+        )
 
 
 def _gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype:
@@ -216,13 +218,13 @@ def _resume(config: Config, on_disk: bool) -> bool:
     folder = os.path.join(config.drives[0], offload.run)
     if status.exists and offload.resume == "never":
         raise StoreError(
-            f"{folder} holds a run that did not end; go on with it by --resume auto (\"resume\": \"auto\"), or delete it "
+            f'{folder} holds a run that did not end; go on with it by --resume auto ("resume": "auto"), or delete it '
             f"with `offload rm {folder}`, or choose another run name"
         )
     if status.finished is not None and not status.exists and offload.resume != "never":
         raise StoreError(
-            f"{folder} was finished at step {status.finished.get('steps')}, so there is nothing to resume; choose another "
-            f"run name, or start over with --resume never"
+            f"{folder} was finished at step {status.finished.get('steps')}, so nothing is left to resume; "
+            f"choose another run name, or start over with --resume never"
         )
     if not status.exists and offload.resume == "must":
         raise StoreError(f'"resume" is must, but {folder} holds no committed epoch')
@@ -322,7 +324,14 @@ def _build(plan: _Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: An
         plan.config.offload.debug.overlap,
     )
     engine = Engine(
-        model, plan.device, parts, optimizer, lr_scheduler, choices, plan.durable, (*plan.notices, _summary(plan))
+        model,
+        plan.device,
+        parts,
+        optimizer,
+        lr_scheduler,
+        choices,
+        plan.durable,
+        (*plan.notices, _summary(plan)),
     )
     if progress is not None:
         engine.restore(progress)
@@ -399,9 +408,7 @@ def _loader(
 ) -> DataLoader[Any]:
     """Micro-batches of `data`, shuffled by the seed; the last incomplete one is left out."""
     generator = torch.Generator().manual_seed(seed)
-    return DataLoader(
-        data, batch.micro, shuffle=True, drop_last=True, generator=generator, collate_fn=collate_fn
-    )
+    return DataLoader(data, batch.micro, shuffle=True, drop_last=True, generator=generator, collate_fn=collate_fn)
 
 
 def _summary(plan: _Plan) -> str:

@@ -94,7 +94,12 @@ def place(
     device_nbytes = homes[Tier.DEVICE] + _DEVICE_UNITS * on_device
     if device_memory is not None:
         least = homes[Tier.DEVICE] + on_device
-        check_budget('"device_memory"', device_memory, least, "it must hold the states at home there and the largest unit")
+        check_budget(
+            '"device_memory"',
+            device_memory,
+            least,
+            "it must hold the states at home there and the largest unit",
+        )
         device_nbytes = max(homes[Tier.DEVICE], device_memory // PAGE * PAGE)
     stored: tuple[Mapping[State, int], ...] = ()
     if slots:
@@ -145,7 +150,7 @@ def _cut_host(
 
 def free_host_memory() -> int:
     """Bytes that this process may still take: what the machine has available, within its cgroup's limit."""
-    free = psutil.virtual_memory().available
+    free = int(psutil.virtual_memory().available)
     for line in _read("/proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":

@@ -93,8 +93,8 @@ def scheduler_state(scheduler: Any) -> Any:
         return json.loads(json.dumps(state))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"the state of {type(scheduler).__name__} is not plain numbers, lists and strings ({error}), so it cannot be "
-            f'committed with the step; set "durability": "none" in the "offload" block, or simplify its state_dict()'
+            f"the state of {type(scheduler).__name__} is not plain numbers, lists and strings ({error}), so it cannot "
+            f'be committed with the step; set "durability": "none" in the "offload" block, or simplify its state_dict()'
         ) from error
 
 

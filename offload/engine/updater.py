@@ -31,6 +31,7 @@ from offload.swapper.residency import Tier
 from offload.swapper.states import Mode, State
 from offload.swapper.store import Future, Store
 
+
 class SegmentStep(NamedTuple):
     """What to do to elements [start, stop) of a partition."""
 

@@ -158,9 +158,7 @@ def _length(name: str, tensor: torch.Tensor) -> int:
     return tensor.numel()
 
 
-def _address(
-    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], numel: int, when: str = ""
-) -> int:
+def _address(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], numel: int, when: str = "") -> int:
     """The address of `tensor`'s data, if it is a flat contiguous CPU tensor of `numel` elements."""
     if type(tensor) is not torch.Tensor:
         _length(name, tensor)  # a Parameter or another subclass passes

@@ -8,9 +8,10 @@ wakes all waiters.
 [Note: nobody waits in a circle] The update worker needs only its own tiles: where it can get no weight
 lease it either waits, when nobody waits for anything of it, or goes on without delivering. A thread that
 acquires may take any lease that is clean and not being copied, and delivers the reads ahead that it finds
-in its way. The leases that are left then belong to writes and updates in progress, which end by themselves. While such a thread waits for a lease the
-worker takes none (`_starved`), so that freed memory is not taken from under it. Device slices are held only
-by pinned units: if those fill the arena, that is a `BudgetError`, since waiting cannot help.
+in its way. The leases that are left then belong to writes and updates in progress, which end by
+themselves. While such a thread waits for a lease the worker takes none (`_starved`), so that freed memory
+is not taken from under it. Device slices are held only by pinned units: if those fill the arena, that is a
+`BudgetError`, since waiting cannot help.
 """
 
 from __future__ import annotations
@@ -72,7 +73,12 @@ class Pager:
     """Weights of all units, between DISK, HOST and DEVICE. Close it after the update worker has ended."""
 
     def __init__(
-        self, sizes: Sequence[UnitSize], host: HostArena, arena: DeviceArena, device: Device, store: Store | None
+        self,
+        sizes: Sequence[UnitSize],
+        host: HostArena,
+        arena: DeviceArena,
+        device: Device,
+        store: Store | None,
     ) -> None:
         self.changed = threading.Condition(threading.Lock())
         self.version = 0  # counts changes, so that a waiter can tell whether it missed one

@@ -75,7 +75,6 @@ ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
     (_R.DISK, _R.WRITING): "publish",
     (_R.HOST, _R.WRITING): "publish",
     (_R.DISK, _R.HOST): "publish",
-    (_R.HOST, _R.WRITING): "publish",
     **{(state, _R.FAILED): "fail" for state in _R if state is not _R.FAILED},
 }
 """Every arrow that is allowed, with the pager's function that performs it."""

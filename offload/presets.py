@@ -1,0 +1,89 @@
+"""Models by name, built from configs with their published shapes and vocabularies; nothing is downloaded.
+
+transformers is imported when a model is built, not before: it is an extra.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from offload.errors import ConfigError
+
+
+class Preset(NamedTuple):
+    """A transformers config: its class and what differs from that class's defaults."""
+
+    config: str
+    parameters: str
+    """About how many, for people."""
+    settings: dict[str, Any]
+
+
+def _llama(hidden: int, layers: int, heads: int, key_heads: int, inner: int, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "intermediate_size": inner,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        **more,
+    }
+
+
+_LLAMA_3 = {"vocab_size": 128256, "tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001}
+
+PRESETS = {
+    "gpt2-tiny": Preset(
+        "GPT2Config",
+        "3.5M",
+        {
+            "n_layer": 4,
+            "n_embd": 256,
+            "n_head": 4,
+            "vocab_size": 256,
+            "n_positions": 1024,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+    ),
+    "gpt2-small": Preset("GPT2Config", "124M", {}),
+    "llama-1b": Preset("LlamaConfig", "1.2B", _llama(2048, 16, 32, 8, 8192, **_LLAMA_3)),
+    "llama-3b": Preset("LlamaConfig", "3.2B", _llama(3072, 28, 24, 8, 8192, **_LLAMA_3)),
+    "llama-7b": Preset("LlamaConfig", "6.7B", _llama(4096, 32, 32, 32, 11008)),
+    "llama-13b": Preset("LlamaConfig", "13B", _llama(5120, 40, 40, 40, 13824)),
+    "llama-70b": Preset("LlamaConfig", "69B", _llama(8192, 80, 64, 8, 28672)),
+}
+
+
+def require_transformers() -> Any:
+    """The module `transformers`; `ConfigError` with the line to install it where it is missing."""
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ConfigError("transformers is not installed; run: pip install 'offload[hf]'") from error
+    return transformers
+
+
+def check_name(name: str) -> None:
+    """Raise `ConfigError` where there is no preset of that name."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(
+            f"unknown model {name!r}: {hint}presets are {', '.join(PRESETS)}, or give a folder with a config.json"
+        )
+
+
+def build(name: str) -> nn.Module:
+    """The preset's model, its weights as the library initializes them. Inside `offload.init` it takes no memory."""
+    check_name(name)
+    transformers = require_transformers()
+    preset = PRESETS[name]
+    config = getattr(transformers, preset.config)(**preset.settings, use_cache=False)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model

@@ -1,0 +1,66 @@
+"""Text files as training data: a flat array of token ids, and batches that are a function of the seed."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from offload.errors import ConfigError
+
+
+def standard_library() -> list[Path]:
+    """The folder of Python's own source: tens of megabytes of text that every machine has."""
+    return [Path(sysconfig.get_path("stdlib"))]
+
+
+def find_files(paths: Sequence[Path]) -> list[Path]:
+    """The files of `paths`, folders searched for *.py, *.txt and *.md, in an order that does not change."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_file():
+            found.append(path)
+        elif path.is_dir():
+            inside = (p for kind in ("py", "txt", "md") for p in path.rglob(f"*.{kind}"))
+            found += sorted(p for p in inside if p.is_file() and "site-packages" not in p.parts)
+        else:
+            raise ConfigError(f"there is no text at {path}")
+    if not found:
+        raise ConfigError(f"no *.py, *.txt or *.md file under {', '.join(map(str, paths))}")
+    return found
+
+
+def read_bytes(files: Sequence[Path]) -> np.ndarray:
+    """(n,) uint8: all files, one after the other. Every byte is a token, ids below 256."""
+    return np.frombuffer(b"\n".join(_read(path) for path in files), dtype=np.uint8)
+
+
+def read_tokens(files: Sequence[Path], encode: Callable[[str], list[int]]) -> np.ndarray:
+    """(n,) int32: all files through a tokenizer."""
+    pieces = [np.asarray(encode(_read(path).decode(errors="replace")), dtype=np.int32) for path in files]
+    return np.concatenate(pieces)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+class Batches:
+    """Random stretches of a token array; which ones is a function of seed, step and micro-batch alone."""
+
+    def __init__(self, tokens: np.ndarray, size: int, length: int, seed: int) -> None:
+        if len(tokens) < length:
+            raise ConfigError(f"the text has {len(tokens)} tokens, a sequence needs {length}; give more text")
+        self._tokens, self._size, self._length, self._seed = tokens, size, length, seed
+
+    def batch(self, step: int, micro_batch: int) -> torch.Tensor:
+        """(size, length) int64: the ids of one micro-batch of one step."""
+        chance = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, step, micro_batch))))
+        starts = chance.integers(0, len(self._tokens) - self._length + 1, self._size)
+        return torch.from_numpy(np.stack([self._tokens[s : s + self._length] for s in starts]).astype(np.int64))
