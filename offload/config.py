@@ -442,18 +442,21 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     Comments (`//`, `#`, `/* */`) are allowed; a key that appears twice is not. Raises `ConfigError` that names the key,
     what was expected and what came.
     """
-    if isinstance(source, Mapping):
-        content: Any = dict(source)
-    else:
-        content = _parse(_read(source), os.fspath(source))
-    if not isinstance(content, dict):
-        raise ConfigError(f"the config must be a JSON object, got {type(content).__name__}")
+    content = dict(source) if isinstance(source, Mapping) else read_json(source)
     try:
         config = Config.model_validate(_sort_out(content))
     except pydantic.ValidationError as error:
         raise ConfigError(_explain(error)) from error
     _check(config)
     return config
+
+
+def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a config file: JSON with comments, in which no key appears twice."""
+    content = _parse(_read(source), os.fspath(source))
+    if not isinstance(content, dict):
+        raise ConfigError(f"the config must be a JSON object, got {type(content).__name__}")
+    return content
 
 
 def _read(source: str | os.PathLike[str]) -> str:

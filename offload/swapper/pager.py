@@ -230,13 +230,19 @@ class Pager:
         lease = entry.lease
         assert lease is not None
         self._move(entry, Residency.UPLOADING)
-        entry.slice = piece
+        copied = False
         self.changed.release()
         try:
             self._device.copy(self.arena.view(piece), lease.tensor(torch.uint8))
-        finally:
+            copied = True
+        finally:  # Ctrl-C may come before the copy: then the slice holds nothing
             self.changed.acquire()
-            self._move(entry, Residency.DEVICE)
+            if copied:
+                entry.slice = piece
+                self._move(entry, Residency.DEVICE)
+            else:
+                self.arena.give(piece)
+                self._move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
 
     def _take_slice(self, entry: _Entry) -> Slice:
         """Room for `entry` on the device; drops released units, furthest next use first."""

@@ -16,16 +16,14 @@ whole. The other states stay at home; an update streams them through tiles and p
     FAILED      A read, write or kernel failed on this unit. Memory and store may disagree; nothing is
                 read from it again, and the store opens at its last committed epoch.
 
-                          start_read               finish_read              start_upload
-                 DISK ─────────────────► READING ─────────────► HOST ─────────────────────► UPLOADING
-                  ▲ ▲                                            ▲ │ ▲                          │
-                  │ └────────────── take_lease ──────────────────┼─┘ └────── written ─┐         │ upload
-                  │                                              │ upload       ┌── WRITING     ▼
-                  │                                              │              │   ▲  ▲      DEVICE
-                  └───────────── drop (no lease kept) ───────────┴── drop ──────┼───┼──┼────────┘
-                                                        (lease kept)            │   │  └ drop (unwritten)
-                                                                  UPLOADING ◄───┘   │
-                                         publish (an update's result): any ─────────┘
+              start_read            finish_read             upload              upload
+        DISK ────────────► READING ─────────────► HOST ───────────► UPLOADING ───────────► DEVICE
+         ▲ │                                      ▲ ▲ │                  ▲                   │
+         │ │                              written │ │ │ publish          │ upload            │
+         │ │              publish                 │ │ ▼                  │                   │
+         │ └────────────────────────────────────► WRITING ───────────────┘                   │
+         ├──────────────── take_lease ────────────── HOST                                    │
+         └──────────────────────────────── drop: to WRITING or HOST where the lease is kept ◄┘
 
 A device copy is always clean: only an update writes weights, and only in HOST. So leaving the device
 is a drop and never a copy. `Pager._move` is the one place that assigns a residency; it refuses every
@@ -66,6 +64,8 @@ ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
     (_R.HOST, _R.UPLOADING): "upload",
     (_R.WRITING, _R.UPLOADING): "upload",
     (_R.UPLOADING, _R.DEVICE): "upload",
+    (_R.UPLOADING, _R.HOST): "upload",  # interrupted before the copy
+    (_R.UPLOADING, _R.WRITING): "upload",
     (_R.HOST, _R.DISK): "take_lease",
     (_R.WRITING, _R.HOST): "written",
     (_R.DEVICE, _R.DISK): "drop",
