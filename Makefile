@@ -1,0 +1,40 @@
+# Two commands on a fresh machine: `make train` and `make test`. Both make .venv and install what they need.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+NATIVE := $(wildcard offload/*/native/*.cpp offload/*/native/*.h)
+
+.PHONY: help train test check format mutants
+.DEFAULT_GOAL := help
+
+help: ## Say what there is
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1 \t/' | expand -t 16
+
+train: $(VENV)/.hf ## Train a 3.5M-parameter model from swap files, in a few minutes
+	$(BIN)/offload train
+
+test: $(VENV)/.dev ## Run the tests
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev ## Format and lint without changing anything: ruff, mypy, clang-format
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+
+format: $(VENV)/.dev ## Format everything and write docs/configuration.md
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE)
+	$(BIN)/python scripts/write_configuration.py
+
+mutants: $(VENV)/.dev ## Show that the tests notice faults put in on purpose
+	$(BIN)/python -m tests.mutants
+
+# A stamp for each extra, so that nothing is installed twice. Python sources need no second install.
+$(VENV)/.hf $(VENV)/.dev: $(VENV)/.%: pyproject.toml CMakeLists.txt constraints.txt $(NATIVE)
+	$(PYTHON) scripts/preflight.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python scripts/install.py $*
+	touch $@
