@@ -26,7 +26,9 @@ def has_own_source() -> bool:
     """Whether pip was told where packages come from, by the environment or its configuration file."""
     if any(os.environ.get(f"PIP_{name}") for name in ("INDEX_URL", "EXTRA_INDEX_URL", "FIND_LINKS", "NO_INDEX")):
         return True
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
+    )
     return any(word in listed.stdout for word in ("index-url", "find-links", "no-index"))
 
 
