@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offload.presets import build
 
 import offload
 from bench.measure import in_turns, median_ratio, report
+from offload.presets import build
 
 
 def main(arguments: list[str] | None = None) -> None:

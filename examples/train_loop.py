@@ -2,7 +2,7 @@
 
     python examples/train_loop.py
 
-Nothing but torch is needed. Run it twice, or stop it by Ctrl-C and run it again: it goes on where it was.
+Nothing but torch is needed. Stop it by Ctrl-C and run it again: it goes on where it was.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from tests import mutants
 
 mutants.install()  # before anything of the package is imported
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 # Two test processes on two cores, and kernels that must give the same bits on any number of threads.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -42,7 +42,8 @@ std::uint32_t by_table(std::uint32_t crc, const unsigned char* data, std::size_t
         low ^= crc;
         crc = 0;
         for (int i = 0; i < 4; ++i) {
-            crc ^= kTables[7 - i][(low >> (8 * i)) & 0xFF] ^ kTables[3 - i][(high >> (8 * i)) & 0xFF];
+            crc ^=
+                kTables[7 - i][(low >> (8 * i)) & 0xFF] ^ kTables[3 - i][(high >> (8 * i)) & 0xFF];
         }
     }
     for (; nbytes > 0; ++data, --nbytes) crc = (crc >> 8) ^ kTables[0][(crc ^ *data) & 0xFF];

@@ -76,14 +76,16 @@ class Flight {
     std::shared_ptr<Request> request_;
 };
 
-// The queue, and references to what is in flight: a future that nobody holds must not free its buffer.
+// The queue, and references to what is in flight: a future that nobody holds must not free its
+// buffer.
 class PythonQueue {
   public:
     PythonQueue(unsigned threads, std::size_t block_bytes) : queue_(threads, block_bytes) {}
 
     nb::object submit(bool write, nb::object file, int direct, int buffered, std::uint64_t offset,
                       nb::handle buffer) {
-        while (!flights_.empty() && nb::cast<Flight&>(flights_.front()).done()) flights_.pop_front();
+        while (!flights_.empty() && nb::cast<Flight&>(flights_.front()).done())
+            flights_.pop_front();
         const auto operation = write ? Operation::kWrite : Operation::kRead;
         nb::object flight = nb::cast(
             new Flight(operation, std::move(file), Descriptors{direct, buffered}, offset, buffer),

@@ -13,8 +13,8 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 
-// A thread that needs data waits for a read; a write only holds a buffer. So reads go first, but a write that
-// waits is not passed over for ever.
+// A thread that needs data waits for a read; a write only holds a buffer. So reads go first, but a
+// write that waits is not passed over for ever.
 constexpr unsigned kReadsBeforeAWrite = 8;
 
 }  // namespace
@@ -22,7 +22,8 @@ constexpr unsigned kReadsBeforeAWrite = 8;
 bool Request::wait(double seconds) {
     if (done()) return true;
     std::unique_lock lock(mutex_);
-    return finished_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return done(); });
+    return finished_.wait_for(lock, std::chrono::duration<double>(seconds),
+                              [this] { return done(); });
 }
 
 void Request::finish() {
@@ -51,9 +52,10 @@ Queue::~Queue() {
 }
 
 bool Queue::submit(const std::shared_ptr<Request>& request) {
-    // O_DIRECT wants offset, address and length at multiples of a page. What sticks out at either end goes
-    // through the buffered descriptor, and so does everything where offset and address do not fit each
-    // other. The kernel keeps both coherent: a direct transfer first writes back and drops cached pages.
+    // O_DIRECT wants offset, address and length at multiples of a page. What sticks out at either
+    // end goes through the buffered descriptor, and so does everything where offset and address do
+    // not fit each other. The kernel keeps both coherent: a direct transfer first writes back and
+    // drops cached pages.
     const auto address = reinterpret_cast<std::uintptr_t>(request->data_);
     const std::size_t nbytes = request->nbytes_;
     std::size_t first = nbytes;  // the direct part is [first, last)
@@ -135,8 +137,8 @@ void Queue::move(const Block& block) {
         char* data = request.data_ + block.start + moved;
         const std::size_t left = block.nbytes - moved;
         const auto offset = static_cast<off_t>(request.offset_ + block.start + moved);
-        const ssize_t count =
-            reading ? pread(descriptor, data, left, offset) : pwrite(descriptor, data, left, offset);
+        const ssize_t count = reading ? pread(descriptor, data, left, offset)
+                                      : pwrite(descriptor, data, left, offset);
         if (count > 0) {
             moved += static_cast<std::size_t>(count);
             // A direct transfer that stopped within a page cannot go on directly.

@@ -39,15 +39,15 @@ void set_isa(std::string_view name);  // throws std::invalid_argument if it is n
 // The caller's rounding and denormal modes do not count: torch.set_flush_denormal sets them for
 // one thread only, and the members of the team would round differently from their caller.
 class DefaultRounding {
-   public:
+  public:
 #if OFFLOAD_X86
     DefaultRounding() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
     ~DefaultRounding() { _mm_setcsr(saved_); }
 
-   private:
+  private:
     unsigned saved_;
 
-   public:
+  public:
 #else
     DefaultRounding() = default;
 #endif

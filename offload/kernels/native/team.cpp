@@ -16,7 +16,7 @@ std::atomic<int> wanted_threads{1};
 
 // One range that is being shared out. It lives on its caller's stack until every member left it.
 class Job {
-   public:
+  public:
     Job(std::size_t numel, const RangeTask& task) : numel_(numel), task_(task) {}
 
     void work() {
@@ -27,7 +27,7 @@ class Job {
         }
     }
 
-   private:
+  private:
     std::size_t numel_;
     const RangeTask& task_;
     std::atomic<std::size_t> next_{0};
@@ -36,7 +36,7 @@ class Job {
 // The members sleep on `called_`. A member that wakes while a job is open joins it; one that wakes
 // late finds none and sleeps again, so that no caller ever waits for a slow wake-up.
 class Team {
-   public:
+  public:
     // False, and nothing done, if another caller has the team.
     [[nodiscard]] bool try_run(std::size_t numel, const RangeTask& task, int threads) {
         const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
@@ -49,7 +49,7 @@ class Team {
         return true;
     }
 
-   private:
+  private:
     // Detached, because the team is never destroyed: see [Note: team and fork].
     void hire(int wanted) {
         try {
