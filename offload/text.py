@@ -17,6 +17,9 @@ def standard_library() -> list[Path]:
     return [Path(sysconfig.get_path("stdlib"))]
 
 
+_INSTALLED = {"site-packages", "dist-packages"}  # packages below the standard library differ between machines
+
+
 def find_files(paths: Sequence[Path]) -> list[Path]:
     """The files of `paths`, folders searched for *.py, *.txt and *.md, in an order that does not change."""
     found: list[Path] = []
@@ -25,7 +28,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
             found.append(path)
         elif path.is_dir():
             inside = (p for kind in ("py", "txt", "md") for p in path.rglob(f"*.{kind}"))
-            found += sorted(p for p in inside if p.is_file() and "site-packages" not in p.parts)
+            found += sorted(p for p in inside if p.is_file() and not _INSTALLED & {*p.relative_to(path).parts})
         else:
             raise ConfigError(f"there is no text at {path}")
     if not found:

@@ -2,17 +2,17 @@
 
 merge     options and a config file to one config           (pure)
 prepare   check all that can be checked, then build          Job
-run       steps, each told to a `Listener`
+steps     train, one `StepReport` a step
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from offload import text
-from offload.config import load_config, resolve_batch
+from offload.config import Config, load_config, resolve_batch
 from offload.engine.birth import init
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
@@ -114,15 +114,12 @@ def merge(file: Mapping[str, Any] | None, options: Options) -> tuple[dict[str, A
             _put(merged, path, typed, f"--{name.replace('_', '-')}", lines)
         elif default is not None and (file is None or (name == "lr" and before in (None, "auto"))):
             _set(merged, path, default)
-    if options.nvme_path or file is None:
-        _merge_paths(merged, list(options.nvme_path) or ["./swap"], bool(options.nvme_path), lines)
-    if options.dtype is not None or file is None:
-        wish = (options.dtype or "bf16") == "bf16"
-        (_put if options.dtype is not None else _set_quietly)(merged, ("bf16", "enabled"), wish, "--dtype", lines)
-        for other in ("fp16", "bfloat16"):
-            if options.dtype is not None and _get(merged, (other, "enabled")) not in (None, False):
-                _put(merged, (other, "enabled"), False, "--dtype", lines)
-    _merge_batch(merged, options, file is not None, lines)
+    if options.dtype is not None:
+        _merge_dtype(merged, options.dtype, lines)
+    elif file is None:
+        _set(merged, ("bf16", "enabled"), True)
+    _merge_paths(merged, list(options.nvme_path), lines)
+    _merge_batch(merged, options.batch_size, lines)
     zero = merged.setdefault("zero_optimization", {})
     if isinstance(zero, dict):
         zero.setdefault("stage", 3)
@@ -130,31 +127,58 @@ def merge(file: Mapping[str, Any] | None, options: Options) -> tuple[dict[str, A
     return merged, tuple(lines)
 
 
-def _merge_paths(merged: dict[str, Any], paths: list[str], typed: bool, lines: list[str]) -> None:
-    for block in ("offload_optimizer", "offload_param"):
-        place = _get(merged, ("zero_optimization", block))
-        if isinstance(place, dict) and place.pop("nvme_path", None) is not None and typed:
-            lines.append(f"--nvme-path overrules zero_optimization.{block}.nvme_path")
-    _set(merged, ("offload", "nvme_path"), paths)
+_PATHS = (
+    ("zero_optimization", "offload_optimizer", "nvme_path"),
+    ("zero_optimization", "offload_param", "nvme_path"),
+    ("offload", "nvme_path"),
+)
 
 
-def _merge_batch(merged: dict[str, Any], options: Options, has_file: bool, lines: list[str]) -> None:
-    """--batch-size is the samples of a step; the file's accumulation divides it."""
+def _merge_paths(merged: dict[str, Any], typed: list[str], lines: list[str]) -> None:
+    """Typed paths stand for all three keys; the default counts where none of them is there."""
+    named = {path: value for path in _PATHS if (value := _get(merged, path)) not in (None, "auto", [])}
+    if typed:
+        for path, value in named.items():
+            if value not in (typed, *(typed if len(typed) == 1 else ())):
+                lines.append(f"--nvme-path {' '.join(typed)} overrules {'.'.join(path)} {_words(value)}")
+            _get(merged, path[:-1]).pop("nvme_path")
+    if typed or not named:
+        _set(merged, _PATHS[-1], typed or ["./swap"])
+
+
+def _merge_dtype(merged: dict[str, Any], typed: str, lines: list[str]) -> None:
+    """--dtype stands for the blocks of all modes."""
+    for mode in ("bf16", "bfloat16", "fp16"):
+        before, wish = _get(merged, (mode, "enabled")), typed == "bf16" and mode != "fp16"
+        if before not in (None, "auto", wish):
+            lines.append(f"--dtype {typed} overrules {mode}.enabled {_words(before)}")
+        if before is not None:
+            _set(merged, (mode, "enabled"), wish)
+    if "bfloat16" not in merged:
+        _set(merged, ("bf16", "enabled"), typed == "bf16")
+
+
+def _merge_batch(merged: dict[str, Any], typed: int | None, lines: list[str]) -> None:
+    """--batch-size is the samples of a step; the config's accumulation divides it."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu")
-    if options.batch_size is None:
-        if not any(merged.get(key) not in (None, "auto") for key in keys):
-            merged["train_batch_size"] = DEFAULT_BATCH_SIZE
+    total, micro = (merged.get(key) if isinstance(merged.get(key), int | float) else None for key in keys)
+    if typed is None and (total or micro):
         return
     accumulation = merged.get("gradient_accumulation_steps")
-    accumulation = int(accumulation) if isinstance(accumulation, int | float) else 1
-    if options.batch_size % max(accumulation, 1):
+    if not isinstance(accumulation, int | float):
+        accumulation = total / micro if total and micro else 1
+    wish = DEFAULT_BATCH_SIZE if typed is None else typed
+    if accumulation >= 1 and wish % accumulation:
+        which = "the default" if typed is None else "--batch-size"
         raise ConfigError(
-            f"--batch-size {options.batch_size} is not a multiple of gradient_accumulation_steps {accumulation}"
+            f"{which} {wish} is not a multiple of gradient_accumulation_steps {accumulation:g}; "
+            f"give a --batch-size that is, the samples of a whole step"
         )
-    if has_file and any(merged.get(key) not in (None, "auto") for key in keys):
-        lines.append(f"--batch-size {options.batch_size} overrules {' and '.join(k for k in keys if k in merged)}")
-    merged["train_batch_size"] = options.batch_size
-    merged.pop("train_micro_batch_size_per_gpu", None)
+    for key, value in zip(keys, (total, micro), strict=True):
+        if value is not None and value != (wish if key == keys[0] else wish / accumulation):
+            lines.append(f"--batch-size {wish} overrules {key} {value:g}")
+    merged.pop(keys[1], None)
+    merged |= {keys[0]: wish, "gradient_accumulation_steps": accumulation}
 
 
 def _get(content: Any, path: tuple[str, ...]) -> Any:
@@ -164,22 +188,27 @@ def _get(content: Any, path: tuple[str, ...]) -> Any:
 
 
 def _set(content: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    for key in path[:-1]:
+    for depth, key in enumerate(path[:-1], 1):
         inner = content.get(key)
-        content[key] = inner if isinstance(inner, dict) else {}
-        content = content[key]
+        if inner is None or inner is True or inner is False:  # "zero_optimization": true is a stage
+            inner = {} if inner is None or key != "zero_optimization" else {"stage": int(inner)}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{'.'.join(path[:depth])} must be a block of keys, got {_words(inner)}")
+        content[key] = inner
+        content = inner
     content[path[-1]] = value
 
 
-def _set_quietly(content: dict[str, Any], path: tuple[str, ...], value: Any, flag: str, lines: list[str]) -> None:
-    _set(content, path, value)
+def _words(value: Any) -> str:
+    """A value of the config, as it stands there."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _put(content: dict[str, Any], path: tuple[str, ...], value: Any, flag: str, lines: list[str]) -> None:
     """Set a value that was typed, with a line where it overrules another."""
     before = _get(content, path)
     if before is not None and before != value and before != "auto":
-        lines.append(f"{flag} {value} overrules {'.'.join(path)} {before}")
+        lines.append(f"{flag} {value} overrules {'.'.join(path)} {_words(before)}")
     _set(content, path, value)
 
 
@@ -200,7 +229,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     folder = _model_folder(options.model)
     tokens = _tokens(folder, files)
     batches = text.Batches(tokens, batch.micro, options.seq_len, config.offload.seed)
-    done = _finished(config.drives, config.offload.run, config.offload.resume, options.steps)
+    done = _finished(config)
     if done is not None:
         return done
     torch.manual_seed(config.offload.seed)
@@ -225,7 +254,7 @@ def _check_numbers(options: Options) -> None:
 
 
 def _check_log(log: Path | None) -> None:
-    if log is not None and (log.is_dir() or not os.access(log.resolve().parent, os.W_OK)):
+    if log is not None and (log.is_dir() or not os.access(log if log.exists() else log.resolve().parent, os.W_OK)):
         raise ConfigError(f"cannot write the log {log}: give a file in a folder that exists and that you may write")
 
 
@@ -248,7 +277,7 @@ def _tokens(folder: Path | None, files: list[Path]) -> Any:
     transformers = require_transformers()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises bare Exception
         raise ConfigError(f"cannot read the tokenizer of {folder}: {error}") from error
     return text.read_tokens(files, lambda content: tokenizer(content)["input_ids"])
 
@@ -267,23 +296,28 @@ def _model(name: str, folder: Path | None, content: Mapping[str, Any]) -> nn.Mod
         with init(content):
             fresh: nn.Module = transformers.AutoModelForCausalLM.from_config(shape)
             return fresh
-    except (OSError, ValueError) as error:
+    except Exception as error:  # safetensors and tokenizers raise classes of their own
         raise ConfigError(f"cannot build the model of {folder}: {error}") from error
 
 
 def _check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:
-    config: Any = model.config
+    whole: Any = model.config
+    config = whole.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and seq_len > longest:
         raise ConfigError(f"--seq-len {seq_len} is more than the {longest} positions that this model has")
     if largest_id >= config.vocab_size:
         raise ConfigError(f"the text has token {largest_id}, the model's vocabulary only {config.vocab_size}")
-    config.use_cache = False
+    whole.use_cache = config.use_cache = False
+    if getattr(whole, "loss_type", None) is None:
+        whole.loss_type = "ForCausalLM"  # what the library would take, after a warning
 
 
-def _finished(drives: tuple[str, ...], run: str, resume: str, steps: int) -> Finished | None:
+def _finished(config: Config) -> Finished | None:
     """What to say where `--resume auto` finds nothing to do; `StoreError` for must."""
-    if not drives or resume == "never":
+    drives, run, resume = config.drives, config.offload.run, config.offload.resume
+    has_store = "nvme" in (config.weight_tier, config.optimizer_tier) or config.offload.durability == "step"
+    if not (drives and has_store) or resume == "never":
         return None
     status = run_status(drives, run)
     if status.exists or status.finished is None:
@@ -301,42 +335,55 @@ def _finished(drives: tuple[str, ...], run: str, resume: str, steps: int) -> Fin
 
 def cut_log(path: Path, steps: int) -> None:
     """Keep the whole lines of steps up to `steps`, so that a resumed run appends to what was committed."""
-    kept: list[str] = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a line that a kill has torn
-                if json.loads(line)["step"] <= steps:
-                    kept.append(line)
+    path = path.resolve()
+    if not path.is_file():
+        return  # none yet, or a device or pipe
+    lines = path.read_text(errors="replace").split("\n")
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w") as file:
-        file.writelines(f"{line}\n" for line in kept)
+        file.writelines(f"{line}\n" for line in lines if 0 < _step_of(line) <= steps)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
+def _step_of(line: str) -> int:
+    """The step that a line of the log tells of; 0 for one that a kill has torn."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return 0
+    return step if isinstance(step, int) else 0
+
+
 # -- steps --------------------------------------------------------------------------------------------
 
 
-def steps(job: Job) -> Iterator[StepReport]:
-    """Train, one report a step, from the step after the last committed one."""
+def steps(job: Job, hold: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[StepReport]:
+    """Train, one report a step, from the step after the last committed one.
+
+    `hold()` is a context in which no signal raises. It spans the end of a step and the use of its report, so that a
+    stopped run has told of every step that it commits.
+    """
     engine, accumulation = job.engine, job.engine.gradient_accumulation_steps()
     engine.train()
     last, moved = time.perf_counter(), engine.io_bytes()
     while engine.global_steps < job.steps:
-        step = engine.global_steps + 1
-        loss, tokens, lr = 0.0, 0, engine.get_lr()[0]
+        step, lr = engine.global_steps + 1, engine.get_lr()[0]
+        loss, tokens = 0.0, 0
         for micro_batch in range(accumulation):
+            if micro_batch:
+                engine.step()
             ids = job.batches.batch(step, micro_batch)
             part = engine(input_ids=ids, labels=ids).loss
             engine.backward(part)
             loss += float(part.detach()) / accumulation
             tokens += ids.numel()
+        with hold():
             engine.step()
-        now, after = time.perf_counter(), engine.io_bytes()
-        norm = engine.get_global_grad_norm()
-        assert norm is not None
-        yield StepReport(
-            step, loss, norm, lr, tokens, now - last, after.read - moved.read, after.written - moved.written
-        )
-        last, moved = now, after
+            now, after = time.perf_counter(), engine.io_bytes()
+            norm = engine.get_global_grad_norm()
+            assert norm is not None
+            read, written = after.read - moved.read, after.written - moved.written
+            yield StepReport(step, loss, norm, lr, tokens, now - last, read, written)
+            last, moved = now, after

@@ -58,7 +58,9 @@ def test_every_step_is_there_after_destroy(tmp_path: Path) -> None:
         assert engine.global_steps == step
         train_step(engine, job, step)
         engine.destroy()
-    assert start(job, DISK, tmp_path, resume="auto").global_steps == 3
+    engine = start(job, DISK, tmp_path, resume="auto")
+    assert engine.global_steps == 3
+    engine.destroy(remove=True)
 
 
 def test_buffers_schedule_and_counts_come_back(tmp_path: Path) -> None:

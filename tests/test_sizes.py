@@ -1,0 +1,41 @@
+"""Bytes in words."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.errors import ConfigError
+from offload.sizes import GIB, align_up, format_size, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("16GiB", 16 * GIB),
+        ("16G", 16 * GIB),
+        ("1.5 gib", GIB * 3 // 2),
+        ("800MB", 800_000_000),
+        (4096, 4096),
+        ("1e9", 10**9),
+    ],
+)
+def test_sizes_in_words(text: str | int, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1", "1 XB", "1GiBB", True, "nan", "0x10"])
+def test_what_is_no_size(text: object) -> None:
+    with pytest.raises(ConfigError, match="16GiB"):
+        parse_size(text)  # type: ignore[arg-type]
+
+
+def test_numbers_as_words() -> None:
+    assert [format_size(n) for n in (0, 1023, 1536, 13314398618)] == ["0 B", "1023 B", "1.5 KiB", "12.4 GiB"]
+
+
+@given(st.integers(0, 2**60), st.integers(1, 2**30))
+def test_alignment(value: int, step: int) -> None:
+    aligned = align_up(value, step)
+    assert aligned % step == 0 and 0 <= aligned - value < step
