@@ -57,7 +57,10 @@ def batch(step: int) -> torch.Tensor:
 def main(steps: int = 20) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.manual_seed(0)
-    engine, _, _, _ = offload.initialize(model=Model(), config=CONFIG)
+    try:
+        engine, _, _, _ = offload.initialize(model=Model(), config=CONFIG)
+    except offload.StoreError as error:  # the run has ended, or another process has it
+        raise SystemExit(str(error)) from None
     while engine.global_steps < steps:
         for micro in range(engine.gradient_accumulation_steps()):
             ids = batch(2 * engine.global_steps + micro)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import resource
 import signal
 import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn, TextIO
+from typing import Annotated, Any, NoReturn
 
 import psutil
 import typer
@@ -28,6 +29,15 @@ from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, U
 from offload.sizes import format_size
 
 _BAD_INPUT, _FAILED = 2, 1
+
+_LISTS = {
+    "losses": "loss",
+    "grad_norms": "grad_norm",
+    "step_seconds": "seconds",
+    "read_bytes": "read_bytes",
+    "written_bytes": "written_bytes",
+}
+"""The lists of `--json`, each of one field of the step reports."""
 
 app = typer.Typer(
     help="Train PyTorch models larger than the GPU and larger than the RAM, from NVMe.",
@@ -99,7 +109,9 @@ def train(
     ] = "gpt2-tiny",
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Text file, or folder of *.py, *.txt, *.md; may repeat. Default: Python's own library."),
+        typer.Option(
+            metavar="PATH", help="Text file, or folder of *.py, *.txt, *.md; may repeat. Default: Python's own library."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps in all, those of a resumed run included.")] = 200,
     batch_size: Annotated[int | None, typer.Option(help="Sequences of a step. [default: 8]")] = None,
@@ -113,7 +125,8 @@ def train(
         Home | None, typer.Option(help="Home of the optimizer states. [default: nvme]")
     ] = None,
     nvme_path: Annotated[
-        list[str] | None, typer.Option(help="Folder for swap files, one for each drive; may repeat. [default: ./swap]")
+        list[str] | None,
+        typer.Option(metavar="PATH", help="Folder for swap files, one for each drive; may repeat. [default: ./swap]"),
     ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Dtype of the weights. [default: bf16]")] = None,
     host_memory: Annotated[
@@ -129,7 +142,8 @@ def train(
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the swap files after the last step.")] = False,
     log: Annotated[
-        Path | None, typer.Option(help="Write a JSON object for each step; cut to the resumed step at the start.")
+        Path | None,
+        typer.Option(help="Write a JSON object a step. A resumed run goes on with the file, another starts it over."),
     ] = None,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print one JSON object as the last line; all else goes to stderr.")
@@ -170,6 +184,8 @@ def rm(
     """Delete a run's swap files, on every drive that it lies on."""
     from offload.swapper.store import remove_run
 
+    if not path.is_dir():
+        _quit(StoreError(f"there is no folder {path}"), _BAD_INPUT)
     if not yes:
         typer.confirm(f"Delete {path} and all that it could be resumed from?", abort=True)
     try:
@@ -183,21 +199,38 @@ def _quit(error: BaseException, code: int) -> NoReturn:
     raise typer.Exit(code)
 
 
-@contextmanager
-def _signals() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into `Stopped`; a second one ends the process at once."""
+class _Signals:
+    """Inside, the first SIGINT or SIGTERM raises `Stopped`, in `hold` at its end; a second one ends the process."""
 
-    def stop(number: int, _: FrameType | None) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
-        raise Stopped(number)
+    def __init__(self) -> None:
+        self._holding = False
+        self._held: Stopped | None = None
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> _Signals:
+        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _stop(self, number: int, _: FrameType | None) -> None:
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)
+        self._held = Stopped(number)
+        if not self._holding:
+            raise self._held
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """No signal raises inside; one that came raises at the end."""
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+        if self._held is not None:
+            raise self._held
 
 
 @dataclasses.dataclass
@@ -214,7 +247,7 @@ class _Training:
 
         logging.getLogger("offload").setLevel(logging.WARNING)  # its notices are printed here
         try:
-            with _signals():
+            with _Signals() as signals:
                 try:
                     job = prepare(
                         options, self._read(options.config), lambda line: self.console.print(line, markup=False)
@@ -223,9 +256,9 @@ class _Training:
                     _quit(error, _BAD_INPUT)
                 if isinstance(job, Finished):
                     self.console.print(job.message, markup=False)
-                    self._result(None)
+                    self._result({key: [] for key in _LISTS} | {"steps": None})
                     return
-                self._train(job, options)
+                self._train(job, options, signals)
         except Stopped as stopped:
             raise typer.Exit(128 + stopped.number) from None
 
@@ -234,32 +267,47 @@ class _Training:
 
         return None if path is None else read_json(path)
 
-    def _train(self, job: Any, options: Any) -> None:
+    def _train(self, job: Any, options: Any, signals: _Signals) -> None:
         engine = job.engine
-        if engine.global_steps >= job.steps:
+        ended = engine.global_steps >= job.steps
+        if ended:
             self.console.print(f"already at step {engine.global_steps} of {job.steps}; nothing to do", markup=False)
         elif engine.global_steps:
             self.console.print(f"going on after step {engine.global_steps}", markup=False)
         self.console.print(f"{options.model}: {engine.parameter_count:,} parameters", markup=False)
-        try:
-            with open(options.log, "a") if options.log else _nowhere() as log, _Line(self.console, job) as line:
-                from offload.train import steps
+        with (
+            self._kept(job),
+            open(options.log, "a") if options.log else nullcontext() as log,
+            _Line(self.console, job) as line,
+        ):
+            from offload.train import steps
 
-                for report in steps(job):
-                    self.reports.append(report)
-                    if log is not None:
-                        print(json.dumps(report._asdict()), file=log, flush=True)
-                    line.show(report)
+            for report in steps(job, signals.hold):
+                self.reports.append(report)
+                if log is not None:
+                    print(_json(report._asdict()), file=log, flush=True)
+                line.show(report)
+        with signals.hold(), self._kept(job):
+            self._finish(job, remove=not (options.keep or ended))
+
+    @contextmanager
+    def _kept(self, job: Any) -> Iterator[None]:
+        """Whatever ends the job inside, what is complete is committed and kept."""
+        try:
+            yield
         except (OffloadError, OSError) as error:
             self._end(job)
             _quit(error, _FAILED)
         except Stopped:
             self._end(job)
             raise
+
+    def _finish(self, job: Any, remove: bool) -> None:
+        """Close the engine after the last step, and say how it went."""
         result = self._facts(job)
-        engine.destroy(remove=not options.keep)
+        job.engine.destroy(remove=remove)
         self._table(result)
-        if options.keep and job.folder:
+        if job.folder and not remove:
             self.console.print(f"the swap files are kept in {job.folder}; delete them with: offload rm {job.folder}")
         self._result(result)
 
@@ -277,22 +325,18 @@ class _Training:
             )
 
     def _facts(self, job: Any) -> dict[str, Any]:
-        reports = self.reports
-        seconds = [report.seconds for report in reports]
-        engine = job.engine
+        reports, engine = self.reports, job.engine
+        lists = {key: [getattr(report, field) for report in reports] for key, field in _LISTS.items()}
+        seconds = sum(lists["step_seconds"])
         return {
-            "losses": [report.loss for report in reports],
-            "grad_norms": [report.grad_norm for report in reports],
-            "step_seconds": seconds,
-            "read_bytes": [report.read_bytes for report in reports],
-            "written_bytes": [report.written_bytes for report in reports],
+            **lists,
             "parameters": engine.parameter_count,
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "host_budget_bytes": engine.host_memory,
             "device_budget_bytes": engine.device_memory,
             "first_step": reports[0].step if reports else None,
             "steps": engine.global_steps,
-            "tokens_per_second": sum(r.tokens for r in reports) / sum(seconds) if seconds else None,
+            "tokens_per_second": sum(r.tokens for r in reports) / seconds if reports else None,
             "run": job.run,
         }
 
@@ -317,14 +361,22 @@ class _Training:
             table.add_row(name, value)
         self.console.print(table)
 
-    def _result(self, result: dict[str, Any] | None) -> None:
+    def _result(self, result: dict[str, Any]) -> None:
         if self.json_output:
-            print(json.dumps(result or {"losses": [], "steps": None}), flush=True)
+            print(_json(result), flush=True)
 
 
-@contextmanager
-def _nowhere() -> Iterator[TextIO | None]:
-    yield None
+def _json(content: Any) -> str:
+    """JSON in which a number that is not finite is null: the standard has no other word for it."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [plain(inner) for inner in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(content), allow_nan=False)
 
 
 class _Line:

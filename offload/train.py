@@ -175,7 +175,7 @@ def _merge_batch(merged: dict[str, Any], typed: int | None, lines: list[str]) ->
             f"give a --batch-size that is, the samples of a whole step"
         )
     for key, value in zip(keys, (total, micro), strict=True):
-        if value is not None and value != (wish if key == keys[0] else wish / accumulation):
+        if value is not None and value * (accumulation if key == keys[1] else 1) != wish:
             lines.append(f"--batch-size {wish} overrules {key} {value:g}")
     merged.pop(keys[1], None)
     merged |= {keys[0]: wish, "gradient_accumulation_steps": accumulation}
@@ -207,7 +207,8 @@ def _words(value: Any) -> str:
 def _put(content: dict[str, Any], path: tuple[str, ...], value: Any, flag: str, lines: list[str]) -> None:
     """Set a value that was typed, with a line where it overrules another."""
     before = _get(content, path)
-    if before is not None and before != value and before != "auto":
+    unsaid = (None, "auto") if path[0] != "offload" else (None,)  # there "auto" is a choice of its own
+    if before not in unsaid and before != value:
         lines.append(f"{flag} {value} overrules {'.'.join(path)} {_words(before)}")
     _set(content, path, value)
 
@@ -309,8 +310,8 @@ def _check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:
     if largest_id >= config.vocab_size:
         raise ConfigError(f"the text has token {largest_id}, the model's vocabulary only {config.vocab_size}")
     whole.use_cache = config.use_cache = False
-    if getattr(whole, "loss_type", None) is None:
-        whole.loss_type = "ForCausalLM"  # what the library would take, after a warning
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # what the library would take, after a warning
 
 
 def _finished(config: Config) -> Finished | None:

@@ -7,14 +7,14 @@ import os
 
 from tests import mutants
 
+# Models here are tiny: a second thread of torch only waits, for ever so long where the machine is busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 mutants.install()  # before anything of the package is imported
 
 import pytest
 import torch
-
-# Two test processes on two cores, and kernels that must give the same bits on any number of threads.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @pytest.fixture(autouse=True)

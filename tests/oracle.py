@@ -173,9 +173,16 @@ def same_bits(job: Job, folder: Path, placements: Sequence[tuple[str, str]] = PL
 # -- kill and resume ----------------------------------------------------------------------------------
 
 
-def _until_killed(job: Job, placement: tuple[str, str], folder: Path, log: Path, options: dict[str, Any]) -> None:
+def _until_killed(
+    job: Job, placement: tuple[str, str], folder: Path, log: Path, late: float, options: dict[str, Any]
+) -> None:
     """The body of a process that may be killed: a line of JSON for each step that `step()` has ended."""
     logging.disable(logging.CRITICAL)
+    if late:
+        from offload.engine import initialize
+        from tests.faults import LateQueue
+
+        initialize.IoQueue = lambda: LateQueue(os.getpid(), late)  # type: ignore[assignment,misc]
     engine = start(job, placement, folder, resume="auto", **options)
     with log.open("a") as lines:
         while engine.global_steps < job.steps:
@@ -188,17 +195,19 @@ def _until_killed(job: Job, placement: tuple[str, str], folder: Path, log: Path,
 
 
 def kill_and_resume(
-    job: Job, placement: tuple[str, str], folder: Path, kills: int, seed: int = 0, **options: Any
+    job: Job, placement: tuple[str, str], folder: Path, kills: int, seed: int = 0, late: float = 0.0, **options: Any
 ) -> Result:
     """Run `job` in a process that is SIGKILLed `kills` times at random moments of its steps, and resumed.
 
+    `late` makes each request up to so many seconds late, so that most moments lie between the first write of an update
+    and its commit.
     Steps that ran again after a resume must have given the same bits again.
     """
     chance = random.Random(seed)
     log = folder / "steps.jsonl"
     spawn = multiprocessing.get_context("spawn")
     for attempt in range(kills + 1):
-        process = spawn.Process(target=_until_killed, args=(job, placement, folder, log, options))
+        process = spawn.Process(target=_until_killed, args=(job, placement, folder, log, late, options))
         seen = log.stat().st_size if log.exists() else 0
         process.start()
         if attempt < kills:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.aio import aligned_empty, crc32c
+from offload.aio import _native, aligned_empty, crc32c
 
 HUGE = 2 << 20
 
@@ -74,6 +75,19 @@ def test_a_forked_child_does_not_have_it() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
 
 
+def test_a_forked_child_keeps_what_it_maps_in_its_place() -> None:
+    buffer = aligned_empty(16 * HUGE)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        own = [mmap.mmap(-1, 2 * HUGE) for _ in range(32)]
+        del buffer
+        for mapping in own:
+            mapping[HUGE] = 1
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_crc_of_the_standard() -> None:
     assert crc32c(b"123456789") == 0xE3069283
     assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
@@ -93,4 +107,9 @@ def test_crc_is_that_of_the_definition(data: bytes) -> None:
         crc ^= byte
         for _ in range(8):
             crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
-    assert crc32c(data) == crc ^ 0xFFFFFFFF
+    assert crc32c(data) == _native.crc32c_by_table(data, 0) == crc ^ 0xFFFFFFFF
+
+
+@given(st.binary(max_size=100), st.integers(0, 2**32 - 1))
+def test_crc_is_the_same_without_the_instruction(data: bytes, value: int) -> None:
+    assert crc32c(data, value) == _native.crc32c_by_table(data, value)

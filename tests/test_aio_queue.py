@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from offload.aio import DirectFile, IoQueue, aligned_empty
@@ -70,7 +72,26 @@ def test_a_file_on_a_disk_is_direct(tmp_path: Path) -> None:
     with DirectFile(tmp_path / "file", create=True) as file:
         if not file.direct:
             pytest.skip("this file system has no O_DIRECT")
-        assert os.readlink(f"/proc/self/fd/{file.direct_descriptor}") == file.path
+        flags = fcntl.fcntl(file.descriptors.direct, fcntl.F_GETFL)
+        assert flags & os.O_DIRECT and os.readlink(f"/proc/self/fd/{file.descriptors.direct}") == file.path
+
+
+def test_a_file_system_without_o_direct(queue: IoQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with DirectFile(tmp_path / "file", create=True) as file:
+        monkeypatch.undo()
+        assert not file.direct
+        data, back = noise(100_001), bytearray(100_001)
+        queue.write(file, 4096, data).wait()
+        queue.read(file, 4096, back).wait()
+        assert back == data
 
 
 def test_many_requests_from_many_threads(queue: IoQueue, tmp_path: Path) -> None:
@@ -128,12 +149,56 @@ with DirectFile({str(tmp_path / "file")!r}, create=True) as file, IoQueue(block_
     assert done.stdout.strip() == str(errno.EFBIG) and done.stderr == ""
 
 
+def test_a_full_disk_is_an_error_of_that_request_alone(queue: IoQueue, tmp_path: Path) -> None:
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root can mount a small file system")
+    try:
+        with DirectFile(tmp_path / "file", create=True) as file:
+            fine, bad = queue.write(file, 0, aligned_empty(65536)), queue.write(file, 65536, aligned_empty(2 << 20))
+            with pytest.raises(IoError) as caught:
+                bad.wait()
+            assert (caught.value.errno, caught.value.offset) == (errno.ENOSPC, 65536)
+            assert fine.wait() == 65536
+            with pytest.raises(IoError) as caught:
+                file.reserve(2 << 20)
+            assert (caught.value.errno, caught.value.nbytes) == (errno.ENOSPC, 2 << 20)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)  # lazily: a failed test may hold files
+
+
+def test_reads_go_first_and_writes_are_not_starved(tmp_path: Path) -> None:
+    """One thread, and a long request that it is busy with when a short one of the other kind comes."""
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(threads=1, block_bytes=16 << 10) as queue:
+        file.reserve(64 << 20)
+        long, short = aligned_empty(48 << 20), aligned_empty(16 << 10)
+        writing = queue.write(file, 0, long)
+        queue.read(file, 60 << 20, short).wait()
+        assert not writing.done(), "a read does not wait for the writes before it"
+        writing.wait()
+        reading = queue.read(file, 0, long)
+        queue.write(file, 60 << 20, short).wait()
+        assert not reading.done(), "nor does a write wait for all reads"
+        reading.wait()
+
+
+def test_arrays_of_numpy(queue: IoQueue, tmp_path: Path) -> None:
+    with DirectFile(tmp_path / "file", create=True) as file:
+        array, back = np.arange(5000.0).reshape(50, 100), np.empty((50, 100))
+        assert queue.write(file, 0, array).wait() == array.nbytes
+        queue.read(file, 0, back).wait()
+        assert np.array_equal(back, array)
+
+
 def test_wrong_buffers_and_arguments(queue: IoQueue, tmp_path: Path) -> None:
     with DirectFile(tmp_path / "file", create=True) as file:
-        with pytest.raises(BufferError):
-            queue.read(file, 0, b"read only")  # type: ignore[arg-type]
-        with pytest.raises(BufferError):
-            queue.write(file, 0, memoryview(bytearray(64))[::2])
+        with pytest.raises(ValueError, match="writable"):
+            queue.read(file, 0, b"read only")
+        for strided in (memoryview(bytearray(64))[::2], np.zeros((4, 4)).T, np.zeros(8)[::-1]):
+            with pytest.raises(ValueError, match="C-contiguous"):
+                queue.write(file, 0, strided)
+        with pytest.raises(TypeError, match="bytes-like"):
+            queue.write(file, 0, "text")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="offset"):
             queue.write(file, -1, b"x")
     with pytest.raises(UsageError, match="closed"):
@@ -193,6 +258,83 @@ def test_buffers_live_as_long_as_their_requests(queue: IoQueue, tmp_path: Path) 
     assert (tmp_path / "file").read_bytes() == expected
 
 
+def test_buffers_live_when_the_queue_is_dropped(tmp_path: Path) -> None:
+    with DirectFile(tmp_path / "file", create=True) as file:
+        buffers = [aligned_empty(4 << 20) for _ in range(16)]
+        for index, buffer in enumerate(buffers):
+            buffer[:] = bytes([index + 1]) * len(buffer)
+        queue = IoQueue(threads=1, block_bytes=16 << 10)
+        for index in range(16):
+            queue.write(file, index << 22, buffers[index])
+        del buffers, buffer, queue
+    data = (tmp_path / "file").read_bytes()
+    assert data == b"".join(bytes([index + 1]) * (4 << 20) for index in range(16))
+
+
+def test_buffers_end_while_other_threads_submit(tmp_path: Path) -> None:
+    """The end of a mapped buffer gives up the GIL in the midst of a submission."""
+    code = f"""
+import sys, threading, time
+from offload.aio import DirectFile, IoQueue, aligned_empty
+sys.setswitchinterval(1e-6)
+file, queue, end = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue(threads=2), time.monotonic() + 1
+def work(index):
+    while time.monotonic() < end:
+        queue.write(file, index << 16, aligned_empty(4096))
+threads = [threading.Thread(target=work, args=(index,)) for index in range(6)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_file_closed_under_its_requests(tmp_path: Path) -> None:
+    """They end well, and files opened meanwhile are left alone even if they get the same numbers."""
+    before = len(os.listdir("/proc/self/fd"))
+    with IoQueue(threads=1) as queue:
+        file = DirectFile(tmp_path / "file", create=True)
+        buffer = aligned_empty(32 << 20)
+        buffer[:] = bytes([5]) * len(buffer)
+        future = queue.write(file, 0, buffer)
+        file.close()
+        others = [os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT) for _ in range(4)]
+        assert future.wait() == len(buffer)
+        for other in others:
+            os.close(other)
+        for call in (file.sync, file.size, lambda: file.reserve(1)):
+            with pytest.raises(IoError) as caught:
+                call()
+            assert caught.value.errno == errno.EBADF
+    assert (tmp_path / "file").read_bytes() == buffer and (tmp_path / "other").stat().st_size == 0
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_close_waits_for_a_close_elsewhere(tmp_path: Path) -> None:
+    with DirectFile(tmp_path / "file", create=True) as file:
+        queue = IoQueue(threads=1)
+        future = queue.write(file, 0, aligned_empty(64 << 20))
+        other = threading.Thread(target=queue.close)
+        other.start()
+        queue.close()
+        assert future.done()
+        other.join()
+
+
+def test_threads_that_cannot_be_had_are_an_error() -> None:
+    code = """
+import resource
+from offload.aio import IoQueue
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+try:
+    IoQueue(threads=5000)
+except RuntimeError as error:
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "refused"), done.stderr
+
+
 def test_a_timeout_leaves_the_request_alone(tmp_path: Path) -> None:
     with DirectFile(tmp_path / "file", create=True) as file, IoQueue(threads=1) as queue:
         buffer = aligned_empty(64 << 20)
@@ -230,6 +372,49 @@ def test_a_forked_child_is_refused(queue: IoQueue, tmp_path: Path) -> None:
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert queue.write(file, 0, b"x").wait() == 1, "and the parent goes on"
+
+
+def test_a_forked_child_ends(tmp_path: Path) -> None:
+    """It neither waits for threads that are not there nor for what they were doing."""
+    code = f"""
+import os, sys, time
+from offload.aio import DirectFile, IoQueue, aligned_empty
+from offload.errors import UsageError
+file, queue, buffer = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue(threads=2), aligned_empty(64 << 20)
+time.sleep(0.1)
+future = queue.write(file, 0, buffer)
+for drop in (False, True):
+    child = os.fork()
+    if child == 0:
+        try:
+            future.wait()
+        except UsageError:
+            if drop:
+                del future, queue, buffer, file
+            sys.exit(7)
+        sys.exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(future.wait())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == (f"7\n7\n{64 << 20}", "")
+
+
+def test_an_exit_with_a_daemon_thread_that_waits(tmp_path: Path) -> None:
+    code = f"""
+import sys, threading, time
+from offload.aio import DirectFile, IoQueue
+file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue(threads=2)
+def work():
+    while True:
+        queue.write(file, 0, bytes(4 << 20)).wait()
+threading.excepthook = lambda arguments: None
+for _ in range(4):
+    threading.Thread(target=work, daemon=True).start()
+time.sleep(0.1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:

@@ -9,14 +9,19 @@ A request of any size and alignment moves all of its bytes, or its future raises
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from offload.aio._native import crc32c as _crc32c
 from offload.aio.file import DirectFile
 from offload.aio.memory import aligned_empty
 from offload.aio.queue import IoFuture, IoQueue
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 __all__ = ["DirectFile", "IoFuture", "IoQueue", "aligned_empty", "crc32c"]
 
 
-def crc32c(buffer: bytes | bytearray | memoryview, value: int = 0) -> int:
+def crc32c(buffer: Buffer, value: int = 0) -> int:
     """CRC-32C of `buffer`, continued from `value`, that of the bytes before it. Releases the GIL."""
     return _crc32c(buffer, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from types import TracebackType
@@ -11,8 +12,26 @@ from offload.errors import IoError
 _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
+class Descriptors:
+    """Numbers of open files, closed with their last owner: a `DirectFile`, or a request in flight on it.
+
+    Closed under a request, a number could by then be that of another file.
+    """
+
+    __slots__ = ("buffered", "direct")
+
+    def __init__(self) -> None:
+        self.buffered = self.direct = -1  # none
+
+    def __del__(self) -> None:
+        for descriptor in (self.direct, self.buffered):
+            if descriptor >= 0:
+                with contextlib.suppress(OSError):  # what a close could report, a sync has reported before
+                    os.close(descriptor)
+
+
 class DirectFile:
-    """A file for an `IoQueue`. Keep it open until every request on it is done.
+    """A file for an `IoQueue`. Requests in flight when it is closed still end as they would have.
 
     `create` makes a missing file, with mode 0600, and never truncates one that is there. `direct` is False where the
     file system refuses O_DIRECT (tmpfs); everything then goes through the page cache. Errors are `IoError`.
@@ -21,24 +40,28 @@ class DirectFile:
     def __init__(self, path: str | os.PathLike[str], *, create: bool = False, writable: bool = True) -> None:
         self.path = os.fspath(path)
         flags = (os.O_RDWR if writable else os.O_RDONLY) | _SAFE
-        self.buffered_descriptor = self._open(flags | (os.O_CREAT if create else 0))
-        self.direct_descriptor = -1
+        self.descriptors = Descriptors()
+        self.descriptors.buffered = self._open(flags | (os.O_CREAT if create else 0))
         try:
-            self.direct_descriptor = self._open(flags | getattr(os, "O_DIRECT", 0))
+            self.descriptors.direct = self._open(flags | getattr(os, "O_DIRECT", 0))
         except IoError as error:
             if error.errno != errno.EINVAL:
-                os.close(self.buffered_descriptor)
                 raise
 
     @property
     def direct(self) -> bool:
         """Whether aligned bytes go past the page cache."""
-        return self.direct_descriptor >= 0
+        return self.descriptors.direct >= 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.descriptors.buffered < 0
 
     def size(self) -> int:
         """Bytes of the file."""
         try:
-            return os.fstat(self.buffered_descriptor).st_size
+            return os.fstat(self._buffered()).st_size
         except OSError as error:
             raise self._error(error, 0, "stat") from error
 
@@ -47,23 +70,20 @@ class DirectFile:
         if nbytes <= 0:
             return
         try:
-            os.posix_fallocate(self.buffered_descriptor, 0, nbytes)
+            os.posix_fallocate(self._buffered(), 0, nbytes)
         except OSError as error:
             raise self._error(error, nbytes, "reserve") from error
 
     def sync(self) -> None:
         """Make every write that has completed durable, through either descriptor: they are one file."""
         try:
-            os.fdatasync(self.buffered_descriptor)
+            os.fdatasync(self._buffered())
         except OSError as error:
             raise self._error(error, 0, "sync") from error
 
     def close(self) -> None:
-        """Close both descriptors; idempotent."""
-        for descriptor in (self.direct_descriptor, self.buffered_descriptor):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self.direct_descriptor = self.buffered_descriptor = -1
+        """Close both descriptors, or let the last request in flight do so; idempotent."""
+        self.descriptors = Descriptors()
 
     def __enter__(self) -> DirectFile:
         return self
@@ -72,6 +92,11 @@ class DirectFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _buffered(self) -> int:
+        if self.closed:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return self.descriptors.buffered
 
     def _open(self, flags: int) -> int:
         try:

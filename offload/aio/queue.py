@@ -6,24 +6,27 @@ import atexit
 import os
 import weakref
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from offload.aio._native import Flight, Queue
 from offload.aio.file import DirectFile
 from offload.errors import IoError, UsageError
 from offload.sizes import MIB, PAGE
 
-Buffer = bytearray | memoryview | bytes
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 _TIMED_OUT = -1
 
 
 class IoFuture:
     """One request in flight. Any thread may ask or wait; dropping it does not stop the request."""
 
-    __slots__ = ("_file", "_flight", "_nbytes", "_offset", "_operation")
+    __slots__ = ("_flight", "_nbytes", "_offset", "_operation", "_path", "_pid")
 
-    def __init__(self, flight: Flight, operation: str, file: DirectFile, offset: int, nbytes: int) -> None:
-        self._flight, self._operation, self._file = flight, operation, file
-        self._offset, self._nbytes = offset, nbytes
+    def __init__(self, flight: Flight, operation: str, path: str, offset: int, nbytes: int) -> None:
+        self._flight, self._operation, self._path = flight, operation, path
+        self._offset, self._nbytes, self._pid = offset, nbytes, os.getpid()
 
     def done(self) -> bool:
         """Whether the request has ended, well or not."""
@@ -34,18 +37,20 @@ class IoFuture:
 
         Raises `IoError` where it failed, and `TimeoutError` after `timeout` seconds; the request then goes on.
         """
+        if os.getpid() != self._pid:
+            raise _of_the_parent(self._pid)
         error = self._flight.wait(-1.0 if timeout is None else max(timeout, 0.0))
         if error == _TIMED_OUT:
             raise TimeoutError(f"{self._operation} of {self._nbytes} bytes is not done after {timeout} s")
         if error:
-            raise IoError(self._file.path, self._offset, self._nbytes, error, self._operation)
+            raise IoError(self._path, self._offset, self._nbytes, error, self._operation)
         return self._nbytes
 
 
 class IoQueue:
     """A team of `threads` threads over a queue of blocks of `block_bytes` bytes; reads go before writes.
 
-    A buffer is any contiguous one, writable for a read. It is the queue's from the call until the request is done:
+    A buffer is any C-contiguous one, writable for a read. It is the queue's from the call until the request is done:
     neither write to it nor, for a read, look at it before. A failure is that request's alone. Belongs to the process
     that made it.
     """
@@ -58,7 +63,7 @@ class IoQueue:
         self._closed = False
         _open_queues.add(self)
 
-    def read(self, file: DirectFile, offset: int, buffer: bytearray | memoryview) -> IoFuture:
+    def read(self, file: DirectFile, offset: int, buffer: Buffer) -> IoFuture:
         """Fill `buffer` from byte `offset` of `file`; past the end of the file that is an error (ENODATA)."""
         return self._submit("read", file, offset, buffer)
 
@@ -78,10 +83,9 @@ class IoQueue:
 
     def close(self) -> None:
         """Let every request end, then join the threads; idempotent, and nothing in a forked child."""
-        if self._closed or os.getpid() != self._pid:
-            return
-        self._closed = True
-        self._queue.close()
+        if os.getpid() == self._pid:
+            self._closed = True
+            self._queue.close()  # even if another thread does so already: it waits for the end
 
     def __enter__(self) -> IoQueue:
         return self
@@ -93,18 +97,26 @@ class IoQueue:
 
     def _submit(self, operation: str, file: DirectFile, offset: int, buffer: Buffer) -> IoFuture:
         if os.getpid() != self._pid:
-            raise UsageError(f"this queue belongs to process {self._pid}; a forked child has none of its threads")
-        if file.buffered_descriptor < 0:
+            raise _of_the_parent(self._pid)
+        if file.closed:
             raise UsageError(f"{file.path} is closed")
         if offset < 0:
             raise ValueError(f"expected an offset of at least 0, got {offset}")
-        descriptors = file.direct_descriptor, file.buffered_descriptor
-        flight = None
+        view = memoryview(buffer)
+        if not view.c_contiguous:
+            raise ValueError(f"expected a C-contiguous buffer, got strides {view.strides} of shape {view.shape}")
+        if operation == "read" and view.readonly:
+            raise ValueError("expected a writable buffer to read into, got a read-only one")
+        flight, own = None, file.descriptors
         if not self._closed:
-            flight = self._queue.submit(operation == "write", file, *descriptors, offset, buffer)
+            flight = self._queue.submit(operation == "write", own, own.direct, own.buffered, offset, view)
         if flight is None:
             raise UsageError("this queue is closed")
-        return IoFuture(flight, operation, file, offset, memoryview(buffer).nbytes)
+        return IoFuture(flight, operation, file.path, offset, view.nbytes)
+
+
+def _of_the_parent(pid: int) -> UsageError:
+    return UsageError(f"this queue belongs to process {pid}; a forked child has none of its threads")
 
 
 _open_queues: weakref.WeakSet[IoQueue] = weakref.WeakSet()

@@ -76,4 +76,8 @@ std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t nbytes) {
     return ~by_table(~crc, bytes, nbytes);
 }
 
+std::uint32_t crc32c_by_table(std::uint32_t crc, const void* data, std::size_t nbytes) {
+    return ~by_table(~crc, static_cast<const unsigned char*>(data), nbytes);
+}
+
 }  // namespace offload

@@ -1,12 +1,15 @@
 // Python's view of the queue: futures own the buffers of what is in flight.
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/string.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <deque>
 #include <memory>
-#include <stdexcept>
+#include <thread>
+#include <utility>
 
 #include "crc32c.h"
 #include "queue.h"
@@ -20,6 +23,43 @@ namespace {
 
 // How long a wait goes without looking for signals, so that Ctrl-C ends it.
 constexpr double kSignalSeconds = 0.05;
+
+// A forked child has this process's objects and none of its threads.
+const pid_t kProcess = getpid();
+
+// [Note: Exit] When the interpreter ends, it ends a daemon thread that takes the GIL, by an
+// unwinding that C++ answers with abort(). So no thread may be between giving up the GIL and taking
+// it back at that moment: `settle` waits for those that are, and from then on nobody gives it up.
+std::atomic<int> without_gil{0};
+std::atomic<bool> settled{false};
+
+// Gives up the GIL while it lives.
+class Unlocked {
+  public:
+    Unlocked() {
+        if (settled) return;
+        ++without_gil;
+        state_ = PyEval_SaveThread();
+    }
+    ~Unlocked() {
+        if (state_ == nullptr) return;
+        PyEval_RestoreThread(state_);
+        --without_gil;
+    }
+    Unlocked(const Unlocked&) = delete;
+    Unlocked& operator=(const Unlocked&) = delete;
+
+  private:
+    PyThreadState* state_ = nullptr;
+};
+
+// Called once every queue is closed, so that nobody waits for long. See [Note: Exit].
+void settle() {
+    if (getpid() != kProcess) return;
+    settled = true;
+    nb::gil_scoped_release release;
+    while (without_gil > 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+}
 
 // A contiguous buffer, held until this dies. Needs the GIL at both ends.
 class Buffer {
@@ -39,15 +79,24 @@ class Buffer {
     Py_buffer view_;
 };
 
-// A request with what it needs alive: buffer and file.
+// A request with what it needs alive: the buffer, and the owner of the descriptors.
 class Flight {
   public:
-    Flight(Operation operation, nb::object file, Descriptors descriptors, std::uint64_t offset,
+    Flight(Operation operation, nb::object owner, Descriptors file, std::uint64_t offset,
            nb::handle buffer)
-        : file_(std::move(file)),
+        : pid_(getpid()),
+          owner_(std::move(owner)),
           buffer_(std::make_unique<Buffer>(buffer, operation == Operation::kRead)),
-          request_(std::make_shared<Request>(operation, descriptors, offset, buffer_->data(),
+          request_(std::make_shared<Request>(operation, file, offset, buffer_->data(),
                                              buffer_->nbytes())) {}
+
+    ~Flight() {
+        // A condition variable's end waits for those who wait on it, and they are in the parent.
+        if (getpid() != pid_) (void)new std::shared_ptr<Request>(std::move(request_));
+    }
+
+    Flight(const Flight&) = delete;
+    Flight& operator=(const Flight&) = delete;
 
     [[nodiscard]] bool done() const { return request_->done(); }
 
@@ -55,23 +104,30 @@ class Flight {
 
     // The errno of the request or 0, or -1 when `seconds` (forever where negative) have passed.
     [[nodiscard]] int wait(double seconds) {
+        const auto start = std::chrono::steady_clock::now();
+        double left = seconds;
         while (!request_->done()) {
-            const double slice = seconds < 0 ? kSignalSeconds : std::min(seconds, kSignalSeconds);
             bool finished;
             {
-                nb::gil_scoped_release release;
-                finished = request_->wait(slice);
+                Unlocked unlocked;
+                finished = request_->wait(seconds < 0 ? kSignalSeconds
+                                                      : std::clamp(left, 0.0, kSignalSeconds));
             }
             if (finished) break;
             if (PyErr_CheckSignals() != 0) throw nb::python_error();
-            if (seconds >= 0 && (seconds -= slice) <= 0) return -1;
+            const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start;
+            left = seconds - passed.count();
+            if (seconds >= 0 && left <= 0) return -1;
         }
-        buffer_.reset();
+        // Moved out first: their end runs other code, which may come back to this flight.
+        const auto buffer = std::move(buffer_);
+        const auto owner = std::move(owner_);
         return request_->error();
     }
 
   private:
-    nb::object file_;
+    const pid_t pid_;
+    nb::object owner_;
     std::unique_ptr<Buffer> buffer_;
     std::shared_ptr<Request> request_;
 };
@@ -80,49 +136,71 @@ class Flight {
 // buffer.
 class PythonQueue {
   public:
-    PythonQueue(unsigned threads, std::size_t block_bytes) : queue_(threads, block_bytes) {}
+    PythonQueue(unsigned threads, std::size_t block_bytes)
+        : pid_(getpid()), queue_(std::make_unique<offload::Queue>(threads, block_bytes)) {}
 
-    nb::object submit(bool write, nb::object file, int direct, int buffered, std::uint64_t offset,
+    ~PythonQueue() {
+        // A forked child has no threads to join, and a condition variable that the parent's wait
+        // on cannot be destroyed there.
+        if (getpid() == pid_) {
+            close();
+        } else {
+            (void)queue_.release();
+        }
+    }
+
+    PythonQueue(const PythonQueue&) = delete;
+    PythonQueue& operator=(const PythonQueue&) = delete;
+
+    nb::object submit(bool write, nb::object owner, int direct, int buffered, std::uint64_t offset,
                       nb::handle buffer) {
-        while (!flights_.empty() && nb::cast<Flight&>(flights_.front()).done())
+        while (!flights_.empty() && nb::cast<Flight&>(flights_.front()).done()) {
+            // Out of the deque before it dies: a buffer's end may give up the GIL (munmap does),
+            // and another thread then comes here.
+            const nb::object ended = std::move(flights_.front());
             flights_.pop_front();
+        }
         const auto operation = write ? Operation::kWrite : Operation::kRead;
         nb::object flight = nb::cast(
-            new Flight(operation, std::move(file), Descriptors{direct, buffered}, offset, buffer),
+            new Flight(operation, std::move(owner), Descriptors{direct, buffered}, offset, buffer),
             nb::rv_policy::take_ownership);
-        if (!queue_.submit(nb::cast<Flight&>(flight).request())) return nb::none();
         flights_.push_back(flight);
-        return flight;
+        if (queue_->submit(nb::cast<Flight&>(flight).request())) return flight;
+        flights_.pop_back();
+        return nb::none();
     }
 
     void close() {
         {
-            nb::gil_scoped_release release;
-            queue_.close();
+            Unlocked unlocked;
+            queue_->close();
         }
-        flights_.clear();
+        const auto ended = std::exchange(flights_, {});
     }
 
-    [[nodiscard]] std::uint64_t read_bytes() const { return queue_.read_bytes(); }
-    [[nodiscard]] std::uint64_t written_bytes() const { return queue_.written_bytes(); }
+    [[nodiscard]] std::uint64_t read_bytes() const { return queue_->read_bytes(); }
+    [[nodiscard]] std::uint64_t written_bytes() const { return queue_->written_bytes(); }
 
   private:
-    offload::Queue queue_;
+    const pid_t pid_;
+    std::unique_ptr<offload::Queue> queue_;
     std::deque<nb::object> flights_;
 };
 
 std::uint32_t crc32c(nb::handle data, std::uint32_t value) {
     Buffer buffer(data, false);
-    nb::gil_scoped_release release;
+    Unlocked unlocked;
     return offload::crc32c(value, buffer.data(), buffer.nbytes());
+}
+
+std::uint32_t crc32c_by_table(nb::handle data, std::uint32_t value) {
+    Buffer buffer(data, false);
+    return offload::crc32c_by_table(value, buffer.data(), buffer.nbytes());
 }
 
 }  // namespace
 
 NB_MODULE(_native, module) {
-    // At the end of a process Python does not free everything (a pytest session, an interactive
-    // one); what nanobind then reports is no leak of ours.
-    nb::set_leak_warnings(false);
     nb::class_<Flight>(module, "Flight").def("done", &Flight::done).def("wait", &Flight::wait);
     nb::class_<PythonQueue>(module, "Queue")
         .def(nb::init<unsigned, std::size_t>())
@@ -131,4 +209,7 @@ NB_MODULE(_native, module) {
         .def_prop_ro("read_bytes", &PythonQueue::read_bytes)
         .def_prop_ro("written_bytes", &PythonQueue::written_bytes);
     module.def("crc32c", &crc32c);
+    module.def("crc32c_by_table", &crc32c_by_table);
+    // Exit runs these last first, so this one after that of the queues, which is registered later.
+    nb::module_::import_("atexit").attr("register")(nb::cpp_function(&settle));
 }

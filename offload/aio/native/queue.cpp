@@ -34,21 +34,17 @@ void Request::finish() {
 }
 
 Queue::Queue(unsigned threads, std::size_t block_bytes)
-    : block_bytes_(std::max(block_bytes / kPage * kPage, kPage)), pid_(getpid()) {
+    : block_bytes_(std::max(block_bytes / kPage * kPage, kPage)) {
     threads_.reserve(threads);
-    for (unsigned i = 0; i < threads; ++i) {
-        threads_.emplace_back([this] { run(); });
-        pthread_setname_np(threads_.back().native_handle(), "offload-io");
+    try {
+        for (unsigned i = 0; i < threads; ++i) {
+            threads_.emplace_back([this] { run(); });
+            pthread_setname_np(threads_.back().native_handle(), "offload-io");
+        }
+    } catch (...) {
+        close();  // a thread that is neither joined nor detached ends the process
+        throw;
     }
-}
-
-Queue::~Queue() {
-    if (getpid() == pid_) {
-        close();
-        return;
-    }
-    // A forked child: the threads are not there, so they can be neither joined nor destroyed.
-    (void)new std::vector<std::thread>(std::move(threads_));
 }
 
 bool Queue::submit(const std::shared_ptr<Request>& request) {

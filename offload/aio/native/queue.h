@@ -61,10 +61,11 @@ class Request {
 
 class Queue {
   public:
+    // std::system_error where the threads cannot be had.
     Queue(unsigned threads, std::size_t block_bytes);
 
-    // Drains and joins, unless this is a forked child, where the threads do not exist.
-    ~Queue();
+    // Closes. A forked child must not come here: it has no threads to join.
+    ~Queue() { close(); }
 
     Queue(const Queue&) = delete;
     Queue& operator=(const Queue&) = delete;
@@ -91,7 +92,6 @@ class Queue {
     void move(const Block& block);
 
     const std::size_t block_bytes_;
-    const int pid_;
     std::atomic<std::uint64_t> read_bytes_{0};
     std::atomic<std::uint64_t> written_bytes_{0};
     std::mutex mutex_;

@@ -1,0 +1,59 @@
+"""The log: one JSON object a line, cut to the committed step before a resumed run appends."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from offload.cli import _json
+from offload.train import cut_log
+
+
+def lines(*steps: int) -> str:
+    return "".join(f'{{"step": {step}, "loss": 1.5}}\n' for step in steps)
+
+
+def test_later_steps_are_cut(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(lines(1, 2, 3, 4))
+    cut_log(log, 2)
+    assert log.read_text() == lines(1, 2)
+    cut_log(log, 0)
+    assert log.read_text() == ""
+    assert os.listdir(tmp_path) == ["log"], "the temporary file is left"
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "", "7", '{"loss": 1}', '{"step": null}', "\xff\x00"])
+def test_a_torn_line_is_dropped(torn: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(lines(1, 2).encode() + torn.encode("latin1"))
+    cut_log(log, 9)
+    assert log.read_text() == lines(1, 2)
+
+
+def test_a_file_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    cut_log(tmp_path / "log", 3)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_pipe_or_device_stays_what_it_is(tmp_path: Path) -> None:
+    """Cutting replaces the file; replacing /dev/null would be a disaster for root."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    cut_log(pipe, 0)
+    assert pipe.is_fifo()
+
+
+def test_a_link_keeps_pointing_at_the_log(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(lines(1, 2))
+    (tmp_path / "link").symlink_to(tmp_path / "log")
+    cut_log(tmp_path / "link", 1)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "log").read_text() == lines(1)
+
+
+def test_numbers_that_are_not_finite_are_null() -> None:
+    content = {"loss": float("nan"), "grad_norms": [1.0, float("inf")], "step": 3, "folder": "a"}
+    assert json.loads(_json(content)) == {"loss": None, "grad_norms": [1.0, None], "step": 3, "folder": "a"}

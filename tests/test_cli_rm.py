@@ -1,0 +1,77 @@
+"""`offload rm` deletes a run on every drive, asks first, and refuses what it should not touch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import offload
+from offload.cli import app
+from tests import models
+from tests.oracle import config, train_step
+
+DISK = ("nvme", "nvme")
+
+
+@pytest.fixture
+def drives(tmp_path: Path) -> list[str]:
+    return [str(tmp_path / "first"), str(tmp_path / "second")]
+
+
+def begin(drives: list[str]) -> offload.Engine:
+    engine = offload.initialize(
+        model=models.gpt2(), config=config(models.GPT2, DISK, Path(drives[0]), nvme_path=drives)
+    )[0]
+    train_step(engine, models.GPT2, 0)
+    return engine
+
+
+def test_it_deletes_on_every_drive(drives: list[str]) -> None:
+    begin(drives).destroy()
+    folders = [Path(drive, "default") for drive in drives]
+    assert all(folder.is_dir() for folder in folders)
+    result = CliRunner().invoke(app, ["rm", str(folders[0]), "--yes"])
+    assert result.exit_code == 0, result.output
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_it_asks(drives: list[str]) -> None:
+    begin(drives).destroy()
+    folder = Path(drives[0], "default")
+    for answer in ("n\n", "\n", ""):
+        assert CliRunner().invoke(app, ["rm", str(folder)], input=answer).exit_code == 1
+        assert folder.is_dir()
+    assert CliRunner().invoke(app, ["rm", str(folder)], input="y\n").exit_code == 0
+    assert not folder.exists()
+
+
+def test_a_run_that_is_held_stays(drives: list[str]) -> None:
+    engine = begin(drives)
+    result = CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"])
+    assert result.exit_code == 2 and "in use by process" in result.stderr
+    train_step(engine, models.GPT2, 1)
+    engine.destroy(remove=True)
+
+
+def test_a_finished_run_has_a_note_to_delete(drives: list[str]) -> None:
+    begin(drives).destroy(remove=True)
+    assert CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"]).exit_code == 0
+    assert not Path(drives[0], "default").exists()
+
+
+def test_what_is_no_run_stays(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one").write_text("dear")
+    for path, words in ((tmp_path / "photos", "not a run folder"), (tmp_path / "none", "there is no folder")):
+        result = CliRunner().invoke(app, ["rm", str(path), "--yes"])
+        assert result.exit_code == 2 and words in result.stderr
+    assert (tmp_path / "photos" / "one").read_text() == "dear"
+
+
+def test_version_and_help() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"{offload.__version__}\n"
+    for arguments in ([], ["--help"]):
+        result = CliRunner().invoke(app, arguments)
+        assert "train" in result.output and "rm" in result.output and result.exit_code in (0, 2)

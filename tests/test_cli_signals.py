@@ -1,0 +1,140 @@
+"""Ctrl-C and SIGTERM: the run ends with the right code, its store and its log agree, and it goes on bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from offload.cli import Stopped, _Signals, app
+from offload.presets import PRESETS
+
+STEPS = 40
+ARGUMENTS = ("--batch-size", "2", "--seq-len", "32", "--device", "cpu", "--log", "log")
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of one's own, a default model of 0.2M, and handlers that let a late signal pass."""
+    monkeypatch.chdir(tmp_path)
+    tiny = PRESETS["gpt2-tiny"]
+    monkeypatch.setitem(PRESETS, "gpt2-tiny", tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64}))
+    (tmp_path / "text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    level = logging.getLogger("offload").level
+    yield
+    logging.getLogger("offload").setLevel(level)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def train(*arguments: str) -> Any:
+    return CliRunner().invoke(
+        app, ["train", "--text", "text.py", "--steps", str(STEPS), *ARGUMENTS, *arguments], catch_exceptions=False
+    )
+
+
+def log() -> list[tuple[int, float]]:
+    lines = Path("log").read_text().splitlines()
+    return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
+
+
+@contextlib.contextmanager
+def signalled(number: int, delay: float) -> Iterator[None]:
+    """Inside, this process gets a signal `delay` seconds after a step was logged; one that comes late is ignored."""
+    over = threading.Event()
+
+    def send() -> None:
+        path = Path("log").absolute()
+        seen = path.stat().st_size if path.exists() else 0
+        while not over.wait(0.001) and (path.stat().st_size if path.exists() else 0) <= seen:
+            pass
+        if not over.wait(delay):
+            os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_stopped_again_and_again() -> None:
+    assert train().exit_code == 0
+    whole = log()
+    Path("log").unlink()
+    chance, reached = random.Random(3), 0
+    for number in (signal.SIGINT, signal.SIGTERM) * 4:
+        with signalled(number, chance.uniform(0.0, 0.08)):
+            result = train("--resume", "auto" if reached else "never")
+        if result.exit_code == 0:
+            break
+        assert result.exit_code == 128 + number, result.output
+        assert "--resume auto" in result.stderr and "offload rm" in result.stderr
+        assert not reached or f"going on after step {reached}\n" in result.stdout, "store and log do not agree"
+        assert log()[-1][0] > reached
+        reached = log()[-1][0]
+    else:
+        assert train("--resume", "must").exit_code == 0
+    assert 0 < reached < STEPS, "no run was stopped"
+    assert log() == whole
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_is_stopped(number: int) -> None:
+    """The real command, in a process of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "offload.cli", "train", "--text", "text.py", "--steps", "100000", *ARGUMENTS],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not (Path("log").exists() and Path("log").stat().st_size):
+        time.sleep(0.005)
+    process.send_signal(number)
+    _, errors = process.communicate()
+    assert process.returncode == 128 + number, errors
+    assert "Traceback" not in errors and "--resume auto" in errors
+    assert len(errors.splitlines()) == 1, "libraries have words of their own"
+    assert Path("swap/default").is_dir()
+
+
+def test_a_signal_raises_at_once() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped) as stopped, _Signals():
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the signal did not raise")
+    assert stopped.value.number == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_held_signal_raises_at_the_end() -> None:
+    done = False
+    with pytest.raises(Stopped), _Signals() as signals:
+        with signals.hold():
+            signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL, "a second signal must end the process"
+            done = True
+        raise AssertionError("the held signal was lost")
+    assert done
+
+
+def test_without_a_signal_holding_does_nothing() -> None:
+    with _Signals() as signals, signals.hold():
+        pass

@@ -1,0 +1,287 @@
+"""`offload train`, called in this process: what it prints, writes, leaves and returns."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner
+
+from offload.cli import app
+from offload.presets import PRESETS
+from offload.swapper.store import run_status
+
+STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "read_bytes", "written_bytes"}
+LISTS = ("losses", "grad_norms", "step_seconds", "read_bytes", "written_bytes")
+SMALL = ("--batch-size", "2", "--seq-len", "32", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of one's own with a little text, a default model of 0.2M, and the library's log level as it was."""
+    monkeypatch.chdir(tmp_path)
+    tiny = PRESETS["gpt2-tiny"]
+    smaller = tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64})
+    monkeypatch.setitem(PRESETS, "gpt2-tiny", smaller)
+    (tmp_path / "text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
+    level = logging.getLogger("offload").level
+    yield
+    logging.getLogger("offload").setLevel(level)
+
+
+def call(*arguments: str, text: str = "text.py", **options: Any) -> Any:
+    """The result of `offload train` on a little text."""
+    result = CliRunner().invoke(app, ["train", "--text", text, *SMALL, *arguments], **options)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def facts(result: Any) -> dict[str, Any]:
+    """The JSON object on the only line of stdout."""
+    assert result.exit_code == 0, result.stderr
+    (line,) = result.stdout.splitlines()
+    content: dict[str, Any] = json.loads(line)
+    return content
+
+
+def log(path: str = "log") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def swap_files() -> list[Path]:
+    return [path for path in Path("swap").rglob("*") if path.is_file()]
+
+
+# -- a run that ends -----------------------------------------------------------------------------------
+
+
+def test_json_and_log_tell_of_every_step() -> None:
+    found = facts(call("--steps", "3", "--log", "log", "--json"))
+    assert all(len(found[key]) == 3 for key in LISTS)
+    assert found["parameters"] == 182_016 and found["steps"] == 3 and found["first_step"] == 1
+    assert 0 < found["host_budget_bytes"] < found["peak_rss_bytes"] and found["tokens_per_second"] > 0
+    lines = log()
+    assert [line["step"] for line in lines] == [1, 2, 3] and all(line.keys() == STEP_KEYS for line in lines)
+    assert {(line["tokens"], line["lr"]) for line in lines} == {(64, 3e-4)}
+    for key, name in zip(LISTS, ("loss", "grad_norm", "seconds", "read_bytes", "written_bytes"), strict=True):
+        assert [line[name] for line in lines] == found[key]
+    assert found["losses"][2] < found["losses"][0] and found["written_bytes"][2] > 10 * found["parameters"]
+
+
+def test_the_store_goes_and_a_note_stays() -> None:
+    assert call("--steps", "1").exit_code == 0
+    assert [path.name for path in swap_files()] == ["finished.json"]
+    again = call("--steps", "1")  # "never" starts a finished run over
+    assert again.exit_code == 0
+
+
+def test_a_seed_is_a_run() -> None:
+    losses = [facts(call("--steps", "2", "--json", "--seed", seed))["losses"] for seed in ("0", "0", "1")]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_homes_give_the_same_bits() -> None:
+    homes = [("nvme", "nvme"), ("none", "cpu")]
+    losses = [
+        facts(call("--steps", "2", "--json", "--offload-param", weights, "--offload-optimizer", states))["losses"]
+        for weights, states in homes
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_person_reads_plain_lines_where_there_is_no_terminal() -> None:
+    result = call("--steps", "2", "--keep")
+    assert result.exit_code == 0 and "\x1b" not in result.output and "\r" not in result.output
+    for words in ("step 1/2  loss", "tokens/s", "GB/s", "RAM", "peak RAM", "offload rm swap/default"):
+        assert words in result.stdout, words
+    assert "Warning" not in result.stderr
+
+
+def test_batch_and_accumulation_come_from_the_config() -> None:
+    Path("ds.json").write_text(
+        """{ // a comment, as users write them
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": true},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}"""
+    )
+    arguments = ["train", "--text", "text.py", "--seq-len", "32", "--steps", "1", "--log", "log"]
+    result = CliRunner().invoke(app, [*arguments, "--config", "ds.json", "--lr", "5e-4"])
+    assert result.exit_code == 0, result.output
+    assert "--lr 0.0005 overrules optimizer.params.lr 0.001" in result.stdout
+    assert (log()[0]["tokens"], log()[0]["lr"]) == (64, 5e-4)
+    assert not Path("swap").exists(), "the config keeps nothing on a drive"
+
+
+# -- stop and go on ------------------------------------------------------------------------------------
+
+
+def test_resume_goes_on_bit_for_bit() -> None:
+    """With dropout, on the same log: what was logged past the committed step is cut."""
+    whole = facts(call("--steps", "4", "--json", "--run", "whole"))["losses"]
+    assert call("--steps", "2", "--keep", "--log", "log").exit_code == 0
+    with Path("log").open("a") as file:
+        file.write('{"step": 3, "loss": 0.0}\n{"step": 4, "lo')
+    second = facts(call("--steps", "4", "--resume", "must", "--log", "log", "--json"))
+    assert (second["first_step"], second["losses"]) == (3, whole[2:])
+    assert [line["loss"] for line in log()] == whole and [line["step"] for line in log()] == [1, 2, 3, 4]
+
+
+def test_a_run_that_starts_over_starts_its_log_over() -> None:
+    for _ in range(2):
+        assert call("--steps", "1", "--log", "log").exit_code == 0
+    assert [line["step"] for line in log()] == [1]
+
+
+def test_a_leftover_is_never_overwritten_in_silence() -> None:
+    assert call("--steps", "1", "--keep", "--log", "log").exit_code == 0
+    before = {path: path.read_bytes() for path in [Path("log"), *swap_files()] if path.name != "lock"}
+    refused = call("--steps", "2", "--log", "log")
+    assert refused.exit_code == 2
+    assert "--resume auto" in refused.stderr and "offload rm ./swap/default" in refused.stderr
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_past_the_last_step_nothing_is_done_and_nothing_is_lost() -> None:
+    assert call("--steps", "2", "--keep").exit_code == 0
+    result = call("--steps", "2", "--resume", "auto", "--json")
+    assert facts(result)["losses"] == [] and "already at step 2 of 2" in result.stderr
+    assert run_status(["swap"], "default").exists
+    assert facts(call("--steps", "3", "--resume", "auto", "--json"))["first_step"] == 3
+
+
+def test_a_finished_run_is_not_resumed() -> None:
+    assert call("--steps", "1").exit_code == 0
+    result = call("--resume", "auto", "--json")
+    assert "ended at step 1" in result.stderr and facts(result)["losses"] == []
+    must = call("--resume", "must")
+    assert must.exit_code == 2 and "nothing to resume" in must.stderr
+    assert call("--run", "none", "--resume", "must").exit_code == 2
+    assert call("--run", "none", "--resume", "auto", "--steps", "1").exit_code == 0
+
+
+def test_a_gradient_that_is_not_finite_loses_nothing() -> None:
+    failed = call("--steps", "9", "--dtype", "fp32", "--lr", "1e30")
+    assert failed.exit_code == 1 and "Traceback" not in failed.output
+    assert "the step was not applied" in failed.stderr and "--resume auto" in failed.stderr
+    assert run_status(["swap"], "default").exists
+
+
+def test_a_full_drive_under_the_log_keeps_the_store() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full")
+    failed = call("--steps", "3", "--log", "/dev/full")
+    assert failed.exit_code == 1 and "No space left" in failed.stderr
+    assert Path("/dev/full").is_char_device() and run_status(["swap"], "default").exists
+
+
+# -- bad input -----------------------------------------------------------------------------------------
+
+BAD = {
+    "--model gpt2-tny": "did you mean gpt2-tiny",
+    "--model folder": "has no config.json",
+    "--text missing": "no text at missing",
+    "--text folder": r"no \*\.py, \*\.txt or \*\.md file",
+    "--text short": "a sequence needs 32",
+    "--seq-len 2048": "1024 positions",
+    "--seq-len 1": "--seq-len must be at least 2",
+    "--steps 0": "--steps must be at least 1",
+    "--batch-size -3": "--batch-size must be at least 1",
+    "--lr nan": "--lr must be a number",
+    "--seed -1": "seed",
+    "--log missing/log": "cannot write the log",
+    "--log folder": "cannot write the log",
+    "--config missing": "cannot read the config",
+    "--config text.py": "is not JSON",
+    "--host-memory lots": "expected a size",
+    "--host-memory 9KiB": "least that works",
+    "--nvme-path text.py/inside": "cannot make the swap folder",
+    "--run ../up": "offload.run",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_input_touches_nothing(arguments: str) -> None:
+    Path("folder").mkdir()
+    Path("short").write_text("abc")
+    before = sorted(path for path in Path().rglob("*"))
+    result = call(*arguments.split(), **({"text": arguments.split()[1]} if arguments.startswith("--text") else {}))
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ") and "Traceback" not in result.output
+    assert re.search(BAD[arguments], result.stderr), result.stderr
+    assert [path for path in sorted(Path().rglob("*")) if path.is_file()] == [p for p in before if p.is_file()]
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = call()
+    assert result.exit_code == 2 and "pip install 'offload[hf]'" in result.stderr
+
+
+# -- a model of the user's own -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small Llama with weights and a tokenizer of words."""
+    words = ["def", "double", "number", "return", "2", "*", "(", "):", ":", ")", "?"]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    place = tmp_path / "model"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(place)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=16,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(place)
+    return place
+
+
+def test_a_folder_with_weights_and_tokenizer(folder: Path) -> None:
+    found = facts(call("--model", "model", "--steps", "2", "--json", "--dtype", "fp32"))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert found["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    # Only the words of the tokenizer are learned, from the weights of the file: the first loss is near log 16.
+    assert 2.0 < found["losses"][0] < 3.5
+
+
+def test_a_folder_without_weights_starts_fresh(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert 2.0 < facts(call("--model", "model", "--steps", "1", "--json"))["losses"][0] < 3.5
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("model.safetensors", b"\x00" * 40, "cannot build the model"),
+        ("config.json", b"{", "cannot"),
+        ("tokenizer.json", b"{", "cannot read the tokenizer"),
+    ],
+)
+def test_a_folder_that_is_broken(folder: Path, name: str, content: bytes, words: str) -> None:
+    (folder / name).write_bytes(content)
+    result = call("--model", "model")
+    assert result.exit_code == 2 and words in result.stderr, result.output
+    assert not Path("swap").exists()
+
+
+def test_text_beyond_the_vocabulary(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 4}))
+    (folder / "model.safetensors").unlink()
+    result = call("--model", "model")
+    assert result.exit_code == 2 and "vocabulary" in result.stderr
