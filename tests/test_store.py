@@ -208,6 +208,25 @@ def test_remove_run_wants_a_run_folder_that_nobody_holds(tmp_path: Path, queue: 
     assert not (tmp_path / "a" / "run").exists() and not (tmp_path / "b" / "run").exists()
 
 
+@pytest.mark.parametrize("damage", ["{", "[]", '{"drives": 3}', "\x00"])
+def test_a_run_whose_notes_are_broken_can_still_be_removed(damage: str, tmp_path: Path, queue: IoQueue) -> None:
+    store = created(tmp_path, queue)
+    store.commit(1, b"one")
+    store.close()
+    (tmp_path / "run" / "rank0" / "manifest.json").write_text(damage)
+    remove_run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_broken_note_of_a_finished_run_is_no_obstacle(tmp_path: Path, queue: IoQueue) -> None:
+    store = created(tmp_path, queue)
+    store.remove({"steps": 12})
+    (tmp_path / "run" / "finished.json").write_text("{")
+    status = run_status([tmp_path], "run")
+    assert not status.exists and status.finished == {}
+    created(tmp_path, queue).close()
+
+
 def test_finished_says_the_steps_and_the_date(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
     store.commit(1, b"one")

@@ -115,7 +115,12 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
     folder = Path(paths[0]) / run
     finished = folder / "finished.json"
     exists = any(_records(rank / "commit") for rank in sorted(folder.glob("rank*")))
-    return RunStatus(exists, json.loads(finished.read_text()) if finished.is_file() and not exists else None)
+    if exists or not finished.is_file():
+        return RunStatus(exists, None)
+    try:
+        return RunStatus(False, _read_json(finished))
+    except StoreError:
+        return RunStatus(False, {})  # it ended; when and how cannot be read any more
 
 
 def free_room(paths: Sequence[str | Path]) -> int:
@@ -141,9 +146,9 @@ def remove_run(path: Path) -> None:
         folders = [path]
         for rank in ranks:
             locks.enter_context(_Lock(rank))
-            manifest = rank / "manifest.json"
-            if manifest.is_file():
-                folders += [Path(drive) / path.name for drive in json.loads(manifest.read_text())["drives"]]
+            # Without a manifest that can be read, what lies on other drives is not known.
+            with contextlib.suppress(StoreError, KeyError, TypeError):
+                folders += [Path(drive) / path.name for drive in _read_json(rank / "manifest.json")["drives"]]
         for folder in dict.fromkeys(folders):
             shutil.rmtree(folder, ignore_errors=folder != path)
 
@@ -413,7 +418,9 @@ def _records(path: Path) -> list[Record]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("expected a JSON object")
         return content
     except (OSError, ValueError) as error:
         raise StoreError(f"cannot read {path}: {error}; the store cannot be resumed without it") from error
