@@ -12,6 +12,7 @@ Threads. All methods belong to the thread that runs the model. In a forked child
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -239,6 +240,7 @@ class Engine:
         parts.updater.finish()
         parts.hooks.check_placeholders()
         norm = parts.gradients.norm()
+        order = parts.pager.end_step()
         self._backwards_before = parts.hooks.backward_count
         if not math.isfinite(norm) and not self._choices.skip_nonfinite:
             parts.gradients.clear()
@@ -250,7 +252,6 @@ class Engine:
         self._grad_norm = norm
         self.global_steps += 1
         self.micro_steps += self._choices.accumulation
-        order = parts.pager.end_step()
         updates: list[UnitUpdate] = []
         if math.isfinite(norm):
             updates = self._decide(norm, order)
@@ -362,9 +363,18 @@ class Engine:
             self._alive = False
             self._close(remove)
 
+    def abandon(self, remove: bool) -> None:
+        """Close without finishing anything: what `initialize` does when its last steps fail."""
+        self._alive = False
+        self._close(remove=False)
+        store = self._parts.store
+        if remove and store is not None:
+            store.remove()
+
     def _close(self, remove: bool) -> None:
         parts = self._parts
         failed = parts.pager.failed
+        atexit.unregister(self.at_exit)
         self._root_hook()
         parts.hooks.remove()
         parts.gatherer.remove()

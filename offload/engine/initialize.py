@@ -22,7 +22,7 @@ from offload.engine.hooks import Hooks
 from offload.engine.layout import UnitLayout, lay_out
 from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch
 from offload.engine.placement import Partitions, Placement, free_host_memory, partitions, place
-from offload.engine.progress import Progress
+from offload.engine.progress import Progress, persistent_buffers
 from offload.engine.units import Units, find_units
 from offload.engine.updater import Updater
 from offload.errors import ConfigError, StoreError, UsageError
@@ -306,14 +306,15 @@ def _build(plan: _Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: An
             store = Store(plan.config.drives, plan.config.offload.run, _RANK, _store_spec(plan), queue)
             if plan.resume:
                 progress = Progress.unpack(store.open())
+                _check_fits(progress, model, optimizer)
             else:
                 store.create()
         parts = _fill(plan, model, queue, store, resume=plan.resume)
     except BaseException:
-        if store is not None:
-            store.remove() if not plan.resume else store.close()
         if queue is not None:
             queue.close()
+        if store is not None:
+            store.remove() if not plan.resume else store.close()
         raise
     choices = Choices(
         plan.batch.micro,
@@ -333,12 +334,29 @@ def _build(plan: _Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: An
         plan.durable,
         (*plan.notices, _summary(plan)),
     )
-    if progress is not None:
-        engine.restore(progress)
-    elif store is not None and plan.durable:
-        # Epoch 0: a kill during the first step resumes from the initial weights.
-        store.commit(0, engine.progress().pack())
+    try:
+        if progress is not None:
+            engine.restore(progress)
+        elif store is not None and plan.durable:
+            # Epoch 0: a kill during the first step resumes from the initial weights.
+            store.commit(0, engine.progress().pack())
+    except BaseException:
+        engine.abandon(remove=progress is None)
+        raise
     return engine
+
+
+def _check_fits(progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise `StoreError` where buffers or groups are not those of the run."""
+    mine = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
+    theirs = {name: list(buffer.shape) for name, buffer in progress.buffers.items()}
+    if mine != theirs:
+        name = next(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
+        raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {mine.get(name)} in this model")
+    if len(progress.facts["lr"]) != len(optimizer.param_groups):
+        raise StoreError(
+            f"the run has {len(progress.facts['lr'])} groups of parameters, this optimizer {len(optimizer.param_groups)}"
+        )
 
 
 def _fill(plan: _Plan, model: nn.Module, queue: IoQueue | None, store: Store | None, resume: bool) -> Parts:
