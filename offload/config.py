@@ -4,7 +4,7 @@
 
 Every key of DeepSpeed's offload is known here: honoured, accepted because it tunes what this library decides by itself
 (one notice names those), or refused with the reason. All keys that DeepSpeed does not have lie in the block "offload",
-which DeepSpeed ignores. docs/configuration.md is written from the descriptions below.
+which DeepSpeed ignores. docs/configuration.md is written from the descriptions and tables below.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from offload.errors import ConfigError
 from offload.sizes import parse_size
@@ -26,186 +26,163 @@ from offload.sizes import parse_size
 Tier = Literal["none", "cpu", "nvme"]
 
 
-def _whole(value: Any) -> Any:
-    """`1e8` and `200000000.0` are integers."""
+# -- values -------------------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> Any:
+    """`1e8` and `200000000.0` are integers, `true` is not a number."""
+    if isinstance(value, bool):
+        raise ValueError("should be a number")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _paths(value: Any) -> Any:
-    if value is None:
-        return ()
-    given = [value] if isinstance(value, str) else value
-    return tuple(os.path.expanduser(path) if isinstance(path, str) else path for path in given)
+def _strings(value: Any) -> Any:
+    return (value,) if isinstance(value, str | os.PathLike) else value
+
+
+def _path(value: Any) -> Any:
+    return os.path.expanduser(value) if isinstance(value, str | os.PathLike) else value
 
 
 def _size(value: Any) -> Any:
-    return None if value is None else parse_size(value)
+    try:
+        return parse_size(value)
+    except OverflowError:
+        raise ValueError("should be a size that a machine can have") from None
 
 
-def _auto(value: Any) -> Any:
-    return None if value == "auto" else value
+def _spelling(names: Mapping[str, str]) -> BeforeValidator:
+    """Other spellings of a choice, in any case of letters."""
+    return BeforeValidator(lambda value: names.get(value.lower(), value) if isinstance(value, str) else value)
 
 
-Count = Annotated[int, BeforeValidator(_whole), Field(gt=0)]
-OptionalCount = Annotated[Count | None, BeforeValidator(_auto)]
-Paths = Annotated[tuple[str, ...], BeforeValidator(_paths)]
-Size = Annotated[int | None, BeforeValidator(_size)]
+Whole = Annotated[int, BeforeValidator(_number)]
+Count = Annotated[Whole, Field(gt=0)]
+Number = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_strings)]
+Paths = Annotated[tuple[Annotated[Name, BeforeValidator(_path)], ...], BeforeValidator(_strings)]
+Size = Annotated[int, BeforeValidator(_size)]
+AdamType = Annotated[Literal["Adam", "AdamW"], _spelling({"adam": "Adam", "adamw": "AdamW"})]
+SumDtype = Annotated[Literal["fp32", "bf16"], _spelling({"float32": "fp32", "float": "fp32", "bfloat16": "bf16"})]
+
+
+# -- blocks -------------------------------------------------------------------------------------------
+
+
+def _keys(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
+_CHANGES = "would change what is learned and is not supported; remove it, or switch it off"
 
 
 class Block(BaseModel):
-    """A block of the config. "auto" in one means its default, as in DeepSpeed."""
+    """A block of the config; beside its fields it knows keys without effect and keys that it must refuse."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    accepted: tuple[str, ...] = Field((), exclude=True)
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _defaults_for_auto(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        return {key: value for key, value in given.items() if value != "auto"}
-
-
-def _only_tuning(*keys: str) -> Callable[[Any], Any]:
-    """Take `keys` out of a block and remember them: they tune what is decided here without them."""
-
-    def take(given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        found = tuple(key for key in keys if key in given)
-        return {
-            **{k: v for k, v in given.items() if k not in found},
-            **({"accepted": found} if found else {}),
-        }
-
-    return take
-
-
-_PARAM_TUNING = ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu")
-_OPTIMIZER_TUNING = (
-    *(
-        "pin_memory",
-        "buffer_count",
-        "buffer_size",
-        "fast_init",
-        "pipeline",
-        "pipeline_read",
-        "pipeline_write",
-    ),
-    *("super_offload", "cpuadam_cores_perc"),
-)
-_ZERO_TUNING = (
-    *(
-        "sub_group_size",
-        "stage3_prefetch_bucket_size",
-        "prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
-    ),
-    *("param_persistence_threshold", "stage3_model_persistence_threshold", "model_persistence_threshold"),
-    *("stage3_max_live_parameters", "max_live_parameters", "stage3_max_reuse_distance", "max_reuse_distance"),
-    *("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"),
-    *(
-        "stage3_gather_fp16_weights_on_model_save",
-        "contiguous_gradients",
-        "reduce_bucket_size",
-        "overlap_comm",
-    ),
-    *("reduce_scatter", "allgather_partitions", "allgather_bucket_size", "use_multi_rank_bucket_allreduce"),
-    *(
-        "round_robin_gradients",
-        "ignore_unused_parameters",
-        "load_from_fp32_weights",
-        "memory_efficient_linear",
-    ),
-    *("override_module_apply", "stage3_module_granularity_threshold", "module_granularity_threshold"),
-    *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "log_trace_cache_warnings"),
-    *("enable_sanity_checks", "pipeline_loading_checkpoint", "elastic_checkpoint", "legacy_stage1"),
-    *("save_muon_momentum_buffer_in_memory", "zero_hpz_partition_size"),
-)
+    TUNING: ClassVar[tuple[str, ...]] = ()
+    """Accepted: they tune what is decided here without them."""
+    UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
+    """Accepted: what they switch on is missing here, and the bits are the same without it."""
+    REFUSED: ClassVar[dict[str, str]] = {}
+    """Refused unless switched off, with what to say."""
+    OLD_NAMES: ClassVar[dict[str, str]] = {}
+    OWN_AUTO: ClassVar[tuple[str, ...]] = ()
+    """Fields in which "auto" is a value; in all others it means the default."""
 
 
 class OffloadParam(Block):
     """Where the weights live."""
 
+    TUNING = ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu")
+
     device: Tier = Field("none", description="home of the weights: none (compute device), cpu, nvme")
     nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
-
-    _tuning = pydantic.model_validator(mode="before")(_only_tuning(*_PARAM_TUNING))
 
 
 class OffloadOptimizer(Block):
     """Where the optimizer states live."""
 
+    TUNING = _keys(
+        """pin_memory buffer_count buffer_size fast_init pipeline pipeline_read pipeline_write ratio super_offload
+        cpuadam_cores_perc"""
+    )
+
     device: Tier = Field("none", description="home of residual and moments: none (compute device), cpu, nvme")
     nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
-    ratio: Annotated[float, Field(ge=1.0, le=1.0)] = Field(1.0, description="share updated on the CPU; only 1.0")
-
-    _tuning = pydantic.model_validator(mode="before")(_only_tuning(*_OPTIMIZER_TUNING))
 
 
 class LeafModule(Block):
     """Modules that move as one unit."""
 
-    classes: tuple[str, ...] = Field((), description="class names of modules that are one unit each")
-    names: tuple[str, ...] = Field((), description="names of modules that are one unit each")
+    REFUSED: ClassVar[dict[str, str]] = {"name_suffixes": 'is not supported; give whole names in "names"'}
+
+    classes: Names = Field((), description="class names of modules that are one unit each")
+    names: Names = Field((), description="names of modules that are one unit each")
 
 
 class ZeroOptimization(Block):
     """ZeRO: what is partitioned, and where it lives."""
 
-    stage: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=3)] = Field(
+    TUNING = _keys(
+        """sub_group_size stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold
+        param_persistence_threshold stage3_model_persistence_threshold model_persistence_threshold
+        stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance
+        stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save
+        stage3_gather_fp16_weights_on_model_save contiguous_gradients reduce_bucket_size overlap_comm reduce_scatter
+        allgather_partitions allgather_bucket_size use_multi_rank_bucket_allreduce round_robin_gradients
+        ignore_unused_parameters load_from_fp32_weights memory_efficient_linear override_module_apply
+        stage3_module_granularity_threshold module_granularity_threshold stage3_use_all_reduce_for_fetch_params
+        use_all_reduce_for_fetch_params stage3_allgather_sequential allgather_sequential log_trace_cache_warnings
+        enable_sanity_checks pipeline_loading_checkpoint elastic_checkpoint legacy_stage1
+        save_muon_momentum_buffer_in_memory zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather
+        cpu_offload_use_pin_memory"""
+    )
+    REFUSED: ClassVar[dict[str, str]] = dict.fromkeys(
+        _keys(
+            """zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param
+            zenflow"""
+        ),
+        _CHANGES,
+    )
+
+    stage: Annotated[Whole, Field(ge=0, le=3)] = Field(
         0, description="0 to 3; on one process all stages train the same way"
     )
     offload_param: OffloadParam = Field(OffloadParam(), description="see below")
     offload_optimizer: OffloadOptimizer = Field(OffloadOptimizer(), description="see below")
     leaf_module: LeafModule = Field(LeafModule(), description="see below")
 
-    _tuning = pydantic.model_validator(mode="before")(_only_tuning(*_ZERO_TUNING))
-
-    @pydantic.field_validator("offload_param", "offload_optimizer", mode="before")
-    @classmethod
-    def _none_is_a_default(cls, given: Any) -> Any:
-        return {} if given is None else given
-
 
 class OptimizerParams(Block):
     """Hyperparameters, as in torch.optim.AdamW."""
 
-    lr: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="learning rate; needed unless optimizer= is passed"
+    TUNING = ("torch_adam", "fp32_optimizer_states", "fused", "foreach", "capturable", "differentiable")
+    REFUSED: ClassVar[dict[str, str]] = {
+        "max_grad_norm": 'has another name in DeepSpeed files: "gradient_clipping", at top level',
+        "amsgrad": _CHANGES,
+        "maximize": _CHANGES,
+    }
+
+    lr: Number | None = Field(None, description="learning rate; needed unless optimizer= is passed")
+    betas: tuple[Annotated[Number, Field(lt=1)], Annotated[Number, Field(lt=1)]] = Field(
+        (0.9, 0.999), description="decay of the two moments, each at least 0 and below 1"
     )
-    betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the two moments")
-    eps: Annotated[float, Field(ge=0)] = Field(1e-8, description="added to the root of the second moment")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="decoupled for AdamW and for Adam with adam_w_mode"
-    )
+    eps: Number = Field(1e-8, description="added to the root of the second moment")
+    weight_decay: Number = Field(0.0, description="decoupled for AdamW and for Adam with adam_w_mode")
     adam_w_mode: bool = Field(True, description="false makes Adam add the decay to the gradient")
     bias_correction: Literal[True] = Field(True, description="only true")
-    amsgrad: Literal[False] = Field(False, description="only false")
-
-    _tuning = pydantic.model_validator(mode="before")(_only_tuning("torch_adam", "fp32_optimizer_states", "fused"))
-
-    @pydantic.field_validator("betas")
-    @classmethod
-    def _betas_below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError("should both be at least 0 and below 1")
-        return betas
 
 
 class OptimizerBlock(Block):
     """The optimizer: Adam or AdamW."""
 
-    type: Literal["Adam", "AdamW"] = Field("AdamW", description="Adam or AdamW, in any case of letters")
+    TUNING = ("legacy_fusion",)
+
+    type: AdamType = Field("AdamW", description="Adam or AdamW, in any case of letters")
     params: OptimizerParams = Field(OptimizerParams(), description="see below")
-
-    _tuning = pydantic.model_validator(mode="before")(_only_tuning("legacy_fusion"))
-
-    @pydantic.field_validator("type", mode="before")
-    @classmethod
-    def _any_case(cls, given: Any) -> Any:
-        return {"adam": "Adam", "adamw": "AdamW"}.get(str(given).lower(), given)
 
     @property
     def decoupled(self) -> bool:
@@ -216,33 +193,24 @@ class OptimizerBlock(Block):
 class Precision(Block):
     """A 16-bit mode."""
 
-    enabled: bool = Field(False, description="whether the mode is on")
-
-    _tuning = pydantic.model_validator(mode="before")(
-        _only_tuning(
-            *(
-                "auto_cast",
-                "loss_scale",
-                "initial_scale_power",
-                "loss_scale_window",
-                "hysteresis",
-                "min_loss_scale",
-            ),
-            *("consecutive_hysteresis", "fp16_master_weights_and_grads", "immediate_grad_update"),
-            *("check_grad_overflow", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
-        )
+    TUNING = _keys(
+        """auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale consecutive_hysteresis
+        fused_mode fp16_master_weights_and_grads immediate_grad_update check_grad_overflow
+        bf16_master_weights_and_grads bf16_optimizer_states"""
     )
+
+    enabled: bool = Field(False, description="whether the mode is on")
 
 
 class DataTypes(Block):
     """Dtypes beside that of the mode."""
 
-    grad_accum_dtype: Literal["fp32", "bf16"] | None = Field(
+    TUNING = ("param_dtype", "buffer_dtype")
+
+    grad_accum_dtype: SumDtype | None = Field(
         None,
         description="dtype in which micro-batches are added: fp32 by default, bf16 for a single micro-batch in bf16",
     )
-
-    _tuning = pydantic.model_validator(mode="before")(_only_tuning("param_dtype", "buffer_dtype"))
 
 
 class Debug(Block):
@@ -255,7 +223,9 @@ class Debug(Block):
 class OffloadBlock(Block):
     """All keys that DeepSpeed does not have."""
 
-    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+    OWN_AUTO = ("run", "resume")
+
+    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)] = Field(
         "default", description="name of the run: its folder under each nvme_path"
     )
     nvme_path: Paths = Field(
@@ -264,12 +234,11 @@ class OffloadBlock(Block):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="compute device; auto takes cuda where there is one"
     )
-    host_memory: Size = Field(
+    host_memory: Size | None = Field(
         None, description="host budget, as '16GiB'; default: what is needed, at most 80 % of free"
     )
-    device_memory: Size = Field(
-        None,
-        description="device budget for weights; default: states at home there and three of the largest unit",
+    device_memory: Size | None = Field(
+        None, description="device budget for weights; default: states at home there and three of the largest unit"
     )
     durability: Literal["auto", "step", "none"] = Field(
         "auto",
@@ -278,34 +247,57 @@ class OffloadBlock(Block):
     resume: Literal["never", "auto", "must"] = Field(
         "never", description="whether to go on with the run that the swap files hold"
     )
-    seed: Annotated[int, Field(ge=0)] = Field(0, description="seed of weights made by offload.init and of the loader")
-    units: tuple[str, ...] = Field((), description="names or classes of modules that are one unit each")
+    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = Field(
+        0, description="seed of weights made by offload.init and of the loader"
+    )
+    units: Names = Field((), description="names or classes of modules that are one unit each")
     on_nonfinite: Literal["raise", "skip"] = Field("raise", description="what a gradient norm of inf or NaN does")
     debug: Debug = Field(Debug(), description="see below")
 
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _defaults_for_auto(cls, given: Any) -> Any:
-        """ "auto" is a choice of its own here; null means the default."""
-        return {k: v for k, v in given.items() if v is not None} if isinstance(given, Mapping) else given
+
+class _NoEffect(NamedTuple):
+    """Dotted names of the keys that were there and do nothing."""
+
+    tuning: list[str]
+    unsupported: list[str]
 
 
 class Config(Block):
     """The whole config, with what it means."""
 
-    train_batch_size: OptionalCount = Field(None, description="samples of a step on all ranks")
-    train_micro_batch_size_per_gpu: OptionalCount = Field(None, description="samples of a forward on one rank")
-    gradient_accumulation_steps: OptionalCount = Field(None, description="micro-batches of a step")
-    gradient_clipping: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        1.0, description="largest global norm of the gradient; 0 leaves it as it is"
+    UNSUPPORTED = _keys(
+        """steps_per_print wall_clock_breakdown dump_state memory_breakdown log_level vocabulary_size
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio timers comms_logger checkpoint prescale_gradients
+        gradient_predivide_factor communication_data_type sparse_gradients dataloader_drop_last disable_allgather
+        gradient_allreduce_op managed_gradient_accumulation seq_parallel_communication_data_type
+        seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting activation_checkpointing nebula
+        tensorboard wandb csv_monitor comet flops_profiler autotuning datastates_ckpt"""
     )
+    REFUSED: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            _keys(
+                """amp sparse_attention compression_training weight_quantization quantize_training data_efficiency
+            curriculum_learning elasticity progressive_layer_drop eigenvalue pipeline hybrid_engine expert_parallel
+            tensor_parallel compile torch_autocast zenflow"""
+            ),
+            _CHANGES,
+        ),
+        "scheduler": "is not supported yet: pass lr_scheduler=, a torch scheduler or a function that makes one from "
+        "the optimizer, to offload.initialize",
+    }
+    OLD_NAMES: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
+
+    train_batch_size: Count | None = Field(None, description="samples of a step on all ranks")
+    train_micro_batch_size_per_gpu: Count | None = Field(None, description="samples of a forward on one rank")
+    gradient_accumulation_steps: Count | None = Field(None, description="micro-batches of a step")
+    gradient_clipping: Number = Field(1.0, description="largest global norm of the gradient; 0 leaves it as it is")
     optimizer: OptimizerBlock | None = Field(None, description="see below")
-    bf16: Precision = Field(Precision(), alias="bfloat16", description="bf16 weights with split fp32 masters")
+    bf16: Precision = Field(Precision(), description="bf16 weights with split fp32 masters; older name: bfloat16")
     fp16: Precision = Field(Precision(), description="not supported yet")
     data_types: DataTypes = Field(DataTypes(), description="see below")
     zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="see below")
     offload: OffloadBlock = Field(OffloadBlock(), description="see below")
-    ignored: tuple[str, ...] = Field((), exclude=True)
+    _no_effect: _NoEffect = PrivateAttr(default_factory=lambda: _NoEffect([], []))
 
     @property
     def weight_tier(self) -> Tier:
@@ -335,29 +327,19 @@ class Config(Block):
     @property
     def notices(self) -> tuple[str, ...]:
         """One line for each kind of key that has no effect here."""
-        lines = []
-        tuning = sorted(_accepted(self))
-        if tuning:
-            lines.append(f"decided by this library itself, so without effect: {', '.join(tuning)}")
-        if self.ignored:
-            lines.append(f"not supported and ignored: {', '.join(self.ignored)}")
-        zero = self.zero_optimization
-        if zero.stage < 3 and zero.offload_param.device != "none":
-            lines.append(f"offload_param is honoured at ZeRO stage {zero.stage} too, since there is one process")
+        zero, tuning, unsupported = self.zero_optimization, *self._no_effect
         named = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
-        if named and "nvme" not in (self.weight_tier, self.optimizer_tier) and self.offload.durability != "step":
-            lines.append("nvme_path is ignored: no state lives on nvme")
-        return tuple(lines)
-
-
-def _accepted(block: BaseModel, path: str = "") -> set[str]:
-    """Dotted names of every key that was accepted without effect."""
-    found = {f"{path}{key}" for key in getattr(block, "accepted", ())}
-    for name in type(block).model_fields:
-        value = getattr(block, name)
-        if isinstance(value, BaseModel):
-            found |= _accepted(value, f"{path}{name}.")
-    return found
+        on_disk = "nvme" in (self.weight_tier, self.optimizer_tier) or self.offload.durability == "step"
+        lines = (
+            (tuning, f"decided by this library itself, so without effect: {', '.join(sorted(tuning))}"),
+            (unsupported, f"not supported and ignored: {', '.join(sorted(unsupported))}"),
+            (
+                zero.stage < 3 and zero.offload_param.device != "none",
+                f"offload_param is honoured at ZeRO stage {zero.stage} too, since there is one process",
+            ),
+            (named and not on_disk, "nvme_path is ignored: no state lives on nvme"),
+        )
+        return tuple(line for holds, line in lines if holds)
 
 
 class Batch(NamedTuple):
@@ -382,91 +364,56 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
         accumulation = total // (micro * world_size)
     if micro * accumulation * world_size != total:
         raise ConfigError(
-            f"train_batch_size is {total}, but train_micro_batch_size_per_gpu {micro} * gradient_accumulation_steps "
-            f"{accumulation} * {world_size} ranks is {micro * accumulation * world_size}; leave one of the three out"
+            f"train_batch_size must be train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks, but it is "
+            f"{total}, and {micro} * {accumulation} * {world_size} is {micro * accumulation * world_size}; "
+            f"change one of the three, or leave one out that the others determine"
         )
     return Batch(micro, accumulation, total)
 
 
 # -- reading ------------------------------------------------------------------------------------------
 
-_QUIET = (
-    *(
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "dump_state",
-        "memory_breakdown",
-        "log_level",
-        "vocabulary_size",
-    ),
-    *(
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "aio",
-        "timers",
-        "comms_logger",
-        "checkpoint",
-    ),
-    *("prescale_gradients", "gradient_predivide_factor", "communication_data_type", "sparse_gradients"),
-    *("dataloader_drop_last", "disable_allgather", "gradient_allreduce_op", "managed_gradient_accumulation"),
-    *("seq_parallel_communication_data_type", "graph_harvesting", "activation_checkpointing", "nebula"),
-    *("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "autotuning", "datastates_ckpt"),
-)
-"""Top-level keys of DeepSpeed that do not change what is learned: accepted, and named in a notice."""
-
-_CHANGES_TRAINING = (
-    *(
-        "amp",
-        "sparse_attention",
-        "compression_training",
-        "data_efficiency",
-        "curriculum_learning",
-        "elasticity",
-    ),
-    *(
-        "progressive_layer_drop",
-        "eigenvalue",
-        "pipeline",
-        "hybrid_engine",
-        "expert_parallel",
-        "tensor_parallel",
-    ),
-    *("compile", "torch_autocast", "zenflow"),
-)
-"""Top-level keys that do: refused unless switched off."""
-
 
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     """Read a config from a JSON file's path, or from its content as a dict.
 
-    Comments (`//`, `#`, `/* */`) are allowed; a key that appears twice is not. Raises `ConfigError` that names the key,
-    what was expected and what came.
+    Comments (`//`, `#`, `/* */`) and a comma after the last item are allowed; a key that appears twice is not. Raises
+    `ConfigError` that names the key, what was expected and what came.
     """
-    content = dict(source) if isinstance(source, Mapping) else read_json(source)
+    content = source if isinstance(source, Mapping) else read_json(source)
+    no_effect = _NoEffect([], [])
     try:
-        config = Config.model_validate(_sort_out(content))
+        config = Config.model_validate(_sort_out(Config, _in_new_form(content), "", no_effect))
     except pydantic.ValidationError as error:
         raise ConfigError(_explain(error)) from error
-    _check(config)
+    config._no_effect = no_effect
+    if config.fp16.enabled:
+        raise ConfigError('"fp16" is not supported yet; set "bf16": {"enabled": true} instead')
+    if "nvme" in (config.weight_tier, config.optimizer_tier) and not config.drives:
+        raise ConfigError(
+            '"device" is nvme, but no "nvme_path" is given; set it beside the device, or once in the "offload" block'
+        )
     return config
 
 
 def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a config file: JSON with comments, in which no key appears twice."""
-    content = _parse(_read(source), os.fspath(source))
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(f"the config must be a dict or the path of a JSON file, got {type(source).__name__}")
+    name = os.fspath(source)
+    try:
+        text = Path(name).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:  # a path may hold a null byte, a file anything
+        raise ConfigError(f"cannot read the config {name}: {error}") from error
+    content = _parse(text, name)
     if not isinstance(content, dict):
         raise ConfigError(f"the config must be a JSON object, got {type(content).__name__}")
     return content
 
 
-def _read(source: str | os.PathLike[str]) -> str:
-    try:
-        return Path(source).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the config {os.fspath(source)}: {error}") from error
-
-
-_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+_STRING = r'("(?:\\.|[^"\\\n])*")'
+_COMMENT = re.compile(_STRING + r"|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+_LAST_COMMA = re.compile(_STRING + r"|,(?=\s*[}\]])")
 
 
 def _parse(text: str, name: str) -> Any:
@@ -482,82 +429,122 @@ def _parse(text: str, name: str) -> Any:
         return match[1] or re.sub(r"[^\n]", " ", match[0])  # keeps line numbers right
 
     try:
-        return json.loads(_COMMENT.sub(blank, text), object_pairs_hook=pairs)
+        return json.loads(_LAST_COMMA.sub(blank, _COMMENT.sub(blank, text)), object_pairs_hook=pairs)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{name} is not a config: its blocks are nested too deeply") from error
+    except ConfigError:
+        raise
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{name} is not a config: {error}") from error
 
 
-def _sort_out(content: dict[str, Any]) -> dict[str, Any]:
-    """Divide top-level keys into those that are models here, those without effect, and errors."""
-    known = {name for name in Config.model_fields if name not in ("accepted", "ignored")} | {"bfloat16"}
-    kept: dict[str, Any] = {}
-    ignored: list[str] = []
-    for key, value in content.items():
-        if key in known:
-            kept[key] = value
-        elif key == "scheduler":
-            if value:
-                raise ConfigError(
-                    '"scheduler" is not supported yet: pass lr_scheduler=, a torch scheduler or a function that makes '
-                    "one from the optimizer, to offload.initialize"
-                )
-        elif key in _CHANGES_TRAINING:
-            if _is_on(value):
-                raise ConfigError(
-                    f'"{key}" would change what is learned and is not supported; remove it, or switch it off'
-                )
-        elif key in _QUIET:
-            if _is_on(value):
-                ignored.append(key)
-        elif near := difflib.get_close_matches(key, [*known, *_QUIET, "scheduler"], 1, 0.8):
-            raise ConfigError(f'unknown key "{key}"; did you mean "{near[0]}"?')
-        else:
-            ignored.append(key)
-    zero = kept.get("zero_optimization")
+def _in_new_form(content: Mapping[str, Any]) -> dict[str, Any]:
+    """`true` for ZeRO and `cpu_offload` are how older files say what blocks say now."""
+    content = dict(content)
+    zero = content.get("zero_optimization")
     if isinstance(zero, bool):
-        kept["zero_optimization"] = {"stage": int(zero)}
-    for name in ("optimizer", "fp16", "bf16", "bfloat16", "data_types", "zero_optimization", "offload"):
-        if name in kept and kept[name] is None:
-            del kept[name]
-    return {**kept, "ignored": tuple(ignored)}
+        content["zero_optimization"] = {"stage": int(zero)}
+    elif isinstance(zero, Mapping):
+        content["zero_optimization"] = zero = dict(zero)
+        for old, new in _OLD_SWITCHES.items():
+            if zero.pop(old, False) is True:
+                if zero.get(new) is not None:
+                    raise ConfigError(f"zero_optimization has both {old} and {new}; leave {old} out")
+                zero[new] = {"device": "cpu"}
+    return content
+
+
+_OLD_SWITCHES = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "cpu_offload_params": "offload_param",
+}
+
+
+def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, no_effect: _NoEffect) -> dict[str, Any]:
+    """What of `content` is for the fields of `model`: no defaults, and no key without effect; raises at a bad one."""
+    kept: dict[str, Any] = {}
+    for key, value in content.items():
+        name, dotted = model.OLD_NAMES.get(key, key), f"{path}{key}"
+        if name in model.REFUSED:
+            if _is_on(value):
+                raise ConfigError(f'"{dotted}" {model.REFUSED[name]}')
+        elif name in model.TUNING:
+            no_effect.tuning.append(dotted)
+        elif name in model.UNSUPPORTED:
+            no_effect.unsupported.extend([dotted] * _is_on(value))
+        elif name not in model.model_fields:
+            raise ConfigError(_unknown(model, str(key), dotted))
+        elif name in kept or (name != key and name in content):
+            raise ConfigError(f'"{dotted}" is the older name of "{path}{name}", which is there too; keep one of them')
+        elif _means_default(value, name, model):
+            continue
+        else:
+            inner = _inner(model, name)
+            is_block = inner is not None and isinstance(value, Mapping)
+            kept[name] = _sort_out(inner, value, f"{dotted}.", no_effect) if inner and is_block else value
+    return kept
+
+
+def _means_default(value: Any, name: str, model: type[Block]) -> bool:
+    if value is None:
+        return name != "gradient_clipping"  # null could be meant as "no clipping", and is not
+    return isinstance(value, str) and value == "auto" and name not in model.OWN_AUTO
+
+
+def _inner(model: type[Block], name: str) -> type[Block] | None:
+    """The block that the field is, if it is one."""
+    annotation = model.model_fields[name].annotation
+    candidates = (annotation, *getattr(annotation, "__args__", ()))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Block)), None)
 
 
 def _is_on(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return bool(value.get("enabled", value.get("deepcompile", bool(value))))
-    return bool(value)
+    """Whether a key that is not supported asks for anything."""
+    if not isinstance(value, Mapping):
+        return bool(value) and value != "auto"
+    if "enabled" in value:
+        return _is_on(value["enabled"])
+    switches = list(_switches(value))
+    return any(switches) if switches else any(_is_on(inner) for inner in value.values())
+
+
+def _switches(block: Mapping[str, Any]) -> Iterator[bool]:
+    for key, value in block.items():
+        if key in ("enabled", "deepcompile"):
+            yield _is_on(value)
+        elif isinstance(value, Mapping):
+            yield from _switches(value)
+
+
+def _unknown(model: type[Block], key: str, dotted: str) -> str:
+    known = (*model.model_fields, *model.OLD_NAMES, *model.TUNING, *model.UNSUPPORTED, *model.REFUSED)
+    near = difflib.get_close_matches(key, known, 1, 0.6)
+    hint = (
+        f'did you mean "{near[0]}"?' if near else f"remove it; keys with an effect are {', '.join(model.model_fields)}"
+    )
+    return f"unknown key {dotted}; {hint}"
+
+
+_EXPECTED = {"model_type": "should be a block, as {...}", "tuple_type": "should be a list"}
+_ADVICE = {
+    "gradient_clipping": "0 switches clipping off",
+    "offload.run": "it names a folder: letters, digits, '.', '_' and '-', the first a letter or digit",
+    "offload.durability": '"every" is not supported yet, "step" commits each step',
+    "optimizer.type": "set one of these, or pass optimizer= to offload.initialize",
+}
 
 
 def _explain(error: pydantic.ValidationError) -> str:
-    """The first error in words: the key's dotted path, what was expected, what came."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    key = ".".join(path)
-    if first["type"] == "extra_forbidden":
-        model: type[BaseModel] = Config
-        for part in path[:-1]:
-            annotation = model.model_fields[part].annotation
-            candidates = [annotation, *getattr(annotation, "__args__", ())]
-            model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
-        near = difflib.get_close_matches(path[-1], model.model_fields, 1, 0.6)
-        hint = (
-            f"; did you mean {near[0]!r}?"
-            if near
-            else f"; known are {', '.join(sorted(set(model.model_fields) - {'accepted'}))}"
-        )
-        return f"unknown key {key}{hint}"
-    got = first["input"]
-    expected = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return f"{key} {expected}{'' if repr(got) in expected else f', got {got!r}'}"
-
-
-def _check(config: Config) -> None:
-    if config.fp16.enabled:
-        raise ConfigError('"fp16" is not supported yet; set "bf16": {"enabled": true} instead')
-    if "nvme" in (config.weight_tier, config.optimizer_tier) and not config.drives:
-        raise ConfigError(
-            '"device" is nvme, but no "nvme_path" is given; set it beside the device, or once in the "offload" block'
-        )
+    """The first error in words: the key's dotted path, what was expected, what came, and what to do."""
+    first = error.errors(include_url=False)[0]
+    key, got = ".".join(str(part) for part in first["loc"]), first["input"]
+    expected = re.sub("^(Value error, |Input |String )", "", first["msg"])
+    expected = _EXPECTED.get(first["type"], expected)
+    advice = next((f"; {words}" for name, words in _ADVICE.items() if key == name or key.startswith(f"{name}.")), "")
+    return f"{key} {expected}{'' if repr(got) in expected else f', got {got!r}'}{advice}"
 
 
 # -- documentation ------------------------------------------------------------------------------------
@@ -565,45 +552,52 @@ def _check(config: Config) -> None:
 _INTRODUCTION = """# Configuration
 
 A DeepSpeed JSON file works as it is. Here is every key that has an effect, with its default, and every key that is
-accepted without one. `"auto"` means the default, integers may be written as `1e8`, and comments are allowed. A key that
-is close to a known one but not it is an error; other unknown top-level keys are named in a line at the start.
+accepted without one; an unknown key is an error that names the nearest one. `"auto"` and `null` mean the default,
+integers may be written as `1e8`, comments (`//`, `#`, `/* */`) are allowed. A learning rate of `"auto"` must come from
+`--lr` or from an optimizer that is passed to `offload.initialize`.
 
-This file is written by `make format` from `offload/config.py`.
+This file is written by `python -m offload.config` from `offload/config.py`.
 """
 
 
 def document() -> str:
     """docs/configuration.md."""
-    lines = [_INTRODUCTION]
-    _document(Config, "", lines)
-    lines.append("## Accepted without effect\n")
-    lines.append("They tune buffers, buckets and overlaps that this library sizes by itself:\n")
-    for name, keys in (
-        ("top level", _QUIET),
-        ("`zero_optimization`", _ZERO_TUNING),
-        ("`offload_param`", _PARAM_TUNING),
-        ("`offload_optimizer`", _OPTIMIZER_TUNING),
-    ):
-        lines.append(f"* {name}: {', '.join(f'`{key}`' for key in keys)}")
-    lines.append("\n## Refused unless switched off\n")
-    lines.append("They would change what is learned:\n")
-    lines.append(f"{', '.join(f'`{key}`' for key in (*_CHANGES_TRAINING, 'scheduler', 'fp16'))}.")
-    return "\n".join(lines) + "\n"
+    tables: list[str] = [_INTRODUCTION]
+    tuning: list[str] = []
+    refused: list[str] = []
+    for path, model in _blocks(Config, ""):
+        title = f"`{path}`" if path else "Top level"
+        if path != "fp16":
+            tables.append(f"## {title}\n\n{(model.__doc__ or '').splitlines()[0]}\n\n{_table(model)}")
+        for lines, keys in ((tuning, (*model.TUNING, *model.UNSUPPORTED)), (refused, model.REFUSED)):
+            lines.extend([f"* {title}: {', '.join(f'`{key}`' for key in keys)}"] if keys else [])
+    refused.append("* `fp16`, when it is enabled")
+    return "\n".join(
+        [
+            *tables,
+            "## Accepted without effect\n\nThey tune what this library sizes by itself, or switch on what is not here "
+            "and would not change a bit; one line at the start names those that a file has:\n\n" + "\n".join(tuning),
+            "\n## Refused unless switched off\n\nWithout them training would be another one:\n\n" + "\n".join(refused),
+            "",
+        ]
+    )
 
 
-def _document(model: type[BaseModel], path: str, lines: list[str]) -> None:
-    title = f"`{path}`" if path else "Top level"
-    lines.append(f"## {title}\n\n{(model.__doc__ or '').splitlines()[0]}\n\n| key | default | meaning |\n|---|---|---|")
-    inner: list[tuple[str, type[BaseModel]]] = []
+def _table(model: type[Block]) -> str:
+    rows = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in model.model_fields.items():
-        if field.exclude:
-            continue
-        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        block = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
-        default = "" if block is not None else f"`{json.dumps(field.default)}`"
-        lines.append(f"| `{name}` | {default} | {field.description} |")
-        if block is not None and name != "fp16":
-            inner.append((f"{path}.{name}" if path else name, block))
-    lines.append("")
-    for inner_path, block in inner:
-        _document(block, inner_path, lines)
+        default = "" if _inner(model, name) else f"`{json.dumps(field.default)}`"
+        rows.append(f"| `{name}` | {default} | {field.description} |")
+    return "\n".join(rows) + "\n"
+
+
+def _blocks(model: type[Block], path: str) -> Iterator[tuple[str, type[Block]]]:
+    """The block and all blocks in it, with their dotted names."""
+    yield path, model
+    for name in model.model_fields:
+        if inner := _inner(model, name):
+            yield from _blocks(inner, f"{path}.{name}" if path else name)
+
+
+if __name__ == "__main__":
+    (Path(__file__).parents[1] / "docs" / "configuration.md").write_text(document(), encoding="utf-8")

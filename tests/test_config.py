@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config import Batch, document, load_config, resolve_batch
+from offload.config import Batch, Block, Config, document, load_config, resolve_batch
 from offload.errors import ConfigError
 
 ZERO3 = {
@@ -59,6 +59,108 @@ def test_auto_means_the_default_but_in_our_own_block() -> None:
     assert not config.bf16.enabled and config.train_batch_size is None and config.offload.resume == "auto"
 
 
+def test_null_means_the_default_too() -> None:
+    nothing = dict.fromkeys(("train_batch_size", "optimizer", "scheduler", "fp16", "bf16", "zero_optimization", "amp"))
+    assert load_config({**nothing, "offload": {"host_memory": None, "units": None, "nvme_path": None}}) == Config()
+    assert load_config({"zero_optimization": {"offload_param": None, "leaf_module": None}}) == Config()
+
+
+TUTORIALS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "stage 2 with fp16": (
+        {
+            "zero_optimization": {"stage": 2, "allgather_bucket_size": 2e8, "reduce_bucket_size": 2e8},
+            "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2},
+            "train_batch_size": "auto",
+        },
+        '"fp16" is not supported yet',
+    ),
+    "stage 2 with a warm-up": (
+        {
+            "train_batch_size": 32,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1000}},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        },
+        "lr_scheduler=",
+    ),
+    "stage 3 on the CPU, by Trainer": (
+        {
+            "bf16": {"enabled": "auto"},
+            "fp16": {"enabled": "auto", "loss_scale": 0},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+            },
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "offload_param": {"device": "cpu", "pin_memory": True},
+                "sub_group_size": 1e9,
+                "reduce_bucket_size": "auto",
+                "stage3_gather_16bit_weights_on_model_save": True,
+            },
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "steps_per_print": float("inf"),
+            "wall_clock_breakdown": False,
+        },
+        None,
+    ),
+    "everything in its own words": (
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "cpu_offload": True,
+                "zero_quantized_weights": False,
+                "mics_shard_size": -1,
+                "leaf_module": {"classes": "Experts", "name_suffixes": []},
+                "offload_param": {"device": "none"},
+            },
+            "bfloat16": {"enabled": True},
+            "amp": {"enabled": False, "opt_level": "O1"},
+            "compile": {"deepcompile": False, "double_buffer": True},
+            "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False, "groups": 64}}},
+        },
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_what_tutorials_have_loads_or_gives_one_clear_error(name: str) -> None:
+    content, words = TUTORIALS[name]
+    if words is None:
+        load_config(content)
+        return
+    with pytest.raises(ConfigError, match=words):
+        load_config(content)
+
+
+def test_older_names_are_honoured() -> None:
+    config = load_config(TUTORIALS["everything in its own words"][0])
+    assert (config.weight_tier, config.optimizer_tier, config.dtype) == ("none", "cpu", "bf16")
+    assert config.units == ("Experts",)
+    assert load_config({"zero_optimization": True}).zero_optimization.stage == 1
+    assert load_config({"zero_optimization": {"cpu_offload_params": True}}).weight_tier == "cpu"
+
+
+def test_whole_floats_are_integers() -> None:
+    config = load_config({"train_batch_size": 1e2, "offload": {"host_memory": 2e9, "seed": 7.0}})
+    assert (config.train_batch_size, config.offload.host_memory, config.offload.seed) == (100, 2_000_000_000, 7)
+
+
+def test_each_kind_of_key_without_effect_is_one_line() -> None:
+    zero = {"stage": 2, "overlap_comm": True, "offload_param": {"device": "cpu", "pin_memory": True}}
+    tuning, unsupported, stage = load_config({"zero_optimization": zero, "tensorboard": {"enabled": True}}).notices
+    assert "zero_optimization.overlap_comm" in tuning and "zero_optimization.offload_param.pin_memory" in tuning
+    assert "tensorboard" in unsupported and "stage 2" in stage
+    assert (
+        load_config({"tensorboard": {"enabled": False}, "activation_checkpointing": {"profile": False}}).notices == ()
+    )
+
+
 def test_adam_is_adamw_unless_told() -> None:
     assert load_config({"optimizer": {"type": "adam"}}).optimizer.decoupled
     plain = {"type": "Adam", "params": {"adam_w_mode": False}}
@@ -71,19 +173,54 @@ def test_comments_and_lists_of_paths(tmp_path: Path) -> None:
         """{
         // weights and states
         "zero_optimization": {"stage": 3, /* both */ "offload_param": {"device": "nvme"}}, # end
-        "offload": {"nvme_path": ["/a//b", "~/c"], "run": "x"}
+        "offload": {"nvme_path": ["/a//b", "~/c"], "run": "x",},
         }"""
     )
     assert load_config(path).drives == ("/a//b", str(Path.home() / "c"))
 
 
+def test_a_mark_of_a_comment_in_a_string_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('\ufeff{"offload": {"nvme_path": ["http://a#b/*c*/", "\\"d,]"]}}', encoding="utf-8")
+    assert load_config(path).drives == ("http://a#b/*c*/", '"d,]')
+
+
+def test_paths_are_strings_or_paths() -> None:
+    given = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": Path("/x")}}
+    given |= {"offload_optimizer": {"device": "nvme", "nvme_path": ["/y", "/x"]}}
+    assert load_config({"zero_optimization": given, "offload": {"nvme_path": "/z"}}).drives == ("/y", "/x")
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a typo": ({"train_batchsize": 1}, 'did you mean "train_batch_size"'),
-    "a typo inside": ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, r"offload_param\.devise.*'device'"),
+    "a typo inside": ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, r'offload_param\.devise.*"device"'),
+    "a typo of what has no effect": ({"zero_optimization": {"sub_group_sise": 1}}, '"sub_group_size"'),
+    "a typo under an older name": ({"bfloat16": {"enable": True}}, r'bfloat16\.enable; did you mean "enabled"'),
+    "a key that nobody knows": ({"my_own_note": 1}, "unknown key my_own_note; remove it.*train_batch_size"),
+    "a key that is a number": ({1: 2}, "unknown key 1"),
+    "an older name beside the new one": ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, "older name"),
+    "an older switch beside its block": (
+        {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}},
+        "cpu_offload and offload_optimizer",
+    ),
+    "the clip in the wrong place": ({"optimizer": {"params": {"max_grad_norm": 1.0}}}, "gradient_clipping"),
+    "true for a number": ({"train_batch_size": True}, "train_batch_size should be a number, got True"),
+    "a learning rate of inf": ({"optimizer": {"params": {"lr": float("inf")}}}, r"optimizer\.params\.lr.*finite"),
+    "a clip of null": ({"gradient_clipping": None}, "gradient_clipping.*0 switches clipping off"),
+    "a durability to come": ({"offload": {"durability": {"every": 5}}}, r'offload\.durability.*"every".*not.*yet'),
+    "a size without an end": ({"offload": {"host_memory": "1e400"}}, r"offload\.host_memory"),
+    "a seed without an end": ({"offload": {"seed": 1e300}}, r"offload\.seed"),
+    "a path that is a number": ({"zero_optimization": {"offload_param": {"nvme_path": 5}}}, "nvme_path.*list.*5"),
+    "an empty path": ({"offload": {"nvme_path": [""]}}, "nvme_path"),
+    "quantized weights": ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights"),
+    "compression": ({"compression_training": {"pruning": {"shared": {"enabled": True}}}}, "compression_training"),
+    "sparse attention": ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
+    "amsgrad": ({"optimizer": {"params": {"amsgrad": True}}}, "amsgrad"),
     "a typo of ours": ({"offload": {"host_memroy": 1}}, "host_memory"),
     "another device": ({"zero_optimization": {"offload_param": {"device": "disk"}}}, r"offload_param\.device"),
     "another optimizer": ({"optimizer": {"type": "Lion"}}, "'Adam' or 'AdamW'.*Lion"),
-    "a beta of one": ({"optimizer": {"params": {"betas": [0.9, 1.0]}}}, "below 1"),
+    "a beta of one": ({"optimizer": {"params": {"betas": [0.9, 1.0]}}}, r"betas\.1 should be less than 1, got 1\.0"),
+    "a beta too few": ({"optimizer": {"params": {"betas": [0.9]}}}, "betas"),
     "a fraction": ({"gradient_accumulation_steps": 2.5}, "gradient_accumulation_steps"),
     "zero": ({"train_batch_size": 0}, "train_batch_size.*greater than 0"),
     "a size": ({"offload": {"host_memory": "many"}}, "host_memory.*16GiB"),
@@ -112,6 +249,8 @@ def test_a_bad_key_is_named(case: str) -> None:
         ('{\n "a": }', "line 2"),
         ("[]", "JSON object"),
         ("\x00", "not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"train_batch_size": ' + "1" * 5000 + "}", "not a config"),
     ],
 )
 def test_a_bad_file(text: str, words: str, tmp_path: Path) -> None:
@@ -123,15 +262,79 @@ def test_a_bad_file(text: str, words: str, tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.json"):
         load_config(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config("\0")
 
 
-def test_unknown_top_level_keys_are_named_and_ignored() -> None:
-    assert "my_own_note" in load_config({"my_own_note": 1}).notices[0]
+@pytest.mark.parametrize("source", [5, b"ds.json", None, [("train_batch_size", 1)]])
+def test_what_is_neither_a_dict_nor_a_path(source: Any) -> None:
+    with pytest.raises(ConfigError, match="a dict or the path"):
+        load_config(source)
 
 
 def test_an_unused_path_is_said() -> None:
     content = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/x"}}}
     assert "nvme_path is ignored" in load_config(content).notices[0]
+
+
+def _places(model: type[Block], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key in (*model.model_fields, *model.TUNING, *model.UNSUPPORTED, *model.REFUSED, *model.OLD_NAMES, "unheard_of"):
+        yield (*path, key)
+    for name, field in model.model_fields.items():
+        for inner in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(inner, type) and issubclass(inner, Block):
+                yield from _places(inner, (*path, name))
+
+
+ODD: tuple[Any, ...] = (
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        10**400,
+        0.5,
+        1e308,
+        float("inf"),
+        float("nan"),
+        "",
+        "auto",
+        "\0",
+        "~",
+        "1e400",
+        b"x",
+    ),
+    *(
+        [],
+        [None],
+        [1],
+        ["x", "x"],
+        [[]],
+        {},
+        {"enabled": 5},
+        {"x": {"enabled": "auto"}},
+        {None: 1},
+        object(),
+        Path("/x"),
+    ),
+)
+
+
+@pytest.mark.parametrize("place", list(_places(Config)), ids=".".join)
+def test_any_value_of_any_key_is_a_config_or_a_config_error(place: tuple[str, ...]) -> None:
+    for value in ODD:
+        content: Any = value
+        for key in reversed(place):
+            content = {key: content}
+        try:
+            config = load_config(content)
+        except ConfigError as error:
+            named = Config.OLD_NAMES.get(place[-1], place[-1])
+            assert named in str(error) or isinstance(value, dict), f"{value!r}: the key is not named: {error}"
+        else:
+            assert all("\n" not in line for line in config.notices)
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 8), st.sampled_from(["total", "micro", "accumulation"]))
@@ -148,7 +351,7 @@ def test_any_two_batch_sizes_give_the_third(micro: int, accumulation: int, world
 
 def test_batch_sizes_that_do_not_fit() -> None:
     content = {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 3}
-    with pytest.raises(ConfigError, match=r"10.*3.*3.*9"):
+    with pytest.raises(ConfigError, match=r"is 10, and 3 \* 3 \* 1 is 9"):
         resolve_batch(load_config(content), 1)
     with pytest.raises(ConfigError):
         resolve_batch(load_config({"train_batch_size": 2, "gradient_accumulation_steps": 4}), 1)
@@ -156,10 +359,14 @@ def test_batch_sizes_that_do_not_fit() -> None:
 
 def test_the_documentation_is_up_to_date() -> None:
     written = Path(__file__).parents[1] / "docs" / "configuration.md"
-    assert written.read_text() == document(), "run `make format`"
+    assert written.read_text() == document(), "run `python -m offload.config`"
 
 
 def test_every_key_is_documented() -> None:
     text = document()
-    for key in json.loads(json.dumps(ZERO3)):
+
+    def keys(content: dict[str, Any]) -> set[str]:
+        return set(content).union(*(keys(value) for value in content.values() if isinstance(value, dict)))
+
+    for key in keys(ZERO3) - {"block_size", "queue_depth", "thread_count"}:
         assert f"`{key}`" in text, key

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
 import offload
+from offload.presets import build
 from offload.sizes import MIB
-from tests.oracle import Job, config, peak_memory, train_step
+from tests.oracle import DiskBytes, Job, config, peak_memory, train_step
 
 ALLOWANCE = 512 * MIB
 BATCH, LENGTH = 1, 64
 
 
-def model() -> torch.nn.Module:
+def middle() -> torch.nn.Module:
     """About 57M parameters, most of them in blocks."""
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_layer=8, n_embd=768, n_head=12, vocab_size=512, n_positions=128, use_cache=False)
     )
+
+
+def gpt2_small() -> torch.nn.Module:
+    """124M parameters, 31 % of them in the tied embedding."""
+    return build("gpt2-small")
 
 
 def loss(model: torch.nn.Module, step: int, micro: int) -> torch.Tensor:
@@ -27,35 +35,52 @@ def loss(model: torch.nn.Module, step: int, micro: int) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-JOB = Job(model, loss, steps=3, dtype="bf16")
-
-
-def _plain_forward_and_backward() -> int:
-    """What the same loop takes without any states: its parameters are counted out by the caller."""
-    net = model().to(torch.bfloat16)
-    for step in range(JOB.steps):
+def _plain_forward_and_backward(job: Job) -> int:
+    """The same loop on the plain model without an optimizer."""
+    net = job.model().to(torch.bfloat16)
+    for step in range(job.steps):
         loss(net, step, 0).backward()
         net.zero_grad()
     return sum(parameter.numel() for parameter in net.parameters())
 
 
-def _train(folder: str) -> tuple[int, int, int]:
+def _train(job: Job, folder: str) -> dict[str, float]:
     with offload.init(None):
-        net = model()
-    engine = offload.initialize(model=net, config=config(JOB, ("nvme", "nvme"), Path(folder)))[0]
-    for step in range(JOB.steps):
-        train_step(engine, JOB, step)
+        net = job.model()
+    engine = offload.initialize(model=net, config=config(job, ("nvme", "nvme"), Path(folder)))[0]
+    per_step = []
+    for step in range(job.steps):
+        disk = DiskBytes()
+        before = engine.io_bytes()
+        train_step(engine, job, step)
+        after = engine.io_bytes()
+        per_step.append((after.read - before.read + after.written - before.written, disk.read + disk.written))
     engine.destroy(remove=True)
-    return engine.parameter_count, engine.host_memory, engine.device_memory
+    return {
+        "parameters": engine.parameter_count,
+        "host": engine.host_memory,
+        "device": engine.device_memory,
+        "own_bytes": per_step[-1][0],
+        "disk_bytes": per_step[-1][1],
+    }
 
 
-def test_peak_rss_is_the_formula(tmp_path: Path) -> None:
-    """Peak of the plain loop, less its weights and gradients, plus both budgets, plus 512 MiB."""
-    parameters, plain = peak_memory(_plain_forward_and_backward)
-    (counted, host, device), mine = peak_memory(_train, str(tmp_path))
-    assert counted == parameters
+@pytest.mark.parametrize("model", [middle, pytest.param(gpt2_small, marks=pytest.mark.slow)])
+def test_peak_and_bytes_are_the_formula(model: Callable[[], torch.nn.Module], tmp_path: Path) -> None:
+    """Peak: the plain loop less its weights and gradients, plus both budgets, plus 512 MiB. Bytes: 26 a parameter."""
+    job = Job(model, loss, steps=4, dtype="bf16")
+    parameters, plain = peak_memory(_plain_forward_and_backward, job)
+    mine, peak = peak_memory(_train, job, str(tmp_path))
+    assert mine["parameters"] == parameters
     # The plain model was fp32 for a moment: its peak has at least 4 bytes for each parameter.
     base = plain - 4 * parameters
-    assert mine <= base + host + device + ALLOWANCE
-    states = 12 * parameters
-    assert host + device < states, "the budgets are smaller than the states, or the test shows nothing"
+    assert peak <= base + mine["host"] + mine["device"] + ALLOWANCE
+    assert mine["host"] + mine["device"] < 12 * parameters, "budgets smaller than the states, or this shows nothing"
+    print(f"peak {peak / MIB:.0f} MiB, formula {(base + mine['host'] + mine['device'] + ALLOWANCE) / MIB:.0f} MiB")
+    print(
+        f"bytes a parameter: {mine['own_bytes'] / parameters:.2f}, on the drive {mine['disk_bytes'] / parameters:.2f}"
+    )
+    # An update reads 12 and writes 12, the backward reads 2: less what stays on the device, and less the 2 of old
+    # weights that an update finds in a lease.
+    assert 22 <= mine["own_bytes"] / parameters <= 26.1
+    assert mine["disk_bytes"] >= 0.9 * mine["own_bytes"], "the page cache did not do it"

@@ -355,7 +355,8 @@ def _check_fits(progress: Progress, model: nn.Module, optimizer: Optimizer) -> N
         raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {mine.get(name)} in this model")
     if len(progress.facts["lr"]) != len(optimizer.param_groups):
         raise StoreError(
-            f"the run has {len(progress.facts['lr'])} groups of parameters, this optimizer {len(optimizer.param_groups)}"
+            f"the run has {len(progress.facts['lr'])} groups of parameters, this optimizer has "
+            f"{len(optimizer.param_groups)}"
         )
 
 
