@@ -27,14 +27,14 @@ format: $(VENV)/.dev ## Format everything and write docs/configuration.md
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
-	$(BIN)/python scripts/write_configuration.py
+	$(BIN)/python -W ignore::RuntimeWarning:runpy -m offload.config
 
 mutants: $(VENV)/.dev ## Show that the tests notice faults put in on purpose
 	$(BIN)/python -m tests.mutants
 
 # A stamp for each extra, so that nothing is installed twice. Python sources need no second install.
-$(VENV)/.hf $(VENV)/.dev: $(VENV)/.%: pyproject.toml CMakeLists.txt constraints.txt $(NATIVE)
+$(VENV)/.hf $(VENV)/.dev: $(VENV)/.%: pyproject.toml CMakeLists.txt constraints.txt scripts/install.py $(NATIVE)
 	$(PYTHON) scripts/preflight.py
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python scripts/install.py $*
 	touch $@

@@ -449,7 +449,7 @@ def _in_new_form(content: Mapping[str, Any]) -> dict[str, Any]:
     elif isinstance(zero, Mapping):
         content["zero_optimization"] = zero = dict(zero)
         for old, new in _OLD_SWITCHES.items():
-            if zero.pop(old, False) is True:
+            if _is_on(zero.pop(old, False)):
                 if zero.get(new) is not None:
                     raise ConfigError(f"zero_optimization has both {old} and {new}; leave {old} out")
                 zero[new] = {"device": "cpu"}
@@ -466,13 +466,14 @@ _OLD_SWITCHES = {
 def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, no_effect: _NoEffect) -> dict[str, Any]:
     """What of `content` is for the fields of `model`: no defaults, and no key without effect; raises at a bad one."""
     kept: dict[str, Any] = {}
+    tuned = "enabled" not in model.model_fields or _is_on(content.get("enabled"))  # what is off needs no word
     for key, value in content.items():
         name, dotted = model.OLD_NAMES.get(key, key), f"{path}{key}"
         if name in model.REFUSED:
             if _is_on(value):
                 raise ConfigError(f'"{dotted}" {model.REFUSED[name]}')
         elif name in model.TUNING:
-            no_effect.tuning.append(dotted)
+            no_effect.tuning.extend([dotted] * tuned)
         elif name in model.UNSUPPORTED:
             no_effect.unsupported.extend([dotted] * _is_on(value))
         elif name not in model.model_fields:
@@ -554,7 +555,8 @@ _INTRODUCTION = """# Configuration
 A DeepSpeed JSON file works as it is. Here is every key that has an effect, with its default, and every key that is
 accepted without one; an unknown key is an error that names the nearest one. `"auto"` and `null` mean the default,
 integers may be written as `1e8`, comments (`//`, `#`, `/* */`) are allowed. A learning rate of `"auto"` must come from
-`--lr` or from an optimizer that is passed to `offload.initialize`.
+`--lr` or from an optimizer that is passed to `offload.initialize`. Older names hold: `bfloat16` for `bf16`, and in
+`zero_optimization` `cpu_offload` and `cpu_offload_params`, which put one of the two blocks on `cpu`.
 
 This file is written by `python -m offload.config` from `offload/config.py`.
 """

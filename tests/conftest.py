@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 import os
 
-from tests import mutants
-
 # Models here are tiny: a second thread of torch only waits, for ever so long where the machine is busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-mutants.install()  # before anything of the package is imported
 
 import pytest
 import torch

@@ -144,6 +144,7 @@ def test_older_names_are_honoured() -> None:
     assert config.units == ("Experts",)
     assert load_config({"zero_optimization": True}).zero_optimization.stage == 1
     assert load_config({"zero_optimization": {"cpu_offload_params": True}}).weight_tier == "cpu"
+    assert load_config({"zero_optimization": {"cpu_offload": 1}}).optimizer_tier == "cpu"
 
 
 def test_whole_floats_are_integers() -> None:
@@ -159,6 +160,12 @@ def test_each_kind_of_key_without_effect_is_one_line() -> None:
     assert (
         load_config({"tensorboard": {"enabled": False}, "activation_checkpointing": {"profile": False}}).notices == ()
     )
+
+
+def test_the_keys_of_a_mode_that_is_off_need_no_word() -> None:
+    assert load_config({"fp16": {"enabled": False, "loss_scale": 0}, "bf16": {"enabled": "auto"}}).notices == ()
+    on = load_config({"bf16": {"enabled": True, "immediate_grad_update": True}})
+    assert "bf16.immediate_grad_update" in on.notices[0]
 
 
 def test_adam_is_adamw_unless_told() -> None:

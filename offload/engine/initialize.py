@@ -154,7 +154,7 @@ def _decide(config: Config, batch: Batch, model: nn.Module) -> _Plan:
         )
 
     resume = _resume(config, on_disk)
-    slots, notices = _slots(config, on_disk, resume, placed)
+    slots, notices = _slots(config, on_disk, any(parts.trainable_numel), resume, placed)
     return _Plan(
         config,
         batch,
@@ -232,11 +232,11 @@ def _resume(config: Config, on_disk: bool) -> bool:
 
 
 def _slots(
-    config: Config, on_disk: bool, resume: bool, placed: Callable[[int], Placement]
+    config: Config, on_disk: bool, trains: bool, resume: bool, placed: Callable[[int], Placement]
 ) -> tuple[int, tuple[str, ...]]:
     """How many slots the store has: 2 where a step is durable, 1 in place, 0 where there is no store."""
     wish = config.offload.durability
-    if wish == "none":
+    if wish == "none" or not trains:
         return (1 if on_disk else 0), ()
     if wish == "step" and not config.drives:
         raise ConfigError('"durability" is step, but no nvme_path is given; set one in the "offload" block')

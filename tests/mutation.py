@@ -1,0 +1,202 @@
+"""Faults put into the code on purpose, each of which a test must notice: `python -m tests.mutants`.
+
+Each mutant replaces a stretch of source text while a module is imported, in a pytest process of its own; no file
+is changed. A mutant that no test kills, or whose text is no longer there, ends the command with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+_VARIABLE = "OFFLOAD_MUTANT"
+
+
+class Mutant(NamedTuple):
+    """`old` becomes `new` in `module`; `tests` must then fail."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = (
+    Mutant(
+        "drop the decay",
+        "offload.engine.engine",
+        'weight_decay=float(group["weight_decay"])',
+        "weight_decay=0.0",
+        "tests/test_parity.py",
+    ),
+    Mutant(
+        "drop the bias correction",
+        "offload.engine.engine",
+        "step=self._parameter_steps[unit][position]",
+        "step=1_000_000",
+        "tests/test_parity.py",
+    ),
+    Mutant(
+        "drop the clip",
+        "offload.engine.engine",
+        "if clip else 1.0",
+        "if False else 1.0",
+        "tests/test_parity.py",
+    ),
+    Mutant(
+        "skip the wait for a tile's reads",
+        "offload.engine.updater",
+        "for read in tile.reads:",
+        "for read in ():",
+        "tests/test_order.py",
+    ),
+    Mutant(
+        "skip the wait for an update",
+        "offload.swapper.pager",
+        "while entry.updating or entry.residency is not Residency.DEVICE:",
+        "while entry.residency is not Residency.DEVICE:",
+        "tests/test_order.py",
+    ),
+    Mutant(
+        "skip the wait for a write before its lease is clean",
+        "offload.engine.updater",
+        "for write in tile.writes:\n                write.wait()",
+        "pass",
+        "tests/test_order.py",
+    ),
+    Mutant(
+        "swap the slots A and B",
+        "offload.swapper.store",
+        "return 0 if self.durable is None else 1 - self.durable.slots[unit]",
+        "return 0 if self.durable is None else self.durable.slots[unit]",
+        "tests/test_resume.py",
+    ),
+    Mutant(
+        "lose one gradient add",
+        "offload.engine.gradients",
+        "add=segment in squares",
+        "add=False",
+        "tests/test_parity.py",
+    ),
+    Mutant(
+        "skip one unit's update",
+        "offload.engine.engine",
+        "if steps:",
+        "if steps and index != 1:",
+        "tests/test_parity.py",
+    ),
+    Mutant(
+        "commit before the data is durable",
+        "offload.swapper.store",
+        "        for file in self._files:\n            file.sync()\n        which",
+        "        which",
+        "tests/test_store.py",
+    ),
+    Mutant(
+        "skip the wait for a read of weights",
+        "offload.swapper.pager",
+        "            transfer.future.wait()\n        except Exception",
+        "            pass\n        except Exception",
+        "tests/test_order.py",
+    ),
+    Mutant(
+        "forget the generators on resume",
+        "offload.engine.engine",
+        "self._restore = progress.generators",
+        "self._restore = None",
+        "tests/test_resume.py",
+    ),
+)
+
+
+class _Mutator(importlib.abc.MetaPathFinder):
+    """Loads the mutant's module from changed source."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._mutant.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec is not None and spec.origin is not None
+        return importlib.util.spec_from_file_location(
+            name, spec.origin, loader=_Loader(name, spec.origin, self._mutant)
+        )
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, mutant: Mutant) -> None:
+        super().__init__(name, path)
+        self._mutant = mutant
+
+    def get_code(self, fullname: str):  # type: ignore[no-untyped-def]
+        source = Path(self.path).read_text()
+        assert source.count(self._mutant.old) >= 1, f"the text of the mutant {self._mutant.name!r} is gone"
+        return compile(source.replace(self._mutant.old, self._mutant.new), self.path, "exec")
+
+
+def install() -> None:
+    """In a process that runs mutated tests (and in those that it spawns): put the mutant in."""
+    name = os.environ.get(_VARIABLE)
+    if name:
+        sys.meta_path.insert(0, _Mutator(next(m for m in MUTANTS if m.name == name)))
+
+
+def _run(mutant: Mutant | None, tests: str) -> tuple[bool, str]:
+    """Whether the tests passed, and the end of what they printed."""
+    environment = dict(os.environ, **({_VARIABLE: mutant.name} if mutant else {}))
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={folder}/t",
+            tests,
+        ]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    tail = done.stdout.strip().splitlines()[-3:]
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"pytest could not run {tests}:\n{done.stdout}\n{done.stderr}")
+    return done.returncode == 0, "\n".join(tail)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="show that the tests notice faults")
+    parser.add_argument("words", nargs="*", help="only mutants whose name has one of these words")
+    words = parser.parse_args().words
+    chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    for tests in dict.fromkeys(mutant.tests for mutant in chosen):
+        passed, tail = _run(None, tests)
+        if not passed:
+            print(f"without any mutant {tests} fails:\n{tail}")
+            return 1
+    survivors = 0
+    for mutant in chosen:
+        start = time.monotonic()
+        passed, tail = _run(mutant, mutant.tests)
+        survivors += passed
+        reason = next((line for line in tail.splitlines() if line.startswith("FAILED")), "")
+        print(
+            f"{'SURVIVED' if passed else 'killed  '} {mutant.name} ({time.monotonic() - start:.0f} s) {reason}",
+            flush=True,
+        )
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants killed")
+    return 1 if survivors else 0
