@@ -235,6 +235,21 @@ def test_writing_to_a_weight_between_steps_is_refused(tmp_path: Path) -> None:
     assert losses == run(job, DISK, tmp_path / "plain").losses
 
 
+class Outside(models.Mixture):
+    """Its head is a function, so no module that owns the weight runs."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids) * self.scale
+        return nn.functional.linear(hidden, self.embedding.weight)
+
+
+def test_a_weight_that_is_used_outside_of_its_module_is_named(tmp_path: Path) -> None:
+    engine = start(models.MIXTURE._replace(model=Outside), DISK, tmp_path)
+    with pytest.raises(UsageError, match=r"embedding\.weight is used while no module that owns it runs"):
+        engine(models.tokens(0, 0, (2, 4), 61))
+    engine.destroy(remove=True)
+
+
 def test_the_users_own_optimizer_and_schedule(tmp_path: Path) -> None:
     """Groups with their own numbers, a schedule bound to the user's object: both act, as in the plain loop."""
     job = models.MIXTURE._replace(accumulation=1, steps=5)

@@ -16,7 +16,7 @@ import atexit
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -119,8 +119,6 @@ class Engine:
         self._parameter_steps = [[0] * len(layout.segments) for layout in parts.layouts]
         optimizer.attach(self._boundary, self.zero_grad)
         # A user may run the model without the engine; the first moment of that is an entry too.
-        root = module.register_forward_pre_hook(lambda *_: self._enter(), prepend=True)
-        self._root_hook: Callable[[], None] = root.remove
         parts.hooks.entered = parts.gatherer.entered = self._enter
 
     # -- training -----------------------------------------------------------------------------------
@@ -375,7 +373,6 @@ class Engine:
         parts = self._parts
         failed = parts.pager.failed
         atexit.unregister(self.at_exit)
-        self._root_hook()
         parts.hooks.remove()
         parts.gatherer.remove()
         if parts.updater is not None:

@@ -111,7 +111,8 @@ class Hooks:
         self._removers: list[Callable[[], None]] = []
         modules = dict(model.named_modules())
         own = {layout.name: index for index, layout in enumerate(layouts)}
-        for name, units in sites.items():
+        # The root is a site even without units of its own: saved tensors of all of a forward are packed.
+        for name, units in ({"": ()} | sites).items():
             self._hook_module(modules[name], units, own.get(name))
         for index, unit in enumerate(self._units):
             for segment, parameter in zip(unit.layout.segments, unit.parameters, strict=True):
@@ -370,8 +371,8 @@ class Hooks:
         used = self._placeholder_storages.get(address)
         if used is not None:
             raise UsageError(
-                f"parameter {self._name_of(used)} is used outside of the module that owns it, where it is a NaN; "
-                f'name the module that uses it in "units" of the "offload" block'
+                f"parameter {self._name_of(used)} is used while no module that owns it runs, so it is a NaN there; "
+                f'call that module, or name the one that uses it in "units" of the "offload" block'
             )
         return _Saved(tensor.detach(), tensor._version)
 

@@ -201,6 +201,9 @@ std::uint32_t crc32c_by_table(nb::handle data, std::uint32_t value) {
 }  // namespace
 
 NB_MODULE(_native, module) {
+    // At the end of a process Python does not free everything (a pytest session, an engine that a
+    // script did not destroy); what nanobind then reports is no leak of ours.
+    nb::set_leak_warnings(false);
     nb::class_<Flight>(module, "Flight").def("done", &Flight::done).def("wait", &Flight::wait);
     nb::class_<PythonQueue>(module, "Queue")
         .def(nb::init<unsigned, std::size_t>())
