@@ -477,7 +477,10 @@ def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, no_effe
         elif name in model.UNSUPPORTED:
             no_effect.unsupported.extend([dotted] * _is_on(value))
         elif name not in model.model_fields:
-            raise ConfigError(_unknown(model, str(key), dotted))
+            near = _nearest(model, str(key))
+            if path or near or not isinstance(key, str):
+                raise ConfigError(_unknown(model, near, dotted))
+            no_effect.unsupported.append(dotted)  # somebody else's block, or a note: as in DeepSpeed no error
         elif name in kept or (name != key and name in content):
             raise ConfigError(f'"{dotted}" is the older name of "{path}{name}", which is there too; keep one of them')
         elif _means_default(value, name, model):
@@ -520,12 +523,13 @@ def _switches(block: Mapping[str, Any]) -> Iterator[bool]:
             yield from _switches(value)
 
 
-def _unknown(model: type[Block], key: str, dotted: str) -> str:
+def _nearest(model: type[Block], key: str) -> str | None:
     known = (*model.model_fields, *model.OLD_NAMES, *model.TUNING, *model.UNSUPPORTED, *model.REFUSED)
-    near = difflib.get_close_matches(key, known, 1, 0.6)
-    hint = (
-        f'did you mean "{near[0]}"?' if near else f"remove it; keys with an effect are {', '.join(model.model_fields)}"
-    )
+    return next(iter(difflib.get_close_matches(key, known, 1, 0.6)), None)
+
+
+def _unknown(model: type[Block], near: str | None, dotted: str) -> str:
+    hint = f'did you mean "{near}"?' if near else f"remove it; keys with an effect are {', '.join(model.model_fields)}"
     return f"unknown key {dotted}; {hint}"
 
 
@@ -553,7 +557,8 @@ def _explain(error: pydantic.ValidationError) -> str:
 _INTRODUCTION = """# Configuration
 
 A DeepSpeed JSON file works as it is. Here is every key that has an effect, with its default, and every key that is
-accepted without one; an unknown key is an error that names the nearest one. `"auto"` and `null` mean the default,
+accepted without one. An unknown key is an error that names the nearest one; at the top level, where other tools keep
+their blocks, one that is like no known key is named in a line at the start instead. `"auto"` and `null` mean the default,
 integers may be written as `1e8`, comments (`//`, `#`, `/* */`) are allowed. A learning rate of `"auto"` must come from
 `--lr` or from an optimizer that is passed to `offload.initialize`. Older names hold: `bfloat16` for `bf16`, and in
 `zero_optimization` `cpu_offload` and `cpu_offload_params`, which put one of the two blocks on `cpu`.

@@ -23,7 +23,10 @@ def parse_size(text: str | int | float) -> int:
     found = _SIZE.fullmatch(str(text))
     if isinstance(text, bool) or found is None or found[2].lower() not in _UNITS:
         raise ConfigError(f"expected a size such as '16GiB', '800MB' or a number of bytes, got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    try:
+        return int(float(found[1]) * _UNITS[found[2].lower()])
+    except OverflowError as error:
+        raise ConfigError(f"{text!r} is more bytes than there are") from error
 
 
 def format_size(nbytes: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,9 @@ DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
 def checkpointed(reentrant: bool) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = models.gpt2_dropout()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # a new name is coming; users have the old one
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         return model.train()
 
     return build

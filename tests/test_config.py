@@ -198,12 +198,16 @@ def test_paths_are_strings_or_paths() -> None:
     assert load_config({"zero_optimization": given, "offload": {"nvme_path": "/z"}}).drives == ("/y", "/x")
 
 
+def test_a_block_of_somebody_else_is_named_and_ignored() -> None:
+    assert load_config({"my_own_note": 1}).notices == ("not supported and ignored: my_own_note",)
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a typo": ({"train_batchsize": 1}, 'did you mean "train_batch_size"'),
     "a typo inside": ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, r'offload_param\.devise.*"device"'),
     "a typo of what has no effect": ({"zero_optimization": {"sub_group_sise": 1}}, '"sub_group_size"'),
     "a typo under an older name": ({"bfloat16": {"enable": True}}, r'bfloat16\.enable; did you mean "enabled"'),
-    "a key that nobody knows": ({"my_own_note": 1}, "unknown key my_own_note; remove it.*train_batch_size"),
+    "a key that nobody knows": ({"offload": {"my_own_note": 1}}, "unknown key offload.my_own_note; remove it.*host"),
     "a key that is a number": ({1: 2}, "unknown key 1"),
     "an older name beside the new one": ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, "older name"),
     "an older switch beside its block": (
