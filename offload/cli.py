@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TextIO
 
 import psutil
 import typer
@@ -199,6 +199,13 @@ def _quit(error: BaseException, code: int) -> NoReturn:
     raise typer.Exit(code)
 
 
+def _log(log: TextIO, line: str) -> None:
+    try:
+        print(line, file=log, flush=True)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write the log: {error.strerror}", log.name) from error
+
+
 class _Signals:
     """Inside, the first SIGINT or SIGTERM raises `Stopped`, in `hold` at its end; a second one ends the process."""
 
@@ -285,7 +292,7 @@ class _Training:
             for report in steps(job, signals.hold):
                 self.reports.append(report)
                 if log is not None:
-                    print(_json(report._asdict()), file=log, flush=True)
+                    _log(log, _json(report._asdict()))
                 line.show(report)
         with signals.hold(), self._kept(job):
             self._finish(job, remove=not (options.keep or ended))

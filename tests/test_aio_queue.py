@@ -396,7 +396,9 @@ for drop in (False, True):
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 print(future.wait())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    # Python 3.12 and later warn of what this is about.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.stdout.strip(), done.stderr) == (f"7\n7\n{64 << 20}", "")
 
 

@@ -91,6 +91,20 @@ def test_buffers_schedule_and_counts_come_back(tmp_path: Path) -> None:
     second.destroy(remove=True)
 
 
+def test_other_settings_are_said(tmp_path: Path) -> None:
+    start(models.GPT2, DISK, tmp_path).destroy()
+    engine = start(models.GPT2._replace(lr=5e-4, clip=0.5), DISK, tmp_path, resume="auto")
+    assert "gradient clipping 1.0 is now 0.5, learning rates [0.001] is now [0.0005]" in engine.notices[-1]
+    engine.destroy()
+    engine = start(models.GPT2._replace(lr=5e-4, clip=0.5), DISK, tmp_path, resume="auto")
+    assert "settings" in engine.notices[-1], "epoch 0 is still the first run's"
+    train_step(engine, models.GPT2, 0)
+    engine.destroy()
+    engine = start(models.GPT2._replace(lr=5e-4, clip=0.5), DISK, tmp_path, resume="auto")
+    assert "settings" not in engine.notices[-1]
+    engine.destroy(remove=True)
+
+
 def test_a_leftover_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     engine = start(models.GPT2, DISK, tmp_path)
     engine.destroy()

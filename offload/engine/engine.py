@@ -63,6 +63,7 @@ class Choices(NamedTuple):
     """The largest global norm of the gradient; 0 leaves it as it is."""
     skip_nonfinite: bool
     """Whether a norm that is inf or NaN skips the step, or raises."""
+    seed: int
     overlap: bool
     """Whether updates run while the next forward does; off only to find faults."""
 
@@ -324,13 +325,17 @@ class Engine:
             "parameter_steps": self._parameter_steps,
             "scheduler": scheduler_state(self.lr_scheduler),
             "lr": self.get_lr(),
+            "settings": self._settings(),
         }
         buffers = {name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(self.module).items()}
         return Progress(facts, read_generators(self.device), buffers)
 
     def restore(self, progress: Progress) -> None:
         """Go on from `progress`. Random generators follow at the entry of the next engine call."""
-        facts = progress.facts
+        facts, mine = progress.facts, self._settings()
+        changed = [f"{name} {old} is now {mine[name]}" for name, old in facts["settings"].items() if old != mine[name]]
+        if changed:
+            self.notices += (f"resumed with other settings than the run had: {', '.join(changed)}",)
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
         self.micro_steps, self._parameter_steps = facts["micro_steps"], facts["parameter_steps"]
         if facts["scheduler"] is not None and self.lr_scheduler is not None:
@@ -343,6 +348,17 @@ class Engine:
             for name, value in progress.buffers.items():
                 buffers[name].copy_(value)
         self._restore = progress.generators
+
+    def _settings(self) -> dict[str, Any]:
+        """What may differ in a resumed run, which is then another run from there on."""
+        choices = self._choices
+        return {
+            "seed": choices.seed,
+            "micro-batch size": choices.micro_batch_size,
+            "accumulation": choices.accumulation,
+            "gradient clipping": choices.clip,
+            "learning rates": self.get_lr() if self.lr_scheduler is None else None,
+        }
 
     def destroy(self, remove: bool = False) -> None:
         """Finish and commit what is complete, join every thread, close the store; `remove` deletes it.

@@ -69,7 +69,7 @@ class Filler:
         """Take the weights of `model`; each parameter is left empty as soon as it has been copied."""
         for index, layout in enumerate(layouts):
             names = [segment.name for segment in layout.segments]
-            materialize(model, names, seed * 1_000_003 + index)
+            materialize(model, names, (seed * 1_000_003 + index) % 2**63)
             flats = self._flats(index)
             for segment in layout.segments:
                 parameter = model.get_parameter(segment.name)

@@ -224,7 +224,7 @@ def _resume(config: Config, on_disk: bool) -> bool:
     if status.finished is not None and not status.exists and offload.resume != "never":
         raise StoreError(
             f"{folder} was finished at step {status.finished.get('steps')}, so nothing is left to resume; "
-            f"choose another run name, or start over with --resume never"
+            f'choose another run name, or start over with "resume": "never" (--resume never)'
         )
     if not status.exists and offload.resume == "must":
         raise StoreError(f'"resume" is must, but {folder} holds no committed epoch')
@@ -322,6 +322,7 @@ def _build(plan: _Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: An
         plan.batch.total,
         plan.config.gradient_clipping,
         plan.config.offload.on_nonfinite == "skip",
+        plan.config.offload.seed,
         plan.config.offload.debug.overlap,
     )
     engine = Engine(
