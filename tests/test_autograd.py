@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import offload
+from offload.errors import UsageError
 from tests import models
+from tests.faults import LateQueue, use_queue
 from tests.oracle import Job, assert_same, config, plain_loop, run, start, train_step
 from tests.test_placements import room_for
 
@@ -177,6 +179,31 @@ def test_exceptions_of_the_user(tmp_path: Path) -> None:
         losses.append(train_step(engine, job, step))
     engine.destroy(remove=True)
     assert losses == run(job, DISK, tmp_path / "plain").losses
+
+
+class Table(nn.Module):
+    """Its backward needs no weights, so a graph from before a step could add to a gradient that is being read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(61, 61)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids)
+
+
+def test_a_gradient_never_changes_under_its_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(Table, models.mixture_loss)
+    use_queue(monkeypatch, lambda: LateQueue(0, 0.2))
+    engine = start(job, DISK, tmp_path)
+    old = job.loss(engine, 9, 0)
+    train_step(engine, job, 0)
+    with pytest.raises(UsageError, match="still reading"):
+        engine.backward(old)
+    engine.zero_grad()
+    losses = [train_step(engine, job, step) for step in range(1, 4)]
+    engine.destroy(remove=True)
+    assert losses == run(job, MEMORY, tmp_path / "plain").losses[1:4]
 
 
 def test_two_engines_in_one_process(tmp_path: Path) -> None:

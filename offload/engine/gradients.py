@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -71,13 +71,17 @@ class Gradients:
         """The segments of `unit` that have a gradient."""
         return tuple(sorted(self._squares[unit]))
 
-    def take(self, unit: int) -> torch.Tensor:
-        """The gradient of a unit for its update, (elements of the trainable part,); see `free`."""
-        memory = self._memory[unit]
-        assert memory is not None
+    def give(self, units: Iterable[int]) -> None:
+        """The gradients of `units` belong to their updates from now until `free`; none may be added meanwhile."""
         with self._lock:
-            self._reading.add(unit)
-            self._squares[unit] = {}
+            for unit in units:
+                self._reading.add(unit)
+                self._squares[unit] = {}
+
+    def memory(self, unit: int) -> torch.Tensor:
+        """The gradient of a unit for its update, (elements of the trainable part,)."""
+        memory = self._memory[unit]
+        assert memory is not None and unit in self._reading
         return memory
 
     def free(self, unit: int) -> None:

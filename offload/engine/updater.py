@@ -129,6 +129,7 @@ class Updater:
     def schedule(self, updates: Sequence[UnitUpdate], epoch: int) -> None:
         """Enqueue the updates of a step, in the order of their next use. The step before must be finished."""
         self._pager.begin_updates([update.unit for update in updates])
+        self._gradients.give(update.unit for update in updates)
         with self._pager.changed:
             assert not self._queue and self._commit_epoch is None, "one step in flight at most"
             self._queue.extend(updates)
@@ -232,7 +233,7 @@ class Updater:
                 return None  # what is in flight ends by itself and may free a lease
         self._queue.remove(update)
         delivered = lease is not None or self._sizes[update.unit].home is Tier.DEVICE
-        return _Job(update, self._gradients.take(update.unit), lease, delivered)
+        return _Job(update, self._gradients.memory(update.unit), lease, delivered)
 
     def _goes_on_without(self) -> bool:
         """Whether somebody waits for this worker, who must then not wait for a lease."""
