@@ -41,6 +41,11 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         BudgetError,
         r'"host_memory" is 100\.0 KiB.*least that works is .*update pipeline.*gradients',
     ),
+    "more host memory than there is": (
+        {"offload": {"nvme_path": "PATH", "host_memory": "900TiB"}},
+        BudgetError,
+        r'"host_memory" is 900\.0 TiB, but only .* is free',
+    ),
     "a device budget": (
         {"offload": {"nvme_path": "PATH", "device_memory": "4KiB"}},
         BudgetError,

@@ -32,7 +32,7 @@ from offload.swapper.device import Device
 from offload.swapper.pager import Pager, UnitSize
 from offload.swapper.residency import Tier
 from offload.swapper.states import MODES, Mode, State
-from offload.swapper.store import Store, StoreSpec, free_room, run_status
+from offload.swapper.store import Store, StoreSpec, find_shortage, run_status
 
 logger = logging.getLogger("offload")
 
@@ -244,12 +244,12 @@ def _slots(
         return 2, ()
     if not on_disk:
         return 0, ()
-    need, have = StoreSpec(placed(2).stored, 2, {}).nbytes, free_room(config.drives)
-    if need <= have:
+    short = find_shortage(config.drives, StoreSpec(placed(2).stored, 2, {}))
+    if short is None:
         return 2, ()
     return 1, (
-        f"durability none: two slots need {format_size(need)}, the drives have {format_size(have)} free; one slot is "
-        f"written in place, and a killed run cannot be resumed",
+        f"durability none: two slots need {format_size(short.need)}, {short.path} has {format_size(short.free)} free; "
+        f"one slot is written in place, and a killed run cannot be resumed",
     )
 
 

@@ -90,6 +90,11 @@ def place(
             f"{format_size(free_host)} is free, of which at most 80 % may be taken; move states to nvme, or take "
             f'more by setting "host_memory" in the "offload" block'
         )
+    if host_memory is not None and host_memory > free_host:
+        raise BudgetError(
+            f'"host_memory" is {format_size(host_memory)}, but only {format_size(free_host)} is free on this machine; '
+            f"lower it, or leave it out to take what is needed"
+        )
     on_device = 0 if weight_home is Tier.DEVICE else parts.largest_weight
     device_nbytes = homes[Tier.DEVICE] + _DEVICE_UNITS * on_device
     if device_memory is not None:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 from offload.aio import DirectFile, crc32c
 from offload.errors import IoError, StoreError
-from offload.sizes import PAGE, align_up, format_size
+from offload.sizes import PAGE, format_size
 from offload.swapper.states import State
 
 FORMAT_VERSION = 1
@@ -123,15 +123,31 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
         return RunStatus(False, {})  # it ended; when and how cannot be read any more
 
 
-def free_room(paths: Sequence[str | Path]) -> int:
-    """Bytes free on the file systems of `paths`, or of the nearest folders above them that exist."""
-    devices: dict[int, int] = {}
-    for path in paths:
+class Shortage(NamedTuple):
+    """A file system that has not the room for what a store would put there."""
+
+    path: str
+    need: int
+    free: int
+
+
+def find_shortage(paths: Sequence[str | Path], spec: StoreSpec) -> Shortage | None:
+    """The first of `paths` whose file system is too small for its share of `spec`; drives may be folders of one."""
+    needed: dict[int, int] = {}
+    places: list[tuple[str | Path, Path, int]] = []
+    extents = _distinct(spec.extents(len(paths)))
+    for drive, path in enumerate(paths):
         place = Path(path).absolute()
         while not place.exists():
             place = place.parent
-        devices[os.stat(place).st_dev] = shutil.disk_usage(place).free
-    return sum(devices.values())
+        device = os.stat(place).st_dev
+        needed[device] = needed.get(device, 0) + sum(extent.nbytes for extent in extents if extent.drive == drive)
+        places.append((path, place, device))
+    for path, place, device in places:
+        free = shutil.disk_usage(place).free
+        if free < needed[device]:
+            return Shortage(str(path), needed[device], free)
+    return None
 
 
 def remove_run(path: Path) -> None:
@@ -324,18 +340,13 @@ class Store:
 
     def _check_room(self) -> None:
         """Compare what is asked of each file system with what is free, before anything is written."""
-        needed: dict[int, int] = {}
-        for drive, folder in enumerate(self.folders):
-            device = os.stat(folder).st_dev
-            needed[device] = needed.get(device, 0) + align_up(self._drive_nbytes(drive))
-        for folder in self.folders:
-            need, free = needed[os.stat(folder).st_dev], shutil.disk_usage(folder).free
-            if free < need:
-                raise StoreError(
-                    f"the swap files need {format_size(need)}, {folder.parent.parent} has {format_size(free)} "
-                    f'free; free some room, add a drive to nvme_path, or set "durability": "none" in the '
-                    f'"offload" block (one slot instead of two: half the room, no resume after a kill)'
-                )
+        short = find_shortage([folder.parent.parent for folder in self.folders], self.spec)
+        if short is not None:
+            raise StoreError(
+                f"the swap files need {format_size(short.need)}, {short.path} has {format_size(short.free)} "
+                f'free; free some room, add a drive to nvme_path, or set "durability": "none" in the '
+                f'"offload" block (one slot instead of two: half the room, no resume after a kill)'
+            )
 
     def _manifest(self) -> dict[str, Any]:
         return {
