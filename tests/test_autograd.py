@@ -206,6 +206,71 @@ def test_a_gradient_never_changes_under_its_update(tmp_path: Path, monkeypatch: 
     assert losses == run(job, MEMORY, tmp_path / "plain").losses[1:4]
 
 
+class Shared(Layers):
+    """One module in two places of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.layers[0], self.layers[1], self.layers[0]])
+
+
+def test_a_module_in_two_places(tmp_path: Path) -> None:
+    job = Job(Shared, models.mixture_loss)
+    found = run(job, DISK, tmp_path / "disk")
+    assert_same(run(job, MEMORY, tmp_path / "memory"), found, "shared")
+    assert found.losses == pytest.approx(plain_loop(job).losses, rel=1e-5)
+
+
+def test_the_optimizer_called_by_itself(tmp_path: Path) -> None:
+    """It is the boundary too, with the same count; and a second call is refused instead of waiting for ever."""
+    job = models.GPT2
+    engine = start(job, DISK, tmp_path / "called")
+    for step in range(job.steps):
+        engine.backward(job.loss(engine, step, 0))
+        engine.optimizer.step()
+        with pytest.raises(UsageError, match="0 backwards"):
+            engine.optimizer.step()
+    weights = engine.module.state_dict()
+    engine.destroy(remove=True)
+    expected = run(job, DISK, tmp_path / "plain").weights
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def test_a_state_dict_in_the_middle_of_a_forward(tmp_path: Path) -> None:
+    job = models.GPT2
+    engine = start(job, DISK, tmp_path / "asked")
+    engine.module.transformer.h[1].register_forward_pre_hook(lambda *_: engine.module.state_dict() and None)
+    losses = [train_step(engine, job, step) for step in range(job.steps)]
+    engine.destroy(remove=True)
+    assert losses == run(job, DISK, tmp_path / "plain").losses
+
+
+def test_a_budget_that_a_nested_site_exceeds(tmp_path: Path) -> None:
+    """The error comes from a pre-hook inside of other sites; what those hold is given back exactly once."""
+    from offload.errors import BudgetError
+
+    job = models.GPT2
+    engine = start(job, DISK, tmp_path / "tight")
+    pager = engine._parts.pager
+    real = pager.acquire
+    losses = []
+    for step in range(job.steps):
+
+        def refuse(unit: int) -> torch.Tensor:
+            if unit == 3:
+                raise BudgetError("no room")
+            return real(unit)
+
+        pager.acquire = refuse  # type: ignore[method-assign]
+        with pytest.raises(BudgetError):
+            job.loss(engine, step, 0)
+        pager.acquire = real  # type: ignore[method-assign]
+        assert all(entry.pins == 0 for entry in pager._entries)
+        losses.append(train_step(engine, job, step))
+    engine.destroy(remove=True)
+    assert losses == run(job, DISK, tmp_path / "plain").losses
+
+
 def test_two_engines_in_one_process(tmp_path: Path) -> None:
     job = models.GPT2
     one = start(job, DISK, tmp_path / "one")

@@ -106,23 +106,31 @@ def _damage(path: Path, offset: int, nbytes: int) -> None:
         file.write(os.urandom(nbytes))
 
 
-@pytest.mark.parametrize("what", ["record", "blob"])
-def test_a_torn_commit_gives_the_one_before(what: str, tmp_path: Path, queue: IoQueue) -> None:
+def test_a_torn_record_gives_the_commit_before(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
     for epoch in (1, 2):
         update(store, 0, epoch)
         store.commit(epoch, f"blob {epoch}".encode() * 100)
     which = store.durable.blob
     store.close()
-    rank = tmp_path / "run" / "rank0"
-    _damage(
-        rank / ("commit" if what == "record" else f"blob.{which}"),
-        which * PAGE if what == "record" else 0,
-        512,
-    )
+    _damage(tmp_path / "run" / "rank0" / "commit", which * PAGE, 512)
     store, blob = opened(tmp_path, queue)
     assert blob == b"blob 1" * 100 and weight(store, 0) == 1
     store.close()
+
+
+def test_a_damaged_blob_is_an_error_and_no_way_back(tmp_path: Path, queue: IoQueue) -> None:
+    """The epoch before may have been overwritten already: an update of epoch 3 writes to its slots."""
+    store = created(tmp_path, queue)
+    for epoch in (1, 2):
+        update(store, 0, epoch)
+        store.commit(epoch, f"blob {epoch}".encode() * 100)
+    update(store, 0, 3)
+    which = store.durable.blob
+    store.close()
+    _damage(tmp_path / "run" / "rank0" / f"blob.{which}", 0, 64)
+    with pytest.raises(StoreError, match=r"blob\.[01] is damaged: epoch 2"):
+        opened(tmp_path, queue)
 
 
 def test_two_torn_records_are_an_error(tmp_path: Path, queue: IoQueue) -> None:
@@ -130,7 +138,7 @@ def test_two_torn_records_are_an_error(tmp_path: Path, queue: IoQueue) -> None:
     store.commit(1, b"one")
     store.close()
     _damage(tmp_path / "run" / "rank0" / "commit", 0, 2 * PAGE)
-    assert not run_status([tmp_path], "run").exists
+    assert run_status([tmp_path], "run").exists, "it is not started over in silence"
     with pytest.raises(StoreError, match="no commit record"):
         opened(tmp_path, queue)
 

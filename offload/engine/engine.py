@@ -45,6 +45,9 @@ from offload.swapper.store import Store
 
 logger = logging.getLogger("offload")
 
+_SCHEDULED = ("lr", "betas", "eps", "weight_decay")
+"""What a schedule may change in a group (OneCycleLR moves the betas too)."""
+
 
 class IoBytes(NamedTuple):
     """Bytes that the engine's own reads and writes have moved."""
@@ -120,7 +123,7 @@ class Engine:
         self._parameter_steps = [[0] * len(layout.segments) for layout in parts.layouts]
         optimizer.attach(self._boundary, self.zero_grad)
         # A user may run the model without the engine; the first moment of that is an entry too.
-        parts.hooks.entered = parts.gatherer.entered = self._enter
+        parts.hooks.entered, parts.gatherer.entered = self._enter, self._check
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -151,14 +154,8 @@ class Engine:
         is not finite: then the gradients are dropped and nothing was updated.
         """
         self._enter()
-        count, boundary = self.micro_batches, self._choices.accumulation
-        if count < boundary:
+        if self.micro_batches < self._choices.accumulation:
             return
-        if count > boundary:
-            raise UsageError(
-                f"{count} backwards ran since the last boundary, gradient_accumulation_steps is {boundary}; call "
-                f"step() after every backward, or set the accumulation to what the loop does"
-            )
         self.optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
@@ -234,8 +231,15 @@ class Engine:
     def _boundary(self) -> None:
         """Finish the step before, decide on this one, schedule it."""
         parts = self._parts
+        self._enter()  # a call of `optimizer.step()` comes in here
         if parts.updater is None:
             raise UsageError("no parameter of this model is trainable, so there is nothing to step")
+        count, boundary = self.micro_batches, self._choices.accumulation
+        if count != boundary:
+            raise UsageError(
+                f"{count} backwards ran since the last boundary, gradient_accumulation_steps is {boundary}; call "
+                f"step() after every backward, or set the accumulation to what the loop does"
+            )
         parts.updater.finish()
         parts.hooks.check_placeholders()
         norm = parts.gradients.norm()
@@ -246,7 +250,8 @@ class Engine:
             raise NumericsError(
                 f"the gradient norm of step {self.global_steps + 1} is {norm}: the step was not applied, and its "
                 f"gradients were dropped; the weights are those of step {self.global_steps}. Lower the learning rate, "
-                f'look at the batch, or set "on_nonfinite": "skip" in the "offload" block'
+                f"look at the batch and at weights that are read outside of their module (they are NaN there), or set "
+                f'"on_nonfinite": "skip" in the "offload" block'
             )
         self._grad_norm = norm
         self.global_steps += 1
@@ -304,17 +309,21 @@ class Engine:
         """Every call outside of a backward: check, clear what an aborted call left, take a blob that is due."""
         if inside_backward():
             return
-        if os.getpid() != self._pid:
-            raise UsageError(f"this engine belongs to process {self._pid}; a forked child cannot use it")
-        if not self._alive:
-            raise UsageError("this engine was destroyed")
-        self._parts.pager.check()
+        self._check()
         self._parts.hooks.reset_aborted()
         if self._restore is not None:
             states, self._restore = self._restore, None
             write_generators(states, self.device)
         if self._parts.updater is not None and self._parts.updater.wants_blob:
             self._parts.updater.deliver_blob(self.progress().pack())
+
+    def _check(self) -> None:
+        """Raise where this engine cannot be used any more."""
+        if os.getpid() != self._pid:
+            raise UsageError(f"this engine belongs to process {self._pid}; a forked child cannot use it")
+        if not self._alive:
+            raise UsageError("this engine was destroyed")
+        self._parts.pager.check()
 
     def progress(self) -> Progress:
         """All of this moment that is not weights and moments."""
@@ -324,7 +333,7 @@ class Engine:
             "micro_steps": self.micro_steps,
             "parameter_steps": self._parameter_steps,
             "scheduler": scheduler_state(self.lr_scheduler),
-            "lr": self.get_lr(),
+            "groups": [{key: group[key] for key in _SCHEDULED} for group in self.optimizer.param_groups],
             "settings": self._settings(),
         }
         buffers = {name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(self.module).items()}
@@ -341,8 +350,8 @@ class Engine:
         if facts["scheduler"] is not None and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(facts["scheduler"])
             # Without a schedule the learning rate of the config counts: it may have been changed on purpose.
-            for group, lr in zip(self.optimizer.param_groups, facts["lr"], strict=True):
-                group["lr"] = lr
+            for group, old in zip(self.optimizer.param_groups, facts["groups"], strict=True):
+                group.update(old)
         buffers = persistent_buffers(self.module)
         with torch.no_grad():
             for name, value in progress.buffers.items():
@@ -368,14 +377,16 @@ class Engine:
         if not self._alive or os.getpid() != self._pid:
             return
         parts = self._parts
+        finished = False
         try:
             if not parts.pager.failed:
                 self._enter()
                 if parts.updater is not None:
                     parts.updater.finish()
+                finished = True
         finally:
             self._alive = False
-            self._close(remove)
+            self._close(remove and finished)
 
     def abandon(self, remove: bool) -> None:
         """Close without finishing anything: what `initialize` does when its last steps fail."""

@@ -78,6 +78,10 @@ class _Nesting(threading.local):
     pushed = 0
     """Pairs of saved-tensor hooks that were pushed, 0 or 1."""
 
+    def __init__(self) -> None:
+        self.entered: list[nn.Module] = []
+        """The sites that were entered and not left, outermost first."""
+
 
 class Hooks:
     """Installs all hooks on a model; `remove` takes them away.
@@ -156,6 +160,7 @@ class Hooks:
             for _ in range(self._local.pushed):
                 torch._C._autograd._pop_saved_tensors_default_hooks()
             self._local.depth = self._local.pushed = 0
+            self._local.entered.clear()
 
     def check_placeholders(self) -> None:
         """Raise `UsageError` where somebody wrote to a parameter between its uses: the edit would be lost."""
@@ -206,13 +211,18 @@ class Hooks:
                 if own is not None and torch.is_grad_enabled() and not inside_backward():
                     self._watch_inputs(own, args, kwargs)
             except BaseException:
-                # The post-hook runs only for modules whose pre-hook returned.
+                # torch calls the post-hook even so; `after` then finds that this site was not entered.
                 for index in reversed(entered):
                     self._unuse(index)
                 self._leave()
                 raise
+            self._local.entered.append(module)
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            entered = self._local.entered
+            if not entered or entered[-1] is not module:
+                return output
+            entered.pop()
             try:
                 output = self._own_memory(output)
             finally:

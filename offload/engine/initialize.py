@@ -354,9 +354,9 @@ def _check_fits(progress: Progress, model: nn.Module, optimizer: Optimizer) -> N
     if mine != theirs:
         name = next(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
         raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {mine.get(name)} in this model")
-    if len(progress.facts["lr"]) != len(optimizer.param_groups):
+    if len(progress.facts["groups"]) != len(optimizer.param_groups):
         raise StoreError(
-            f"the run has {len(progress.facts['lr'])} groups of parameters, this optimizer has "
+            f"the run has {len(progress.facts['groups'])} groups of parameters, this optimizer has "
             f"{len(optimizer.param_groups)}"
         )
 

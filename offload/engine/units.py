@@ -105,9 +105,12 @@ def _direct_owner(parameter: str, modules: dict[str, nn.Module]) -> str:
 def _sites(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
     """Each unit's own module, and every module that owns parameters: recomputation may call those alone."""
     unit_of = {id(model.get_parameter(name)): i for i, unit in enumerate(units) for name in unit.parameters}
+    every = dict(model.named_modules(remove_duplicate=False))  # a module may be in two places
+    first_name = {id(module): name for name, module in reversed(modules.items())}
     needs: dict[str, set[int]] = {}
     for index, unit in enumerate(units):
         needs.setdefault(unit.name, set()).add(index)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        needs.setdefault(_direct_owner(name, modules), set()).add(unit_of[id(parameter)])
+        owner = first_name[id(every[_direct_owner(name, every)])]
+        needs.setdefault(owner, set()).add(unit_of[id(parameter)])
     return {name: tuple(sorted(needs[name])) for name in modules if name in needs}

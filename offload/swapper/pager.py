@@ -151,8 +151,9 @@ class Pager:
 
     def read_weights(self, unit: int, receive: Callable[[torch.Tensor], None]) -> None:
         """Call `receive` with the newest weights, (nbytes,) uint8 on the device, pinned meanwhile."""
+        weights = self.acquire(unit)
         try:
-            receive(self.acquire(unit))
+            receive(weights)
         finally:
             self.release(unit)
 

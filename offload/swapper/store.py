@@ -114,7 +114,10 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
     """Look at `run` under the drives `paths` (the first holds manifest and records) without locking it."""
     folder = Path(paths[0]) / run
     finished = folder / "finished.json"
-    exists = any(_records(rank / "commit") for rank in sorted(folder.glob("rank*")))
+    # The first blob is written before the first record. With a blob and no valid record something was lost,
+    # which must not be started over in silence: `Store.open` says what.
+    ranks = sorted(folder.glob("rank*"))
+    exists = any(_records(rank / "commit") or any(rank.glob("blob.*")) for rank in ranks)
     if exists or not finished.is_file():
         return RunStatus(exists, None)
     try:
@@ -263,13 +266,20 @@ class Store:
                         f"{file.path} is cut short: {file.size()} bytes of {self._drive_nbytes(drive)}; "
                         f"the store cannot be used"
                     )
-            for record in _records(self._commit_path):
-                blob = self._read_blob(record)
-                if blob is not None and len(record.slots) == len(self.newest):
-                    self.durable = record
-                    self.newest = list(record.slots)
-                    return blob
-            raise StoreError(f"{self.folders[0]} has no commit record whose checksums are right")
+            # The newest valid record alone: once it was durable, the slots of the one before may have been overwritten.
+            record = next(iter(_records(self._commit_path)), None)
+            if record is None or len(record.slots) != len(self.newest):
+                raise StoreError(
+                    f"{self.folders[0]} has no commit record whose checksum is right: it cannot be resumed"
+                )
+            blob = self._read_blob(record)
+            if blob is None:
+                raise StoreError(
+                    f"{self.folders[0]}/blob.{record.blob} is damaged: epoch {record.epoch} cannot be resumed"
+                )
+            self.durable = record
+            self.newest = list(record.slots)
+            return blob
         except BaseException:
             self.close()
             raise
