@@ -257,6 +257,11 @@ def _check_numbers(options: Options) -> None:
 def _check_log(log: Path | None) -> None:
     if log is not None and (log.is_dir() or not os.access(log if log.exists() else log.resolve().parent, os.W_OK)):
         raise ConfigError(f"cannot write the log {log}: give a file in a folder that exists and that you may write")
+    if log is not None and log.is_file():
+        with log.open(errors="replace") as file:
+            first = file.readline()
+        if first.strip() and not _step_of(first):
+            raise ConfigError(f"{log} is no log of a run, and would be overwritten; give another file")
 
 
 def _model_folder(name: str) -> Path | None:

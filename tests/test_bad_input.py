@@ -115,6 +115,16 @@ def test_an_optimizer_that_does_not_fit(optimizer: Any, words: str, tmp_path: Pa
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
+def test_a_schedule_that_needs_a_metric(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau"):
+        offload.initialize(
+            model=models.gpt2(),
+            lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau,
+            config=config(models.GPT2, DISK, tmp_path),
+        )
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
 def test_arguments_of_initialize(tmp_path: Path) -> None:
     content = config(models.GPT2, DISK, tmp_path)
     with pytest.raises(ConfigError, match=r"model, a torch\.nn\.Module, got dict"):

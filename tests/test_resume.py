@@ -125,6 +125,37 @@ def test_a_finished_run_leaves_a_note_and_starts_over(tmp_path: Path) -> None:
     start(models.GPT2, DISK, tmp_path).destroy()
 
 
+def test_a_run_is_not_started_over_from_memory(tmp_path: Path) -> None:
+    """The same run asked for with homes that keep no store: an error, not a second beginning."""
+    start(models.GPT2, DISK, tmp_path).destroy()
+    with pytest.raises(StoreError, match="keeps no store"):
+        start(models.GPT2, ("cpu", "cpu"), tmp_path, resume="auto")
+
+
+def test_schedules_that_move_the_betas(tmp_path: Path) -> None:
+    job = models.GPT2
+
+    def begin(folder: Path, resume: str) -> offload.Engine:
+        torch.manual_seed(0)
+
+        def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+            return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10)
+
+        content = config(job, DISK, folder, resume=resume)
+        return offload.initialize(model=job.model(), lr_scheduler=schedule, config=content)[0]
+
+    whole = begin(tmp_path / "whole", "never")
+    expected = [train_step(whole, job, step) for step in range(6)]
+    whole.destroy(remove=True)
+    first = begin(tmp_path / "parts", "never")
+    losses = [train_step(first, job, step) for step in range(3)]
+    first.destroy()
+    second = begin(tmp_path / "parts", "must")
+    losses += [train_step(second, job, step) for step in range(3, 6)]
+    second.destroy(remove=True)
+    assert losses == expected
+
+
 def test_must_without_a_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="must"):
         start(models.GPT2, DISK, tmp_path, resume="must")

@@ -99,6 +99,11 @@ def initialize(
     plan = _decide(loaded, batch, model)
     chosen = _optimizer(plan, model, optimizer, model_parameters)
     schedule = lr_scheduler(chosen) if _is_factory(lr_scheduler) else lr_scheduler
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a metric at each step, which engine.step() has not; call its step(metric) "
+            "yourself and do not pass it as lr_scheduler"
+        )
     engine = _build(plan, model, chosen, schedule)
     loader = None if training_data is None else _loader(training_data, batch, loaded.offload.seed, collate_fn)
     for notice in engine.notices:
@@ -118,7 +123,7 @@ def _the_config(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _is_factory(given: Any) -> bool:
-    return callable(given) and not hasattr(given, "step")
+    return isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
 
 
 # -- deciding -----------------------------------------------------------------------------------------
@@ -213,6 +218,11 @@ def _resume(config: Config, on_disk: bool) -> bool:
     if not config.drives or not (on_disk or offload.durability == "step"):
         if offload.resume == "must":
             raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
+        if offload.resume == "auto" and config.drives and run_status(config.drives, offload.run).exists:
+            raise StoreError(
+                f"{os.path.join(config.drives[0], offload.run)} holds a run, but this configuration keeps no "
+                f'store: give it the homes that the run had, or set "durability": "step", or choose another run name'
+            )
         return False
     status = run_status(config.drives, offload.run)
     folder = os.path.join(config.drives[0], offload.run)
