@@ -60,3 +60,28 @@ def test_no_thread_outlives_its_engine(tmp_path: Path) -> None:
     train_step(engine, models.GPT2, 0)
     engine.destroy()
     assert {thread.name for thread in threading.enumerate()} <= before
+
+
+def test_an_interrupt_in_the_middle_of_a_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a boundary is none: the engine stops, and the run goes on from its last commit with the right bits."""
+    job = models.GPT2
+    whole = run(job, DISK, tmp_path / "whole")
+    engine = start(job, DISK, tmp_path / "cut")
+    losses = [train_step(engine, job, step) for step in range(3)]
+    engine.backward(job.loss(engine, 3, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_segment_step", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    with pytest.raises(EngineFailed, match="last committed epoch"):
+        engine.step()
+    engine.destroy(remove=True)
+    again = start(job, DISK, tmp_path / "cut", resume="must")
+    assert again.global_steps == 3
+    losses += [train_step(again, job, step) for step in range(3, job.steps)]
+    again.destroy(remove=True)
+    assert losses == whole.losses
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -253,6 +253,16 @@ class Engine:
                 f"look at the batch and at weights that are read outside of their module (they are NaN there), or set "
                 f'"on_nonfinite": "skip" in the "offload" block'
             )
+        try:
+            self._apply(parts.updater, norm, order)
+        except BaseException as error:  # Ctrl-C: half of a boundary is none, and the last commit is whole
+            parts.pager.fail(error)
+            raise
+        if not self._choices.overlap:
+            parts.updater.finish(commit=False)
+
+    def _apply(self, updater: Updater, norm: float, order: Sequence[int]) -> None:
+        """Count the step and schedule its updates."""
         self._grad_norm = norm
         self.global_steps += 1
         self.micro_steps += self._choices.accumulation
@@ -260,12 +270,10 @@ class Engine:
         if math.isfinite(norm):
             updates = self._decide(norm, order)
         else:
-            parts.gradients.clear()
+            self._parts.gradients.clear()
             self.skipped_steps += 1
             logger.warning("step %d skipped: its gradient norm is %s", self.global_steps, norm)
-        parts.updater.schedule(updates, self.global_steps)
-        if not self._choices.overlap:
-            parts.updater.finish(commit=False)
+        updater.schedule(updates, self.global_steps)
 
     def _decide(self, norm: float, order: Sequence[int]) -> list[UnitUpdate]:
         """The updates of this step, in the order in which the next forward will need them."""

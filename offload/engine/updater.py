@@ -130,7 +130,7 @@ class Updater:
         """Enqueue the updates of a step, in the order of their next use. The step before must be finished."""
         self._pager.begin_updates([update.unit for update in updates])
         self._gradients.give(update.unit for update in updates)
-        with self._pager.changed:
+        with self._pager.lock:
             assert not self._queue and self._commit_epoch is None, "one step in flight at most"
             self._queue.extend(updates)
             self._commit_epoch = epoch if self._durable else None
@@ -140,7 +140,7 @@ class Updater:
 
     def deliver_blob(self, blob: bytes) -> None:
         """Give the state blob that the commit of the scheduled step waits for."""
-        with self._pager.changed:
+        with self._pager.lock:
             self._blob = blob
             self._pager.notify()
 
@@ -151,7 +151,7 @@ class Updater:
 
     def finish(self, commit: bool = True) -> None:
         """Wait until every scheduled update is written and, with `commit`, the step is durable."""
-        with self._pager.changed:
+        with self._pager.lock:
             self._flushing += 1
             self._pager.notify()
             try:
@@ -164,7 +164,7 @@ class Updater:
 
     def close(self) -> None:
         """Finish what is scheduled, or what an error left of it, and join the thread."""
-        with self._pager.changed:
+        with self._pager.lock:
             self._closing = True
             self._pager.notify()
         self._thread.join()
@@ -182,6 +182,7 @@ class Updater:
     def _work(self) -> bool:
         """Do the next thing there is to do, or wait for one; False when the worker shall end."""
         seen = self._pager.version
+        self._pager.check()  # after an error anywhere nothing more is begun, and nothing committed
         self._retire(wait=False)
         while self._free and (tile := self._next_tile()) is not None:
             self._reading.append(tile)
@@ -193,7 +194,7 @@ class Updater:
             return True
         if self._job is None and not self._queue and self._commit():
             return True
-        with self._pager.changed:
+        with self._pager.lock:
             idle = self._job is None and not self._queue
             if self._busy and idle:
                 self._busy = False
@@ -221,7 +222,7 @@ class Updater:
 
     def _next_job(self) -> _Job | None:
         """Take the unit that somebody waits for, else the first; None where it needs a lease worth waiting for."""
-        with self._pager.changed:
+        with self._pager.lock:
             if not self._queue:
                 return None
             wanted = self._pager.wanted()
@@ -237,7 +238,7 @@ class Updater:
 
     def _goes_on_without(self) -> bool:
         """Whether somebody waits for this worker, who must then not wait for a lease."""
-        with self._pager.changed:
+        with self._pager.lock:
             return bool(self._flushing or self._closing or self._pager.starved or self._pager.wanted() is not None)
 
     def _begin(self, job: _Job, start: int, stop: int) -> _Tile:
@@ -381,13 +382,13 @@ class Updater:
 
     def _commit(self) -> bool:
         """Make the step durable if its blob is there; whether it was done."""
-        with self._pager.changed:
+        with self._pager.lock:
             if self._commit_epoch is None or self._blob is None:
                 return False
             epoch, blob = self._commit_epoch, self._blob
         assert self._store is not None
         self._store.commit(epoch, blob)
-        with self._pager.changed:
+        with self._pager.lock:
             self._commit_epoch = self._blob = None
             self._pager.notify()
         return True

@@ -2,7 +2,7 @@
 
 Threads. `acquire`, `release` and `drop_released` are called by the thread that runs the model and by
 autograd's threads; `lease_for_update`, `publish`, `written` by the update worker alone. One lock guards all
-(`changed`, a condition): nobody holds it while bytes move or a kernel runs, and whoever changes an entry
+(`lock`, with the condition `changed`): nobody holds it while bytes move or a kernel runs, and whoever changes an entry
 wakes all waiters.
 
 [Note: nobody waits in a circle] The update worker needs only its own tiles: where it can get no weight
@@ -80,7 +80,10 @@ class Pager:
         device: Device,
         store: Store | None,
     ) -> None:
-        self.changed = threading.Condition(threading.Lock())
+        # Held as `with self.lock`, never through the condition: a signal may come between the bytecodes of the
+        # condition's own `__enter__` and `__exit__`, which are Python, and would leave the lock as it was.
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
         self.version = 0  # counts changes, so that a waiter can tell whether it missed one
         self.trace = Trace()
         self.host = host
@@ -109,7 +112,7 @@ class Pager:
         and `EngineFailed` after an error on a background thread.
         """
         entry = self._entries[unit]
-        with self.changed:
+        with self.lock:
             entry.pins += 1  # from here on nobody drops it
             try:
                 if entry.pins == 1:
@@ -130,7 +133,7 @@ class Pager:
 
     def release(self, unit: int) -> None:
         """End one use. The slice stays where it is until its room is needed."""
-        with self.changed:
+        with self.lock:
             entry = self._entries[unit]
             assert entry.pins > 0, f"unit {entry.size.name} was released more often than acquired"
             entry.pins -= 1
@@ -142,7 +145,7 @@ class Pager:
 
     def unit_at(self, offset: int) -> tuple[int, int] | None:
         """(unit, byte within it) of byte `offset` of the device arena, or None where no pinned unit lies."""
-        with self.changed:
+        with self.lock:
             for entry in self._entries:
                 piece = entry.slice
                 if piece is not None and entry.pins and piece.offset <= offset < piece.offset + piece.nbytes:
@@ -211,17 +214,17 @@ class Pager:
         """Wait for the read without the lock; whoever comes first delivers it."""
         transfer = entry.transfer
         assert transfer is not None
-        self.changed.release()
+        self.lock.release()
         try:
             transfer.future.wait()
         except Exception as error:
-            self.changed.acquire()
+            self.lock.acquire()
             self._fail(error, entry)
             raise
         except BaseException:  # KeyboardInterrupt: the read goes on and somebody else will deliver it
-            self.changed.acquire()
+            self.lock.acquire()
             raise
-        self.changed.acquire()
+        self.lock.acquire()
         if entry.transfer is transfer:
             entry.transfer, entry.lease = None, transfer.lease
             self._move(entry, Residency.HOST)
@@ -230,20 +233,23 @@ class Pager:
         piece = self._take_slice(entry)
         lease = entry.lease
         assert lease is not None
-        self._move(entry, Residency.UPLOADING)
         copied = False
-        self.changed.release()
         try:
-            self._device.copy(self.arena.view(piece), lease.tensor(torch.uint8))
-            copied = True
+            self._move(entry, Residency.UPLOADING)
+            self.lock.release()
+            try:
+                self._device.copy(self.arena.view(piece), lease.tensor(torch.uint8))
+                copied = True
+            finally:
+                self.lock.acquire()
         finally:  # Ctrl-C may come before the copy: then the slice holds nothing
-            self.changed.acquire()
             if copied:
                 entry.slice = piece
                 self._move(entry, Residency.DEVICE)
             else:
                 self.arena.give(piece)
-                self._move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
+                if entry.residency is Residency.UPLOADING:
+                    self._move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
 
     def _take_slice(self, entry: _Entry) -> Slice:
         """Room for `entry` on the device; drops released units, furthest next use first."""
@@ -276,14 +282,14 @@ class Pager:
 
     def drop_released(self) -> None:
         """Drop every unit that is not pinned, wherever its room is not its home (for tests and between engines)."""
-        with self.changed:
+        with self.lock:
             for entry in self._entries:
                 if entry.residency is Residency.DEVICE and not entry.pins and entry.size.home is not Tier.DEVICE:
                     self._drop(entry)
 
     def end_step(self) -> tuple[int, ...]:
         """The step's uses are over: their order is the prediction for the next, and returned."""
-        with self.changed:
+        with self.lock:
             self.trace.finish()
             return self.trace.order
 
@@ -331,7 +337,7 @@ class Pager:
 
     def begin_updates(self, units: Sequence[int]) -> None:
         """From now until `publish`, nobody may read these units. No use of them may be open."""
-        with self.changed:
+        with self.lock:
             for unit in units:
                 entry = self._entries[unit]
                 assert not entry.pins, f"unit {entry.size.name} is in use during step()"
@@ -346,7 +352,7 @@ class Pager:
         `holds_weights` says whether the old ones lie in it already. A home in HOST is its own lease; a unit
         whose home is DEVICE has none, and its update works on `device_slice`.
         """
-        with self.changed:
+        with self.lock:
             entry = self._entries[unit]
             assert entry.size.home is not Tier.DEVICE
             while entry.residency is Residency.READING:  # a read ahead from before step()
@@ -366,7 +372,7 @@ class Pager:
         `unwritten` says that writes of them to the store are in flight. An update that is not delivered is
         published when these are done.
         """
-        with self.changed:
+        with self.lock:
             entry = self._entries[unit]
             if delivered and entry.size.home is not Tier.DEVICE:
                 entry.unwritten = unwritten
@@ -378,7 +384,7 @@ class Pager:
 
     def written(self, unit: int) -> None:
         """The last write of the update of `unit` is done: its lease is clean."""
-        with self.changed:
+        with self.lock:
             entry = self._entries[unit]
             entry.unwritten = False
             if entry.residency is Residency.WRITING:
@@ -439,7 +445,7 @@ class Pager:
 
     def fail(self, error: BaseException) -> None:
         """Stop: every waiter and every later call raises `EngineFailed` from `error`."""
-        with self.changed:
+        with self.lock:
             self._fail(error, None)
 
     def _fail(self, error: BaseException, entry: _Entry | None) -> None:
@@ -451,14 +457,14 @@ class Pager:
 
     def unpin_all(self) -> None:
         """End every open use: what an aborted forward or backward left behind."""
-        with self.changed:
+        with self.lock:
             for entry in self._entries:
                 entry.pins = 0
             self.notify()
 
     def close(self) -> None:
         """Wait for reads in flight and give everything back. The update worker must have ended."""
-        with self.changed:
+        with self.lock:
             for entry in self._entries:
                 if entry.transfer is not None:
                     transfer, entry.transfer = entry.transfer, None
