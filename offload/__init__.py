@@ -8,6 +8,7 @@ from __future__ import annotations
 from offload.engine.birth import init
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
+from offload.engine.weights import gathered
 from offload.errors import (
     BudgetError,
     ConfigError,
@@ -32,6 +33,7 @@ __all__ = [
     "StoreError",
     "UsageError",
     "__version__",
+    "gathered",
     "init",
     "initialize",
 ]

@@ -59,36 +59,66 @@ class Result(NamedTuple):
 # -- the plain loop -----------------------------------------------------------------------------------
 
 
-def plain_loop(job: Job) -> Result:
-    """Train `job` with `torch.optim.AdamW` on fp32 masters; in bf16 the model is their copy."""
-    torch.manual_seed(job.seed)
-    model = job.model()
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[job.dtype]
-    masters = [p.detach().float().clone().requires_grad_(p.requires_grad) for p in model.parameters()]
-    model.to(dtype)
-    optimizer = torch.optim.AdamW(
-        [m for m in masters if m.requires_grad], lr=job.lr, weight_decay=job.weight_decay, foreach=False
-    )
-    losses, norms = [], []
-    for step in range(job.steps):
-        loss = torch.zeros(())
-        for micro in range(job.accumulation):
-            part = job.loss(model, step, micro) / job.accumulation
-            part.backward()
-            loss = loss + part.detach().float()
-            for parameter, master in zip(model.parameters(), masters, strict=True):
+class PlainEngine:
+    """The engine's calls in ordinary PyTorch: `torch.optim.AdamW`, on fp32 masters where the model is bf16."""
+
+    def __init__(self, job: Job) -> None:
+        torch.manual_seed(job.seed)
+        self.module = job.model()
+        if job.dtype == "fp32":
+            self.module.float()
+        self.global_steps = 0
+        self._job, self._norm, self._micro = job, 0.0, 0
+        parameters = list(self.module.parameters())
+        self._masters = parameters
+        if job.dtype == "bf16":
+            self._masters = [p.detach().float().clone().requires_grad_(p.requires_grad) for p in parameters]
+            self.module.to(torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(
+            [m for m in self._masters if m.requires_grad], lr=job.lr, weight_decay=job.weight_decay, foreach=False
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        (loss / self._job.accumulation).backward(retain_graph=retain_graph)
+        self._micro += 1
+        if self._job.dtype == "bf16":
+            for parameter, master in zip(self.module.parameters(), self._masters, strict=True):
                 if parameter.grad is not None:
                     gradient = parameter.grad.float()
                     master.grad = gradient if master.grad is None else master.grad + gradient
                     parameter.grad = None
-        norms.append(float(torch.nn.utils.clip_grad_norm_(masters, job.clip)))
-        losses.append(float(loss))
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for parameter, master in zip(model.parameters(), masters, strict=True):
-                parameter.copy_(master)
-    return Result(losses, norms, {n: t.detach().clone() for n, t in model.state_dict().items()})
+
+    def step(self) -> None:
+        if self._micro < self._job.accumulation:
+            return
+        self._norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._job.clip or float("inf")))
+        self.optimizer.step()
+        self.zero_grad()
+        self.global_steps += 1
+        if self._job.dtype == "bf16":
+            with torch.no_grad():
+                for parameter, master in zip(self.module.parameters(), self._masters, strict=True):
+                    parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        self._micro = 0
+
+    def get_global_grad_norm(self) -> float:
+        return self._norm
+
+
+def plain_loop(job: Job) -> Result:
+    """Train `job` in ordinary PyTorch."""
+    engine = PlainEngine(job)
+    losses, norms = [], []
+    for step in range(job.steps):
+        losses.append(train_step(engine, job, step))
+        norms.append(engine.get_global_grad_norm())
+    return Result(losses, norms, {n: t.detach().clone() for n, t in engine.module.state_dict().items()})
 
 
 # -- the engine ---------------------------------------------------------------------------------------
@@ -125,7 +155,7 @@ def start(job: Job, placement: tuple[str, str], folder: Path, **options: Any) ->
     return offload.initialize(model=model, config=config(job, placement, folder, **options))[0]
 
 
-def train_step(engine: offload.Engine, job: Job, step: int) -> float:
+def train_step(engine: offload.Engine | PlainEngine, job: Job, step: int) -> float:
     """One step of `job`; the mean loss over its micro-batches."""
     loss = torch.zeros(())
     for micro in range(job.accumulation):

@@ -227,44 +227,6 @@ def test_a_graph_from_before_the_step_is_refused(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_writing_to_a_weight_between_steps_is_refused(tmp_path: Path) -> None:
-    """The edit would be lost; it is said, and training goes on."""
-    job = models.GPT2
-    engine = start(job, DISK, tmp_path / "edited")
-    losses = []
-    for step in range(job.steps):
-        if step == 2:
-            with torch.no_grad():
-                engine.module.transformer.ln_f.weight.zero_()
-            part = job.loss(engine, step, 0)
-            engine.backward(part)
-            # The forward has put the real weights back; only an edit that is still there at step() is seen.
-            engine.module.transformer.ln_f.bias.data.zero_()
-            with pytest.raises(UsageError, match=r"ln_f\.bias was changed outside"):
-                engine.step()
-            engine.step()
-            losses.append(float(part.detach()))
-            continue
-        losses.append(train_step(engine, job, step))
-    engine.destroy(remove=True)
-    assert losses == run(job, DISK, tmp_path / "plain").losses
-
-
-class Outside(models.Mixture):
-    """Its head is a function, so no module that owns the weight runs."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(ids) * self.scale
-        return nn.functional.linear(hidden, self.embedding.weight)
-
-
-def test_a_weight_that_is_used_outside_of_its_module_is_named(tmp_path: Path) -> None:
-    engine = start(models.MIXTURE._replace(model=Outside), DISK, tmp_path)
-    with pytest.raises(UsageError, match=r"embedding\.weight is used while no module that owns it runs"):
-        engine(models.tokens(0, 0, (2, 4), 61))
-    engine.destroy(remove=True)
-
-
 def test_the_users_own_optimizer_and_schedule(tmp_path: Path) -> None:
     """Groups with their own numbers, a schedule bound to the user's object: both act, as in the plain loop."""
     job = models.MIXTURE._replace(accumulation=1, steps=5)

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from offload import kernels
 from offload.aio import IoQueue
-from offload.engine.gather import Gatherer
+from offload.engine.bindings import Bindings
 from offload.engine.gradients import Gradients
 from offload.engine.hooks import Hooks, inside_backward
 from offload.engine.layout import UnitLayout
@@ -38,6 +38,7 @@ from offload.engine.progress import (
     write_generators,
 )
 from offload.engine.updater import SegmentStep, UnitUpdate, Updater
+from offload.engine.weights import Edit, Weights
 from offload.errors import EngineFailed, NumericsError, UsageError
 from offload.swapper.arena import HostArena
 from offload.swapper.pager import Pager
@@ -75,7 +76,8 @@ class Parts(NamedTuple):
     """What `initialize` has built, in the order in which it is closed."""
 
     hooks: Hooks
-    gatherer: Gatherer
+    weights: Weights
+    bindings: Bindings
     updater: Updater | None
     """None where nothing trains."""
     pager: Pager
@@ -122,8 +124,12 @@ class Engine:
         self._parameters = [[module.get_parameter(s.name) for s in layout.segments] for layout in parts.layouts]
         self._parameter_steps = [[0] * len(layout.segments) for layout in parts.layouts]
         optimizer.attach(self._boundary, self.zero_grad)
+        self._edited = False
         # A user may run the model without the engine; the first moment of that is an entry too.
-        parts.hooks.entered, parts.gatherer.entered = self._enter, self._check
+        parts.hooks.entered, parts.weights.entered = self._enter, self._look
+        if parts.updater is not None:
+            parts.weights.apply = self._edit
+            parts.gradients.settle = self._await_updates
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -240,8 +246,8 @@ class Engine:
                 f"{count} backwards ran since the last boundary, gradient_accumulation_steps is {boundary}; call "
                 f"step() after every backward, or set the accumulation to what the loop does"
             )
+        parts.bindings.settle()
         parts.updater.finish()
-        parts.hooks.check_placeholders()
         norm = parts.gradients.norm()
         order = parts.pager.end_step()
         self._backwards_before = parts.hooks.backward_count
@@ -274,6 +280,26 @@ class Engine:
             self.skipped_steps += 1
             logger.warning("step %d skipped: its gradient norm is %s", self.global_steps, norm)
         updater.schedule(updates, self.global_steps)
+        self._edited = False
+
+    def _edit(self, unit: int, edits: Sequence[Edit]) -> None:
+        """Write what a user has set, before anybody reads these weights."""
+        parts = self._parts
+        assert parts.updater is not None
+        parts.bindings.settle()
+        parts.updater.finish()
+        try:
+            parts.updater.schedule([UnitUpdate(unit, len(parts.trainable[unit]), (), tuple(edits))], None)
+        except BaseException as error:
+            parts.pager.fail(error)
+            raise
+        self._edited = True
+        parts.updater.finish(commit=False)
+
+    def _await_updates(self) -> None:
+        """Called by autograd's threads too."""
+        if self._parts.updater is not None:
+            self._parts.updater.finish(commit=False)
 
     def _decide(self, norm: float, order: Sequence[int]) -> list[UnitUpdate]:
         """The updates of this step, in the order in which the next forward will need them."""
@@ -324,6 +350,14 @@ class Engine:
             write_generators(states, self.device)
         if self._parts.updater is not None and self._parts.updater.wants_blob:
             self._parts.updater.deliver_blob(self.progress().pack())
+        self._parts.weights.flush()
+
+    def _look(self) -> None:
+        """Weights are read or edited: an entry, unless a forward or a backward is under way."""
+        if self._parts.hooks.running:
+            self._check()
+        else:
+            self._enter()
 
     def _check(self) -> None:
         """Raise where this engine cannot be used any more."""
@@ -391,6 +425,8 @@ class Engine:
                 self._enter()
                 if parts.updater is not None:
                     parts.updater.finish()
+                if self._edited and self._durable and parts.store is not None:
+                    parts.store.commit(self.global_steps, self.progress().pack())
                 finished = True
         finally:
             self._alive = False
@@ -409,7 +445,7 @@ class Engine:
         failed = parts.pager.failed
         atexit.unregister(self.at_exit)
         parts.hooks.remove()
-        parts.gatherer.remove()
+        parts.weights.remove()
         if parts.updater is not None:
             parts.updater.close()
         parts.pager.close()

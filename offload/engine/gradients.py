@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from offload import kernels
 from offload.engine.layout import UnitLayout
-from offload.errors import UsageError
 from offload.swapper.arena import HostArena
 
 
@@ -28,6 +27,8 @@ class Gradients:
         self._layouts = layouts
         self._parts = parts
         self._lock = threading.Lock()
+        self.settle: Callable[[], None] = lambda: None
+        """Waits until every update has read its gradient."""
         self._squares: list[dict[int, float]] = [{} for _ in layouts]  # unit -> segment -> sum of squares
         self._reading: set[int] = set()
         self._memory: list[torch.Tensor | None] = []
@@ -49,12 +50,10 @@ class Gradients:
         source = gradient.detach().to("cpu").contiguous().view(-1)
         if source.dtype not in (torch.float32, torch.bfloat16):
             source = source.to(self.dtype)
+        if unit in self._reading:
+            self.settle()  # a graph made before step() that needed no weights, such as an embedding's
         with self._lock:
-            if unit in self._reading:
-                raise UsageError(
-                    f"a gradient of {place.name} arrived while its last update is still reading the one before: "
-                    f"the parameter was used without its unit {self._layouts[unit].name}"
-                )
+            assert unit not in self._reading
             squares = self._squares[unit]
             out = memory[offset : offset + place.numel]
             squares[segment] = kernels.accumulate(out, source, add=segment in squares)

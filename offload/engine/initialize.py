@@ -14,17 +14,20 @@ from torch.utils.data import DataLoader, Dataset
 
 from offload.aio import IoQueue
 from offload.config import Batch, Config, load_config, resolve_batch
+from offload.engine.bindings import Bindings
 from offload.engine.engine import Choices, Engine, Parts
 from offload.engine.fill import Filler, make_residents
-from offload.engine.gather import Gatherer
 from offload.engine.gradients import Gradients
 from offload.engine.hooks import Hooks
 from offload.engine.layout import UnitLayout, lay_out
 from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch
+from offload.engine.placeholder import Paged, Place
 from offload.engine.placement import Partitions, Placement, free_host_memory, partitions, place
 from offload.engine.progress import Progress, persistent_buffers
+from offload.engine.saved import SavedTensors
 from offload.engine.units import Units, find_units
 from offload.engine.updater import Updater
+from offload.engine.weights import Weights
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.sizes import format_size
 from offload.swapper.arena import DeviceArena, HostArena
@@ -197,8 +200,7 @@ def _check_model(model: nn.Module) -> None:
             f"buffer {lost[0]} is on the meta device, so its values are gone; build the model inside "
             f"offload.init(...), which leaves buffers real"
         )
-    held = getattr(model, "_offload_held", None)
-    if held is not None:
+    if any(isinstance(parameter, Paged) for parameter in model.parameters()):
         raise UsageError(
             "this model is under an engine already; destroy does not give its weights back: build a new one"
         )
@@ -394,13 +396,22 @@ def _fill(plan: _Plan, model: nn.Module, queue: IoQueue | None, store: Store | N
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(plan.device)
-    hooks = Hooks(model, plan.units.sites, plan.layouts, pager, gradients, plan.mode.weight_dtype, plan.device)
-    gatherer = Gatherer(model, plan.layouts, pager, plan.mode.weight_dtype)
+    dtype = plan.mode.weight_dtype
+    places = [
+        [
+            Place(model.get_parameter(segment.name), segment.name, unit, position, dtype, segment.shape, plan.device)
+            for position, segment in enumerate(layout.segments)
+        ]
+        for unit, layout in enumerate(plan.layouts)
+    ]
+    bindings = Bindings(plan.layouts, places, pager, dtype)
+    saved = SavedTensors([layout.name for layout in plan.layouts], places, bindings, pager)
+    hooks = Hooks(model, plan.units.sites, places, bindings, saved, gradients)
+    weights = Weights(model, plan.layouts, places, pager, hooks, dtype)
     updater = None
     if any(plan.parts.trainable_numel):
         updater = Updater(plan.mode, sizes, pager, host, device, store, residents, gradients, plan.durable)
-    model._offload_held = True  # type: ignore[assignment]
-    return Parts(hooks, gatherer, updater, pager, gradients, store, queue, host, plan.layouts, plan.trainable)
+    return Parts(hooks, weights, bindings, updater, pager, gradients, store, queue, host, plan.layouts, plan.trainable)
 
 
 def _weight_nbytes(plan: _Plan) -> list[int]:

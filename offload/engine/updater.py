@@ -23,6 +23,7 @@ import torch
 from offload import kernels
 from offload.engine.gradients import Gradients
 from offload.engine.placement import TILE_BUFFERS, TILE_STEP
+from offload.engine.weights import Edit
 from offload.sizes import align_up
 from offload.swapper.arena import HostArena, Lease
 from offload.swapper.device import Device
@@ -47,6 +48,8 @@ class UnitUpdate(NamedTuple):
     numel: int
     """Elements of the trainable part of this rank's partition."""
     segments: tuple[SegmentStep, ...]
+    edits: tuple[Edit, ...] = ()
+    """What a user has set; an update has either segments or edits."""
 
 
 class Resident(NamedTuple):
@@ -70,7 +73,7 @@ class _Piece(NamedTuple):
 class _Job:
     """A unit's update under way."""
 
-    def __init__(self, update: UnitUpdate, gradient: torch.Tensor, lease: Lease | None, delivered: bool) -> None:
+    def __init__(self, update: UnitUpdate, gradient: torch.Tensor | None, lease: Lease | None, delivered: bool) -> None:
         self.update = update
         self.gradient = gradient
         self.lease = lease
@@ -126,10 +129,13 @@ class Updater:
 
     # -- the caller's thread ------------------------------------------------------------------------
 
-    def schedule(self, updates: Sequence[UnitUpdate], epoch: int) -> None:
-        """Enqueue the updates of a step, in the order of their next use. The step before must be finished."""
+    def schedule(self, updates: Sequence[UnitUpdate], epoch: int | None) -> None:
+        """Enqueue the updates of a step, in the order of their next use. The step before must be finished.
+
+        `epoch` is what the commit will be of; None for edits, which the next step commits.
+        """
         self._pager.begin_updates([update.unit for update in updates])
-        self._gradients.give(update.unit for update in updates)
+        self._gradients.give(update.unit for update in updates if update.segments)
         with self._pager.lock:
             assert not self._queue and self._commit_epoch is None, "one step in flight at most"
             self._queue.extend(updates)
@@ -234,7 +240,8 @@ class Updater:
                 return None  # what is in flight ends by itself and may free a lease
         self._queue.remove(update)
         delivered = lease is not None or self._sizes[update.unit].home is Tier.DEVICE
-        return _Job(update, self._gradients.memory(update.unit), lease, delivered)
+        gradient = self._gradients.memory(update.unit) if update.segments else None
+        return _Job(update, gradient, lease, delivered)
 
     def _goes_on_without(self) -> bool:
         """Whether somebody waits for this worker, who must then not wait for a lease."""
@@ -326,6 +333,10 @@ class Updater:
             start, stop = max(segment.start, tile.start), min(segment.stop, tile.stop)
             if start < stop:
                 self._kernel(tile, start, stop, segment.step)
+        for edit in job.update.edits:
+            start, stop = max(edit.start, tile.start), min(edit.stop, tile.stop)
+            if start < stop:
+                self._set(tile, start, stop, edit.values[start - edit.start : stop - edit.start])
         for piece in tile.pieces.values():
             if piece.away is not None:
                 self._device.copy(piece.away, piece.work)
@@ -333,7 +344,8 @@ class Updater:
                 tile.writes.append(self._write(tile, piece))
         self._writing.append(tile)
         if tile.stop == job.update.numel:
-            self._gradients.free(job.update.unit)
+            if job.gradient is not None:
+                self._gradients.free(job.update.unit)
             job.computed = True
             if job.delivered:
                 self._pager.publish(job.update.unit, True, any(t.job is job and t.writes for t in self._writing))
@@ -341,6 +353,7 @@ class Updater:
     def _kernel(self, tile: _Tile, start: int, stop: int, step: kernels.AdamWStep) -> None:
         part = slice(start - tile.start, stop - tile.start)
         residual = tile.pieces.get(State.RESIDUAL)
+        assert tile.job.gradient is not None
         kernels.adamw(
             tile.pieces[State.WEIGHT].work[part],
             None if residual is None else residual.work[part],
@@ -349,6 +362,20 @@ class Updater:
             tile.job.gradient[start:stop],
             step,
         )
+
+    def _set(self, tile: _Tile, start: int, stop: int, values: torch.Tensor) -> None:
+        """Give elements [start, stop) the values of an edit; see `Edit.values`."""
+        part = slice(start - tile.start, stop - tile.start)
+        weight = tile.pieces[State.WEIGHT].work[part]
+        if State.RESIDUAL not in tile.pieces:
+            weight.copy_(values)
+            return
+        residual = tile.pieces[State.RESIDUAL].work[part]
+        if values.dtype is torch.float32:
+            kernels.split_master(values, weight, residual)
+        else:
+            residual.mul_(weight.view(torch.int16) == values.view(torch.int16))
+            weight.copy_(values)
 
     def _write(self, tile: _Tile, piece: _Piece) -> Future:
         assert self._store is not None and piece.buffer is not None

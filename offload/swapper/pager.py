@@ -125,12 +125,6 @@ class Pager:
             assert entry.slice is not None
             return self.arena.view(entry.slice)
 
-    def view(self, unit: int) -> torch.Tensor:
-        """The slice of a unit that is pinned already: (nbytes,) uint8."""
-        entry = self._entries[unit]
-        assert entry.pins and entry.slice is not None
-        return self.arena.view(entry.slice)
-
     def release(self, unit: int) -> None:
         """End one use. The slice stays where it is until its room is needed."""
         with self.lock:
@@ -143,14 +137,18 @@ class Pager:
         """How many updates this unit has had; see `_Entry.updates`."""
         return self._entries[unit].updates
 
-    def unit_at(self, offset: int) -> tuple[int, int] | None:
-        """(unit, byte within it) of byte `offset` of the device arena, or None where no pinned unit lies."""
+    @property
+    def pins(self) -> int:
+        """Open uses of all units."""
+        with self.lock:
+            return sum(entry.pins for entry in self._entries)
+
+    def set_pins(self, units: Sequence[int]) -> None:
+        """End every open use but one for each entry of `units`: an aborted forward or backward left some behind."""
         with self.lock:
             for entry in self._entries:
-                piece = entry.slice
-                if piece is not None and entry.pins and piece.offset <= offset < piece.offset + piece.nbytes:
-                    return entry.index, offset - piece.offset
-        return None
+                entry.pins = units.count(entry.index)
+            self.notify()
 
     def read_weights(self, unit: int, receive: Callable[[torch.Tensor], None]) -> None:
         """Call `receive` with the newest weights, (nbytes,) uint8 on the device, pinned meanwhile."""
@@ -454,13 +452,6 @@ class Pager:
         if self._failure is None:
             self._failure = error
         self.notify()
-
-    def unpin_all(self) -> None:
-        """End every open use: what an aborted forward or backward left behind."""
-        with self.lock:
-            for entry in self._entries:
-                entry.pins = 0
-            self.notify()
 
     def close(self) -> None:
         """Wait for reads in flight and give everything back. The update worker must have ended."""

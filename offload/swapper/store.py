@@ -36,7 +36,7 @@ from offload.swapper.states import State
 
 FORMAT_VERSION = 1
 _MAGIC = b"OFFLDREC"
-_RECORD = struct.Struct("<8sIIQQIII")  # magic, version, which blob, epoch, blob bytes, blob crc, units, pad
+_RECORD = struct.Struct("<8sIIQQIII")  # magic, version, which blob, epoch, blob bytes, blob crc, units, revision
 _RECORD_CRC = struct.Struct("<I")
 MAX_UNITS = (PAGE - _RECORD.size - _RECORD_CRC.size) * 8
 
@@ -64,13 +64,17 @@ class Extent(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What one commit record says: the epoch, the newest slot of each unit, and which blob."""
+    """What one commit record says: the epoch, the newest slot of each unit, and which blob.
+
+    Weights that were edited after a step are committed as a further revision of its epoch.
+    """
 
     epoch: int
     slots: tuple[int, ...]
     blob: int
     blob_nbytes: int
     blob_crc: int
+    revision: int = 0
 
     def pack(self) -> bytes:
         bitmap = bytearray((len(self.slots) + 7) // 8)
@@ -84,7 +88,7 @@ class Record(NamedTuple):
             self.blob_nbytes,
             self.blob_crc,
             len(self.slots),
-            0,
+            self.revision,
         )
         body = (head + bytes(bitmap)).ljust(PAGE - _RECORD_CRC.size, b"\0")
         return body + _RECORD_CRC.pack(crc32c(body))
@@ -95,12 +99,12 @@ class Record(NamedTuple):
         if len(page) != PAGE:
             return None
         body, crc = page[: -_RECORD_CRC.size], _RECORD_CRC.unpack(page[-_RECORD_CRC.size :])[0]
-        magic, version, blob, epoch, nbytes, blob_crc, units, _ = _RECORD.unpack_from(body)
+        magic, version, blob, epoch, nbytes, blob_crc, units, revision = _RECORD.unpack_from(body)
         if magic != _MAGIC or version != FORMAT_VERSION or crc != crc32c(body) or units > MAX_UNITS:
             return None
         bitmap = body[_RECORD.size :]
         slots = tuple(bitmap[unit // 8] >> (unit % 8) & 1 for unit in range(units))
-        return cls(epoch, slots, blob, nbytes, blob_crc)
+        return cls(epoch, slots, blob, nbytes, blob_crc, revision)
 
 
 class RunStatus(NamedTuple):
@@ -314,7 +318,9 @@ class Store:
             file.sync()
         which = 0 if self.durable is None else 1 - self.durable.blob
         _write_in_place(self.folders[0] / f"blob.{which}", blob)
-        record = Record(epoch, tuple(self.newest), which, len(blob), crc32c(blob))
+        again = self.durable is not None and self.durable.epoch == epoch
+        revision = self.durable.revision + 1 if again and self.durable is not None else 0
+        record = Record(epoch, tuple(self.newest), which, len(blob), crc32c(blob), revision)
         _write_in_place(self._commit_path, record.pack(), which * PAGE)
         self.durable = record
 
@@ -329,7 +335,7 @@ class Store:
 
     def remove(self, finished: Mapping[str, Any] | None = None) -> None:
         """Delete the files, close, and leave `finished.json` beside where they were."""
-        self._unlink()
+        self._unlink()  # before the lock is given back: another process may start this run again at once
         self.close()
         if finished is not None:
             run = self.folders[0].parent
@@ -434,7 +440,7 @@ def _records(path: Path) -> list[Record]:
     except OSError:
         return []
     found: Iterator[Record | None] = (Record.unpack(data[start : start + PAGE]) for start in (0, PAGE))
-    return sorted((record for record in found if record), key=lambda record: -record.epoch)
+    return sorted((record for record in found if record), key=lambda record: (-record.epoch, -record.revision))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,227 @@
+"""Which units' parameters are views of the device arena now, and which stretches of it somebody still looks at.
+
+A *binding* is one use of a unit: one pin of the pager, and one storage laid over the unit's slice, so that torch
+itself counts who looks at it. A binding ends when nothing needs it any more **and** its storage is gone:
+
+    bound        a module of the unit runs (`uses`), or the backward under way asked for it (`kept`)
+    lingering    its parameters are placeholders again, but a view of the slice lives: what autograd has just
+                 unpacked, what a recomputed graph holds, what a user's function kept. Its slice is not used again
+    gone         the pager may have the slice
+
+[Note: lingering] So no view of weights ever shows other bytes than those it was made of: not in a region of
+non-reentrant checkpointing, whose recomputation keeps plain views; not in a user's own saved-tensor hooks; not in a
+`ctx` attribute of an `autograd.Function`. Such a view costs room on the device, and where that ends there is a
+`BudgetError`. Across `step()` it cannot live: the weights change.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack
+
+from offload.engine.layout import UnitLayout
+from offload.engine.placeholder import Place
+from offload.errors import BudgetError, UsageError
+from offload.swapper.pager import Pager
+
+
+class Binding:
+    """One pin of a unit, and the storage over its slice."""
+
+    def __init__(self, unit: int, memory: torch.Tensor) -> None:
+        self.unit = unit
+        # A storage of its own, which dies with its last view; the arena's own storage never does.
+        self.flat: torch.Tensor | None = from_dlpack(memory)
+        storage = self.flat.untyped_storage()
+        self.address = storage.data_ptr()
+        self._storage = StorageWeakRef(storage)
+
+    @property
+    def alive(self) -> bool:
+        return not self._storage.expired()
+
+
+class _Unit:
+    def __init__(self, layout: UnitLayout, places: Sequence[Place]) -> None:
+        self.layout, self.places = layout, places
+        self.uses = 0
+        self.kept = False
+        self.binding: Binding | None = None
+
+
+class Bindings:
+    """Binds and unbinds units. Forward hooks and autograd's threads call it, under its lock."""
+
+    def __init__(
+        self, layouts: Sequence[UnitLayout], places: Sequence[Sequence[Place]], pager: Pager, dtype: torch.dtype
+    ) -> None:
+        self._pager, self._dtype = pager, dtype
+        self._lock = threading.RLock()
+        self._units = [_Unit(layout, mine) for layout, mine in zip(layouts, places, strict=True)]
+        self._live: list[Binding] = []
+        """Every binding whose pin was not given back, oldest first."""
+        self._at: dict[int, Binding] = {}
+        """The newest binding at each address."""
+        for unit in self._units:
+            self._unbind(unit)
+
+    def use(self, index: int) -> None:
+        """Bind the parameters of a unit until `unuse`, as often as it was used."""
+        unit = self._units[index]
+        with self._lock:
+            self._bind(index)
+            unit.uses += 1
+
+    def unuse(self, index: int) -> None:
+        """End one use."""
+        unit = self._units[index]
+        with self._lock:
+            if unit.uses == 0:
+                return  # reset() came in between
+            unit.uses -= 1
+            self._unbind_idle(unit)
+
+    def keep(self, index: int) -> None:
+        """Bind the parameters of a unit until the backward ends, or its room is needed."""
+        with self._lock:
+            self._bind(index)
+            self._units[index].kept = True
+
+    def end_backward(self) -> None:
+        with self._lock:
+            for unit in self._units:
+                if unit.kept:
+                    unit.kept = False
+                    self._unbind_idle(unit)
+            self._sweep()
+
+    def view(
+        self, index: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
+    ) -> torch.Tensor:
+        """A view of a unit's weights, `offset` in elements; its slice stays for as long as the view lives."""
+        with self._lock:
+            binding = self._units[index].binding
+            if binding is None:
+                binding = self._take(index)
+            assert binding.flat is not None
+            view = torch.as_strided(binding.flat.view(dtype), size, stride, offset)
+            if binding is not self._units[index].binding:
+                binding.flat = None
+            return view
+
+    def binding_at(self, address: int) -> Binding | None:
+        """The live binding whose storage begins at `address`."""
+        binding = self._at.get(address)
+        return binding if binding is not None and binding.alive else None
+
+    def settle(self) -> None:
+        """Before the weights change: raise `UsageError` where a view of them lives on."""
+        with self._lock:
+            gathered = [place.name for unit in self._units for place in unit.places if place.gathered]
+            if gathered:
+                raise UsageError(f"step() changes {gathered[0]}, which is gathered: leave `with offload.gathered(...)`")
+            self._sweep()
+            if self._live:
+                gc.collect()  # a view in a cycle, such as an exception's frames
+                self._sweep()
+            if self._live:
+                names = ", ".join(sorted({self._units[binding.unit].layout.name for binding in self._live}))
+                raise UsageError(
+                    f"step() changes weights of which a view is still held (of {names}): in an attribute of an "
+                    f"autograd.Function (use save_for_backward), in a list, in the frames of an exception "
+                    f"(sys.last_traceback). Drop it, or clone() what shall stay"
+                )
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is left of an aborted forward or backward."""
+        with self._lock:
+            self._sweep()
+            idle = all(unit.binding is None and not unit.uses and not unit.kept for unit in self._units)
+            return idle and self._pager.pins == len(self._live)
+
+    def reset(self) -> None:
+        """Unbind all that an aborted forward or backward left behind."""
+        with self._lock:
+            for unit in self._units:
+                unit.uses, unit.kept = 0, False
+                self._unbind(unit)
+            self._live = [binding for binding in self._live if binding.alive]
+            self._pager.set_pins([binding.unit for binding in self._live])
+
+    # -- under the lock -----------------------------------------------------------------------------
+
+    def _bind(self, index: int) -> None:
+        unit = self._units[index]
+        if unit.binding is not None:
+            return
+        gathered = [place.name for place in unit.places if place.gathered]
+        if gathered:
+            raise UsageError(f"{gathered[0]} is gathered: leave `with offload.gathered(...)` before the model runs")
+        binding = self._take(index)
+        assert binding.flat is not None
+        flat = binding.flat.view(self._dtype)
+        unit.binding = binding
+        for segment, place in zip(unit.layout.segments, unit.places, strict=True):
+            place.bind(flat[segment.start : segment.stop].view(segment.shape))
+
+    def _take(self, index: int) -> Binding:
+        """Pin a unit; where there is no room, what a backward only keeps makes some."""
+        self._sweep()
+        while True:
+            try:
+                memory = self._pager.acquire(index)
+                break
+            except BudgetError:
+                if not self._give_way():
+                    raise
+        binding = Binding(index, memory)
+        self._live.append(binding)
+        self._at[binding.address] = binding
+        return binding
+
+    def _give_way(self) -> bool:
+        """Unbind one unit that nothing but a backward keeps; whether that gave room."""
+        for unit in self._units:
+            if unit.kept and not unit.uses:
+                unit.kept = False
+                self._unbind_idle(unit)
+                return True
+        return False
+
+    def _unbind_idle(self, unit: _Unit) -> None:
+        if not unit.uses and not unit.kept:
+            self._unbind(unit)
+            self._sweep()
+
+    def _unbind(self, unit: _Unit) -> None:
+        changed = unit.binding is not None and [place.name for place in unit.places if place.changed]
+        for place in unit.places:
+            if not place.gathered:
+                place.unbind()
+        if unit.binding is not None:
+            unit.binding.flat = None
+            unit.binding = None
+        if changed:
+            error = UsageError(
+                f"parameter {changed[0]} was changed in place while its module ran, in a copy on the device that is "
+                f"never written back; change it between steps, under torch.no_grad()"
+            )
+            self._pager.fail(error)
+            raise error
+
+    def _sweep(self) -> None:
+        """Give back the pins of bindings that nobody looks at any more."""
+        if all(binding.alive for binding in self._live):
+            return
+        for binding in self._live:
+            if not binding.alive:
+                self._pager.release(binding.unit)
+                if self._at.get(binding.address) is binding:
+                    del self._at[binding.address]
+        self._live = [binding for binding in self._live if binding.alive]

@@ -1,0 +1,416 @@
+"""What a parameter is between its uses: right shape, dtype and device, no memory of its own, and no silent NaN.
+
+A `Paged` parameter answers questions about itself (shape, dtype, device, hooks, `zeros_like`). Any other function of
+torch that is given one comes here first, and there are four ways on:
+
+    a module that the engine hooked is running      the weights are brought, and stay while that module runs
+    a backward is running                           the same, until the backward ends
+    neither, and no gradient is asked for           the function gets a copy of the weights; what it changed in place
+                                                    becomes an edit, an update without a gradient
+    neither, but a gradient is, or a view of the    `UsageError`, that names the parameter
+    weights would come out
+
+So `load_state_dict`, `copy.deepcopy`, an EMA, `parameter.norm()` under no_grad give what they give with an ordinary
+model. A bound parameter has its own class again and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from offload.errors import UsageError
+
+
+class Keeper(Protocol):
+    """Who brings, reads and edits the weights of the parameters of one model."""
+
+    def bring(self, unit: int) -> bool:
+        """Bind the parameters of `unit` if a hooked module or a backward is running; whether one is."""
+
+    def read(self, unit: int, position: int) -> torch.Tensor:
+        """A copy of the newest weights of one parameter, on the compute device."""
+
+    def edit(self, unit: int, position: int, values: torch.Tensor) -> None:
+        """Make `values`, of the parameter's shape, its weights."""
+
+
+class Place:
+    """One parameter of a model under an engine: whose it is, and how it comes and goes."""
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        unit: int,
+        position: int,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self.parameter, self.name, self.unit, self.position = parameter, name, unit, position
+        self.keeper: Keeper | None = None
+        """None before the engine is whole, and after it was destroyed."""
+        self.trainable = parameter.requires_grad
+        self.gradient_hook: Any = None
+        """The handle of the engine's own hook, which must stay the last."""
+        self.gathered = False
+        """Whether `offload.gathered` has given the parameter memory of its own."""
+        self.device = device
+        self._class = type(parameter)
+        self._version = 0
+        self._nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+        self.storage_address = self._nan.untyped_storage().data_ptr()
+
+    def bind(self, values: torch.Tensor) -> None:
+        """Make the parameter an ordinary one, over the memory of `values`, of its shape."""
+        self.parameter.__class__ = self._class
+        self.parameter.data = values
+        self._version = self.parameter._version
+
+    @property
+    def changed(self) -> bool:
+        """Whether the bound parameter was changed in place."""
+        return self.bound and self.parameter._version != self._version
+
+    def unbind(self) -> None:
+        """Make the parameter a placeholder."""
+        if not self.bound:
+            return
+        self.parameter.data = self._nan
+        self.parameter.__class__ = Paged
+        self.parameter.__dict__["offload_place"] = self
+
+    @property
+    def bound(self) -> bool:
+        return not isinstance(self.parameter, Paged)
+
+    def gather(self, values: torch.Tensor) -> None:
+        """Give the parameter the memory of `values` until `let_go`; no module may use it meanwhile."""
+        self.bind(values)
+        self.gathered = True
+
+    def let_go(self) -> torch.Tensor:
+        """End `gather`: the memory with what was written to it."""
+        values = self.parameter.data
+        self.gathered = False
+        self.unbind()
+        return values
+
+    def alias(self) -> torch.Tensor:
+        """What `parameter.data` and `parameter.detach()` are: the same placeholder, outside of autograd."""
+        alias = torch.Tensor._make_subclass(PagedAlias, self._nan, False)
+        alias.__dict__["offload_place"] = self
+        return alias
+
+    def copy(self, requires_grad: bool) -> torch.Tensor:
+        """An ordinary parameter with the same weights, that no engine knows."""
+        values = self.read()
+        with torch._C.DisableTorchFunctionSubclass():
+            copy: torch.Tensor = nn.Parameter(values, requires_grad)
+        copy.__class__ = self._class
+        return copy
+
+    def read(self) -> torch.Tensor:
+        """A copy of the newest weights, on the compute device."""
+        return self.engine.read(self.unit, self.position)
+
+    def edit(self, values: torch.Tensor) -> None:
+        """Make `values`, of the parameter's shape, its weights."""
+        self.engine.edit(self.unit, self.position, values)
+
+    @property
+    def engine(self) -> Keeper:
+        if self.keeper is None:
+            raise UsageError(
+                f"parameter {self.name} has no weights: its engine was destroyed; ask for state_dict() before, or "
+                f"resume the run"
+            )
+        return self.keeper
+
+
+class PagedAlias(torch.Tensor):
+    """A placeholder that autograd does not know: what `detach()` and `.data` of a paged parameter give."""
+
+    offload_place: Place
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.offload_place.read()
+        copy: torch.Tensor = memo[id(self)]
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.offload_place.read().__reduce_ex__(protocol)
+
+
+class Paged(nn.Parameter):
+    """A parameter whose weights are elsewhere; `Place.unbind` makes one of an ordinary parameter."""
+
+    offload_place: Place
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.offload_place.copy(self.requires_grad)
+        copy: torch.Tensor = memo[id(self)]
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.offload_place.copy(self.requires_grad).__reduce_ex__(protocol)
+
+
+def place_of(tensor: Any) -> Place | None:
+    """The place of a placeholder; None for any other object."""
+    return tensor.offload_place if isinstance(tensor, Paged | PagedAlias) else None
+
+
+# -- what becomes of a call ------------------------------------------------------------------------------
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rule = _RULES.get(func)
+    if rule is not None:
+        return rule(func, *args, **kwargs)
+    if func in _HARMLESS or _is_harmless_property(func):
+        return _plainly(func, *args, **kwargs)
+    return _with_weights(func, args, kwargs)
+
+
+def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `func` with weights in the place of placeholders."""
+    given: dict[int, Any] = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if place_of(leaf) is not None}
+    real: dict[int, torch.Tensor] = {}
+    outside: list[Any] = []
+    for key, leaf in given.items():
+        place = leaf.offload_place
+        if not place.engine.bring(place.unit):
+            outside.append(leaf)
+        elif isinstance(leaf, PagedAlias):
+            real[key] = place.parameter.detach()
+    for leaf in outside:
+        _check_gradient(func, leaf)
+        real[id(leaf)] = leaf.offload_place.read()
+    before = [real[id(leaf)]._version for leaf in outside]
+    # A parameter that was brought is an ordinary one by now: this call does not come back here for it.
+    args, kwargs = tree_map(lambda value: real.get(id(value), value), (args, kwargs))
+    result = func(*args, **kwargs)
+    if not outside:
+        return result
+    for leaf, version in zip(outside, before, strict=True):
+        if real[id(leaf)]._version != version:
+            leaf.offload_place.edit(real[id(leaf)])
+    originals = {id(real[id(leaf)]): leaf for leaf in outside}
+    storages = {real[id(leaf)].untyped_storage().data_ptr(): leaf for leaf in outside if leaf.numel()}
+    return tree_map(lambda value: _returned(func, value, originals, storages), result)
+
+
+def _check_gradient(func: Any, leaf: Any) -> None:
+    if torch.is_grad_enabled() and leaf.requires_grad:
+        raise UsageError(
+            f"{_name(func)} needs the weights of {leaf.offload_place.name}, with a gradient, while no module of the "
+            f"model runs: they are in the swap tiers. Do it inside of a forward of the model, or under torch.no_grad()"
+        )
+
+
+def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[int, Any]) -> Any:
+    """What comes back: a placeholder for itself; never memory that looks like the weights and is a copy of them."""
+    if id(value) in originals:
+        return originals[id(value)]
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        of = storages.get(value.untyped_storage().data_ptr())
+        if of is not None:
+            raise UsageError(
+                f"{_name(func)} would give a view of {of.offload_place.name}, whose weights are in the swap tiers: "
+                f"what is written to the view would be lost. Use `with offload.gathered(parameter):`, or clone() first"
+            )
+    elif type(value).__module__ == "numpy" and hasattr(value, "flags"):
+        value.flags.writeable = False  # the same, for numpy() and asarray()
+    return value
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
+# -- what needs no weights -------------------------------------------------------------------------------
+
+_TENSOR = torch.Tensor
+_HARMLESS: frozenset[Any] = frozenset(
+    {
+        *(
+            getattr(_TENSOR, name)
+            for name in (
+                "size dim ndimension numel nelement __len__ element_size is_floating_point is_complex is_signed "
+                "is_contiguous stride storage_offset data_ptr untyped_storage get_device is_pinned is_inference "
+                "is_shared register_hook retain_grad _is_view new_empty new_zeros new_ones new_full new_tensor "
+                "is_same_size"
+            ).split()
+        ),
+        *(
+            getattr(torch, name)
+            for name in (
+                "numel is_floating_point is_complex is_same_size empty_like zeros_like ones_like full_like rand_like "
+                "randn_like result_type can_cast"
+            ).split()
+        ),
+        torch.autograd.grad,
+        torch.autograd.backward,
+    }
+)
+"""Functions that ask for no element; the gradients' functions know a parameter by its node alone."""
+
+_WITH_DATA = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
+"""Properties that give the elements themselves."""
+
+
+def _is_harmless_property(func: Any) -> bool:
+    if getattr(func, "__name__", "") not in ("__get__", "__set__", "__delete__"):
+        return False
+    name = getattr(getattr(func, "__self__", None), "__name__", None)
+    return name is not None and name not in _WITH_DATA
+
+
+# -- what has a rule of its own --------------------------------------------------------------------------
+
+
+def _alias(func: Any, tensor: Any) -> Any:
+    """`detach()` and `.data`: no elements are asked for yet."""
+    return tensor.offload_place.alias()
+
+
+def _set_data(func: Any, tensor: Any, values: Any) -> None:
+    place = tensor.offload_place
+    if place_of(values) is place:
+        return
+    _check_kind(place, tensor, values)
+    with torch.no_grad():
+        tensor.copy_(values)
+
+
+def _is_compatible(func: Any, tensor: Any, values: Any) -> bool:
+    """`nn.Module.to` and its like ask this before they replace a parameter."""
+    place = place_of(tensor)
+    if place is not None:
+        _check_kind(place, tensor, values)
+    return bool(_plainly(func, tensor, values))
+
+
+def _check_kind(place: Place, tensor: Any, values: Any) -> None:
+    mine, given = _kind(tensor), _kind(values)
+    if mine != given:
+        raise UsageError(
+            f"parameter {place.name} is {mine} for as long as it is under an engine, it cannot become {given}; "
+            f"precision and device are set in the config"
+        )
+
+
+def _kind(tensor: Any) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def _copy(func: Any, tensor: Any, source: Any, non_blocking: bool = False) -> Any:
+    """Values of a higher precision than the weights' are kept as they are: the master takes them."""
+    place = place_of(tensor)
+    if place is None or place_of(source) is not None or place.engine.bring(place.unit):
+        return _with_weights(func, (tensor, source), {})
+    _check_gradient(func, tensor)
+    place.edit(source.detach().expand(tensor.shape))
+    return tensor
+
+
+def _set_requires_grad(func: Any, tensor: Any, value: bool = True) -> Any:
+    place = tensor.offload_place
+    if value and not place.trainable and isinstance(tensor, Paged):
+        raise UsageError(
+            f"parameter {place.name} was frozen when offload.initialize took the model, so it has no optimizer states; "
+            f"set requires_grad before"
+        )
+    return _plainly(func, tensor, value)
+
+
+def _set_grad(func: Any, tensor: Any, value: Any = None) -> None:
+    if value is not None:
+        raise UsageError(
+            f"the gradient of {tensor.offload_place.name} cannot be set: gradients are in the engine, which "
+            f"backward() adds to"
+        )
+    _plainly(func, tensor, value)
+
+
+def _convert(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """`to`, `half`, `cuda` …: the same parameter where nothing would change, as torch has it; else a copy."""
+    if place_of(tensor) is None:
+        return _plainly(func, tensor, *args, **kwargs)  # x.to(parameter) asks for its dtype and device
+    probe = _plainly(func, torch.empty((), dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
+    if (probe.dtype, probe.device) == (tensor.dtype, tensor.device) and not kwargs.get("copy", False):
+        return tensor
+    return _with_weights(func, (tensor, *args), kwargs)
+
+
+def _like(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """`view_as` and others whose second argument only gives a shape."""
+    return (_plainly if place_of(tensor) is None else _with_weights_of)(func, tensor, *args, **kwargs)
+
+
+def _with_weights_of(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return _with_weights(func, args, kwargs)
+
+
+def _represent(func: Any, tensor: Any, *_: Any, **__: Any) -> str:
+    place = tensor.offload_place
+    return (
+        f"Paged({place.name}, shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={tensor.device}, "
+        f"requires_grad={tensor.requires_grad})"
+    )
+
+
+def _register_after_gradient(func: Any, tensor: Any, hook: Callable[[torch.Tensor], None]) -> Any:
+    """The user's hook sees the gradient; the engine's own, which takes it away, comes after all of them."""
+    handle = _plainly(func, tensor, hook)
+    own = tensor.offload_place.gradient_hook
+    if own is not None:
+        hooks = tensor._post_accumulate_grad_hooks
+        hooks[own.id] = hooks.pop(own.id)  # torch goes through them in the order of a plain dict
+    return handle
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    _TENSOR.detach: _alias,
+    torch.detach: _alias,
+    _TENSOR.data.__get__: _alias,  # type: ignore[attr-defined]
+    _TENSOR.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch._has_compatible_shallow_copy_type: _is_compatible,
+    _TENSOR.copy_: _copy,
+    _TENSOR.requires_grad_: _set_requires_grad,
+    _TENSOR.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    _TENSOR.grad.__set__: _set_grad,  # type: ignore[union-attr]
+    _TENSOR.__repr__: _represent,
+    _TENSOR.__format__: _represent,
+    _TENSOR.register_post_accumulate_grad_hook: _register_after_gradient,
+    **{
+        getattr(_TENSOR, name): _convert
+        for name in "to type_as half float double bfloat16 cpu cuda xpu".split()
+        if hasattr(_TENSOR, name)
+    },
+    **{getattr(_TENSOR, name): _like for name in "view_as expand_as reshape_as".split()},
+}

@@ -1,0 +1,125 @@
+"""What autograd saves for a backward: views of weights as handles, anything else as it is.
+
+A saved view of a slice is packed as (unit, update count, dtype, size, stride, offset) and made again from the unit's
+weights, wherever they then lie; so a graph holds no weights. Saved-tensor hooks switch off torch's own check for
+in-place changes, so any other tensor is packed with its version, which is compared at unpack. Hooks of the user that
+were active round the model get what we do not handle (`save_on_cpu`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.engine.bindings import Bindings
+from offload.engine.placeholder import Place
+from offload.errors import UsageError
+from offload.swapper.pager import Pager
+
+
+class _Handle(NamedTuple):
+    """A saved view of a slice."""
+
+    unit: int
+    updates: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # in elements, within the unit
+
+
+class _Saved(NamedTuple):
+    """Any other saved tensor, detached (the graph must not hold itself), and its version."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class _Packed(NamedTuple):
+    """What the user's own hook made of a tensor, and the hook that gives it back."""
+
+    value: Any
+    unpack: Callable[[Any], torch.Tensor]
+
+
+class SavedTensors:
+    """Packs on the thread that runs a forward, unpacks on autograd's."""
+
+    def __init__(
+        self, names: Sequence[str], places: Sequence[Sequence[Place]], bindings: Bindings, pager: Pager
+    ) -> None:
+        self._names, self._bindings, self._pager = names, bindings, pager
+        self._placeholders = {place.storage_address: place.name for unit in places for place in unit}
+
+    def push(self) -> bool:
+        """Push the hooks on the calling thread; False inside of a region of non-reentrant checkpointing.
+
+        Its own hooks must see everything that is saved; what its recomputation holds lingers in the arena.
+        """
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if outer is None or getattr(outer[0], "__self__", None) is self:  # the second: an interrupt left it there
+            self._push(self._pack)
+        elif getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
+            return False
+        else:
+            pack, unpack = outer
+
+            def pack_both(tensor: torch.Tensor) -> Any:
+                mine = self._pack(tensor)
+                return mine if isinstance(mine, _Handle) else _Packed(pack(tensor), unpack)
+
+            self._push(pack_both)
+        return True
+
+    def _push(self, pack: Callable[[torch.Tensor], Any]) -> None:
+        try:
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, self.unpack)
+        except RuntimeError as error:
+            raise UsageError(
+                f"the model cannot run here, since its graph would have to hold its weights: {error} Use "
+                f"torch.autograd.grad instead of torch.func, or a copy.deepcopy of the part in question"
+            ) from error
+
+    @staticmethod
+    def pop() -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _pack(self, tensor: torch.Tensor) -> _Handle | _Saved:
+        address = storage_address(tensor)
+        binding = self._bindings.binding_at(address)
+        if binding is not None:
+            unit, shape, stride = binding.unit, tuple(tensor.shape), tuple(tensor.stride())
+            offset = int(tensor.storage_offset())
+            return _Handle(unit, self._pager.updates(unit), tensor.dtype, shape, stride, offset)
+        used = self._placeholders.get(address)
+        if used is not None:
+            raise UsageError(
+                f"parameter {used} is used by compiled code while no module that owns it runs; call that module, or "
+                f'name the one that uses it in "units" of the "offload" block'
+            )
+        return _Saved(tensor.detach(), tensor._version)
+
+    def unpack(self, packed: _Handle | _Saved | _Packed) -> torch.Tensor:
+        """The saved tensor again."""
+        if isinstance(packed, _Saved):
+            if packed.tensor._version != packed.version:
+                raise RuntimeError(
+                    f"a tensor of shape {list(packed.tensor.shape)} that backward needs was changed in place: it is "
+                    f"at version {packed.tensor._version}, expected {packed.version}"
+                )
+            return packed.tensor
+        if isinstance(packed, _Packed):
+            return packed.unpack(packed.value)
+        if self._pager.updates(packed.unit) != packed.updates:
+            raise UsageError(
+                f"backward through a graph made before step(): the weights of {self._names[packed.unit]} have changed "
+                f"since"
+            )
+        return self._bindings.view(packed.unit, packed.dtype, packed.size, packed.stride, packed.offset)
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Where the tensor's storage begins; 0 for one without strided memory."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

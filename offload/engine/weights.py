@@ -1,0 +1,231 @@
+"""Reading and editing weights between steps: state dicts, copies, EMA, `load_state_dict`, `offload.gathered`.
+
+A copy that is read is ordinary memory. An edit is an update without a gradient: it waits for the step before, goes
+through the update worker to the slot that the last commit does not name, and is committed with the next step, or when
+the engine is destroyed. Edits of one unit are gathered and written together, when another unit is edited or the
+engine is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.engine.hooks import Hooks
+from offload.engine.layout import UnitLayout
+from offload.engine.placeholder import Place, place_of
+from offload.engine.placement import free_host_memory
+from offload.errors import BudgetError, UsageError
+from offload.sizes import format_size
+from offload.swapper.pager import Pager
+
+
+class Edit(NamedTuple):
+    """New values for elements [start, stop) of a unit."""
+
+    start: int
+    stop: int
+    values: torch.Tensor
+    """(stop - start,) in the mode's weight dtype or in fp32, on the CPU. In fp32 they are the master; in the weight's
+    dtype, elements whose bits do not change keep what the master has beyond them."""
+
+
+class Weights:
+    """The keeper of a model's placeholders. Belongs to the thread that runs the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layouts: Sequence[UnitLayout],
+        places: Sequence[Sequence[Place]],
+        pager: Pager,
+        hooks: Hooks,
+        dtype: torch.dtype,
+    ) -> None:
+        self._pager, self._layouts, self._places, self._hooks, self._dtype = pager, layouts, places, hooks, dtype
+        self._pending: dict[int, torch.Tensor] = {}  # position -> values
+        self._pending_unit = -1
+        self._copies: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor] = weakref.WeakValueDictionary()
+        self.entered: Callable[[], None] = lambda: None
+        """Called before weights are read or edited."""
+        self.apply: Callable[[int, Sequence[Edit]], None] | None = None
+        """Carries out the edits of one unit; None in an engine that trains nothing."""
+        self._removers: list[Callable[[], None]] = [
+            # Functions, not methods: a deep copy of the model carries its hooks along, and would copy their object.
+            model.register_state_dict_pre_hook(lambda *_: self._check_room()).remove,
+            model.register_load_state_dict_post_hook(lambda *_: self.flush()).remove,
+        ]
+
+        def replace(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+            self._replace(module, state, prefix)
+
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                self._removers.append(module.register_state_dict_post_hook(replace).remove)
+                self._removers.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
+        for unit in places:
+            for place in unit:
+                place.keeper = self
+
+    def remove(self) -> None:
+        """Take the hooks away: nobody brings the weights any more."""
+        for remover in self._removers:
+            remover()
+        for unit in self._places:
+            for place in unit:
+                place.keeper = None
+
+    # -- what a placeholder asks for ----------------------------------------------------------------
+
+    def bring(self, unit: int) -> bool:
+        """Bind the parameters of `unit` if a hooked module or a backward is running; whether one is."""
+        return self._hooks.bring(unit)
+
+    def read(self, unit: int, position: int) -> torch.Tensor:
+        """A copy of the newest weights of one parameter, on the compute device."""
+        self.entered()
+        segment = self._layouts[unit].segments[position]
+        if self._pending_unit == unit and position in self._pending:
+            values = self._pending[position]
+            if values.dtype == self._dtype:
+                return values.to(self._places[unit][position].device, copy=True).view(segment.shape)
+            self.flush()
+        copies: list[torch.Tensor] = []
+
+        def receive(memory: torch.Tensor) -> None:
+            copies.append(memory.view(self._dtype)[segment.start : segment.stop].detach().clone().view(segment.shape))
+
+        self._pager.read_weights(unit, receive)
+        return copies[0]
+
+    def edit(self, unit: int, position: int, values: torch.Tensor) -> None:
+        """Make `values`, of the parameter's shape, its weights."""
+        self.entered()
+        place = self._places[unit][position]
+        values = values.detach()
+        if not place.trainable or self.apply is None:
+            if not torch.equal(self.read(unit, position), values.to(place.device, self._dtype)):
+                raise UsageError(
+                    f"parameter {place.name} is frozen: its weights lie once in the store and are never written; "
+                    f"change them before offload.initialize"
+                )
+            return
+        if self._pending_unit != unit:
+            self.flush()
+        dtype = self._dtype if values.dtype == self._dtype else torch.float32
+        self._pending[position] = values.to("cpu", dtype, copy=True).contiguous().view(-1)
+        self._pending_unit = unit
+
+    def flush(self) -> None:
+        """Carry out the edits that were gathered."""
+        if not self._pending:
+            return
+        unit, pending = self._pending_unit, self._pending
+        self._pending, self._pending_unit = {}, -1
+        segments = self._layouts[unit].segments
+        assert self.apply is not None
+        edits = [Edit(segments[p].start, segments[p].stop, pending[p]) for p in sorted(pending)]
+        self.apply(unit, [edit for edit in edits if edit.start < edit.stop])
+
+    # -- state dicts --------------------------------------------------------------------------------
+
+    def weight(self, unit: int, position: int) -> torch.Tensor:
+        """A CPU copy of one parameter, in the mode's dtype; one tensor for as long as somebody holds it.
+
+        So copies of a tied parameter are tied, as in an ordinary model.
+        """
+        if not self._hooks.running:
+            self.flush()
+        key = (unit, position, self._pager.updates(unit))
+        held = self._copies.get(key)
+        if held is None or held._version:
+            held = self.read(unit, position).to("cpu")
+            self._copies[key] = held
+        return held
+
+    def _replace(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            place = self._mine(parameter)
+            if place is not None and prefix + name in state and not place.gathered:
+                state[prefix + name] = self.weight(place.unit, place.position)
+
+    def _mine(self, parameter: nn.Parameter) -> Place | None:
+        """The place of `parameter`, also while it is bound; None where it is of a copy of the model."""
+        place: Place | None = getattr(parameter, "offload_place", None)
+        return place if place is not None and place.parameter is parameter else None
+
+    def _check_room(self) -> None:
+        """Raise `BudgetError` where a state dict of all would not fit into the RAM."""
+        need = sum(layout.numel for layout in self._layouts) * self._dtype.itemsize
+        free = free_host_memory()
+        if need > free:
+            raise BudgetError(
+                f"state_dict() of this model takes {format_size(need)} of RAM, {format_size(free)} is free; ask the "
+                f"submodules for theirs, one after the other"
+            )
+
+
+def _refuse_assign(module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise UsageError(
+            "load_state_dict(assign=True) would put other parameters into the model, which the engine does not know; "
+            "leave assign out: values are copied into the swap tiers"
+        )
+
+
+@contextlib.contextmanager
+def gathered(params: Any, modify: bool = False) -> Iterator[None]:
+    """Give `params` (a parameter, several, or a module) ordinary memory inside of a `with` block.
+
+    The memory is a copy on the compute device, outside of all budgets. With `modify`, what was changed is written to
+    the swap tiers at the end, also after an exception; without, a change raises `UsageError` at the end. Models may
+    not run on gathered parameters, nor may `step()` be called. Parameters of an ordinary model are left alone.
+    """
+    places = _places_of(params)
+    for place in places:
+        if place.engine.bring(place.unit):
+            raise UsageError("gathered() is for between forwards and backwards; inside of them parameters are there")
+    taken: list[Place] = []
+    changed: list[tuple[Place, torch.Tensor]] = []
+    try:
+        for place in places:
+            place.gather(place.read())
+            taken.append(place)
+        yield
+    finally:
+        for place in taken:
+            values = place.let_go()
+            if not _same_bits(values, place.read()):
+                changed.append((place, values))
+        if modify:
+            for place, values in changed:
+                place.edit(values)
+    if changed and not modify:
+        raise UsageError(
+            f"parameter {changed[0][0].name} was changed inside of gathered(); the change is dropped: say modify=True"
+        )
+
+
+def _places_of(params: Any) -> list[Place]:
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    elif isinstance(params, torch.Tensor):
+        params = [params]
+    elif not isinstance(params, Iterable):
+        raise UsageError(f"gathered() takes parameters or a module, got {type(params).__name__}")
+    found = (place_of(parameter) for parameter in params)
+    return list(dict.fromkeys(place for place in found if place is not None))
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        raise UsageError(
+            f"a gathered parameter became {list(one.shape)} {one.dtype}, it was {list(other.shape)} {other.dtype}"
+        )
+    one, other = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(one, other)
