@@ -1,184 +1,417 @@
-"""What users bring to autograd: recomputation, reuse, branches, views, exceptions, generation; always the same bits."""
+"""Whatever users do with graphs: the same bits on disk with room for two units as in memory, and as ordinary PyTorch.
+
+Each loop is written once and runs with the engine and with `PlainEngine`.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import offload
 from offload.errors import UsageError
 from tests import models
 from tests.faults import LateQueue, use_queue
-from tests.oracle import Job, assert_same, config, plain_loop, run, start, train_step
+from tests.oracle import Job, PlainEngine, config, run, start, train_step
+from tests.test_modules import DISK, MEMORY, WIDTH, Layers
 from tests.test_placements import room_for
 
-DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
+Loop = Callable[[Any, Job], list[float]]
 
 
-def checkpointed(reentrant: bool) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        model = models.gpt2_dropout()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # a new name is coming; users have the old one
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        return model.train()
-
-    return build
+def _sum(engine: Any) -> float:
+    return sum(float(value.double().sum()) for value in engine.module.state_dict().values())
 
 
-class Layers(nn.Module):
-    """An embedding, three layers in a list, a head."""
+def _losses(engine: Any, one_step: Callable[[int], float], steps: int = 4) -> list[float]:
+    return [one_step(step) for step in range(steps)] + [_sum(engine)]
 
-    def __init__(self) -> None:
+
+def two_losses(engine: Any, job: Job) -> list[float]:
+    """Of one forward, with the accumulation that counts both."""
+
+    def one(step: int) -> float:
+        logits = engine(models.tokens(step, 0, (4, 16), 61)).float().flatten(0, 1)
+        first, second = logits.logsumexp(1).mean(), logits.square().mean()
+        engine.backward(first, retain_graph=True)
+        engine.step()
+        engine.backward(second)
+        engine.step()
+        return float(first.detach()) + float(second.detach())
+
+    return _losses(engine, one)
+
+
+def twice_through_a_graph(engine: Any, job: Job) -> list[float]:
+    def one(step: int) -> float:
+        loss = job.loss(engine, step, 0)
+        engine.backward(loss, retain_graph=True)
+        engine.step()
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return _losses(engine, one)
+
+
+def plain_backward(engine: Any, job: Job) -> list[float]:
+    """`loss.backward()` instead of `engine.backward(loss)`: never divided."""
+
+    def one(step: int) -> float:
+        loss = job.loss(engine, step, 0)
+        if isinstance(engine, PlainEngine):
+            engine.backward(loss)
+        else:
+            loss.backward()
+        engine.step()
+        return float(loss.detach())
+
+    return _losses(engine, one)
+
+
+def penalty_on_inputs(engine: Any, job: Job) -> list[float]:
+    """The norm of the gradient at an inner activation is part of the loss: a double backward."""
+
+    def one(step: int) -> float:
+        seen: list[torch.Tensor] = []
+        handle = engine.module.embedding.register_forward_hook(lambda m, i, output: seen.append(output) and None)
+        loss = job.loss(engine, step, 0)
+        handle.remove()
+        (slope,) = torch.autograd.grad(loss, seen, create_graph=True)
+        total = loss + 10 * slope.float().square().sum()
+        engine.backward(total)
+        engine.step()
+        return float(total.detach())
+
+    return _losses(engine, one)
+
+
+def penalty_on_weights(engine: Any, job: Job) -> list[float]:
+    """The same with the gradients of weights."""
+
+    def one(step: int) -> float:
+        loss = job.loss(engine, step, 0)
+        slopes = torch.autograd.grad(loss, list(engine.module.layers.parameters()), create_graph=True)
+        total = loss + sum(slope.float().square().sum() for slope in slopes)
+        engine.backward(total)
+        engine.step()
+        return float(total.detach())
+
+    return _losses(engine, one)
+
+
+def gradients_between(engine: Any, job: Job) -> list[float]:
+    """`torch.autograd.grad` in the middle of accumulation changes nothing that accumulates."""
+
+    def one(step: int) -> float:
+        engine.backward(job.loss(engine, step, 0))
+        engine.step()
+        asked = torch.autograd.grad(job.loss(engine, step, 1), list(engine.module.parameters()))
+        engine.backward(job.loss(engine, step, 2))
+        engine.step()
+        return sum(float(gradient.double().norm()) for gradient in asked)
+
+    return _losses(engine, one)
+
+
+def evaluated_between(engine: Any, job: Job) -> list[float]:
+    """eval(), no_grad and inference_mode in the middle of accumulation."""
+
+    def one(step: int) -> float:
+        engine.backward(job.loss(engine, step, 0))
+        engine.step()
+        engine.module.eval()
+        with torch.no_grad():
+            loss = float(job.loss(engine, step, 5))
+        with torch.inference_mode():
+            loss += float(job.loss(engine, step, 6))
+        engine.module.train()
+        engine.backward(job.loss(engine, step, 1))
+        engine.step()
+        return loss
+
+    return _losses(engine, one)
+
+
+def hooked_modules(engine: Any, job: Job) -> list[float]:
+    """Hooks of the user that see and change inputs, outputs and gradients."""
+    layer = engine.module.layers[1]
+    norms: list[float] = []
+    handles = [
+        layer.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,)),
+        layer.register_forward_hook(lambda module, inputs, output: output + module.bias),
+        layer.register_full_backward_hook(lambda module, inner, outer: norms.append(float(outer[0].norm())) and None),
+        layer.register_full_backward_pre_hook(lambda module, outer: (outer[0] * 2,)),
+        engine.module.register_forward_hook(lambda module, inputs, output: output * 1.5),
+    ]
+
+    def one(step: int) -> float:
+        loss = job.loss(engine, step, 0)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach()) + norms[-1]
+
+    found = _losses(engine, one)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def _with_saved(hooks: Callable[[], Any]) -> Loop:
+    def loop(engine: Any, job: Job) -> list[float]:
+        def one(step: int) -> float:
+            with hooks():
+                loss = job.loss(engine, step, 0)
+            engine.backward(loss)
+            engine.step()
+            return float(loss.detach())
+
+        return _losses(engine, one)
+
+    return loop
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """The user's own pack hook, which must get what is not a weight."""
+    packed: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        packed.append(tensor.numel())
+        return (tensor.clone(),)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value[0]):
+        yield
+    assert packed, "the hooks of the user were asked"
+
+
+def in_place(engine: Any, job: Job) -> list[float]:
+    """A tensor that backward needs is changed: torch's own check is still there."""
+
+    def squash(module: nn.Module, inputs: Any) -> Any:
+        seen.append(torch.tanh(inputs[0]))
+        return (seen[-1],)
+
+    seen: list[torch.Tensor] = []
+
+    def one(step: int) -> float:
+        handle = engine.module.head.register_forward_pre_hook(squash)
+        loss = job.loss(engine, step, 0)
+        handle.remove()
+        with torch.no_grad():
+            seen.pop().add_(1)
+        with pytest.raises(RuntimeError, match=r"inplace|in place"):
+            engine.backward(loss)
+        engine.zero_grad()
+        loss = job.loss(engine, step, 0)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return _losses(engine, one)
+
+
+# -- functions of the user ----------------------------------------------------------------------------
+
+
+class Scaled(torch.autograd.Function):
+    """What it needs of the weight lies where `keep` says."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, keep: str) -> torch.Tensor:
+        ctx.keep = keep
+        if keep == "saved":
+            ctx.save_for_backward(hidden, weight)
+        else:
+            ctx.save_for_backward(hidden)
+            ctx.weight = weight.t() if keep == "view" else weight
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        weight = ctx.saved_tensors[1] if ctx.keep == "saved" else ctx.weight
+        weight = weight.t() if ctx.keep == "view" else weight
+        hidden = ctx.saved_tensors[0]
+        return gradient @ weight, gradient.flatten(0, 1).t() @ hidden.flatten(0, 1), None
+
+
+class Custom(nn.Module):
+    def __init__(self, keep: str) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(61, 32)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-        self.head = nn.Linear(32, 61)
+        self.keep = keep
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.through(self.embedding(ids), ids))
-
-    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = hidden + torch.tanh(layer(hidden))
-        return hidden
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(hidden, self.weight, self.keep)
 
 
-class Twice(Layers):
-    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return super().through(super().through(hidden, ids), ids)
+class Customs(Layers):
+    keep = "saved"
+
+    def layer(self, index: int) -> nn.Module:
+        return Custom(self.keep)
 
 
-class Branches(Layers):
-    """Other layers in every step, so that the recorded order is always wrong."""
+class KeepsParameters(Customs):
+    keep = "parameter"
+
+
+class KeepsViews(Customs):
+    keep = "view"
+
+
+class HooksInside(Layers):
+    """The user's saved-tensor hooks inside of the model, which keep whatever they are given."""
 
     def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
-            if (int(ids.sum()) + index) % 2:
+            if index == 1:
+                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                    hidden = hidden + torch.tanh(functional.linear(hidden, layer.weight, layer.bias))
+            else:
                 hidden = hidden + torch.tanh(layer(hidden))
         return hidden
 
 
-class Transposed(nn.Module):
-    """Its output is a view of its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(5, 5))
-
-    def forward(self) -> torch.Tensor:
-        return self.weight.t()
+class SavedOnCpuInside(Layers):
+    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return super().through(hidden, ids)
 
 
-class Views(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.transposed = Transposed()
+class PenaltyInside(Layers):
+    """A gradient is asked for inside of the forward."""
 
     def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return super().through(hidden, ids) + self.transposed().sum()
+        inner = super().through(hidden, ids)
+        (slope,) = torch.autograd.grad(inner.float().square().mean(), hidden, create_graph=True)
+        return inner + slope
 
 
-class Odd(Layers):
-    """An empty parameter and a scalar."""
+def drops_the_loss(engine: Any, job: Job) -> list[float]:
+    """The graph, and with it what a function keeps in `ctx`, is gone before the step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.empty = nn.Parameter(torch.zeros(0))
-        self.scale = nn.Parameter(torch.tensor(2.0))
+    def one(step: int) -> float:
+        loss = job.loss(engine, step, 0)
+        engine.backward(loss)
+        found = float(loss.detach())
+        del loss
+        engine.step()
+        return found
 
-    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return super().through(hidden, ids) * self.scale + self.empty.sum()
-
-
-class One(nn.Module):
-    """A single parameter, used by the root itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(61, 61))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.table[ids]
+    return _losses(engine, one)
 
 
-def half() -> nn.Module:
-    return models.gpt2().half()
+def trains(engine: Any, job: Job) -> list[float]:
+    return _losses(engine, lambda step: train_step(engine, job, step))
 
 
-JOBS = {
-    "checkpointed": Job(checkpointed(False), models.language_loss, accumulation=2),
-    "checkpointed, reentrant": Job(checkpointed(True), models.language_loss, accumulation=2),
-    "a layer used twice": Job(Twice, models.mixture_loss),
-    "branches": Job(Branches, models.mixture_loss, steps=8),
-    "a view of a weight": Job(Views, models.mixture_loss),
-    "empty and scalar": Job(Odd, models.mixture_loss),
-    "one parameter": Job(One, models.mixture_loss),
-    "given in half": Job(half, models.language_loss),
+LAYERS = Job(Layers, models.mixture_loss)
+TWO = LAYERS._replace(accumulation=2)
+
+LOOPS: dict[str, tuple[Loop, Job, int]] = {
+    "two losses of one forward before a step": (two_losses, TWO, 2),
+    "`retain_graph`: twice through one graph": (twice_through_a_graph, TWO, 2),
+    "`loss.backward()` instead of `engine.backward(loss)`": (plain_backward, LAYERS, 2),
+    "double backward: a penalty on a gradient at activations": (penalty_on_inputs, LAYERS, 6),
+    "double backward: a penalty on gradients of weights": (penalty_on_weights, LAYERS, 6),
+    "double backward inside of a forward": (trains, LAYERS._replace(model=PenaltyInside), 6),
+    "`torch.autograd.grad` in the middle of accumulation": (gradients_between, TWO, 2),
+    "`eval()`, `no_grad`, `inference_mode` in the middle of accumulation": (evaluated_between, TWO, 2),
+    "hooks of the user on modules, forward and backward": (hooked_modules, LAYERS, 2),
+    "the user's `saved_tensors_hooks` round the model": (_with_saved(counting), LAYERS, 2),
+    "`save_on_cpu` round the model": (_with_saved(torch.autograd.graph.save_on_cpu), LAYERS, 2),
+    "the user's `saved_tensors_hooks` inside of the model": (trains, LAYERS._replace(model=HooksInside), 3),
+    "`save_on_cpu` inside of the model": (trains, LAYERS._replace(model=SavedOnCpuInside), 5),
+    "a tensor that backward needs, changed in place: torch's error": (in_place, LAYERS, 2),
+    "an `autograd.Function` that saves a weight": (trains, LAYERS._replace(model=Customs), 2),
+    "an `autograd.Function` that keeps a parameter in `ctx`": (trains, LAYERS._replace(model=KeepsParameters), 2),
+    "an `autograd.Function` that keeps a view of a weight in `ctx`, the loss dropped before `step()`": (
+        drops_the_loss,
+        LAYERS._replace(model=KeepsViews),
+        5,
+    ),
 }
 
 
+ROWS = [pytest.param(name, marks=pytest.mark.works("Graphs", name, "right")) for name in LOOPS]
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", ROWS)
 def test_same_bits_and_as_pytorch(name: str, dtype: str, tmp_path: Path) -> None:
-    job = JOBS[name]._replace(dtype=dtype)
-    in_memory = run(job, MEMORY, tmp_path / "memory")
-    assert_same(in_memory, run(job, DISK, tmp_path / "disk", device_memory=room_for(job, 2)), name)
-    assert in_memory.losses == pytest.approx(plain_loop(job).losses, rel=1e-5 if dtype == "fp32" else 1e-3)
+    loop, job, units = LOOPS[name]
+    job = job._replace(dtype=dtype)
+
+    def found(placement: tuple[str, str], **options: Any) -> list[float]:
+        engine = start(job, placement, tmp_path / placement[0], **options)
+        values = loop(engine, job)
+        assert all(entry.pins == 0 for entry in engine._parts.pager._entries)
+        engine.destroy(remove=True)
+        return values
+
+    in_memory = found(MEMORY)
+    assert found(DISK, device_memory=room_for(job, units)) == in_memory
+    expected = loop(PlainEngine(job), job)
+    assert in_memory == pytest.approx(expected, rel=1e-4 if dtype == "fp32" else 5e-2, abs=1e-4)
 
 
-def test_generation_between_steps(tmp_path: Path) -> None:
-    job = models.GPT2
-    engine = start(job, DISK, tmp_path / "generating")
-    losses = []
-    for step in range(job.steps):
-        losses.append(train_step(engine, job, step))
-        engine.eval()
-        prompt = torch.tensor([[1, 2, 3]])
-        words = engine.module.generate(prompt, max_new_tokens=5, do_sample=False, use_cache=True, pad_token_id=0)
-        assert words.shape[1] > 3
-        engine.train()
+@pytest.mark.works("Graphs", "a graph that needs more weights at a time than the device has room for", "refused")
+def test_views_that_take_all_the_room_are_refused(tmp_path: Path) -> None:
+    job = LAYERS._replace(model=KeepsViews)
+    engine = start(job, DISK, tmp_path / "tight", device_memory=room_for(job, 2))
+    with pytest.raises(offload.BudgetError, match="device_memory"):
+        train_step(engine, job, 0)
     engine.destroy(remove=True)
-    assert losses == run(job, DISK, tmp_path / "plain").losses
 
 
-class Boom(Exception):
-    pass
-
-
-def boom(*_: object) -> None:
-    raise Boom
-
-
-def test_exceptions_of_the_user(tmp_path: Path) -> None:
-    """In a forward, at the start of a backward, in the middle of one: training goes on with the right bits."""
-    job = models.GPT2
-    engine = start(job, DISK, tmp_path / "thrown")
-    inner = engine.module.transformer.h[1].mlp
-    losses = []
-    for step in range(job.steps):
-        hook = inner.register_forward_pre_hook(boom)
-        with pytest.raises(Boom):
-            job.loss(engine, step, 0)
-        hook.remove()
-        loss = job.loss(engine, step, 0)
-        loss.grad_fn.register_prehook(boom)
-        with pytest.raises(Boom):
-            engine.backward(loss)
-        hook = inner.register_forward_hook(lambda module, inputs, output: output.register_hook(boom) and None)
-        loss = job.loss(engine, step, 0)
-        hook.remove()
-        with pytest.raises(Boom):
-            engine.backward(loss)
-        engine.zero_grad()
-        losses.append(train_step(engine, job, step))
+@pytest.mark.works("Graphs", "backward after `step()` through a graph made before it", "refused")
+def test_a_graph_of_old_weights_is_refused(tmp_path: Path) -> None:
+    engine = start(LAYERS, DISK, tmp_path / "old", device_memory=room_for(LAYERS, 2))
+    old = LAYERS.loss(engine, 9, 0)
+    losses = [train_step(engine, LAYERS, 0)]
+    with pytest.raises(UsageError, match=r"made before step\(\)"):
+        engine.backward(old)
+    engine.zero_grad()
+    losses += [train_step(engine, LAYERS, step) for step in range(1, LAYERS.steps)]
     engine.destroy(remove=True)
-    assert losses == run(job, DISK, tmp_path / "plain").losses
+    assert losses == run(LAYERS, DISK, tmp_path / "plain").losses
+
+
+@pytest.mark.works("Graphs", "the same, with the loss still there at `step()`", "refused")
+def test_a_view_in_a_graph_across_a_step_is_refused(tmp_path: Path) -> None:
+    job = LAYERS._replace(model=KeepsViews)
+    engine = start(job, DISK, tmp_path, device_memory=room_for(job, 5))
+    loss = LAYERS.loss(engine, 0, 0)
+    engine.backward(loss)
+    with pytest.raises(UsageError, match="save_for_backward"):
+        engine.step()
+    del loss
+    engine.step()
+    engine.destroy(remove=True)
+
+
+@pytest.mark.works("Graphs", "a view of a weight kept across `step()`", "refused")
+def test_a_view_across_a_step_is_refused(tmp_path: Path) -> None:
+    engine = start(LAYERS, DISK, tmp_path / "kept")
+    kept: list[torch.Tensor] = []
+    handle = engine.module.layers[1].register_forward_hook(lambda m, i, o: kept.append(m.weight[0].detach()) and None)
+    engine.backward(LAYERS.loss(engine, 0, 0))
+    handle.remove()
+    with pytest.raises(UsageError, match=r"layers\.1"):
+        engine.step()
+    kept.clear()
+    engine.step()  # nothing was lost by asking
+    losses = [train_step(engine, LAYERS, step) for step in range(1, LAYERS.steps)]
+    engine.destroy(remove=True)
+    assert losses == run(LAYERS, DISK, tmp_path / "plain").losses[1:]
 
 
 class Table(nn.Module):
@@ -192,8 +425,9 @@ class Table(nn.Module):
         return self.table(ids)
 
 
-def test_a_graph_from_before_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An embedding's backward needs no weights, so torch allows it; its gradient waits for the update before."""
+@pytest.mark.works("Graphs", "the same, where the backward needs no weights (an embedding)", "right")
+def test_an_old_graph_that_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch allows it; the gradient waits until the update before has read the last."""
 
     def losses(placement: tuple[str, str]) -> list[float]:
         engine = start(job, placement, tmp_path / placement[0])
@@ -211,19 +445,107 @@ def test_a_graph_from_before_the_step(tmp_path: Path, monkeypatch: pytest.Monkey
     assert losses(DISK) == expected
 
 
-class Shared(Layers):
-    """One module in two places of a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([self.layers[0], self.layers[1], self.layers[0]])
+# -- compiled blocks ----------------------------------------------------------------------------------
 
 
-def test_a_module_in_two_places(tmp_path: Path) -> None:
-    job = Job(Shared, models.mixture_loss)
-    found = run(job, DISK, tmp_path / "disk")
-    assert_same(run(job, MEMORY, tmp_path / "memory"), found, "shared")
-    assert found.losses == pytest.approx(plain_loop(job).losses, rel=1e-5)
+class Compiled(Layers):
+    """Each layer is compiled by `how`."""
+
+    backend, whole = "aot_eager", False
+
+    def layer(self, index: int) -> nn.Module:
+        block = nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH))
+        if self.whole:
+            return torch.compile(block, backend=self.backend)  # type: ignore[return-value]
+        block.compile(backend=self.backend)
+        return block
+
+
+class CompiledByFunction(Compiled):
+    whole = True
+
+
+class CompiledByInductor(Compiled):
+    backend = "inductor"
+
+
+def _compiled(job: Job, tmp_path: Path) -> None:
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    on_disk = run(job, DISK, tmp_path / "disk", device_memory=room_for(job, 2))
+    torch._dynamo.reset()
+    assert on_disk.losses == run(job, MEMORY, tmp_path / "memory").losses
+    torch._dynamo.reset()
+    plain = Job(Eager, models.mixture_loss, dtype=job.dtype)
+    assert on_disk.losses == pytest.approx(PlainEngine_losses(plain), rel=1e-4 if job.dtype == "fp32" else 2e-3)
+    torch._dynamo.reset()
+
+
+class Eager(Layers):
+    def layer(self, index: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH))
+
+
+def PlainEngine_losses(job: Job) -> list[float]:
+    engine = PlainEngine(job)
+    return [train_step(engine, job, step) for step in range(job.steps)]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile itself
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(Compiled, marks=pytest.mark.works("Graphs", "`block.compile()`", "right")),
+        pytest.param(CompiledByFunction, marks=pytest.mark.works("Graphs", "`torch.compile(block)`", "right")),
+        pytest.param(CompiledByInductor, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks(model: Callable[[], nn.Module], dtype: str, tmp_path: Path) -> None:
+    _compiled(Job(model, models.mixture_loss, dtype=dtype), tmp_path)
+
+
+# -- what else runs the model -------------------------------------------------------------------------
+
+
+@pytest.mark.works("Graphs", "`generate` with a KV cache, in the middle of accumulation", "right")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_generation_in_the_middle_of_accumulation(dtype: str, tmp_path: Path) -> None:
+    job = models.GPT2._replace(dtype=dtype, accumulation=2)
+    engine = start(job, DISK, tmp_path / "generating", device_memory=room_for(job, 2))
+    losses = []
+    for step in range(job.steps):
+        loss = 0.0
+        for micro in range(2):
+            part = job.loss(engine, step, micro)
+            engine.backward(part)
+            loss += float(part.detach()) / 2
+            if micro == 0:
+                engine.eval()
+                prompt = torch.tensor([[1, 2, 3]])
+                words = engine.module.generate(
+                    prompt, max_new_tokens=5, do_sample=False, use_cache=True, pad_token_id=0
+                )
+                assert words.shape[1] > 3
+                engine.train()
+            engine.step()
+        losses.append(loss)
+    engine.destroy(remove=True)
+    assert losses == pytest.approx(run(job, DISK, tmp_path / "plain").losses, rel=1e-6)
+
+
+@pytest.mark.works("Graphs", "`generate` of an encoder and decoder: T5", "right")
+def test_generation_of_t5(tmp_path: Path) -> None:
+    """`generate` calls the encoder by itself, never the model's forward."""
+    torch.manual_seed(0)
+    plain = models.t5()
+    ids = models.tokens(0, 0)
+    expected = plain.generate(ids, max_new_tokens=6, do_sample=False)
+    job = Job(models.t5, models.language_loss)
+    engine = start(job, DISK, tmp_path, device_memory=room_for(job, 2))
+    assert torch.equal(engine.module.generate(ids, max_new_tokens=6, do_sample=False), expected)
+    engine.destroy(remove=True)
 
 
 def test_the_optimizer_called_by_itself(tmp_path: Path) -> None:
@@ -241,52 +563,14 @@ def test_the_optimizer_called_by_itself(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
+@pytest.mark.works("Graphs", "`state_dict()` in the middle of a forward", "right")
 def test_a_state_dict_in_the_middle_of_a_forward(tmp_path: Path) -> None:
     job = models.GPT2
-    engine = start(job, DISK, tmp_path / "asked")
+    engine = start(job, DISK, tmp_path / "asked", device_memory=room_for(job, 3))
     engine.module.transformer.h[1].register_forward_pre_hook(lambda *_: engine.module.state_dict() and None)
     losses = [train_step(engine, job, step) for step in range(job.steps)]
     engine.destroy(remove=True)
     assert losses == run(job, DISK, tmp_path / "plain").losses
-
-
-def test_a_budget_that_a_nested_site_exceeds(tmp_path: Path) -> None:
-    """The error comes from a pre-hook inside of other sites; what those hold is given back exactly once."""
-    from offload.errors import BudgetError
-
-    job = models.GPT2
-    engine = start(job, DISK, tmp_path / "tight")
-    pager = engine._parts.pager
-    real = pager.acquire
-    losses = []
-    for step in range(job.steps):
-
-        def refuse(unit: int) -> torch.Tensor:
-            if unit == 3:
-                raise BudgetError("no room")
-            return real(unit)
-
-        pager.acquire = refuse  # type: ignore[method-assign]
-        with pytest.raises(BudgetError):
-            job.loss(engine, step, 0)
-        pager.acquire = real  # type: ignore[method-assign]
-        assert all(entry.pins == 0 for entry in pager._entries)
-        losses.append(train_step(engine, job, step))
-    engine.destroy(remove=True)
-    assert losses == run(job, DISK, tmp_path / "plain").losses
-
-
-def test_two_engines_in_one_process(tmp_path: Path) -> None:
-    job = models.GPT2
-    one = start(job, DISK, tmp_path / "one")
-    other = start(models.DROPOUT, DISK, tmp_path / "other")
-    losses = []
-    for step in range(job.steps):
-        losses.append(train_step(one, job, step))
-        train_step(other, models.DROPOUT, step)
-    one.destroy(remove=True)
-    other.destroy(remove=True)
-    assert losses == run(job, DISK, tmp_path / "alone").losses
 
 
 def test_a_model_that_does_not_train(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 A *binding* is one use of a unit: one pin of the pager, and one storage laid over the unit's slice, so that torch
 itself counts who looks at it. A binding ends when nothing needs it any more **and** its storage is gone:
 
-    bound        a module of the unit runs (`uses`), or the backward under way asked for it (`kept`)
+    bound        a module of the unit runs (`uses`), or Python code asked for it by name (`kept`)
     lingering    its parameters are placeholders again, but a view of the slice lives: what autograd has just
                  unpacked, what a recomputed graph holds, what a user's function kept. Its slice is not used again
     gone         the pager may have the slice
@@ -87,12 +87,13 @@ class Bindings:
             self._unbind_idle(unit)
 
     def keep(self, index: int) -> None:
-        """Bind the parameters of a unit until the backward ends, or its room is needed."""
+        """Bind the parameters of a unit until `end_kept`, or until its room is needed."""
         with self._lock:
             self._bind(index)
             self._units[index].kept = True
 
-    def end_backward(self) -> None:
+    def end_kept(self) -> None:
+        """Let go of what `keep` has bound."""
         with self._lock:
             for unit in self._units:
                 if unit.kept:
@@ -171,7 +172,7 @@ class Bindings:
             place.bind(flat[segment.start : segment.stop].view(segment.shape))
 
     def _take(self, index: int) -> Binding:
-        """Pin a unit; where there is no room, what a backward only keeps makes some."""
+        """Pin a unit; where there is no room, units that are only kept make some."""
         self._sweep()
         while True:
             try:
@@ -186,7 +187,7 @@ class Bindings:
         return binding
 
     def _give_way(self) -> bool:
-        """Unbind one unit that nothing but a backward keeps; whether that gave room."""
+        """Unbind one unit that is only kept; whether there was one."""
         for unit in self._units:
             if unit.kept and not unit.uses:
                 unit.kept = False

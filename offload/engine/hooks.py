@@ -1,9 +1,9 @@
 """Hooks that bring a unit's weights when its modules run, take gradients as they come, and count backwards.
 
-    forward    a *site*'s pre-hook binds its units, its post-hook lets go of them. What else the module asks for while
-               it runs (a parameter of another module) is brought on demand, until the innermost site ends.
+    forward    a *site*'s pre-hook binds its units, its post-hook lets go of them. What else is asked for meanwhile (a
+               parameter of another module) is brought on demand, until the outermost site ends or its room is needed.
     backward   unpacking a saved view brings its unit for as long as the view lives (`bindings`). What Python code of
-               a backward asks for by name stays until the backward ends.
+               a backward asks for by name stays until the backward ends or its room is needed.
 
 The outermost site pushes the saved-tensor hooks and pops them, so `model(...)` is as safe as `engine(...)`. Hooks
 act for the module they were installed on alone: a deep copy of it, which carries them along, is an ordinary module.
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import __file__ as module_file
 from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.engine.bindings import Bindings
@@ -105,15 +106,12 @@ class Hooks:
             self._bindings.reset()
 
     def bring(self, unit: int) -> bool:
-        """Bind `unit` for the site or the backward that runs now; False where neither does."""
-        if self._local.frames:
-            self._bindings.use(unit)
-            self._local.frames[-1].units.append(unit)
-        elif inside_backward():
-            self._begin_backward()
-            self._bindings.keep(unit)
-        else:
+        """Bind `unit` for the forward or the backward that runs now; False where neither does."""
+        if not self.running:
             return False
+        if inside_backward():
+            self._begin_backward()
+        self._bindings.keep(unit)
         return True
 
     @property
@@ -131,10 +129,8 @@ class Hooks:
         def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             return self._leave(output) if self._is_innermost(called, module) else output
 
-        for hook in (before, after):
-            hook.__dict__["_torchdynamo_disable"] = True  # torch.compile must not draw them into a graph
-        self._removers.append(module.register_forward_pre_hook(before, prepend=True).remove)
-        self._removers.append(module.register_forward_hook(after, always_call=True).remove)
+        self._removers.append(module.register_forward_pre_hook(_untraced(before), prepend=True).remove)
+        self._removers.append(module.register_forward_hook(_untraced(after), always_call=True).remove)
 
     def _is_innermost(self, called: nn.Module, module: nn.Module) -> bool:
         """Whether `called` is the site to leave. After a pre-hook that raised, torch calls the post-hook even so."""
@@ -150,7 +146,7 @@ class Hooks:
         if outermost:
             self.entered()
             local.pushed = self._saved.push()
-        frame = _Frame(module, [], sys._getframe(2))
+        frame = _Frame(module, [], _module_call())
         try:
             for unit in units:
                 self._bindings.use(unit)
@@ -174,6 +170,8 @@ class Hooks:
     def _let_go(self, frame: _Frame, outermost: bool) -> None:
         for unit in reversed(frame.units):
             self._bindings.unuse(unit)
+        if outermost and not inside_backward():
+            self._bindings.end_kept()
         if outermost and self._local.pushed:
             self._local.pushed = False
             self._saved.pop()
@@ -202,7 +200,7 @@ class Hooks:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._bindings.end_backward()
+        self._bindings.end_kept()
         if self._gradient_seen:
             self.backward_count += 1
         self._in_backward = self._gradient_seen = False
@@ -221,6 +219,29 @@ class Hooks:
 def inside_backward() -> bool:
     """Whether the calling thread runs a backward."""
     return torch._C._current_graph_task_id() != _NO_GRAPH_TASK
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook`, never drawn into a graph by torch.compile, which is slow to import and so asked only if it is in use."""
+    disabled: Callable[..., Any] | None = None
+
+    def call(*args: Any) -> Any:
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:
+            return hook(*args)
+        disabled = disabled or torch.compiler.disable(hook)
+        return disabled(*args)
+
+    call.__dict__["_torchdynamo_disable"] = True
+    return call
+
+
+def _module_call() -> types.FrameType:
+    """The frame in which torch calls the module whose hook runs now."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename != module_file:
+        frame = frame.f_back
+    return frame
 
 
 def _is_running(call: types.FrameType) -> bool:
