@@ -414,6 +414,27 @@ def test_a_view_across_a_step_is_refused(tmp_path: Path) -> None:
     assert losses == run(LAYERS, DISK, tmp_path / "plain").losses[1:]
 
 
+class ShowsItsHead(Layers):
+    def forward(self, ids: torch.Tensor) -> Any:
+        return super().forward(ids), self.head.weight
+
+
+@pytest.mark.works("Graphs", "a weight among the model's outputs, kept across `step()`", "right")
+def test_an_output_that_is_a_weight(tmp_path: Path) -> None:
+    """It is a copy: what it was when the model ran."""
+    job = LAYERS._replace(model=ShowsItsHead)
+    engine = start(job, DISK, tmp_path)
+    seen = []
+    for step in range(3):
+        logits, weight = engine(models.tokens(step, 0, (4, 16), 61))
+        engine.backward(logits.square().mean() + weight.square().mean())
+        engine.step()
+        seen.append(weight)
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+    assert torch.isfinite(torch.stack(seen)).all()
+    engine.destroy(remove=True)
+
+
 class Table(nn.Module):
     """Its backward needs no weights, so a graph from before a step could add to a gradient that is being read."""
 

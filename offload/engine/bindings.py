@@ -144,7 +144,8 @@ class Bindings:
         with self._lock:
             self._sweep()
             idle = all(unit.binding is None and not unit.uses and not unit.kept for unit in self._units)
-            return idle and self._pager.pins == len(self._live)
+            lingering = all(binding.flat is None for binding in self._live)
+            return idle and lingering and self._pager.pins == len(self._live)
 
     def reset(self) -> None:
         """Unbind all that an aborted forward or backward left behind."""
@@ -152,6 +153,8 @@ class Bindings:
             for unit in self._units:
                 unit.uses, unit.kept = 0, False
                 self._unbind(unit)
+            for binding in self._live:
+                binding.flat = None
             self._live = [binding for binding in self._live if binding.alive]
             self._pager.set_pins([binding.unit for binding in self._live])
 
@@ -189,7 +192,8 @@ class Bindings:
     def _give_way(self) -> bool:
         """Unbind one unit that is only kept; whether there was one."""
         for unit in self._units:
-            if unit.kept and not unit.uses:
+            # A recomputation may keep a frozen parameter itself, not a view of it: that must stay what it is.
+            if unit.kept and not unit.uses and all(place.trainable for place in unit.places):
                 unit.kept = False
                 self._unbind_idle(unit)
                 return True
@@ -218,11 +222,8 @@ class Bindings:
 
     def _sweep(self) -> None:
         """Give back the pins of bindings that nobody looks at any more."""
-        if all(binding.alive for binding in self._live):
-            return
-        for binding in self._live:
-            if not binding.alive:
-                self._pager.release(binding.unit)
-                if self._at.get(binding.address) is binding:
-                    del self._at[binding.address]
-        self._live = [binding for binding in self._live if binding.alive]
+        for binding in [binding for binding in self._live if not binding.alive]:
+            if self._at.get(binding.address) is binding:
+                del self._at[binding.address]
+            self._live.remove(binding)  # before its pin: an interrupt in between is seen by `whole`
+            self._pager.release(binding.unit)

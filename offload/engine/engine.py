@@ -118,6 +118,7 @@ class Engine:
         self._parts, self._choices, self._durable = parts, choices, durable
         self._pid = os.getpid()
         self._alive = True
+        self._closed = False
         self._restore: Mapping[str, torch.Tensor] | None = None
         self._grad_norm: float | None = None
         self._backwards_before = 0
@@ -178,6 +179,7 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last boundary, and their micro-batches."""
         self._enter()
+        self._parts.hooks.forget_gradients()
         self._parts.gradients.clear()
         self._backwards_before = self._parts.hooks.backward_count
 
@@ -249,26 +251,27 @@ class Engine:
         parts.bindings.settle()
         parts.updater.finish()
         norm = parts.gradients.norm()
-        order = parts.pager.end_step()
-        self._backwards_before = parts.hooks.backward_count
-        if not math.isfinite(norm) and not self._choices.skip_nonfinite:
-            parts.gradients.clear()
+        try:
+            applied = self._apply(parts.updater, norm, parts.pager.end_step())
+        except BaseException as error:  # Ctrl-C: half of a boundary is none, and the last commit is whole
+            parts.pager.fail(error)
+            raise
+        if not applied:
             raise NumericsError(
                 f"the gradient norm of step {self.global_steps + 1} is {norm}: the step was not applied, and its "
                 f"gradients were dropped; the weights are those of step {self.global_steps}. Lower the learning rate, "
                 f"look at the batch and at weights that are read outside of their module (they are NaN there), or set "
                 f'"on_nonfinite": "skip" in the "offload" block'
             )
-        try:
-            self._apply(parts.updater, norm, order)
-        except BaseException as error:  # Ctrl-C: half of a boundary is none, and the last commit is whole
-            parts.pager.fail(error)
-            raise
         if not self._choices.overlap:
             parts.updater.finish(commit=False)
 
-    def _apply(self, updater: Updater, norm: float, order: Sequence[int]) -> None:
-        """Count the step and schedule its updates."""
+    def _apply(self, updater: Updater, norm: float, order: Sequence[int]) -> bool:
+        """Count the step and schedule its updates; False where its norm is not finite and that is an error."""
+        self._backwards_before = self._parts.hooks.backward_count
+        if not math.isfinite(norm) and not self._choices.skip_nonfinite:
+            self._parts.gradients.clear()
+            return False
         self._grad_norm = norm
         self.global_steps += 1
         self.micro_steps += self._choices.accumulation
@@ -281,6 +284,7 @@ class Engine:
             logger.warning("step %d skipped: its gradient norm is %s", self.global_steps, norm)
         updater.schedule(updates, self.global_steps)
         self._edited = False
+        return True
 
     def _edit(self, unit: int, edits: Sequence[Edit]) -> None:
         """Write what a user has set, before anybody reads these weights."""
@@ -346,8 +350,8 @@ class Engine:
         self._check()
         self._parts.hooks.reset_aborted()
         if self._restore is not None:
-            states, self._restore = self._restore, None
-            write_generators(states, self.device)
+            write_generators(self._restore, self.device)
+            self._restore = None
         if self._parts.updater is not None and self._parts.updater.wants_blob:
             self._parts.updater.deliver_blob(self.progress().pack())
         self._parts.weights.flush()
@@ -365,6 +369,7 @@ class Engine:
             raise UsageError(f"this engine belongs to process {self._pid}; a forked child cannot use it")
         if not self._alive:
             raise UsageError("this engine was destroyed")
+        self._parts.pager.check_whole()
         self._parts.pager.check()
 
     def progress(self) -> Progress:
@@ -414,35 +419,38 @@ class Engine:
     def destroy(self, remove: bool = False) -> None:
         """Finish and commit what is complete, join every thread, close the store; `remove` deletes it.
 
-        Idempotent. The model's parameters stay placeholders. Raises what finishing raised, after closing.
+        Idempotent, and may be called again where it was interrupted. The model's parameters stay placeholders. Raises
+        what finishing raised, after closing.
         """
-        if not self._alive or os.getpid() != self._pid:
+        if self._closed or os.getpid() != self._pid:
             return
-        parts = self._parts
         finished = False
         try:
-            if not parts.pager.failed:
-                self._enter()
-                if parts.updater is not None:
-                    parts.updater.finish()
-                if self._edited and self._durable and parts.store is not None:
-                    parts.store.commit(self.global_steps, self.progress().pack())
+            if self._alive and not self._parts.pager.failed:
+                self._finish()
                 finished = True
         finally:
             self._alive = False
-            self._close(remove and finished)
+            self._close(remove and finished, {"steps": self.global_steps})
+
+    def _finish(self) -> None:
+        """Complete and commit what was begun."""
+        parts = self._parts
+        self._enter()
+        if parts.updater is not None:
+            parts.updater.finish()
+        if self._edited and self._durable and parts.store is not None:
+            parts.store.commit(self.global_steps, self.progress().pack())
+            self._edited = False
 
     def abandon(self, remove: bool) -> None:
         """Close without finishing anything: what `initialize` does when its last steps fail."""
         self._alive = False
-        self._close(remove=False)
-        store = self._parts.store
-        if remove and store is not None:
-            store.remove()
+        self._close(remove, None)
 
-    def _close(self, remove: bool) -> None:
+    def _close(self, remove: bool, note: Mapping[str, Any] | None) -> None:
+        """Give everything back. The store stays where it can be resumed from, unless it is to be removed."""
         parts = self._parts
-        failed = parts.pager.failed
         atexit.unregister(self.at_exit)
         parts.hooks.remove()
         parts.weights.remove()
@@ -451,14 +459,14 @@ class Engine:
         parts.pager.close()
         if parts.queue is not None:
             parts.queue.close()
-        if parts.store is None:
-            return
-        if remove and not failed:
-            parts.store.remove({"steps": self.global_steps})
-        elif self._durable:
-            parts.store.close()
-        else:
-            parts.store.remove()  # nothing in it was ever committed
+        if parts.store is not None:
+            if remove:
+                parts.store.remove(note)
+            elif self._durable:
+                parts.store.close()
+            else:
+                parts.store.remove()  # nothing in it was ever committed
+        self._closed = True
 
     @property
     def resumable(self) -> str | None:

@@ -43,9 +43,9 @@ class Gradients:
         The same pass sums the squares of the new values, so that the norm reads no gradient again.
         """
         memory, place = self._memory[unit], self._layouts[unit].segments[segment]
-        assert memory is not None
         if not place.numel:
             return
+        assert memory is not None
         offset = place.start - self._parts[unit].start
         source = gradient.detach().to("cpu").contiguous().view(-1)
         if source.dtype not in (torch.float32, torch.bfloat16):

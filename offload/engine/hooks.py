@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.engine.bindings import Bindings
 from offload.engine.gradients import Gradients
-from offload.engine.placeholder import Place
+from offload.engine.placeholder import Place, place_of
 from offload.engine.saved import SavedTensors, storage_address
 
 _NO_GRAPH_TASK = -1
@@ -38,15 +38,16 @@ class _Frame(NamedTuple):
 
     module: nn.Module
     units: list[int]
+    pushed: bool
+    """Whether saved-tensor hooks were pushed."""
+    in_backward: bool
+    """Whether that was inside of a backward: after an exception there, torch itself takes them away."""
     call: types.FrameType
     """The call of the module, to tell a site that is running from one that an interrupt has ended."""
 
 
 class _Nesting(threading.local):
     """Of the thread that runs a forward."""
-
-    pushed = False
-    """Whether the outermost site pushed saved-tensor hooks."""
 
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
@@ -78,12 +79,11 @@ class Hooks:
         # The root is a site even without units of its own: saved tensors of all of a forward are packed.
         for name, units in ({"": ()} | sites).items():
             self._hook_module(modules[name], units)
-        for unit in places:
-            for place in unit:
-                if place.trainable:
-                    hook = self._gradient_hook(place)
-                    place.gradient_hook = place.parameter.register_post_accumulate_grad_hook(hook)
-                    self._removers.append(place.gradient_hook.remove)
+        self._trainable = [place for unit in places for place in unit if place.trainable]
+        for place in self._trainable:
+            hook = self._gradient_hook(place)
+            place.gradient_hook = place.parameter.register_post_accumulate_grad_hook(hook)
+            self._removers.append(place.gradient_hook.remove)
 
     def remove(self) -> None:
         """Take every hook away."""
@@ -95,15 +95,22 @@ class Hooks:
         """Release what an aborted forward or backward left behind. Does nothing inside of a backward."""
         if inside_backward():
             return
-        local = self._local
-        if local.frames or local.pushed:
-            local.frames.clear()
-            if local.pushed:
-                local.pushed = False
+        while self._local.frames:
+            frame = self._local.frames.pop()
+            if frame.pushed and not frame.in_backward:
                 self._saved.pop()
-        self._in_backward = self._gradient_seen = False
+        self._saved.pop_left()
+        if self._in_backward:  # its end was never reached
+            self._in_backward = self._gradient_seen = False
+            self.forget_gradients()
         if not self._bindings.whole:
             self._bindings.reset()
+
+    def forget_gradients(self) -> None:
+        """Drop a gradient that an interrupt has left with its parameter, before the engine took it."""
+        for place in self._trainable:
+            if place.parameter.grad is not None:
+                place.parameter.grad = None
 
     def bring(self, unit: int) -> bool:
         """Bind `unit` for the forward or the backward that runs now; False where neither does."""
@@ -142,49 +149,47 @@ class Hooks:
         again = module is self._root or any(frame.module is module for frame in local.frames)
         if again and local.frames and not _is_running(local.frames[0].call):
             self.reset_aborted()  # torch calls no hooks after a KeyboardInterrupt
-        outermost = not local.frames
-        if outermost:
+        if not local.frames:
             self.entered()
-            local.pushed = self._saved.push()
-        frame = _Frame(module, [], _module_call())
+        frame = _Frame(module, [], self._saved.push(), inside_backward(), _module_call())
+        local.frames.append(frame)
         try:
             for unit in units:
                 self._bindings.use(unit)
                 frame.units.append(unit)
         except BaseException:
-            self._let_go(frame, outermost)
+            self._let_go(local.frames.pop())
             raise
-        local.frames.append(frame)
 
     def _leave(self, output: Any) -> Any:
-        frame = self._local.frames.pop()
-        outermost = not self._local.frames
+        frame = self._local.frames[-1]
         try:
             output = self._own_memory(output)
         finally:
-            self._let_go(frame, outermost)
-        if outermost and torch.is_grad_enabled() and not inside_backward():
+            self._local.frames.pop()
+            self._let_go(frame)
+        if not self._local.frames and torch.is_grad_enabled() and not inside_backward():
             self._watch_outputs(output)
         return output
 
-    def _let_go(self, frame: _Frame, outermost: bool) -> None:
+    def _let_go(self, frame: _Frame) -> None:
+        if frame.pushed:
+            self._saved.pop()
         for unit in reversed(frame.units):
             self._bindings.unuse(unit)
-        if outermost and not inside_backward():
+        if not self._local.frames and not inside_backward():
             self._bindings.end_kept()
-        if outermost and self._local.pushed:
-            self._local.pushed = False
-            self._saved.pop()
 
     def _own_memory(self, output: Any) -> Any:
-        """Clone what in a module's output is a view of weights: it would keep their slice for as long as it lives."""
-
-        if any(self._is_view(leaf) for leaf in tree_leaves(output)):
-            return tree_map(lambda leaf: leaf.clone() if self._is_view(leaf) else leaf, output)
+        """Clone what in a module's output is weights: a view would keep their slice for as long as it lives."""
+        if any(self._is_weights(leaf) for leaf in tree_leaves(output)):
+            return tree_map(lambda leaf: leaf.clone() if self._is_weights(leaf) else leaf, output)
         return output
 
-    def _is_view(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and self._bindings.binding_at(storage_address(value)) is not None
+    def _is_weights(self, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor):
+            return False
+        return place_of(value) is not None or self._bindings.binding_at(storage_address(value)) is not None
 
     # -- backward -----------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 A saved view of a slice is packed as (unit, update count, dtype, size, stride, offset) and made again from the unit's
 weights, wherever they then lie; so a graph holds no weights. Saved-tensor hooks switch off torch's own check for
-in-place changes, so any other tensor is packed with its version, which is compared at unpack. Hooks of the user that
-were active round the model get what we do not handle (`save_on_cpu`).
+in-place changes, so any other tensor is packed with its version, which is compared at unpack. Where other hooks are
+active, of the user (`save_on_cpu`) or of checkpointing, these get it instead.
 """
 
 from __future__ import annotations
@@ -44,6 +44,22 @@ class _Packed(NamedTuple):
     unpack: Callable[[Any], torch.Tensor]
 
 
+class _Pack:
+    """A pack hook: handles for views of weights, and for the rest what the hooks round it do."""
+
+    def __init__(self, saved: SavedTensors, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
+        self.saved, self._outer = saved, outer
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        handle = self.saved.handle(tensor)
+        if handle is not None:
+            return handle
+        if self._outer is None:
+            return _Saved(tensor.detach(), tensor._version)
+        pack, unpack = self._outer
+        return _Packed(pack(tensor), unpack)
+
+
 class SavedTensors:
     """Packs on the thread that runs a forward, unpacks on autograd's."""
 
@@ -54,39 +70,41 @@ class SavedTensors:
         self._placeholders = {place.storage_address: place.name for unit in places for place in unit}
 
     def push(self) -> bool:
-        """Push the hooks on the calling thread; False inside of a region of non-reentrant checkpointing.
+        """Push the hooks on the calling thread, round those that are active, unless ours are; whether that was done.
 
-        Its own hooks must see everything that is saved; what its recomputation holds lingers in the arena.
+        So checkpointing and hooks of the user, outside of the model or within it, see all that is no weight: in a
+        recomputation the same tensors as in the forward.
         """
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if outer is None or getattr(outer[0], "__self__", None) is self:  # the second: an interrupt left it there
-            self._push(self._pack)
-        elif getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
+        if self._active:
             return False
-        else:
-            pack, unpack = outer
-
-            def pack_both(tensor: torch.Tensor) -> Any:
-                mine = self._pack(tensor)
-                return mine if isinstance(mine, _Handle) else _Packed(pack(tensor), unpack)
-
-            self._push(pack_both)
-        return True
-
-    def _push(self, pack: Callable[[torch.Tensor], Any]) -> None:
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         try:
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, self.unpack)
+            torch._C._autograd._push_saved_tensors_default_hooks(_Pack(self, outer), self.unpack)
         except RuntimeError as error:
             raise UsageError(
                 f"the model cannot run here, since its graph would have to hold its weights: {error} Use "
                 f"torch.autograd.grad instead of torch.func, or a copy.deepcopy of the part in question"
             ) from error
+        return True
+
+    @property
+    def _active(self) -> bool:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and isinstance(top[0], _Pack) and top[0].saved is self
+
+    def pop_left(self) -> None:
+        """Pop what an interrupt has left, where no site runs."""
+        while self._active:
+            self.pop()
 
     @staticmethod
     def pop() -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        """Pop one pair of hooks, if there is one: torch has taken some away after an exception in a backward."""
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
 
-    def _pack(self, tensor: torch.Tensor) -> _Handle | _Saved:
+    def handle(self, tensor: torch.Tensor) -> _Handle | None:
+        """The handle of a view of weights; None for any other tensor."""
         address = storage_address(tensor)
         binding = self._bindings.binding_at(address)
         if binding is not None:
@@ -99,7 +117,7 @@ class SavedTensors:
                 f"parameter {used} is used by compiled code while no module that owns it runs; call that module, or "
                 f'name the one that uses it in "units" of the "offload" block'
             )
-        return _Saved(tensor.detach(), tensor._version)
+        return None
 
     def unpack(self, packed: _Handle | _Saved | _Packed) -> torch.Tensor:
         """The saved tensor again."""

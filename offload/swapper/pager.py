@@ -12,6 +12,10 @@ in its way. The leases that are left then belong to writes and updates in progre
 themselves. While such a thread waits for a lease the worker takes none (`_starved`), so that freed memory
 is not taken from under it. Device slices are held only by pinned units: if those fill the arena, that is a
 `BudgetError`, since waiting cannot help.
+
+[Note: torn] A Ctrl-C may come between any two lines of the thread that runs the model. While it waits, for a lock, a
+read or an update, all is whole, and the call can be given up; that is where nearly all of its time goes. In between,
+`_torn` is set. Where it still is at the next call, the engine stops (`check_whole`), and the last commit is intact.
 """
 
 from __future__ import annotations
@@ -95,6 +99,8 @@ class Pager:
         self._starved = 0
         self._wanted: list[int] = []
         self._failure: BaseException | None = None
+        self._torn = False
+        """Whether the caller's thread is in the middle of a change; see [Note: torn]."""
         for entry in self._entries:
             if entry.size.home is Tier.HOST:
                 entry.lease = host.homes.take(entry.size.nbytes)
@@ -113,17 +119,21 @@ class Pager:
         """
         entry = self._entries[unit]
         with self.lock:
+            self._torn = True
             entry.pins += 1  # from here on nobody drops it
             try:
                 if entry.pins == 1:
                     self.trace.use(unit)
                 self._bring(entry)
                 self._read_ahead()
-            except BaseException:
+            except Exception:
                 entry.pins -= 1
+                self._torn = False
                 raise
             assert entry.slice is not None
-            return self.arena.view(entry.slice)
+            view = self.arena.view(entry.slice)
+            self._torn = False
+            return view
 
     def release(self, unit: int) -> None:
         """End one use. The slice stays where it is until its room is needed."""
@@ -131,7 +141,7 @@ class Pager:
             entry = self._entries[unit]
             assert entry.pins > 0, f"unit {entry.size.name} was released more often than acquired"
             entry.pins -= 1
-            self.notify()
+            self.notify()  # an interrupt in here is seen by the count of pins
 
     def updates(self, unit: int) -> int:
         """How many updates this unit has had; see `_Entry.updates`."""
@@ -176,14 +186,20 @@ class Pager:
             elif entry.residency in (Residency.HOST, Residency.WRITING):
                 self._upload(entry)
             else:  # UPLOADING on another thread
-                self.changed.wait()
+                self._wait()
         self.check()
+
+    def _wait(self) -> None:
+        """Wait for a change. The lock is held; what it guards is whole meanwhile."""
+        self._torn = False
+        self.changed.wait()
+        self._torn = True
 
     def _wait_for_update(self, entry: _Entry) -> None:
         self._wanted.append(entry.index)
         self.notify()
         try:
-            self.changed.wait()
+            self._wait()
         finally:
             self._wanted.remove(entry.index)
 
@@ -197,7 +213,7 @@ class Pager:
         self._starved += 1
         self.notify()
         try:
-            self.changed.wait()
+            self._wait()
         finally:
             self._starved -= 1
 
@@ -212,17 +228,19 @@ class Pager:
         """Wait for the read without the lock; whoever comes first delivers it."""
         transfer = entry.transfer
         assert transfer is not None
-        self.lock.release()
+        torn, self._torn = self._torn, False
+        failure: Exception | None = None
         try:
+            self.lock.release()
             transfer.future.wait()
         except Exception as error:
+            failure = error
+        finally:  # after a Ctrl-C the read goes on, and somebody else will deliver it
             self.lock.acquire()
-            self._fail(error, entry)
-            raise
-        except BaseException:  # KeyboardInterrupt: the read goes on and somebody else will deliver it
-            self.lock.acquire()
-            raise
-        self.lock.acquire()
+        if failure is not None:
+            self._fail(failure, entry)
+            raise failure
+        self._torn = torn
         if entry.transfer is transfer:
             entry.transfer, entry.lease = None, transfer.lease
             self._move(entry, Residency.HOST)
@@ -231,23 +249,14 @@ class Pager:
         piece = self._take_slice(entry)
         lease = entry.lease
         assert lease is not None
-        copied = False
+        self._move(entry, Residency.UPLOADING)
         try:
-            self._move(entry, Residency.UPLOADING)
             self.lock.release()
-            try:
-                self._device.copy(self.arena.view(piece), lease.tensor(torch.uint8))
-                copied = True
-            finally:
-                self.lock.acquire()
-        finally:  # Ctrl-C may come before the copy: then the slice holds nothing
-            if copied:
-                entry.slice = piece
-                self._move(entry, Residency.DEVICE)
-            else:
-                self.arena.give(piece)
-                if entry.residency is Residency.UPLOADING:
-                    self._move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
+            self._device.copy(self.arena.view(piece), lease.tensor(torch.uint8))
+        finally:
+            self.lock.acquire()
+        entry.slice = piece
+        self._move(entry, Residency.DEVICE)
 
     def _take_slice(self, entry: _Entry) -> Slice:
         """Room for `entry` on the device; drops released units, furthest next use first."""
@@ -440,6 +449,12 @@ class Pager:
             raise EngineFailed(
                 f"the engine stopped at an earlier error: {self._failure}; the last committed epoch is intact"
             ) from self._failure
+
+    def check_whole(self) -> None:
+        """Stop where a Ctrl-C came in the middle of a change. For the thread that runs the model, between its calls."""
+        with self.lock:
+            if self._torn and self._failure is None:
+                self._fail(KeyboardInterrupt("in the middle of a change of the pager"), None)
 
     def fail(self, error: BaseException) -> None:
         """Stop: every waiter and every later call raises `EngineFailed` from `error`."""

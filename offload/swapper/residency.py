@@ -64,8 +64,6 @@ ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
     (_R.HOST, _R.UPLOADING): "upload",
     (_R.WRITING, _R.UPLOADING): "upload",
     (_R.UPLOADING, _R.DEVICE): "upload",
-    (_R.UPLOADING, _R.HOST): "upload",  # interrupted before the copy
-    (_R.UPLOADING, _R.WRITING): "upload",
     (_R.HOST, _R.DISK): "take_lease",
     (_R.WRITING, _R.HOST): "written",
     (_R.DEVICE, _R.DISK): "drop",

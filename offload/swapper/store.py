@@ -24,6 +24,7 @@ import os
 import shutil
 import socket
 import struct
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -233,6 +234,7 @@ class Store:
         self._commit_path = self.folders[0] / "commit"
         _make_folders(self.folders)
         self._lock = _Lock(self.folders[0])
+        _open_stores.add(self)
 
     # -- opening ------------------------------------------------------------------------------------
 
@@ -333,6 +335,12 @@ class Store:
         self._files = []
         self._lock.release()
 
+    def close_in_child(self) -> None:
+        """A forked child keeps neither the lock, which would outlive the run, nor the room of deleted files."""
+        for file in self._files:
+            file.descriptors.close()
+        self._lock.release()
+
     def remove(self, finished: Mapping[str, Any] | None = None) -> None:
         """Delete the files, close, and leave `finished.json` beside where they were."""
         self._unlink()  # before the lock is given back: another process may start this run again at once
@@ -383,6 +391,17 @@ class Store:
         except OSError:
             return None
         return blob if len(blob) == record.blob_nbytes and crc32c(blob) == record.blob_crc else None
+
+
+_open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for store in list(_open_stores):
+        store.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _distinct(table: Sequence[Mapping[State, Sequence[Extent]]]) -> set[Extent]:
