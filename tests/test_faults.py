@@ -30,6 +30,11 @@ def failing(operation: str, after: int) -> object:
     return fails
 
 
+@pytest.mark.works(
+    "Recovery",
+    "an I/O error on a background thread: told once, with its cause",
+    "the engine stops, the last step opens",
+)
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("after", [20, 33, 47])
 def test_a_failed_request_stops_the_engine(
@@ -54,6 +59,7 @@ def test_a_failed_request_stops_the_engine(
     assert losses == whole.losses[job.steps - len(losses) :]
 
 
+@pytest.mark.works("Engines and processes", "threads after `destroy()`: none", "right")
 def test_no_thread_outlives_its_engine(tmp_path: Path) -> None:
     before = {thread.name for thread in threading.enumerate()}
     engine = start(models.GPT2, DISK, tmp_path)
@@ -62,6 +68,7 @@ def test_no_thread_outlives_its_engine(tmp_path: Path) -> None:
     assert {thread.name for thread in threading.enumerate()} <= before
 
 
+@pytest.mark.works("Recovery", "Ctrl-C in the middle of `step()`", "the engine stops, the last step opens")
 def test_an_interrupt_in_the_middle_of_a_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a boundary is none: the engine stops, and the run goes on from its last commit with the right bits."""
     job = models.GPT2

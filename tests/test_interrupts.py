@@ -65,6 +65,8 @@ class Interrupt:
         return self._local
 
     def _local(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "exception":
+            self._last[id(frame)] = ""  # a call that raises is not followed by a look for signals
         if event != "opcode":
             return self._local
         code = frame.f_code
@@ -97,10 +99,9 @@ def _moments(folder: Path) -> int:
     return interrupt.seen
 
 
-def _interrupted(at: int, folder: Path, expected: dict[int, float]) -> str | None:
+def _interrupted(interrupt: Interrupt, folder: Path, expected: dict[int, float]) -> str | None:
     """Interrupt the second or third step and go on; what was wrong, or None."""
     engine = start(JOB, ("nvme", "nvme"), folder)
-    interrupt = Interrupt(at)
     train_step(engine, JOB, 0)
     sys.settrace(interrupt)
     try:
@@ -110,8 +111,6 @@ def _interrupted(at: int, folder: Path, expected: dict[int, float]) -> str | Non
         pass
     finally:
         sys.settrace(None)
-    if interrupt.seen < at:
-        interrupt.where = "never"
     try:
         engine.zero_grad()
         found = _steps(engine, engine.global_steps)
@@ -126,7 +125,7 @@ def _interrupted(at: int, folder: Path, expected: dict[int, float]) -> str | Non
         found = _steps(engine, engine.global_steps)
         engine.destroy()
     wrong = {step: value for step, value in found.items() if value != expected[step]}
-    return f"{at} at {interrupt.where}: {'resumed' if stopped else 'went on'} with {wrong}" if wrong else None
+    return f"{interrupt.at} at {interrupt.where}: {'resumed' if stopped else 'went on'} with {wrong}" if wrong else None
 
 
 def _whole(folder: Path) -> dict[int, float]:
@@ -143,10 +142,11 @@ def _try(seed: int, count: int, folder: Path) -> None:
     wrong = []
     for trial in range(count):
         at = chance.randrange(1, 2 * moments)
+        interrupt = Interrupt(at)
         try:
-            wrong.append(_interrupted(at, folder / str(trial), expected))
+            wrong.append(_interrupted(interrupt, folder / str(trial), expected))
         except Exception as error:
-            wrong.append(f"{at}: {type(error).__name__} {error}")
+            wrong.append(f"{at} at {interrupt.where}: {type(error).__name__} {error}")
     wrong = [words for words in wrong if words]
     assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong])
     assert threading.active_count() == threads

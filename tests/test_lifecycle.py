@@ -61,6 +61,7 @@ class Held(NamedTuple):
         )
 
 
+@pytest.mark.works("Engines and processes", "twenty engines in a row: memory, files and threads stay", "right")
 def test_twenty_engines_leave_nothing_behind(tmp_path: Path) -> None:
     held = []
     for index in range(20):
@@ -79,6 +80,7 @@ def test_twenty_engines_leave_nothing_behind(tmp_path: Path) -> None:
     assert last.resident - tenth.resident < min(2 * MIB, host), f"{last.resident - tenth.resident} bytes more"
 
 
+@pytest.mark.works("Engines and processes", "a destroyed engine and its model are freed", "right")
 @pytest.mark.parametrize("placement", [DISK, ("none", "none")])
 def test_a_destroyed_engine_can_be_collected_and_so_can_its_model(placement: tuple[str, str], tmp_path: Path) -> None:
     """Also each without the other: a model that is kept keeps neither the engine nor its memory."""
@@ -136,6 +138,7 @@ def _boom(*_: object) -> None:
 # -- side by side -------------------------------------------------------------------------------------
 
 
+@pytest.mark.works("Engines and processes", "several engines, one training inside of another's step", "right")
 @pytest.mark.parametrize("inside", [False, True], ids=["between forward and backward", "inside of a forward"])
 def test_engines_inside_of_one_anothers_steps(inside: bool, tmp_path: Path) -> None:
     """One accumulates, one trains within each of its micro-batches, one generates: the bits of each alone."""
@@ -248,6 +251,7 @@ def _train_from_loader(engine: offload.Engine, workers: int, gate: threading.Eve
     return losses, grown
 
 
+@pytest.mark.works("Engines and processes", "`DataLoader(num_workers=4)` while updates run: no copies", "right")
 @forks
 def test_forked_workers_copy_nothing_while_updates_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are forked while leases are read and written, and live while all of them are overwritten four times."""
@@ -304,6 +308,7 @@ class Trespassing(Dataset[Any]):
         return told
 
 
+@pytest.mark.works("Engines and processes", "the engine called in a forked worker", "refused")
 @forks
 def test_a_forked_worker_cannot_use_the_engine(tmp_path: Path) -> None:
     """Every call in a worker is a `UsageError`, and the parent's training does not notice."""
@@ -322,6 +327,7 @@ def test_a_forked_worker_cannot_use_the_engine(tmp_path: Path) -> None:
     assert losses == run(job, DISK, tmp_path / "plain").losses
 
 
+@pytest.mark.works("Engines and processes", "resuming while forked workers of the last engine live", "right")
 @forks
 def test_a_run_goes_on_while_workers_of_its_last_engine_live(tmp_path: Path) -> None:
     """`destroy()` gives the run back, whoever was forked meanwhile."""

@@ -41,6 +41,7 @@ def check_in_a_folder(tree: Tree, root: Path) -> None:
         shutil.rmtree(folder)
 
 
+@pytest.mark.works("Modules", "random trees of all these pieces, one hundred of them", "right")
 @pytest.mark.timeout(1200)  # shrinking what fails takes longer than finding it
 @settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=_HEALTH)
 @given(tree=TREES)

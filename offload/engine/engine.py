@@ -347,6 +347,7 @@ class Engine:
         """Every call outside of a backward: check, clear what an aborted call left, take a blob that is due."""
         if inside_backward():
             return
+        self._parts.hooks.leave_all()
         self._check()
         self._parts.hooks.reset_aborted()
         if self._restore is not None:

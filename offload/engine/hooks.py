@@ -87,6 +87,7 @@ class Hooks:
 
     def remove(self) -> None:
         """Take every hook away."""
+        self.leave_all()
         for remover in self._removers:
             remover()
         self._removers.clear()
@@ -95,16 +96,20 @@ class Hooks:
         """Release what an aborted forward or backward left behind. Does nothing inside of a backward."""
         if inside_backward():
             return
-        while self._local.frames:
-            frame = self._local.frames.pop()
-            if frame.pushed and not frame.in_backward:
-                self._saved.pop()
-        self._saved.pop_left()
+        self.leave_all()
         if self._in_backward:  # its end was never reached
             self._in_backward = self._gradient_seen = False
             self.forget_gradients()
         if not self._bindings.whole:
             self._bindings.reset()
+
+    def leave_all(self) -> None:
+        """Leave every site that an interrupt has left open: torch calls no hooks after a `KeyboardInterrupt`."""
+        while self._local.frames:
+            frame = self._local.frames.pop()
+            if frame.pushed and not frame.in_backward:
+                self._saved.pop()
+        self._saved.pop_left()
 
     def forget_gradients(self) -> None:
         """Drop a gradient that an interrupt has left with its parameter, before the engine took it."""
@@ -148,7 +153,7 @@ class Hooks:
         local = self._local
         again = module is self._root or any(frame.module is module for frame in local.frames)
         if again and local.frames and not _is_running(local.frames[0].call):
-            self.reset_aborted()  # torch calls no hooks after a KeyboardInterrupt
+            self.reset_aborted()
         if not local.frames:
             self.entered()
         frame = _Frame(module, [], self._saved.push(), inside_backward(), _module_call())

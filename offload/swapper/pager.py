@@ -20,7 +20,6 @@ read or an update, all is whole, and the call can be given up; that is where nea
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,6 +30,7 @@ from offload.errors import BudgetError, EngineFailed
 from offload.sizes import format_size
 from offload.swapper.arena import DeviceArena, HostArena, Lease, Slice
 from offload.swapper.device import Device
+from offload.swapper.monitor import Monitor
 from offload.swapper.residency import ARROWS, Residency, Tier
 from offload.swapper.states import State
 from offload.swapper.store import Future, Store
@@ -84,10 +84,8 @@ class Pager:
         device: Device,
         store: Store | None,
     ) -> None:
-        # Held as `with self.lock`, never through the condition: a signal may come between the bytecodes of the
-        # condition's own `__enter__` and `__exit__`, which are Python, and would leave the lock as it was.
-        self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
+        self.changed = Monitor()
+        self.lock = self.changed.lock
         self.version = 0  # counts changes, so that a waiter can tell whether it missed one
         self.trace = Trace()
         self.host = host
@@ -231,12 +229,9 @@ class Pager:
         torn, self._torn = self._torn, False
         failure: Exception | None = None
         try:
-            self.lock.release()
-            transfer.future.wait()
-        except Exception as error:
+            self.changed.without_lock(transfer.future.wait)
+        except Exception as error:  # after a Ctrl-C the read goes on, and somebody else will deliver it
             failure = error
-        finally:  # after a Ctrl-C the read goes on, and somebody else will deliver it
-            self.lock.acquire()
         if failure is not None:
             self._fail(failure, entry)
             raise failure
@@ -250,11 +245,8 @@ class Pager:
         lease = entry.lease
         assert lease is not None
         self._move(entry, Residency.UPLOADING)
-        try:
-            self.lock.release()
-            self._device.copy(self.arena.view(piece), lease.tensor(torch.uint8))
-        finally:
-            self.lock.acquire()
+        view, bytes_ = self.arena.view(piece), lease.tensor(torch.uint8)
+        self.changed.without_lock(lambda: self._device.copy(view, bytes_))
         entry.slice = piece
         self._move(entry, Residency.DEVICE)
 
