@@ -205,11 +205,14 @@ class Precision(Block):
 class DataTypes(Block):
     """Dtypes beside that of the mode."""
 
-    TUNING = ("param_dtype", "buffer_dtype")
+    TUNING = ("param_dtype",)
 
     grad_accum_dtype: SumDtype | None = Field(
         None,
         description="dtype in which micro-batches are added: fp32 by default, bf16 for a single micro-batch in bf16",
+    )
+    buffer_dtype: SumDtype | None = Field(
+        None, description="dtype of floating-point buffers (BatchNorm's statistics): as they are by default"
     )
 
 

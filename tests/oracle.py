@@ -48,6 +48,8 @@ class Job(NamedTuple):
     clip: float = 1.0
     dtype: str = "fp32"
     seed: int = 0
+    buffers: str | None = None
+    """"same" gives floating-point buffers the dtype of the weights."""
 
 
 class Result(NamedTuple):
@@ -132,6 +134,7 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
         "gradient_accumulation_steps": job.accumulation,
         "gradient_clipping": job.clip,
         "bf16": {"enabled": job.dtype == "bf16"},
+        "data_types": {"buffer_dtype": job.dtype if job.buffers else None},
         "optimizer": {"type": "AdamW", "params": {"lr": job.lr, "weight_decay": job.weight_decay}},
         "zero_optimization": {
             "stage": 3,

@@ -227,6 +227,13 @@ def test_a_graph_from_before_the_step_is_refused(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+def test_statistics_that_torch_cannot_use_are_named(tmp_path: Path) -> None:
+    job = models.GPT2._replace(model=models.resnet, dtype="bf16")
+    with pytest.raises(ConfigError, match=r'normalization is a BatchNorm.*"buffer_dtype": "bf16"'):
+        start(job, DISK, tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
 def test_the_users_own_optimizer_and_schedule(tmp_path: Path) -> None:
     """Groups with their own numbers, a schedule bound to the user's object: both act, as in the plain loop."""
     job = models.MIXTURE._replace(accumulation=1, steps=5)

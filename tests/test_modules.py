@@ -481,7 +481,7 @@ AREAS: dict[str, dict[str, Case]] = {
         "`nn.TransformerEncoder`, `nn.MultiheadAttention`": _simple(Attention),
         "`nn.GRU`": _simple(Recurrent),
         "`weight_norm` (parametrizations)": _simple(Normed),
-        "a CNN with BatchNorm, no list of layers": Case(Job(Convolutions, convolution_loss, steps=4), dtypes=("fp32",)),
+        "a CNN with BatchNorm, no list of layers": Case(Job(Convolutions, convolution_loss, steps=4, buffers="same")),
         "nested lists: Swin": Case(Job(models.swin, image_loss, steps=4)),
         "fused experts: Mixtral": Case(Job(models.mixtral, models.language_loss, steps=4)),
         "a model given in float16": Case(Job(half, models.language_loss)),

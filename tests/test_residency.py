@@ -22,7 +22,7 @@ def test_every_pair(start: Residency, end: Residency) -> None:
     pager = Pager([UnitSize("unit", 4096, Tier.HOST)], host, DeviceArena(4096, cpu), Device(cpu), None)
     entry = pager._entries[0]
     entry.residency = start
-    with pager.changed:
+    with pager.lock:
         if (start, end) in ARROWS:
             pager._move(entry, end)
             assert pager.residency(0) is end

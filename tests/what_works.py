@@ -38,7 +38,7 @@ TAIL = """
   in use cannot be moved: `(2k - 1)` times the largest is always enough for `k` of them.
 * `p.grad` is None after a backward: gradients are in the engine. `torch.nn.utils.clip_grad_norm_` sees none; set
   `gradient_clipping` in the config.
-* BatchNorm in bf16 on the CPU: torch's kernel takes no bf16 weights beside fp32 statistics.
+* BatchNorm in bf16 on the CPU needs `"data_types": {"buffer_dtype": "bf16"}`; without, `initialize` says so.
 * `torch.save(model)`, which pickles the whole module, does not work with hooks on it; save `model.state_dict()`.
 """
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # both are public
 
 from offload.engine.layout import UnitLayout
 from offload.engine.placeholder import Place
@@ -36,7 +36,7 @@ class Binding:
     def __init__(self, unit: int, memory: torch.Tensor) -> None:
         self.unit = unit
         # A storage of its own, which dies with its last view; the arena's own storage never does.
-        self.flat: torch.Tensor | None = from_dlpack(memory)
+        self.flat: torch.Tensor | None = from_dlpack(to_dlpack(memory))
         storage = self.flat.untyped_storage()
         self.address = storage.data_ptr()
         self._storage = StorageWeakRef(storage)
@@ -49,6 +49,11 @@ class Binding:
 class _Unit:
     def __init__(self, layout: UnitLayout, places: Sequence[Place]) -> None:
         self.layout, self.places = layout, places
+        self.views = [
+            (segment.shape, torch.empty(segment.shape, device="meta").stride(), segment.start)
+            for segment in layout.segments
+        ]
+        """Size, stride and offset of each parameter."""
         self.uses = 0
         self.kept = False
         self.binding: Binding | None = None
@@ -67,6 +72,8 @@ class Bindings:
         """Every binding whose pin was not given back, oldest first."""
         self._at: dict[int, Binding] = {}
         """The newest binding at each address."""
+        self._recent: Binding | None = None
+        """The one of which a backward asked for a view last: it asks for several of each unit, one after the other."""
         for unit in self._units:
             self._unbind(unit)
 
@@ -93,8 +100,9 @@ class Bindings:
             self._units[index].kept = True
 
     def end_kept(self) -> None:
-        """Let go of what `keep` has bound."""
+        """Let go of what `keep` has bound, and of what a backward has asked for."""
         with self._lock:
+            self._let_go_of_recent()
             for unit in self._units:
                 if unit.kept:
                     unit.kept = False
@@ -107,13 +115,13 @@ class Bindings:
         """A view of a unit's weights, `offset` in elements; its slice stays for as long as the view lives."""
         with self._lock:
             binding = self._units[index].binding
+            if binding is None and self._recent is not None and self._recent.unit == index:
+                binding = self._recent
             if binding is None:
-                binding = self._take(index)
+                self._let_go_of_recent()
+                binding = self._recent = self._take(index)
             assert binding.flat is not None
-            view = torch.as_strided(binding.flat.view(dtype), size, stride, offset)
-            if binding is not self._units[index].binding:
-                binding.flat = None
-            return view
+            return torch.as_strided(binding.flat.view(dtype), size, stride, offset)
 
     def binding_at(self, address: int) -> Binding | None:
         """The live binding whose storage begins at `address`."""
@@ -153,6 +161,7 @@ class Bindings:
             for unit in self._units:
                 unit.uses, unit.kept = 0, False
                 self._unbind(unit)
+            self._recent = None
             for binding in self._live:
                 binding.flat = None
             self._live = [binding for binding in self._live if binding.alive]
@@ -171,8 +180,8 @@ class Bindings:
         assert binding.flat is not None
         flat = binding.flat.view(self._dtype)
         unit.binding = binding
-        for segment, place in zip(unit.layout.segments, unit.places, strict=True):
-            place.bind(flat[segment.start : segment.stop].view(segment.shape))
+        for (size, stride, start), place in zip(unit.views, unit.places, strict=True):
+            place.bind(torch.as_strided(flat, size, stride, start))
 
     def _take(self, index: int) -> Binding:
         """Pin a unit; where there is no room, units that are only kept make some."""
@@ -189,8 +198,17 @@ class Bindings:
         self._at[binding.address] = binding
         return binding
 
+    def _let_go_of_recent(self) -> None:
+        if self._recent is not None:
+            self._recent.flat = None
+            self._recent = None
+
     def _give_way(self) -> bool:
         """Unbind one unit that is only kept; whether there was one."""
+        if self._recent is not None:
+            self._let_go_of_recent()
+            self._sweep()
+            return True
         for unit in self._units:
             # A recomputation may keep a frozen parameter itself, not a view of it: that must stay what it is.
             if unit.kept and not unit.uses and all(place.trainable for place in unit.places):

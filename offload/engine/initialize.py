@@ -40,6 +40,8 @@ from offload.swapper.store import Store, StoreSpec, find_shortage, run_status
 logger = logging.getLogger("offload")
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _RANK, _WORLD_SIZE = 0, 1  # one process so far; layout, store and partitions take them
 
 
@@ -64,6 +66,8 @@ class _Plan(NamedTuple):
     parts: Partitions
     placement: Placement
     gradient_dtype: torch.dtype
+    buffer_dtype: torch.dtype | None
+    """Of floating-point buffers; None leaves them as they are."""
     durable: bool
     resume: bool
     notices: tuple[str, ...]
@@ -145,6 +149,8 @@ def _decide(config: Config, batch: Batch, model: nn.Module) -> _Plan:
     weight_home, state_home = _TIERS[config.weight_tier], _TIERS[config.optimizer_tier]
     on_disk = weight_home is Tier.DISK or (state_home is Tier.DISK and any(parts.trainable_numel))
     gradient_dtype = _gradient_dtype(config, mode, batch.accumulation)
+    buffer_dtype = _DTYPES[config.data_types.buffer_dtype] if config.data_types.buffer_dtype else None
+    _check_batch_norm(model, mode, device, buffer_dtype)
     free_host = free_host_memory()
 
     def placed(slots: int) -> Placement:
@@ -173,6 +179,7 @@ def _decide(config: Config, batch: Batch, model: nn.Module) -> _Plan:
         parts,
         placed(slots),
         gradient_dtype,
+        buffer_dtype,
         slots == 2,
         resume,
         (*config.notices, *notices),
@@ -206,11 +213,26 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
+def _check_batch_norm(model: nn.Module, mode: Mode, device: torch.device, buffer_dtype: torch.dtype | None) -> None:
+    """torch's CPU kernel takes statistics in the dtype of the weights alone, and says so only in the first forward."""
+    dtype = mode.weight_dtype
+    if device.type != "cpu":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(module.running_mean, torch.Tensor):
+            have = buffer_dtype or module.running_mean.dtype
+            if module.weight is not None and have != dtype:
+                raise ConfigError(
+                    f"{name} is a BatchNorm, whose statistics are {have} and whose weights are {dtype}, which torch "
+                    f'cannot compute with on the CPU; set "data_types": {{"buffer_dtype": "{_NAMES[dtype]}"}}'
+                )
+
+
 def _gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype:
     """bf16 where a gradient is stored once, fp32 where many are added, or as data_types.grad_accum_dtype says."""
     named = config.data_types.grad_accum_dtype
     if named is not None:
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[named]
+        return _DTYPES[named]
     return torch.float32 if accumulation > 1 else mode.weight_dtype
 
 
@@ -395,7 +417,8 @@ def _fill(plan: _Plan, model: nn.Module, queue: IoQueue | None, store: Store | N
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(plan.device)
+                floating = buffer.is_floating_point()
+                module._buffers[name] = buffer.to(plan.device, plan.buffer_dtype if floating else None)
     dtype = plan.mode.weight_dtype
     places = [
         [

@@ -2,7 +2,7 @@
 
 Threads. `acquire`, `release` and `drop_released` are called by the thread that runs the model and by
 autograd's threads; `lease_for_update`, `publish`, `written` by the update worker alone. One lock guards all
-(`lock`, with the condition `changed`): nobody holds it while bytes move or a kernel runs, and whoever changes an entry
+(`lock`, of the monitor `changed`): nobody holds it while bytes move or a kernel runs, and whoever changes an entry
 wakes all waiters.
 
 [Note: nobody waits in a circle] The update worker needs only its own tiles: where it can get no weight
