@@ -5,6 +5,7 @@ Each loop is written once and runs with the engine and with `PlainEngine`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,6 +104,19 @@ def penalty_on_weights(engine: Any, job: Job) -> list[float]:
         engine.backward(total)
         engine.step()
         return float(total.detach())
+
+    return _losses(engine, one)
+
+
+def penalty_outside(engine: Any, job: Job) -> list[float]:
+    """An L2 penalty over all parameters, computed while no module runs; the embedding is used by the model as well."""
+
+    def one(step: int) -> float:
+        penalty = sum(parameter.float().square().sum() for parameter in engine.module.parameters())
+        loss = job.loss(engine, step, 0) + 0.01 * penalty
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
 
     return _losses(engine, one)
 
@@ -323,6 +337,7 @@ LOOPS: dict[str, tuple[Loop, Job, int]] = {
     "double backward: a penalty on a gradient at activations": (penalty_on_inputs, LAYERS, 6),
     "double backward: a penalty on gradients of weights": (penalty_on_weights, LAYERS, 6),
     "double backward inside of a forward": (trains, LAYERS._replace(model=PenaltyInside), 6),
+    "an L2 penalty over `model.parameters()`, outside of the model": (penalty_outside, LAYERS, 2),
     "`torch.autograd.grad` in the middle of accumulation": (gradients_between, TWO, 2),
     "`eval()`, `no_grad`, `inference_mode` in the middle of accumulation": (evaluated_between, TWO, 2),
     "hooks of the user on modules, forward and backward": (hooked_modules, LAYERS, 2),
@@ -381,6 +396,41 @@ def test_a_graph_of_old_weights_is_refused(tmp_path: Path) -> None:
         engine.backward(old)
     engine.zero_grad()
     losses += [train_step(engine, LAYERS, step) for step in range(1, LAYERS.steps)]
+    engine.destroy(remove=True)
+    assert losses == run(LAYERS, DISK, tmp_path / "plain").losses
+
+
+@pytest.mark.works("Graphs", "the same through a penalty on weights of before", "refused")
+def test_a_penalty_on_old_weights_is_refused(tmp_path: Path) -> None:
+    engine = start(LAYERS, DISK, tmp_path)
+    penalty = engine.module.head.weight.square().sum()
+    train_step(engine, LAYERS, 0)
+    with pytest.raises(UsageError, match=r"made before step\(\): the weights of head\.weight"):
+        engine.backward(penalty)
+    engine.destroy(remove=True)
+
+
+@pytest.mark.works("Engines and processes", "weights read by another thread while the model runs", "refused")
+def test_another_thread_may_not_disturb_a_forward(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def look() -> None:
+        try:
+            engine.module.head.weight.detach().clone()
+        except UsageError as error:
+            told.append(str(error))
+
+    def look_from_elsewhere(*_: object) -> None:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    engine = start(LAYERS, DISK, tmp_path / "looked at")
+    hook = engine.module.layers[1].register_forward_pre_hook(look_from_elsewhere)
+    losses = [train_step(engine, LAYERS, step) for step in range(LAYERS.steps)]
+    hook.remove()
+    look_from_elsewhere()
+    assert len(told) == LAYERS.steps and "the model runs on thread MainThread" in told[0]
     engine.destroy(remove=True)
     assert losses == run(LAYERS, DISK, tmp_path / "plain").losses
 

@@ -29,6 +29,7 @@ from offload.engine.bindings import Bindings
 from offload.engine.gradients import Gradients
 from offload.engine.placeholder import Place, place_of
 from offload.engine.saved import SavedTensors, storage_address
+from offload.errors import UsageError
 
 _NO_GRAPH_TASK = -1
 
@@ -69,6 +70,8 @@ class Hooks:
         self._bindings, self._saved, self._gradients = bindings, saved, gradients
         self._root = model
         self._local = _Nesting()
+        self._thread: threading.Thread | None = None
+        """The thread whose forward is under way."""
         self._in_backward = self._gradient_seen = False
         self.backward_count = 0
         """Outermost backwards in which a gradient arrived."""
@@ -81,8 +84,8 @@ class Hooks:
             self._hook_module(modules[name], units)
         self._trainable = [place for unit in places for place in unit if place.trainable]
         for place in self._trainable:
-            hook = self._gradient_hook(place)
-            place.gradient_hook = place.parameter.register_post_accumulate_grad_hook(hook)
+            place.take_gradient = self._gradient_hook(place)
+            place.gradient_hook = place.parameter.register_post_accumulate_grad_hook(place.take_gradient)
             self._removers.append(place.gradient_hook.remove)
 
     def remove(self) -> None:
@@ -96,6 +99,11 @@ class Hooks:
         """Release what an aborted forward or backward left behind. Does nothing inside of a backward."""
         if inside_backward():
             return
+        if self._thread is not None and self._thread is not threading.current_thread() and self._thread.is_alive():
+            raise UsageError(
+                f"the model runs on thread {self._thread.name}: until its forward ends, no other thread may use it or "
+                f"read its weights"
+            )
         self.leave_all()
         if self._in_backward:  # its end was never reached
             self._in_backward = self._gradient_seen = False
@@ -109,6 +117,7 @@ class Hooks:
             frame = self._local.frames.pop()
             if frame.pushed and not frame.in_backward:
                 self._saved.pop()
+            self._thread = None
         self._saved.pop_left()
 
     def forget_gradients(self) -> None:
@@ -156,6 +165,7 @@ class Hooks:
             self.reset_aborted()
         if not local.frames:
             self.entered()
+            self._thread = threading.current_thread()
         frame = _Frame(module, [], self._saved.push(), inside_backward(), _module_call())
         local.frames.append(frame)
         try:
@@ -182,8 +192,10 @@ class Hooks:
             self._saved.pop()
         for unit in reversed(frame.units):
             self._bindings.unuse(unit)
-        if not self._local.frames and not inside_backward():
-            self._bindings.end_kept()
+        if not self._local.frames:
+            self._thread = None
+            if not inside_backward():
+                self._bindings.end_kept()
 
     def _own_memory(self, output: Any) -> Any:
         """Clone what in a module's output is weights: a view would keep their slice for as long as it lives."""

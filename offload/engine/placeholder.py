@@ -5,12 +5,12 @@ torch that is given one comes here first, and there are four ways on:
 
     a module that the engine hooked is running      the weights are brought, and stay while that module runs
     a backward is running                           the same, until the backward ends
-    neither, and no gradient is asked for           the function gets a copy of the weights; what it changed in place
-                                                    becomes an edit, an update without a gradient
-    neither, but a gradient is, or a view of the    `UsageError`, that names the parameter
-    weights would come out
+    neither                                         the function gets a copy of the weights, whose gradient comes to the
+                                                    engine like any other; what it changed in place becomes an edit, an
+                                                    update without a gradient
+    neither, and a view of the copy would come out  `UsageError`, that names the parameter
 
-So `load_state_dict`, `copy.deepcopy`, an EMA, `parameter.norm()` under no_grad give what they give with an ordinary
+So `load_state_dict`, `copy.deepcopy`, an EMA, `parameter.norm()`, an L2 penalty give what they give with an ordinary
 model. A bound parameter has its own class again and costs nothing.
 """
 
@@ -38,6 +38,9 @@ class Keeper(Protocol):
     def edit(self, unit: int, position: int, values: torch.Tensor) -> None:
         """Make `values`, of the parameter's shape, its weights."""
 
+    def updates(self, unit: int) -> int:
+        """How often the weights of `unit` have changed."""
+
 
 class Place:
     """One parameter of a model under an engine: whose it is, and how it comes and goes."""
@@ -58,6 +61,8 @@ class Place:
         self.trainable = parameter.requires_grad
         self.gradient_hook: Any = None
         """The handle of the engine's own hook, which must stay the last."""
+        self.take_gradient: Callable[[torch.Tensor], None] | None = None
+        """That hook: adds `.grad` of the parameter, or of a copy of it, to the engine's gradients."""
         self.gathered = False
         """Whether `offload.gathered` has given the parameter memory of its own."""
         self.device = device
@@ -118,6 +123,22 @@ class Place:
     def read(self) -> torch.Tensor:
         """A copy of the newest weights, on the compute device."""
         return self.engine.read(self.unit, self.position)
+
+    def read_with_gradient(self) -> torch.Tensor:
+        """The same as a leaf of a graph, whose gradient becomes the parameter's."""
+        values, updates = self.read(), self.engine.updates(self.unit)
+
+        def take(copy: torch.Tensor) -> None:
+            if self.engine.updates(self.unit) != updates:
+                raise UsageError(
+                    f"backward through a graph made before step(): the weights of {self.name} have changed since"
+                )
+            assert self.take_gradient is not None
+            self.take_gradient(copy)
+
+        values.requires_grad_(True)
+        values.register_post_accumulate_grad_hook(take)
+        return values
 
     def edit(self, values: torch.Tensor) -> None:
         """Make `values`, of the parameter's shape, its weights."""
@@ -205,8 +226,9 @@ def _with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         elif isinstance(leaf, PagedAlias):
             real[key] = place.parameter.detach()
     for leaf in outside:
-        _check_gradient(func, leaf)
-        real[id(leaf)] = leaf.offload_place.read()
+        place = leaf.offload_place
+        with_gradient = torch.is_grad_enabled() and leaf.requires_grad
+        real[id(leaf)] = place.read_with_gradient() if with_gradient else place.read()
     before = [real[id(leaf)]._version for leaf in outside]
     # A parameter that was brought is an ordinary one by now: this call does not come back here for it.
     args, kwargs = tree_map(lambda value: real.get(id(value), value), (args, kwargs))
@@ -219,14 +241,6 @@ def _with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     originals = {id(real[id(leaf)]): leaf for leaf in outside}
     storages = {real[id(leaf)].untyped_storage().data_ptr(): leaf for leaf in outside if leaf.numel()}
     return tree_map(lambda value: _returned(func, value, originals, storages), result)
-
-
-def _check_gradient(func: Any, leaf: Any) -> None:
-    if torch.is_grad_enabled() and leaf.requires_grad:
-        raise UsageError(
-            f"{_name(func)} needs the weights of {leaf.offload_place.name}, with a gradient, while no module of the "
-            f"model runs: they are in the swap tiers. Do it inside of a forward of the model, or under torch.no_grad()"
-        )
 
 
 def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[int, Any]) -> Any:
@@ -333,7 +347,8 @@ def _copy(func: Any, tensor: Any, source: Any, non_blocking: bool = False) -> An
     place = place_of(tensor)
     if place is None or place_of(source) is not None or place.engine.bring(place.unit):
         return _with_weights(func, (tensor, source), {})
-    _check_gradient(func, tensor)
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return _with_weights(func, (tensor, source), {})  # torch's own error
     place.edit(source.detach().expand(tensor.shape))
     return tensor
 

@@ -121,6 +121,10 @@ class Weights:
         self._pending[position] = values.to("cpu", dtype, copy=True).contiguous().view(-1)
         self._pending_unit = unit
 
+    def updates(self, unit: int) -> int:
+        """How often the weights of `unit` have changed."""
+        return self._pager.updates(unit)
+
     def flush(self) -> None:
         """Carry out the edits that were gathered."""
         if not self._pending:

@@ -261,9 +261,11 @@ class Pager:
             victim = furthest(idle, self.trace)
             if victim is None:
                 held = [e.size.name for e in self._entries if e.slice is not None and e is not entry]
+                free = self.arena.nbytes - self.arena.used_bytes
                 raise BudgetError(
-                    f"unit {entry.size.name} needs {format_size(entry.size.nbytes)} on the device, whose budget "
-                    f"of {format_size(self.arena.nbytes)} is held by {', '.join(held) or 'nothing'}; "
+                    f"unit {entry.size.name} needs {format_size(entry.size.nbytes)} in one piece on the device, whose "
+                    f"budget of {format_size(self.arena.nbytes)} is held by {', '.join(held) or 'nothing'} "
+                    f"({format_size(free)} are free); "
                     f'raise "device_memory" in the "offload" block, or checkpoint smaller regions'
                 )
             self._drop(self._entries[victim])
