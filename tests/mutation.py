@@ -107,8 +107,8 @@ MUTANTS = (
     Mutant(
         "skip the wait for a read of weights",
         "offload.swapper.pager",
-        "            transfer.future.wait()\n        except Exception",
-        "            pass\n        except Exception",
+        "self.changed.without_lock(transfer.future.wait)",
+        "pass",
         "tests/test_order.py",
     ),
     Mutant(
@@ -117,6 +117,48 @@ MUTANTS = (
         "self._restore = progress.generators",
         "self._restore = None",
         "tests/test_resume.py",
+    ),
+    Mutant(
+        "use a slice again while a view of it lives",
+        "offload.engine.bindings",
+        "for binding in self._live if not binding.alive]:",
+        "for binding in self._live if binding.flat is None]:",
+        "tests/test_autograd.py",
+    ),
+    Mutant(
+        "go back through a graph of old weights",
+        "offload.engine.saved",
+        "if self._pager.updates(packed.unit) != packed.updates:",
+        "if False:",
+        "tests/test_autograd.py",
+    ),
+    Mutant(
+        "keep the bits beyond bf16 of a weight that was set",
+        "offload.engine.updater",
+        "residual.mul_(weight.view(torch.int16) == values.view(torch.int16))",
+        "pass",
+        "tests/test_looking_and_editing.py",
+    ),
+    Mutant(
+        "forget to commit an edit",
+        "offload.engine.engine",
+        "        self._edited = True\n",
+        "",
+        "tests/test_looking_and_editing.py",
+    ),
+    Mutant(
+        "leave sites open after Ctrl-C",
+        "offload.engine.hooks",
+        "while self._local.frames:",
+        "while False:",
+        "tests/test_recovery.py",
+    ),
+    Mutant(
+        "leave an interrupted gradient with its parameter",
+        "offload.engine.hooks",
+        "        for place in self._trainable:\n            if place.parameter.grad is not None:",
+        "        for place in self._trainable:\n            if False:",
+        "tests/test_interrupts.py",
     ),
 )
 

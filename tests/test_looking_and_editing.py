@@ -373,6 +373,24 @@ def test_precision_of_a_loaded_state_is_kept(tmp_path: Path) -> None:
     assert loaded == run(job._replace(seed=1), DISK, tmp_path / "built").losses
 
 
+def test_an_edit_in_bf16_is_the_master_too(tmp_path: Path) -> None:
+    """What changed has nothing beyond bf16 any more: the same as the same values given in fp32."""
+    job = models.GPT2._replace(dtype="bf16")
+
+    def losses(name: str, edit: Callable[[torch.Tensor], None]) -> list[float]:
+        engine = start(job, DISK, tmp_path / name)
+        found = [train_step(engine, job, step) for step in range(2)]
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                edit(parameter)
+        found += [train_step(engine, job, step) for step in range(2, job.steps)]
+        engine.destroy(remove=True)
+        return found
+
+    in_place = losses("in place", lambda parameter: parameter.mul_(0.5))
+    assert in_place == losses("given", lambda parameter: parameter.copy_(parameter.detach().float() * 0.5))
+
+
 def test_what_an_edit_leaves_alone_keeps_its_master(tmp_path: Path) -> None:
     """In bf16: written back unchanged, nothing changes, the bits beyond bf16 neither."""
     job = models.GPT2._replace(dtype="bf16")

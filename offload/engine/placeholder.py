@@ -355,7 +355,12 @@ def _copy(func: Any, tensor: Any, source: Any, non_blocking: bool = False) -> An
 
 def _set_requires_grad(func: Any, tensor: Any, value: bool = True) -> Any:
     place = tensor.offload_place
-    if value and not place.trainable and isinstance(tensor, Paged):
+    if value and isinstance(tensor, PagedAlias):
+        raise UsageError(
+            f"this is the memory of {place.name}, whose weights are in the swap tiers; clone() it to make a parameter "
+            f"of its own"
+        )
+    if value and not place.trainable:
         raise UsageError(
             f"parameter {place.name} was frozen when offload.initialize took the model, so it has no optimizer states; "
             f"set requires_grad before"
