@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 
 # Models here are tiny: a second thread of torch only waits, for ever so long where the machine is busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A shell starts a command behind `&` with Ctrl-C ignored; tests here raise it on purpose, in processes of their own too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
