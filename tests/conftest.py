@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# A shell starts a command behind `&` with Ctrl-C ignored; tests here raise it on purpose, in processes of their own too.
+# A shell starts a command behind `&` with Ctrl-C ignored; tests here raise it on purpose, also in other processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
