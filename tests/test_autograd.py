@@ -5,6 +5,8 @@ Each loop is written once and runs with the engine and with `PlainEngine`.
 
 from __future__ import annotations
 
+import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import offload
 from offload.errors import UsageError
@@ -46,6 +49,33 @@ def two_losses(engine: Any, job: Job) -> list[float]:
         engine.backward(second)
         engine.step()
         return float(first.detach()) + float(second.detach())
+
+    return _losses(engine, one)
+
+
+def two_losses_at_once(engine: Any, job: Job) -> list[float]:
+    """Without accumulation: both before one step."""
+
+    def one(step: int) -> float:
+        logits = engine(models.tokens(step, 0, (4, 16), 61)).float().flatten(0, 1)
+        first, second = logits.logsumexp(1).mean(), logits.square().mean()
+        engine.backward(first, retain_graph=True)
+        engine.backward(second)
+        engine.step()
+        return float(first.detach()) + float(second.detach())
+
+    return _losses(engine, one)
+
+
+def forgotten(engine: Any, job: Job) -> list[float]:
+    """`model.zero_grad()` in the middle of accumulation."""
+
+    def one(step: int) -> float:
+        engine.backward(job.loss(engine, step, 0) * 1000)
+        engine.module.zero_grad()
+        if isinstance(engine, PlainEngine):
+            engine.zero_grad()
+        return train_step(engine, job, step)
 
     return _losses(engine, one)
 
@@ -309,6 +339,41 @@ class PenaltyInside(Layers):
         return inner + slope
 
 
+class Mapped(Layers):
+    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = hidden + torch.vmap(layer)(hidden)
+        return hidden
+
+
+class Pushed(Layers):
+    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value, slope = torch.func.jvp(layer, (hidden,), (torch.ones_like(hidden),))
+            hidden = hidden + torch.tanh(value) * slope
+        return hidden
+
+
+class Sparse(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding.sparse = True
+
+
+class Selective(Layers):
+    """Products are kept, the rest is recomputed; the user's dispatch mode must not see the engine's copies."""
+
+    def layer(self, index: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH))
+
+    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        contexts = functools.partial(create_selective_checkpoint_contexts, products)
+        for layer in self.layers:
+            hidden = hidden + checkpoint(layer, hidden, use_reentrant=False, context_fn=contexts)
+        return hidden
+
+
 def drops_the_loss(engine: Any, job: Job) -> list[float]:
     """The graph, and with it what a function keeps in `ctx`, is gone before the step."""
 
@@ -332,6 +397,11 @@ TWO = LAYERS._replace(accumulation=2)
 
 LOOPS: dict[str, tuple[Loop, Job, int]] = {
     "two losses of one forward before a step": (two_losses, TWO, 2),
+    "two losses before a step, without accumulation": (two_losses_at_once, LAYERS, 2),
+    "`model.zero_grad()` in the middle of accumulation": (forgotten, TWO, 2),
+    "`torch.vmap` over a part of the model": (trains, LAYERS._replace(model=Mapped), 2),
+    "`torch.func.jvp` inside of a forward": (trains, LAYERS._replace(model=Pushed), 2),
+    "selective checkpointing": (trains, LAYERS._replace(model=Selective), 2),
     "`retain_graph`: twice through one graph": (twice_through_a_graph, TWO, 2),
     "`loss.backward()` instead of `engine.backward(loss)`": (plain_backward, LAYERS, 2),
     "double backward: a penalty on a gradient at activations": (penalty_on_inputs, LAYERS, 6),
@@ -359,6 +429,7 @@ LOOPS: dict[str, tuple[Loop, Job, int]] = {
 ROWS = [pytest.param(name, marks=pytest.mark.works("Graphs", name, "right")) for name in LOOPS]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in its jvp
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ROWS)
 def test_same_bits_and_as_pytorch(name: str, dtype: str, tmp_path: Path) -> None:
@@ -578,6 +649,57 @@ def test_compiled_blocks(model: Callable[[], nn.Module], dtype: str, tmp_path: P
 
 
 # -- what else runs the model -------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.works("Engines and processes", "compiled blocks, engine after engine", "right")
+def test_compiled_blocks_of_engine_after_engine(tmp_path: Path) -> None:
+    job = Job(Compiled, models.mixture_loss, steps=2)
+    losses = []
+    for turn in range(3):
+        losses.append(run(job, DISK, tmp_path / str(turn)).losses)
+        gc.collect()
+    assert losses[0] == losses[1] == losses[2]
+
+
+class Stacked(Layers):
+    """One operation needs the weights of all layers."""
+
+    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return hidden @ torch.stack([layer.weight for layer in self.layers]).sum(0)
+
+
+@pytest.mark.works("Graphs", "one operation over parameters of several modules, with too little room", "refused")
+def test_an_operation_that_needs_too_much_at_a_time(tmp_path: Path) -> None:
+    job = LAYERS._replace(model=Stacked)
+    engine = start(job, DISK, tmp_path, device_memory=room_for(job, 2))
+    with pytest.raises(offload.BudgetError, match="at one time"):
+        job.loss(engine, 0, 0)
+    engine.destroy(remove=True)
+
+
+@pytest.mark.works("Modules", "`nn.Embedding(sparse=True)`: as if it were dense", "right")
+def test_sparse_gradients(tmp_path: Path) -> None:
+    sparse = run(LAYERS._replace(model=Sparse), DISK, tmp_path / "sparse")
+    assert sparse.losses == pytest.approx(run(LAYERS, DISK, tmp_path / "dense").losses, rel=1e-6)
+
+
+class Counting(Layers):
+    """A persistent buffer that does not lie contiguously."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(12.0).view(3, 4).t())
+
+
+def test_a_buffer_that_is_not_contiguous_is_committed(tmp_path: Path) -> None:
+    job = LAYERS._replace(model=Counting, steps=2)
+    engine = start(job, DISK, tmp_path)
+    train_step(engine, job, 0)
+    engine.destroy()
+    engine = start(job, DISK, tmp_path, resume="must")
+    assert torch.equal(engine.module.table, torch.arange(12.0).view(3, 4).t())
+    engine.destroy(remove=True)
 
 
 @pytest.mark.works("Graphs", "`generate` with a KV cache, in the middle of accumulation", "right")

@@ -182,18 +182,42 @@ def test_a_loop_that_counts_otherwise_is_told_both_numbers(tmp_path: Path) -> No
     engine.destroy(remove=True)
 
 
-def test_step_may_be_called_once_a_boundary(tmp_path: Path) -> None:
-    """Both habits are right: after every backward, as DeepSpeed wants, and after the last one alone."""
+def test_backwards_that_may_be_one_micro_batch_or_two(tmp_path: Path) -> None:
+    """With accumulation, step() is called after each; `optimizer.step()` once after all of them is right as well."""
     job = models.GPT2._replace(accumulation=2)
     expected = run(job, DISK, tmp_path / "each")
     engine = start(job, DISK, tmp_path / "once")
+    for micro in range(2):
+        engine.backward(job.loss(engine, 0, micro))
+    with pytest.raises(UsageError, match="2 backwards ran since the last step"):
+        engine.step()
+    engine.zero_grad()
     for step in range(job.steps):
         for micro in range(2):
             engine.backward(job.loss(engine, step, micro))
-        engine.step()
+        engine.optimizer.step()
     weights = engine.module.state_dict()
     engine.destroy(remove=True)
     assert all(torch.equal(weights[name], value) for name, value in expected.weights.items())
+
+
+class TiedByMemory(models.Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(torch.zeros(61, 33))
+        self.head.weight.data = self.embedding.weight.data
+
+
+def test_parameters_that_share_memory_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"embedding\.weight and head\.weight share memory"):
+        start(models.MIXTURE._replace(model=TiedByMemory), DISK, tmp_path)
+
+
+def test_groups_cannot_be_added_later(tmp_path: Path) -> None:
+    engine = start(models.GPT2, DISK, tmp_path)
+    with pytest.raises(UsageError, match=r"after offload\.initialize"):
+        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    engine.destroy(remove=True)
 
 
 def test_calls_that_cannot_be_right(tmp_path: Path) -> None:

@@ -125,6 +125,38 @@ def ema_of_torch(module: nn.Module) -> Any:
     return _sums(average.module)
 
 
+def shadow_weights(module: nn.Module) -> Any:
+    """The EMA that many copy: apply the shadow, look, put the backup back. What `.data` gave stays what it was."""
+    backup, found = {}, []
+    shadow = {name: parameter.data.clone() * 0.5 for name, parameter in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        backup[name] = parameter.data
+        parameter.data = shadow[name]
+    found += _sums(module)
+    for name, parameter in module.named_parameters():
+        parameter.data = backup[name]
+    first, second = module.transformer.h[0].mlp.c_fc.weight, module.transformer.h[1].mlp.c_fc.weight
+    old = first.data
+    first.data, second.data = second.data, first.data
+    return [*found, *_sums(module), float(old.double().sum())]
+
+
+def initialized(module: nn.Module) -> Any:
+    """By torch's functions, with and without no_grad, by `apply` and `reset_parameters`."""
+
+    def initialize(part: nn.Module) -> None:
+        if isinstance(part, nn.LayerNorm):
+            part.reset_parameters()
+
+    torch.manual_seed(3)
+    weight = module.transformer.h[1].mlp.c_fc.weight
+    for function in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, nn.init.xavier_normal_):
+        function(weight)
+    nn.init.constant_(module.transformer.h[1].mlp.c_fc.bias, 0.25)
+    module.apply(initialize)
+    return _sums(module)
+
+
 def loads(module: nn.Module) -> Any:
     """Back to a state of before, with half of it changed."""
     state = {name: value.clone() for name, value in module.state_dict().items()}
@@ -206,6 +238,8 @@ ACTIONS: dict[str, Action] = {
     "`copy.deepcopy(model)`, and training the copy": by_deepcopy,
     "an EMA by hand": ema_by_hand,
     "`AveragedModel`": ema_of_torch,
+    "shadow weights put in and out by `.data`": shadow_weights,
+    "`nn.init`, `module.apply`, `reset_parameters()`": initialized,
     "`load_state_dict`": loads,
     "`load_state_dict` of a submodule, with errors": loads_a_part,
     "weights edited in place under no_grad, by `.data`, by `nn.init`": edits,
@@ -274,6 +308,20 @@ def _a_view(module: nn.Module) -> None:
     module.transformer.ln_f.weight.data.view(-1)
 
 
+def _turned(module: nn.Module) -> None:
+    module.transformer.wte.weight.data.t_()
+
+
+def _other_order(module: nn.Module) -> None:
+    module.to(memory_format=torch.channels_last)
+    module.transformer.wte.weight.to(memory_format=torch.channels_last)
+
+
+def _edit_while_gathered(module: nn.Module) -> None:
+    with offload.gathered(module.transformer.ln_f.weight):
+        module.transformer.h[0].mlp.c_fc.weight.data.mul_(2)
+
+
 def _assign(module: nn.Module) -> None:
     module.load_state_dict(module.state_dict(), assign=True)
 
@@ -308,6 +356,9 @@ REFUSED: dict[str, tuple[Action, str]] = {
     "`model.half()`, `model.to(dtype)`": (lambda module: module.half(), "precision and device are set in the config"),
     "`model.to(other device)`": (lambda module: module.to("meta"), "precision and device are set in the config"),
     "a view of a weight between steps": (_a_view, "offload.gathered"),
+    "`.data.t_()` and others that change the shape": (_turned, "cannot become"),
+    "another memory format": (_other_order, "lies contiguously"),
+    "edits while a parameter is gathered": (_edit_while_gathered, "is gathered"),
     "`load_state_dict(assign=True)`": (_assign, "leave assign out"),
     "a gradient set by hand": (_set_gradient, "gradients are in the engine"),
     "running the model inside of `gathered`": (_gathered_and_run, "is gathered"),

@@ -538,11 +538,21 @@ def clamp(module: nn.Module, _: Any) -> None:
         module.weight.clamp_(-1, 1)
 
 
-@pytest.mark.works("Modules", "a weight changed in place inside of its module's forward", "refused")
-def test_a_weight_changed_in_its_forward_is_refused(tmp_path: Path) -> None:
+class Replaced(Layers):
+    """A momentum encoder as it is often written."""
+
+    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.layers[0].weight.data = self.layers[0].weight.data * 0.5 + self.layers[1].weight.data * 0.5
+        return super().through(hidden, ids)
+
+
+@pytest.mark.parametrize("model", [Clamped, Replaced])
+@pytest.mark.works("Modules", "a weight changed in place, or replaced by `.data`, inside of a forward", "refused")
+def test_a_weight_changed_in_a_forward_is_refused(model: Callable[[], nn.Module], tmp_path: Path) -> None:
     from offload.errors import EngineFailed, UsageError
 
-    job = Job(Clamped, models.mixture_loss)
+    job = Job(model, models.mixture_loss)
     engine = start(job, DISK, tmp_path)
     with pytest.raises(UsageError, match=r"layers\.0\.weight was changed in place"):
         train_step(engine, job, 0)

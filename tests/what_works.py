@@ -27,9 +27,14 @@ All of it was tried on the CPU; on CUDA nothing of this page has been run yet.
 TAIL = """
 ## Limits that no test shows as right
 
-* A weight that is changed through `.data` *inside* of a forward (`self.weight.data.clamp_()`) is not noticed: the
-  change is in a copy on the device and is lost. Under `torch.no_grad()`, without `.data`, it is noticed and refused.
-  Change weights between steps.
+* A weight that is changed in place through `.data` while its module runs (`self.weight.data.clamp_()` in its forward) is
+  not noticed: the change is in a copy on the device, which stays where the weights' home is the device and is lost
+  where it is not. Under `torch.no_grad()`, without `.data`, it is noticed and refused. Change weights between steps.
+* The tensors of `state_dict()` are copies: writing to them changes nothing. Write to the parameters.
+* `zero_grad()` of a submodule forgets nothing; that of the model, the engine and the optimizer does.
+* `torch.compile(fullgraph=True)` cannot hold modules that the engine hooks; `torch.jit` and `torch.export` cannot either.
+* Modules that compute with buffers and weights of different dtypes (`spectral_norm` in bf16) need
+  `data_types.buffer_dtype`.
 * Frozen weights can be changed before `offload.initialize` only.
 * Modules that are added to the model after `offload.initialize` are not seen; parameters that were frozen then cannot
   be unfrozen (refused).

@@ -16,18 +16,37 @@ non-reentrant checkpointing, whose recomputation keeps plain views; not in a use
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # both are public
 
 from offload.engine.layout import UnitLayout
 from offload.engine.placeholder import Place
 from offload.errors import BudgetError, UsageError
 from offload.swapper.pager import Pager
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _without_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Our copies are no part of the user's computation: a dispatch mode (selective checkpointing) must not see them."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not torch._C._len_torch_dispatch_stack():
+            return function(*args, **kwargs)
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class Binding:
@@ -77,6 +96,7 @@ class Bindings:
         for unit in self._units:
             self._unbind(unit)
 
+    @_without_modes
     def use(self, index: int) -> None:
         """Bind the parameters of a unit until `unuse`, as often as it was used."""
         unit = self._units[index]
@@ -84,6 +104,7 @@ class Bindings:
             self._bind(index)
             unit.uses += 1
 
+    @_without_modes
     def unuse(self, index: int) -> None:
         """End one use."""
         unit = self._units[index]
@@ -93,12 +114,14 @@ class Bindings:
             unit.uses -= 1
             self._unbind_idle(unit)
 
+    @_without_modes
     def keep(self, index: int) -> None:
         """Bind the parameters of a unit until `end_kept`, or until its room is needed."""
         with self._lock:
             self._bind(index)
             self._units[index].kept = True
 
+    @_without_modes
     def end_kept(self) -> None:
         """Let go of what `keep` has bound, and of what a backward has asked for."""
         with self._lock:
@@ -109,6 +132,7 @@ class Bindings:
                     self._unbind_idle(unit)
             self._sweep()
 
+    @_without_modes
     def view(
         self, index: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
     ) -> torch.Tensor:
@@ -129,11 +153,11 @@ class Bindings:
         return binding if binding is not None and binding.alive else None
 
     def settle(self) -> None:
-        """Before the weights change: raise `UsageError` where a view of them lives on."""
+        """Before weights change: raise `UsageError` where a view of some lives on."""
         with self._lock:
             gathered = [place.name for unit in self._units for place in unit.places if place.gathered]
             if gathered:
-                raise UsageError(f"step() changes {gathered[0]}, which is gathered: leave `with offload.gathered(...)`")
+                raise UsageError(f"weights cannot change while {gathered[0]} is gathered: leave the `with` block first")
             self._sweep()
             if self._live:
                 gc.collect()  # a view in a cycle, such as an exception's frames
@@ -141,7 +165,7 @@ class Bindings:
             if self._live:
                 names = ", ".join(sorted({self._units[binding.unit].layout.name for binding in self._live}))
                 raise UsageError(
-                    f"step() changes weights of which a view is still held (of {names}): in an attribute of an "
+                    f"weights cannot change while a view of some is held (of {names}): in an attribute of an "
                     f"autograd.Function (use save_for_backward), in a list, in the frames of an exception "
                     f"(sys.last_traceback). Drop it, or clone() what shall stay"
                 )

@@ -16,7 +16,8 @@ import atexit
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +91,19 @@ class Parts(NamedTuple):
     """The elements of each unit that this rank updates."""
 
 
+class _ZeroGrad:
+    """`model.zero_grad()`: gradients are in the engine. A deep copy of the model has its class' method again."""
+
+    def __init__(self, module: nn.Module, forget: Callable[[], None]) -> None:
+        self._module, self._forget = module, forget
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return types.MethodType(type(self._module).zero_grad, memo[id(self._module)])
+
+
 class Engine:
     """A model whose weights and optimizer states are paged; made by `offload.initialize`."""
 
@@ -122,14 +136,18 @@ class Engine:
         self._restore: Mapping[str, torch.Tensor] | None = None
         self._grad_norm: float | None = None
         self._backwards_before = 0
+        """Backwards before the last boundary."""
+        self._backwards_at_step = 0
+        """Backwards before the last call of `step()`."""
         self._parameters = [[module.get_parameter(s.name) for s in layout.segments] for layout in parts.layouts]
         self._parameter_steps = [[0] * len(layout.segments) for layout in parts.layouts]
         optimizer.attach(self._boundary, self.zero_grad)
         self._edited = False
+        module.__dict__["zero_grad"] = _ZeroGrad(module, self.zero_grad)
         # A user may run the model without the engine; the first moment of that is an entry too.
         parts.hooks.entered, parts.weights.entered = self._enter, self._look
         if parts.updater is not None:
-            parts.weights.apply = self._edit
+            parts.weights.apply, parts.weights.settle = self._edit, parts.bindings.settle
             parts.gradients.settle = self._await_updates
 
     # -- training -----------------------------------------------------------------------------------
@@ -161,7 +179,15 @@ class Engine:
         is not finite: then the gradients are dropped and nothing was updated.
         """
         self._enter()
-        if self.micro_batches < self._choices.accumulation:
+        since, accumulation = self._parts.hooks.backward_count - self._backwards_at_step, self._choices.accumulation
+        if since > 1 and accumulation > 1:
+            raise UsageError(
+                f"{since} backwards ran since the last step(), gradient_accumulation_steps is {accumulation}: whether "
+                f"they are one micro-batch or {since} cannot be known. Call step() after every backward, or add the "
+                f"losses of a micro-batch up before backward()"
+            )
+        self._backwards_at_step = self._parts.hooks.backward_count
+        if self.micro_batches < accumulation:
             return
         self.optimizer.step()
         if self.lr_scheduler is not None:
@@ -181,7 +207,7 @@ class Engine:
         self._enter()
         self._parts.hooks.forget_gradients()
         self._parts.gradients.clear()
-        self._backwards_before = self._parts.hooks.backward_count
+        self._backwards_before = self._backwards_at_step = self._parts.hooks.backward_count
 
     def train(self, mode: bool = True) -> Engine:
         """Set the model's training mode, as `nn.Module.train` does."""
@@ -243,7 +269,7 @@ class Engine:
         if parts.updater is None:
             raise UsageError("no parameter of this model is trainable, so there is nothing to step")
         count, boundary = self.micro_batches, self._choices.accumulation
-        if count != boundary:
+        if count < boundary or (count > boundary and boundary > 1):
             raise UsageError(
                 f"{count} backwards ran since the last boundary, gradient_accumulation_steps is {boundary}; call "
                 f"step() after every backward, or set the accumulation to what the loop does"
@@ -268,7 +294,7 @@ class Engine:
 
     def _apply(self, updater: Updater, norm: float, order: Sequence[int]) -> bool:
         """Count the step and schedule its updates; False where its norm is not finite and that is an error."""
-        self._backwards_before = self._parts.hooks.backward_count
+        self._backwards_before = self._backwards_at_step = self._parts.hooks.backward_count
         if not math.isfinite(norm) and not self._choices.skip_nonfinite:
             self._parts.gradients.clear()
             return False
@@ -384,7 +410,10 @@ class Engine:
             "groups": [{key: group[key] for key in _SCHEDULED} for group in self.optimizer.param_groups],
             "settings": self._settings(),
         }
-        buffers = {name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(self.module).items()}
+        buffers = {
+            name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, buffer in persistent_buffers(self.module).items()
+        }
         return Progress(facts, read_generators(self.device), buffers)
 
     def restore(self, progress: Progress) -> None:
@@ -453,6 +482,7 @@ class Engine:
         """Give everything back. The store stays where it can be resumed from, unless it is to be removed."""
         parts = self._parts
         atexit.unregister(self.at_exit)
+        self.module.__dict__.pop("zero_grad", None)
         parts.hooks.remove()
         parts.weights.remove()
         if parts.updater is not None:

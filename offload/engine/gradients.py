@@ -47,7 +47,10 @@ class Gradients:
             return
         assert memory is not None
         offset = place.start - self._parts[unit].start
-        source = gradient.detach().to("cpu").contiguous().view(-1)
+        gradient = gradient.detach()
+        if gradient.layout is not torch.strided:  # of an embedding with sparse=True
+            gradient = gradient.to_dense()
+        source = gradient.to("cpu").contiguous().view(-1)
         if source.dtype not in (torch.float32, torch.bfloat16):
             source = source.to(self.dtype)
         if unit in self._reading:

@@ -150,8 +150,8 @@ class Hooks:
         def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             return self._leave(output) if self._is_innermost(called, module) else output
 
-        self._removers.append(module.register_forward_pre_hook(_untraced(before), prepend=True).remove)
-        self._removers.append(module.register_forward_hook(_untraced(after), always_call=True).remove)
+        self._removers.append(module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True).remove)
+        self._removers.append(module.register_forward_hook(torch.compiler.disable(after), always_call=True).remove)
 
     def _is_innermost(self, called: nn.Module, module: nn.Module) -> bool:
         """Whether `called` is the site to leave. After a pre-hook that raised, torch calls the post-hook even so."""
@@ -241,21 +241,6 @@ class Hooks:
 def inside_backward() -> bool:
     """Whether the calling thread runs a backward."""
     return torch._C._current_graph_task_id() != _NO_GRAPH_TASK
-
-
-def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook`, never drawn into a graph by torch.compile, which is slow to import and so asked only if it is in use."""
-    disabled: Callable[..., Any] | None = None
-
-    def call(*args: Any) -> Any:
-        nonlocal disabled
-        if "torch._dynamo" not in sys.modules:
-            return hook(*args)
-        disabled = disabled or torch.compiler.disable(hook)
-        return disabled(*args)
-
-    call.__dict__["_torchdynamo_disable"] = True
-    return call
 
 
 def _module_call() -> types.FrameType:

@@ -201,6 +201,15 @@ def _check_model(model: nn.Module) -> None:
             f"{len(wrong)} parameters are not floating point (quantized?), the first is {wrong[0]}; offload trains "
             f"bf16 and fp32 weights"
         )
+    memory: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not parameter.is_meta:
+            other = memory.setdefault(parameter.data_ptr(), name)
+            if other != name:
+                raise ConfigError(
+                    f"parameters {other} and {name} share memory without being one parameter, so they would be untied; "
+                    f"tie them by one object (head.weight = embedding.weight, without .data), or clone() one"
+                )
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if lost:
         raise ConfigError(

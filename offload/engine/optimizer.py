@@ -21,14 +21,20 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
-        super().__init__([dict(group) for group in groups], dict(defaults))
         self._engine_step: Callable[[], None] | None = None
+        super().__init__([dict(group) for group in groups], dict(defaults))
         self._engine_zero_grad: Callable[[], None] | None = None
         self._replaced: torch.optim.Optimizer | None = None
 
     def attach(self, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
         """Make `step` and `zero_grad` those of an engine."""
         self._engine_step, self._engine_zero_grad = step, zero_grad
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the optimizer is made: an engine trains the parameters that it took over."""
+        if self._engine_step is not None:
+            raise UsageError("parameters cannot be added after offload.initialize: give all groups to it")
+        super().add_param_group(param_group)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Apply the gradients of this boundary. Call `engine.step()`, which also counts micro-batches."""

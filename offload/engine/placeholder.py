@@ -16,6 +16,7 @@ model. A bound parameter has its own class again and costs nothing.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from offload.errors import UsageError
+from offload.errors import BudgetError, UsageError
 
 
 class Keeper(Protocol):
@@ -67,20 +68,23 @@ class Place:
         """Whether `offload.gathered` has given the parameter memory of its own."""
         self.device = device
         self._class = type(parameter)
-        self._version = 0
+        self._version = self._address = 0
+        self._aliases: weakref.WeakValueDictionary[int, PagedAlias] = weakref.WeakValueDictionary()
         self._nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
         self.storage_address = self._nan.untyped_storage().data_ptr()
 
     def bind(self, values: torch.Tensor) -> None:
         """Make the parameter an ordinary one, over the memory of `values`, of its shape."""
         self.parameter.__class__ = self._class
+        self.parameter.__dict__.pop("offload_place", None)
         self.parameter.data = values
-        self._version = self.parameter._version
+        self._version, self._address = self.parameter._version, values.data_ptr()
 
     @property
     def changed(self) -> bool:
-        """Whether the bound parameter was changed in place."""
-        return self.bound and self.parameter._version != self._version
+        """Whether the bound parameter was changed in place, or given other memory."""
+        now = (self.parameter._version, self.parameter.data_ptr())
+        return self.bound and now != (self._version, self._address)
 
     def unbind(self) -> None:
         """Make the parameter a placeholder."""
@@ -110,7 +114,14 @@ class Place:
         """What `parameter.data` and `parameter.detach()` are: the same placeholder, outside of autograd."""
         alias = torch.Tensor._make_subclass(PagedAlias, self._nan, False)
         alias.__dict__["offload_place"] = self
+        self._aliases[id(alias)] = alias
         return alias
+
+    def leave_aliases(self) -> None:
+        """The parameter gets other memory: what its aliases show stays as it is, as it does in torch."""
+        for alias in list(self._aliases.values()):
+            alias.own = self.read()
+        self._aliases.clear()
 
     def copy(self, requires_grad: bool) -> torch.Tensor:
         """An ordinary parameter with the same weights, that no engine knows."""
@@ -158,6 +169,8 @@ class PagedAlias(torch.Tensor):
     """A placeholder that autograd does not know: what `detach()` and `.data` of a paged parameter give."""
 
     offload_place: Place
+    own: torch.Tensor | None = None
+    """Its memory, once the parameter was given other."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -165,12 +178,15 @@ class PagedAlias(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
-            memo[id(self)] = self.offload_place.read()
+            memo[id(self)] = self._values()
         copy: torch.Tensor = memo[id(self)]
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.offload_place.read().__reduce_ex__(protocol)
+        return self._values().__reduce_ex__(protocol)
+
+    def _values(self) -> torch.Tensor:
+        return self.offload_place.read() if self.own is None else self.own.clone()
 
 
 class Paged(nn.Parameter):
@@ -217,30 +233,35 @@ def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` with weights in the place of placeholders."""
     given: dict[int, Any] = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if place_of(leaf) is not None}
+    places: dict[int, Place] = {key: leaf.offload_place for key, leaf in given.items()}
+    # A parameter that is brought is an ordinary one from there on: the call does not come back here for it.
+    outside = [key for key, leaf in given.items() if getattr(leaf, "own", None) is None and not _bring(places[key])]
     real: dict[int, torch.Tensor] = {}
-    outside: list[Any] = []
     for key, leaf in given.items():
-        place = leaf.offload_place
-        if not place.engine.bring(place.unit):
-            outside.append(leaf)
+        if key in outside:
+            with_gradient = torch.is_grad_enabled() and leaf.requires_grad
+            real[key] = places[key].read_with_gradient() if with_gradient else places[key].read()
         elif isinstance(leaf, PagedAlias):
-            real[key] = place.parameter.detach()
-    for leaf in outside:
-        place = leaf.offload_place
-        with_gradient = torch.is_grad_enabled() and leaf.requires_grad
-        real[id(leaf)] = place.read_with_gradient() if with_gradient else place.read()
-    before = [real[id(leaf)]._version for leaf in outside]
-    # A parameter that was brought is an ordinary one by now: this call does not come back here for it.
+            real[key] = places[key].parameter.detach() if leaf.own is None else leaf.own
+        elif not places[key].bound:
+            raise BudgetError(
+                f"{_name(func)} needs {', '.join(place.name for place in places.values())} on the device at one time, "
+                f'and their units have no room there together; raise "device_memory" in the "offload" block'
+            )
+    before = {key: real[key]._version for key in outside}
     args, kwargs = tree_map(lambda value: real.get(id(value), value), (args, kwargs))
     result = func(*args, **kwargs)
-    if not outside:
-        return result
-    for leaf, version in zip(outside, before, strict=True):
-        if real[id(leaf)]._version != version:
-            leaf.offload_place.edit(real[id(leaf)])
-    originals = {id(real[id(leaf)]): leaf for leaf in outside}
-    storages = {real[id(leaf)].untyped_storage().data_ptr(): leaf for leaf in outside if leaf.numel()}
-    return tree_map(lambda value: _returned(func, value, originals, storages), result)
+    for key in outside:
+        if real[key]._version != before[key]:
+            _check_kind(places[key], given[key], real[key])
+            places[key].edit(real[key])
+    originals = {id(real[key]): given[key] for key in outside}
+    storages = {real[key].untyped_storage().data_ptr(): given[key] for key in outside if real[key].numel()}
+    return tree_map(lambda value: _returned(func, value, originals, storages), result) if outside else result
+
+
+def _bring(place: Place) -> bool:
+    return place.engine.bring(place.unit)
 
 
 def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[int, Any]) -> Any:
@@ -309,15 +330,21 @@ def _is_harmless_property(func: Any) -> bool:
 
 def _alias(func: Any, tensor: Any) -> Any:
     """`detach()` and `.data`: no elements are asked for yet."""
-    return tensor.offload_place.alias()
+    own = getattr(tensor, "own", None)
+    return tensor.offload_place.alias() if own is None else own.detach()
 
 
 def _set_data(func: Any, tensor: Any, values: Any) -> None:
     place = tensor.offload_place
-    if place_of(values) is place:
-        return
+    if values is tensor or (place_of(values) is place and getattr(values, "own", None) is None):
+        return  # its own memory
     _check_kind(place, tensor, values)
+    if not isinstance(tensor, Paged):
+        raise UsageError(f"`.data` of what `.data` or detach() of {place.name} gave cannot be set; set the parameter's")
     with torch.no_grad():
+        values = values.detach().clone()  # before the aliases change: it may be one
+        if not place.engine.bring(place.unit):
+            place.leave_aliases()
         tensor.copy_(values)
 
 
@@ -339,7 +366,8 @@ def _check_kind(place: Place, tensor: Any, values: Any) -> None:
 
 
 def _kind(tensor: Any) -> str:
-    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+    order = "" if place_of(tensor) is not None or tensor.is_contiguous() else ", not contiguous,"
+    return f"{list(tensor.shape)} {tensor.dtype}{order} on {tensor.device}"
 
 
 def _copy(func: Any, tensor: Any, source: Any, non_blocking: bool = False) -> Any:
@@ -381,6 +409,11 @@ def _convert(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """`to`, `half`, `cuda` …: the same parameter where nothing would change, as torch has it; else a copy."""
     if place_of(tensor) is None:
         return _plainly(func, tensor, *args, **kwargs)  # x.to(parameter) asks for its dtype and device
+    form = kwargs.pop("memory_format", None)
+    if form not in (None, torch.preserve_format, torch.contiguous_format):
+        raise UsageError(
+            f"parameter {tensor.offload_place.name} lies contiguously in the swap tiers, it cannot become {form}"
+        )
     probe = _plainly(func, torch.empty((), dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
     if (probe.dtype, probe.device) == (tensor.dtype, tensor.device) and not kwargs.get("copy", False):
         return tensor

@@ -48,6 +48,7 @@ class Weights:
         dtype: torch.dtype,
     ) -> None:
         self._pager, self._layouts, self._places, self._hooks, self._dtype = pager, layouts, places, hooks, dtype
+        self._place_of = {id(place.parameter): place for unit in places for place in unit}
         self._pending: dict[int, torch.Tensor] = {}  # position -> values
         self._pending_unit = -1
         self._copies: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor] = weakref.WeakValueDictionary()
@@ -55,6 +56,8 @@ class Weights:
         """Called before weights are read or edited."""
         self.apply: Callable[[int, Sequence[Edit]], None] | None = None
         """Carries out the edits of one unit; None in an engine that trains nothing."""
+        self.settle: Callable[[], None] = lambda: None
+        """Raises where weights may not change now."""
         self._removers: list[Callable[[], None]] = [
             # Functions, not methods: a deep copy of the model carries its hooks along, and would copy their object.
             model.register_state_dict_pre_hook(lambda *_: self._check_room()).remove,
@@ -117,6 +120,7 @@ class Weights:
             return
         if self._pending_unit != unit:
             self.flush()
+            self.settle()
         dtype = self._dtype if values.dtype == self._dtype else torch.float32
         self._pending[position] = values.to("cpu", dtype, copy=True).contiguous().view(-1)
         self._pending_unit = unit
@@ -130,11 +134,11 @@ class Weights:
         if not self._pending:
             return
         unit, pending = self._pending_unit, self._pending
-        self._pending, self._pending_unit = {}, -1
         segments = self._layouts[unit].segments
         assert self.apply is not None
         edits = [Edit(segments[p].start, segments[p].stop, pending[p]) for p in sorted(pending)]
         self.apply(unit, [edit for edit in edits if edit.start < edit.stop])
+        self._pending, self._pending_unit = {}, -1  # after: what was refused is not lost
 
     # -- state dicts --------------------------------------------------------------------------------
 
@@ -160,8 +164,7 @@ class Weights:
 
     def _mine(self, parameter: nn.Parameter) -> Place | None:
         """The place of `parameter`, also while it is bound; None where it is of a copy of the model."""
-        place: Place | None = getattr(parameter, "offload_place", None)
-        return place if place is not None and place.parameter is parameter else None
+        return self._place_of.get(id(parameter))
 
     def _check_room(self) -> None:
         """Raise `BudgetError` where a state dict of all would not fit into the RAM."""
