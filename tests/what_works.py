@@ -27,12 +27,12 @@ All of it was tried on the CPU; on CUDA nothing of this page has been run yet.
 TAIL = """
 ## Limits that no test shows as right
 
-* A weight that is changed in place through `.data` while its module runs (`self.weight.data.clamp_()` in its forward) is
-  not noticed: the change is in a copy on the device, which stays where the weights' home is the device and is lost
+* A weight that is changed in place through `.data` while its module runs (`self.weight.data.clamp_()` in its forward)
+  is not noticed: the change is in a copy on the device, which stays where the weights' home is the device and is lost
   where it is not. Under `torch.no_grad()`, without `.data`, it is noticed and refused. Change weights between steps.
 * The tensors of `state_dict()` are copies: writing to them changes nothing. Write to the parameters.
 * `zero_grad()` of a submodule forgets nothing; that of the model, the engine and the optimizer does.
-* `torch.compile(fullgraph=True)` cannot hold modules that the engine hooks; `torch.jit` and `torch.export` cannot either.
+* `torch.compile(fullgraph=True)` cannot hold modules that the engine hooks; nor can `torch.jit` and `torch.export`.
 * Modules that compute with buffers and weights of different dtypes (`spectral_norm` in bf16) need
   `data_types.buffer_dtype`.
 * Frozen weights can be changed before `offload.initialize` only.

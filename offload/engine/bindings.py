@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # both are public
@@ -37,13 +38,13 @@ _T = TypeVar("_T")
 
 
 def _without_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Our copies are no part of the user's computation: a dispatch mode (selective checkpointing) must not see them."""
+    """Our copies are no part of the user's computation: dispatch modes and torch.func must not see them."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if not torch._C._len_torch_dispatch_stack():
+        if not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:
             return function(*args, **kwargs)
-        with _disable_current_modes():
+        with _disable_current_modes(), temporarily_clear_interpreter_stack():
             return function(*args, **kwargs)
 
     return call

@@ -139,7 +139,7 @@ class SavedTensors:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Where the tensor's storage begins; 0 for one without strided memory, such as a wrapper of torch.func."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    """Where the tensor's storage begins; 0 for one without memory of its own (sparse, or made by torch.func)."""
+    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return 0
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    return 0 if tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()

@@ -81,7 +81,7 @@ class Weights:
             remover()
         for unit in self._places:
             for place in unit:
-                place.keeper = None
+                place.keeper = place.take_gradient = place.gradient_hook = None
 
     # -- what a placeholder asks for ----------------------------------------------------------------
 
