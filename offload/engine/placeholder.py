@@ -75,16 +75,18 @@ class Place:
 
     def bind(self, values: torch.Tensor) -> None:
         """Make the parameter an ordinary one, over the memory of `values`, of its shape."""
-        self.parameter.__class__ = self._class
+        with torch._C.DisableTorchFunctionSubclass():
+            self._version, self._address = self.parameter._version, values.data_ptr()
         self.parameter.__dict__.pop("offload_place", None)
+        self.parameter.__class__ = self._class
         self.parameter.data = values
-        self._version, self._address = self.parameter._version, values.data_ptr()
 
     @property
     def changed(self) -> bool:
         """Whether the bound parameter was changed in place, or given other memory."""
-        now = (self.parameter._version, self.parameter.data_ptr())
-        return self.bound and now != (self._version, self._address)
+        if not self.bound or self.parameter.data_ptr() == self._nan.data_ptr():  # an interrupt came before `bind` ended
+            return False
+        return (self.parameter._version, self.parameter.data_ptr()) != (self._version, self._address)
 
     def unbind(self) -> None:
         """Make the parameter a placeholder."""
