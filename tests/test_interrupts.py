@@ -1,6 +1,6 @@
 """Ctrl-C at any moment: training goes on with the right bits, or the engine says that it stopped, and resume is right.
 
-A `KeyboardInterrupt` is raised where CPython may raise one: at a function's begin, after a call, where a loop jumps back;
+A `KeyboardInterrupt` is raised where CPython may raise one: at a function's begin, after a call, where a loop turns;
 in any frame of ours, and in threading's.
 """
 
