@@ -175,8 +175,9 @@ class Engine:
     def step(self) -> None:
         """End a micro-batch; at a boundary, clip, schedule the updates and advance the learning rates.
 
-        Raises `UsageError` where more backwards ran than the accumulation has, and `NumericsError` where the norm
-        is not finite: then the gradients are dropped and nothing was updated.
+        Raises `UsageError` where several backwards ran since the last call and micro-batches accumulate, since it
+        cannot know what they are, and `NumericsError` where the norm is not finite: then the gradients are dropped and
+        nothing was updated.
         """
         self._enter()
         since, accumulation = self._parts.hooks.backward_count - self._backwards_at_step, self._choices.accumulation
@@ -286,8 +287,7 @@ class Engine:
             raise NumericsError(
                 f"the gradient norm of step {self.global_steps + 1} is {norm}: the step was not applied, and its "
                 f"gradients were dropped; the weights are those of step {self.global_steps}. Lower the learning rate, "
-                f"look at the batch and at weights that are read outside of their module (they are NaN there), or set "
-                f'"on_nonfinite": "skip" in the "offload" block'
+                f'look at the batch, or set "on_nonfinite": "skip" in the "offload" block'
             )
         if not self._choices.overlap:
             parts.updater.finish(commit=False)
