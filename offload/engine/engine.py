@@ -455,6 +455,8 @@ class Engine:
         if self._closed or os.getpid() != self._pid:
             return
         finished = False
+        if self._alive:
+            self._parts.pager.check_whole()
         try:
             if self._alive and not self._parts.pager.failed:
                 self._finish()
