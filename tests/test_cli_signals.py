@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -86,8 +87,10 @@ def test_stopped_again_and_again() -> None:
             break
         assert result.exit_code == 128 + number, result.output
         assert "--resume auto" in result.stderr and "offload rm" in result.stderr
-        assert not reached or f"going on after step {reached}\n" in result.stdout, "store and log do not agree"
-        assert log()[-1][0] > reached
+        # A signal in the middle of a change of the pager stops the engine: then the last step was not committed.
+        said = re.search(r"going on after step (\d+)\n", result.stdout)
+        assert reached - 1 <= (int(said[1]) if said else 0) <= reached, "store and log do not agree"
+        assert log()[-1][0] >= reached
         reached = log()[-1][0]
     else:
         assert train("--resume", "must").exit_code == 0
