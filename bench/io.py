@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.measure import in_turns, median_ratio, report
-from offload.aio import DirectFile, IoQueue, aligned_empty
+from offload.aio import DirectFile, IoFuture, IoQueue, aligned_empty
 from offload.sizes import MIB, parse_size
 
 
@@ -52,10 +52,12 @@ def main(arguments: list[str] | None = None) -> None:
     report("io", figures)
 
 
-def _all(operation: Callable[..., object], file: DirectFile, buffer: memoryview, request: int) -> None:
+def _all(
+    operation: Callable[[DirectFile, int, memoryview], IoFuture], file: DirectFile, buffer: memoryview, request: int
+) -> None:
     futures = [operation(file, start, buffer[start : start + request]) for start in range(0, len(buffer), request)]
     for future in futures:
-        future.wait()  # type: ignore[attr-defined]
+        future.wait()
 
 
 class _Plain:

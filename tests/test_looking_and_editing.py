@@ -424,6 +424,18 @@ def test_precision_of_a_loaded_state_is_kept(tmp_path: Path) -> None:
     assert loaded == run(job._replace(seed=1), DISK, tmp_path / "built").losses
 
 
+def test_edits_of_one_unit_are_written_together(tmp_path: Path) -> None:
+    """A whole `load_state_dict` writes each state once, however many parameters a unit has."""
+    engine = start(models.GPT2, DISK, tmp_path)
+    state = {name: value * 0.5 for name, value in engine.module.state_dict().items()}
+    before = engine.io_bytes().written
+    engine.module.load_state_dict(state)
+    written = engine.io_bytes().written - before
+    states = 12 * sum(layout.numel for layout in engine._parts.layouts)
+    assert states <= written <= 1.4 * states, "only tied names, which come last, may write their unit once more"
+    engine.destroy(remove=True)
+
+
 def test_an_edit_in_bf16_is_the_master_too(tmp_path: Path) -> None:
     """What changed has nothing beyond bf16 any more: the same as the same values given in fp32."""
     job = models.GPT2._replace(dtype="bf16")

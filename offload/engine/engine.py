@@ -370,9 +370,13 @@ class Engine:
     # -- entry, resume, end -------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        """Every call outside of a backward: check, clear what an aborted call left, take a blob that is due."""
-        if inside_backward():
-            return
+        """Every call outside of a backward: what `_begin` does, and edits that wait are carried out."""
+        if not inside_backward():
+            self._begin()
+            self._parts.weights.flush()
+
+    def _begin(self) -> None:
+        """Check, clear what an aborted call left, take a blob that is due."""
         self._parts.hooks.leave_all()
         self._check()
         self._parts.hooks.reset_aborted()
@@ -381,14 +385,16 @@ class Engine:
             self._restore = None
         if self._parts.updater is not None and self._parts.updater.wants_blob:
             self._parts.updater.deliver_blob(self.progress().pack())
-        self._parts.weights.flush()
 
     def _look(self) -> None:
-        """Weights are read or edited: an entry, unless a forward or a backward is under way."""
+        """Weights are read or edited: an entry, unless a forward or a backward is under way.
+
+        Edits of a unit that is being edited are not carried out one by one.
+        """
         if self._parts.hooks.running:
             self._check()
         else:
-            self._enter()
+            self._begin()
 
     def _check(self) -> None:
         """Raise where this engine cannot be used any more."""

@@ -205,10 +205,8 @@ def gathered(params: Any, modify: bool = False) -> Iterator[None]:
             taken.append(place)
         yield
     finally:
-        for place in taken:
-            values = place.let_go()
-            if not _same_bits(values, place.read()):
-                changed.append((place, values))
+        given = [(place, place.let_go()) for place in taken]
+        changed = [(place, values) for place, values in given if not _same_bits(values, place.read())]
         if modify:
             for place, values in changed:
                 place.edit(values)
