@@ -6,6 +6,7 @@
     ├── IoError          one read or write failed (path, offset, nbytes, errno)
     ├── StoreError       the swap store: no room, held by another process, torn, of another model
     ├── UsageError       the engine was called in a way that cannot be right
+    ├── RankError        another process of the run is gone, or has come to another place of the program
     ├── NumericsError    a gradient norm that is not finite; weights were not touched
     └── EngineFailed     an earlier error on a background thread has stopped this engine
 
@@ -58,6 +59,10 @@ class StoreError(OffloadError):
 
 class UsageError(OffloadError, RuntimeError):
     """A call that cannot be right at this moment."""
+
+
+class RankError(OffloadError):
+    """Another rank is gone, or does something that cannot go together with what this one does."""
 
 
 class NumericsError(OffloadError, ArithmeticError):

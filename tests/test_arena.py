@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from offload.errors import BudgetError
 from offload.sizes import align_up
 from offload.swapper.arena import Classes, DeviceArena, HostArena, Space, check_budget
+from offload.swapper.device import DONE, Device
+
+CPU = Device(torch.device("cpu"))
 
 operations = st.lists(st.one_of(st.integers(1, 40_000), st.integers(-20, -1)), max_size=80)
 
@@ -56,7 +59,7 @@ def test_a_block_that_is_returned_twice_is_noticed() -> None:
 
 
 def test_classes_do_not_lend_to_each_other() -> None:
-    host = HostArena(Classes(4096, 8192, 4096, 0))
+    host = HostArena(Classes(4096, 8192, 4096, 0), CPU)
     assert host.tiles.take(4096) is not None and host.tiles.take(4096) is None
     first = host.weights.take(8192)
     assert first is not None and host.weights.take(1) is None
@@ -65,27 +68,27 @@ def test_classes_do_not_lend_to_each_other() -> None:
 
 
 def test_a_lease_is_the_same_memory_for_io_and_for_tensors() -> None:
-    with HostArena(Classes(0, 8192, 0, 0)).weights.take(8192) as lease:
+    with HostArena(Classes(0, 8192, 0, 0), CPU).weights.take(8192) as lease:
         lease.tensor(torch.float32).fill_(1.5)
         assert bytes(lease.buffer[:4]) == b"\x00\x00\xc0\x3f"
 
 
 def test_poison_fills_what_is_given_back() -> None:
-    arena = DeviceArena(64 * 4096, torch.device("cpu"), poison=True)
+    arena = DeviceArena(64 * 4096, CPU, poison=True)
     piece = arena.take(4096)
     view = arena.view(piece)
     view.zero_()
-    arena.give(piece)
+    arena.give(piece, DONE, DONE)
     assert bool(view.view(torch.bfloat16).isnan().all()) and bool(view.view(torch.float32).isnan().all())
 
 
 def test_poison_places_slices_at_more_than_one_address() -> None:
-    arena = DeviceArena(64 * 4096, torch.device("cpu"), poison=True)
+    arena = DeviceArena(64 * 4096, CPU, poison=True)
     seen = set()
     for _ in range(20):
         piece = arena.take(4096)
         seen.add(piece.offset)
-        arena.give(piece)
+        arena.give(piece, DONE, DONE)
     assert len(seen) > 1
 
 

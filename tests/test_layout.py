@@ -36,7 +36,7 @@ def test_segments_are_aligned_disjoint_and_inside(sizes: list[tuple[int, bool]],
 def test_the_trainable_part_is_a_prefix(sizes: list[tuple[int, bool]], world_size: int) -> None:
     layout = lay_out("unit", _parameters(sizes), world_size)
     assert layout.trainable_stop % 2048 == 0
-    assert (layout.trainable_stop == 0) == (not any(g for _, g in sizes) or layout.trainable_stop == 0)
+    assert (layout.trainable_stop > 0) == any(n and g for n, g in sizes)
     for segment in layout.segments:
         if segment.trainable:
             assert segment.stop <= layout.trainable_stop
@@ -46,11 +46,13 @@ def test_the_trainable_part_is_a_prefix(sizes: list[tuple[int, bool]], world_siz
 @settings(deadline=None)
 def test_partitions_cover_the_unit_once(sizes: list[tuple[int, bool]], world_size: int) -> None:
     layout = lay_out("unit", _parameters(sizes), world_size)
-    parts = [layout.partition(rank, world_size) for rank in range(world_size)]
-    assert parts[0].start == 0 and parts[-1].stop == layout.numel
-    assert all(left.stop == right.start for left, right in itertools.pairwise(parts))
-    trained = [i for rank in range(world_size) for i in (layout.trainable(rank, world_size),) if i]
-    assert sum(len(part) for part in trained) == layout.trainable_stop
+    trained = [layout.trainable(rank, world_size) for rank in range(world_size)]
+    frozen = [layout.frozen(rank, world_size) for rank in range(world_size)]
+    assert trained[0].start == 0 and trained[-1].stop == frozen[0].start == layout.trainable_stop
+    assert frozen[-1].stop == layout.numel
+    for parts in (trained, frozen):
+        assert all(left.stop == right.start for left, right in itertools.pairwise(parts))
+        assert len({len(part) for part in parts}) == 1 and len(parts[0]) % 2048 == 0
 
 
 def test_a_tied_or_empty_parameter_takes_no_room_twice() -> None:

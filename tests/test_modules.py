@@ -475,7 +475,7 @@ AREAS: dict[str, dict[str, Case]] = {
         "`ParameterList`, `ParameterDict`": _simple(Containers),
         "a model that is one parameter": _simple(One),
         "one layer larger than all others": _simple(Uneven, units=1),
-        "tied, frozen and unused weights": Case(models.MIXTURE),
+        "tied, frozen and unused weights": Case(models.MIXTURE, units=3),
         "partly frozen modules": _simple(Partly),
         "LoRA adapters on a frozen model": _simple(Adapters),
         "`nn.TransformerEncoder`, `nn.MultiheadAttention`": _simple(Attention),

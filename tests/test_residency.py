@@ -17,9 +17,10 @@ from offload.swapper.residency import ARROWS, Residency, Tier
 
 @pytest.mark.parametrize(("start", "end"), list(itertools.product(Residency, Residency)))
 def test_every_pair(start: Residency, end: Residency) -> None:
-    cpu = torch.device("cpu")
-    host = HostArena(Classes(0, 0, 0, 4096))
-    pager = Pager([UnitSize("unit", 4096, Tier.HOST)], host, DeviceArena(4096, cpu), Device(cpu), None)
+    cpu = Device(torch.device("cpu"))
+    host = HostArena(Classes(0, 0, 0, 4096), cpu)
+    unit = UnitSize("unit", 4096, Tier.HOST, (range(4096),))
+    pager = Pager([unit], host, DeviceArena(4096, cpu), cpu, None)
     entry = pager._entries[0]
     entry.residency = start
     with pager.lock:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from offload import kernels
 from offload.aio import IoQueue
 from offload.engine.bindings import Bindings
-from offload.engine.gradients import Gradients
+from offload.engine.gradients import Gradients, norm_of
 from offload.engine.hooks import Hooks, inside_backward
 from offload.engine.layout import UnitLayout
 from offload.engine.optimizer import Optimizer
@@ -38,6 +38,8 @@ from offload.engine.progress import (
     scheduler_state,
     write_generators,
 )
+from offload.engine.ranks import Ranks
+from offload.engine.rounds import Decision, Rounds
 from offload.engine.updater import SegmentStep, UnitUpdate, Updater
 from offload.engine.weights import Edit, Weights
 from offload.errors import EngineFailed, NumericsError, UsageError
@@ -83,6 +85,9 @@ class Parts(NamedTuple):
     """None where nothing trains."""
     pager: Pager
     gradients: Gradients
+    ranks: Ranks | None
+    """None where this process is alone; so are `rounds`."""
+    rounds: Rounds | None
     store: Store | None
     queue: IoQueue | None
     arena: HostArena
@@ -277,9 +282,12 @@ class Engine:
             )
         parts.bindings.settle()
         parts.updater.finish()
-        norm = parts.gradients.norm()
+        decision = Decision(parts.gradients.sum_squares(), parts.gradients.present())
+        if parts.rounds is not None:
+            decision = parts.rounds.step(decision.sum_squares, count, self.global_steps, decision.present)
+        norm = norm_of(decision.sum_squares)
         try:
-            applied = self._apply(parts.updater, norm, parts.pager.end_step())
+            applied = self._apply(parts.updater, norm, decision.present, parts.pager.end_step())
         except BaseException as error:  # Ctrl-C: half of a boundary is none, and the last commit is whole
             parts.pager.fail(error)
             raise
@@ -292,7 +300,7 @@ class Engine:
         if not self._choices.overlap:
             parts.updater.finish(commit=False)
 
-    def _apply(self, updater: Updater, norm: float, order: Sequence[int]) -> bool:
+    def _apply(self, updater: Updater, norm: float, present: Sequence[set[int]], order: Sequence[int]) -> bool:
         """Count the step and schedule its updates; False where its norm is not finite and that is an error."""
         self._backwards_before = self._backwards_at_step = self._parts.hooks.backward_count
         if not math.isfinite(norm) and not self._choices.skip_nonfinite:
@@ -303,7 +311,7 @@ class Engine:
         self.micro_steps += self._choices.accumulation
         updates: list[UnitUpdate] = []
         if math.isfinite(norm):
-            updates = self._decide(norm, order)
+            updates = self._decide(norm, present, order)
         else:
             self._parts.gradients.clear()
             self.skipped_steps += 1
@@ -318,8 +326,18 @@ class Engine:
         assert parts.updater is not None
         parts.bindings.settle()
         parts.updater.finish()
+        if parts.rounds is not None:
+            edits = parts.rounds.edit(unit, edits)
+        if not edits:
+            return
+        part, mine = parts.trainable[unit], []
+        for edit in edits:
+            start, stop = self._mine(unit, edit.start, edit.stop)
+            if start < stop:
+                first = start + part.start - edit.start
+                mine.append(Edit(start, stop, edit.values[first : first + stop - start]))
         try:
-            parts.updater.schedule([UnitUpdate(unit, len(parts.trainable[unit]), (), tuple(edits))], None)
+            parts.updater.schedule([UnitUpdate(unit, len(part), (), tuple(mine))], None)
         except BaseException as error:
             parts.pager.fail(error)
             raise
@@ -331,7 +349,7 @@ class Engine:
         if self._parts.updater is not None:
             self._parts.updater.finish(commit=False)
 
-    def _decide(self, norm: float, order: Sequence[int]) -> list[UnitUpdate]:
+    def _decide(self, norm: float, present: Sequence[set[int]], order: Sequence[int]) -> list[UnitUpdate]:
         """The updates of this step, in the order in which the next forward will need them."""
         clip = self._choices.clip
         # torch.nn.utils.clip_grad_norm_, with the same 1e-6
@@ -339,17 +357,18 @@ class Engine:
         settings = self.optimizer.settings()
         updates: dict[int, UnitUpdate] = {}
         for index, part in enumerate(self._parts.trainable):
-            present = self._parts.gradients.present(index)
-            steps = tuple(self._segment_step(index, position, scale, settings) for position in present)
-            if steps:
-                updates[index] = UnitUpdate(index, len(part), steps)
+            if present[index]:
+                steps = (self._segment_step(index, position, scale, settings) for position in sorted(present[index]))
+                updates[index] = UnitUpdate(index, len(part), tuple(step for step in steps if step.start < step.stop))
+                if not updates[index].segments:
+                    self._parts.gradients.drop(index)
         first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
         return [updates[index] for index in sorted(updates, key=lambda i: (first_use.get(i, len(order)), i))]
 
     def _segment_step(
         self, unit: int, position: int, scale: float, settings: Mapping[int, Mapping[str, Any]]
     ) -> SegmentStep:
-        """One parameter's part of the step, with its own count of steps, as torch counts them."""
+        """This rank's part of one parameter's step, which may be empty; steps are counted as torch counts them."""
         self._parameter_steps[unit][position] += 1
         segment = self._parts.layouts[unit].segments[position]
         group = settings[id(self._parameters[unit][position])]
@@ -364,8 +383,12 @@ class Engine:
             grad_scale=scale,
             decoupled=bool(group["decoupled"]),
         )
-        first = self._parts.trainable[unit].start
-        return SegmentStep(segment.start - first, segment.stop - first, step)
+        return SegmentStep(*self._mine(unit, segment.start, segment.stop), step)
+
+    def _mine(self, unit: int, start: int, stop: int) -> tuple[int, int]:
+        """What of the unit's elements [start, stop) is this rank's, from the start of its partition."""
+        part = self._parts.trainable[unit]
+        return max(start, part.start) - part.start, min(stop, part.stop) - part.start
 
     # -- entry, resume, end -------------------------------------------------------------------------
 
@@ -466,6 +489,8 @@ class Engine:
         try:
             if self._alive and not self._parts.pager.failed:
                 self._finish()
+                if remove and self._parts.rounds is not None:
+                    self._parts.rounds.end()
                 finished = True
         finally:
             self._alive = False
@@ -498,9 +523,12 @@ class Engine:
         parts.pager.close()
         if parts.queue is not None:
             parts.queue.close()
+        parts.arena.close()
+        if parts.ranks is not None:
+            parts.ranks.close(f"its engine was closed at step {self.global_steps}")
         if parts.store is not None:
             if remove:
-                parts.store.remove(note)
+                parts.store.remove(note if parts.ranks is None or parts.ranks.rank == 0 else None)
             elif self._durable:
                 parts.store.close()
             else:

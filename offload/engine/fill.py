@@ -12,6 +12,7 @@ from offload.aio import aligned_empty
 from offload.engine.birth import materialize
 from offload.engine.layout import UnitLayout
 from offload.engine.placement import Partitions, Placement
+from offload.engine.ranks import Ranks
 from offload.engine.updater import Resident
 from offload.swapper.arena import DeviceArena, HostArena, Lease
 from offload.swapper.device import Device
@@ -60,23 +61,32 @@ class Filler:
         residents: Mapping[tuple[int, State], Resident],
         device: Device,
         store: Store | None,
+        shares: Sequence[tuple[range, range]],
+        ranks: Ranks | None,
     ) -> None:
         self._mode, self._parts, self._placement = mode, parts, placement
+        self._ranks = ranks
+        self._shares = shares
+        """This rank's trainable and frozen elements of each unit."""
         self._pager, self._residents, self._device, self._store = pager, residents, device, store
-        self._buffers = {state: aligned_empty(parts.largest_weight) for state in (State.WEIGHT, State.RESIDUAL)}
+        self._buffers = {state: aligned_empty(parts.largest_unit) for state in (State.WEIGHT, State.RESIDUAL)}
 
     def fill(self, model: nn.Module, layouts: Sequence[UnitLayout], seed: int) -> None:
         """Take the weights of `model`; each parameter is left empty as soon as it has been copied."""
         for index, layout in enumerate(layouts):
             names = [segment.name for segment in layout.segments]
+            given = any(not model.get_parameter(name).is_meta for name in names)
             materialize(model, names, (seed * 1_000_003 + index) % 2**63)
-            flats = self._flats(index)
+            flats = self._flats(index, layout.numel)
             for segment in layout.segments:
                 parameter = model.get_parameter(segment.name)
                 values = parameter.detach().to("cpu").contiguous().view(-1)
                 self._split(values, {state: flat[segment.start : segment.stop] for state, flat in flats.items()})
                 # The hooks give it a placeholder of its shape; until then it holds no memory.
                 parameter.data = parameter.data.new_empty(0)
+            if self._ranks is not None and given:  # others may have drawn other numbers; what we draw is the same
+                for flat in flats.values():
+                    self._ranks.broadcast(flat, 0)
             self._put(index, flats)
 
     def read_back(self, unit_count: int) -> None:
@@ -91,12 +101,11 @@ class Filler:
                     if home.buffer is None:
                         self._device.copy(home.tensor.view(torch.uint8), torch.frombuffer(buffer, dtype=torch.uint8))
 
-    def _flats(self, unit: int) -> dict[State, torch.Tensor]:
+    def _flats(self, unit: int, numel: int) -> dict[State, torch.Tensor]:
         """Zeroed flat memory for the unit's weight and, in a mode that splits it, the residual."""
         flats: dict[State, torch.Tensor] = {}
         for state, dtype in self._mode.states.items():
             if state in self._buffers:
-                numel = self._parts.nbytes[unit][State.WEIGHT] // self._mode.weight_dtype.itemsize
                 flats[state] = torch.frombuffer(self._buffers[state], dtype=dtype)[:numel]
                 flats[state].zero_()
         return flats
@@ -108,22 +117,25 @@ class Filler:
             out[State.WEIGHT].copy_(values)
 
     def _put(self, unit: int, flats: Mapping[State, torch.Tensor]) -> None:
-        """Copy a unit's weight and residual home; moments are zero already, in new files too."""
+        """Copy this rank's share of a unit's weight and residual home; moments are zero already, in new files too."""
         writes: list[Future] = []
+        trainable, frozen = self._shares[unit]
         for state, flat in flats.items():
-            nbytes = self._parts.nbytes[unit].get(state)
-            if nbytes is None:
+            if state not in self._parts.nbytes[unit]:
                 continue
+            itemsize, start = flat.element_size(), 0
             home = self._home(unit, state)
-            if home is not None:
-                self._device.copy(home.tensor.view(torch.uint8), flat.view(torch.uint8)[:nbytes])
-            if self._store is not None and self._store.keeps(unit, state):
-                buffer = self._buffers[state][:nbytes]
-                writes.append(self._store.write(unit, state, 0, 0, buffer))
-                frozen = self._parts.trainable_numel[unit] * flat.element_size()
-                if state is State.WEIGHT and self._store.spec.slots == 2 and 0 < frozen < nbytes:
-                    # Updates write the trainable part alone, so what lies behind it must be in both slots.
-                    writes.append(self._store.write(unit, state, 1, frozen, buffer[frozen:]))
+            for share in (trainable, frozen) if state is State.WEIGHT else (trainable,):
+                first, last, end = share.start * itemsize, share.stop * itemsize, start + len(share) * itemsize
+                if home is not None:
+                    self._device.copy(home.tensor.view(torch.uint8)[start:end], flat.view(torch.uint8)[first:last])
+                if self._store is not None and self._store.keeps(unit, state) and share:
+                    buffer = self._buffers[state][first:last]
+                    writes.append(self._store.write(unit, state, 0, start, buffer))
+                    if share is frozen and self._store.spec.slots == 2 and trainable:
+                        # Updates write the trainable part alone, so what lies behind it must be in both slots.
+                        writes.append(self._store.write(unit, state, 1, start, buffer))
+                start = end
         for write in writes:
             write.wait()
 
@@ -132,7 +144,7 @@ class Filler:
         if state is not State.WEIGHT:
             return self._residents.get((unit, state))
         if self._placement.weight_home is Tier.DEVICE:
-            return Resident(self._pager.device_slice(unit), None)
+            return Resident(self._pager.device_home(unit), None)
         if self._placement.weight_home is Tier.HOST:
             lease: Lease = self._pager.home_lease(unit)
             return Resident(lease.tensor(torch.uint8), lease.buffer)

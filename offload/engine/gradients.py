@@ -1,79 +1,142 @@
-"""Gradients of one step, added into host leases as autograd finishes them, and their norm."""
+"""Gradients of one step, added into host leases as autograd finishes them, and their norm.
+
+    compute stream ─► download to a staging buffer ─► event ─► added into the unit's lease, squares summed
+
+Where the host can address the device's memory the first two steps fall away. A staging buffer is emptied when the next
+gradient needs it or when `norm` is asked for: the thread of the backward waits for the oldest copy alone.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from offload import kernels
 from offload.engine.layout import UnitLayout
-from offload.swapper.arena import HostArena
+from offload.engine.placement import STAGING_BUFFERS
+from offload.swapper.arena import HostArena, Lease
+from offload.swapper.device import Device, Event
+
+
+class _Arriving(NamedTuple):
+    """A stretch of a gradient on its way to a staging buffer."""
+
+    unit: int
+    segment: int
+    first: int
+    source: torch.Tensor
+    """On the device, kept until the copy is done."""
+    staging: Lease
+    done: Event
 
 
 class Gradients:
     """One host lease for each unit that trains; the gradient of a parameter lies where its segment does.
 
-    `add` may be called by any thread; everything else by the thread that calls `step()`, but `free`, which the
-    update worker calls when an update has read a gradient.
+    `add` and `put` may be called by any thread, one at a time; everything else by the thread that calls `step()`, but
+    `free`, which the update worker calls when an update has read a gradient.
     """
 
     def __init__(
-        self, layouts: Sequence[UnitLayout], parts: Sequence[range], arena: HostArena, dtype: torch.dtype
+        self,
+        layouts: Sequence[UnitLayout],
+        parts: Sequence[range],
+        arena: HostArena,
+        dtype: torch.dtype,
+        device: Device,
     ) -> None:
         self.dtype = dtype
         self._layouts = layouts
         self._parts = parts
+        self._device = device
         self._lock = threading.Lock()
         self.settle: Callable[[], None] = lambda: None
         """Waits until every update has read its gradient."""
-        self._squares: list[dict[int, float]] = [{} for _ in layouts]  # unit -> segment -> sum of squares
+        self._squares: list[dict[tuple[int, int], float]] = [{} for _ in layouts]
+        """For each unit, (segment, first element) of a stretch to its sum of squares."""
         self._reading: set[int] = set()
         self._memory: list[torch.Tensor | None] = []
         for part in parts:
             lease = arena.gradients.take(len(part) * dtype.itemsize) if part else None
             assert lease is not None or not part, "the class of gradients was sized for every unit"
             self._memory.append(None if lease is None else lease.tensor(dtype))
+        staging = [arena.staging.take(arena.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
+        self._staging = deque(lease for lease in staging if lease is not None)
+        self._staging_numel = arena.classes.staging // STAGING_BUFFERS // torch.float32.itemsize
+        self._arriving: deque[_Arriving] = deque()
 
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
-        """Store the first gradient of a segment, add any further one.
+        """Store the first gradient of a parameter, add any further one."""
+        if self._layouts[unit].segments[segment].numel:
+            self.put(unit, segment, 0, flat(gradient))
 
-        The same pass sums the squares of the new values, so that the norm reads no gradient again.
+    def end_backward(self) -> None:
+        """An outermost backward is over."""
+
+    def put(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        """Store or add `values`, (n,) on the device: elements [first, first + n) of a segment, all of them this rank's.
+
+        The same pass sums the squares of the new values, so that the norm reads no gradient again. A stretch must
+        begin and end where it did in the step's other calls.
         """
-        memory, place = self._memory[unit], self._layouts[unit].segments[segment]
-        if not place.numel:
-            return
-        assert memory is not None
-        offset = place.start - self._parts[unit].start
-        gradient = gradient.detach()
-        if gradient.layout is not torch.strided:  # of an embedding with sparse=True
-            gradient = gradient.to_dense()
-        source = gradient.to("cpu").contiguous().view(-1)
-        if source.dtype not in (torch.float32, torch.bfloat16):
-            source = source.to(self.dtype)
+        if values.dtype not in (torch.float32, torch.bfloat16):
+            values = values.to(self.dtype)
         if unit in self._reading:
             self.settle()  # a graph made before step() that needed no weights, such as an embedding's
+        if self._device.host_addressable:
+            self._accumulate(unit, segment, first, values)
+            return
+        computed = self._device.computed()
+        numel = self._staging_numel
+        for start in range(0, len(values), numel):
+            source = values[start : start + numel]
+            if not self._staging:
+                self._receive()
+            staging = self._staging.popleft()
+            target = staging.tensor(torch.uint8)[: source.nbytes]
+            done = self._device.download(target, source.view(torch.uint8), (computed,))
+            self._arriving.append(_Arriving(unit, segment, first + start, source, staging, done))
+
+    def _receive(self) -> None:
+        """Add the oldest stretch that is on its way."""
+        arriving = self._arriving[0]
+        arriving.done.wait()  # blocks this thread: every staging buffer is taken, or the step must know its norm
+        values = arriving.staging.tensor(arriving.source.dtype)[: len(arriving.source)]
+        self._accumulate(arriving.unit, arriving.segment, arriving.first, values)
+        self._staging.append(self._arriving.popleft().staging)
+
+    def _accumulate(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        memory = self._memory[unit]
+        assert memory is not None
+        start = self._layouts[unit].segments[segment].start - self._parts[unit].start + first
         with self._lock:
             assert unit not in self._reading
-            squares = self._squares[unit]
-            out = memory[offset : offset + place.numel]
-            squares[segment] = kernels.accumulate(out, source, add=segment in squares)
+            squares, key = self._squares[unit], (segment, first)
+            squares[key] = kernels.accumulate(memory[start : start + len(values)], values, add=key in squares)
 
-    def norm(self) -> float:
-        """The global 2-norm: the float64 partial sums, added in layout order. inf or NaN if any value is."""
+    def sum_squares(self) -> float:
+        """The sum of squares of all gradients here, in float64, added in layout order; inf or NaN if any value is.
+
+        Waits for what is on its way from the device.
+        """
+        while self._arriving:
+            self._receive()
         total = 0.0
         for squares in self._squares:
-            for segment in sorted(squares):
-                total += squares[segment]
-        return math.sqrt(total) if total >= 0 else math.nan
+            for key in sorted(squares):
+                total += squares[key]
+        return total
 
-    def present(self, unit: int) -> tuple[int, ...]:
-        """The segments of `unit` that have a gradient."""
-        return tuple(sorted(self._squares[unit]))
+    def present(self) -> list[set[int]]:
+        """For each unit the segments that have a gradient."""
+        return [{segment for segment, _ in squares} for squares in self._squares]
 
-    def give(self, units: Iterable[int]) -> None:
+    def give(self, units: Sequence[int]) -> None:
         """The gradients of `units` belong to their updates from now until `free`; none may be added meanwhile."""
         with self._lock:
             for unit in units:
@@ -91,7 +154,28 @@ class Gradients:
         with self._lock:
             self._reading.discard(unit)
 
+    def drop(self, unit: int) -> None:
+        """Forget the gradients of one unit."""
+        with self._lock:
+            self._squares[unit] = {}
+
     def clear(self) -> None:
         """Forget every gradient that no update has taken."""
+        while self._arriving:
+            self._arriving[0].done.wait()
+            self._staging.append(self._arriving.popleft().staging)
         with self._lock:
             self._squares = [{} for _ in self._layouts]
+
+
+def flat(gradient: torch.Tensor) -> torch.Tensor:
+    """(numel,) of a gradient, dense and contiguous."""
+    gradient = gradient.detach()
+    if gradient.layout is not torch.strided:  # of an embedding with sparse=True
+        gradient = gradient.to_dense()
+    return gradient.contiguous().view(-1)
+
+
+def norm_of(sum_squares: float) -> float:
+    """The 2-norm; NaN where the sum is."""
+    return math.sqrt(sum_squares) if sum_squares >= 0 else math.nan

@@ -223,6 +223,7 @@ class Hooks:
 
     def _end_backward(self) -> None:
         self._bindings.end_kept()
+        self._gradients.end_backward()
         if self._gradient_seen:
             self.backward_count += 1
         self._in_backward = self._gradient_seen = False

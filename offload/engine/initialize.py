@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from offload.aio import IoQueue
 from offload.config import Batch, Config, load_config, resolve_batch
@@ -24,6 +24,9 @@ from offload.engine.optimizer import Optimizer, check_covers, from_config, from_
 from offload.engine.placeholder import Paged, Place
 from offload.engine.placement import Partitions, Placement, free_host_memory, partitions, place
 from offload.engine.progress import Progress, persistent_buffers
+from offload.engine.ranks import Ranks, join_ranks
+from offload.engine.reduction import ReducedGradients
+from offload.engine.rounds import Rounds
 from offload.engine.saved import SavedTensors
 from offload.engine.units import Units, find_units
 from offload.engine.updater import Updater
@@ -31,18 +34,17 @@ from offload.engine.weights import Weights
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.sizes import format_size
 from offload.swapper.arena import DeviceArena, HostArena
-from offload.swapper.device import Device
+from offload.swapper.device import Device, open_device
 from offload.swapper.pager import Pager, UnitSize
 from offload.swapper.residency import Tier
-from offload.swapper.states import MODES, Mode, State
-from offload.swapper.store import Store, StoreSpec, find_shortage, run_status
+from offload.swapper.states import MODES, Mode
+from offload.swapper.store import Commit, Shortage, Store, StoreSpec, find_shortage, run_status
 
 logger = logging.getLogger("offload")
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_RANK, _WORLD_SIZE = 0, 1  # one process so far; layout, store and partitions take them
 
 
 class Initialized(NamedTuple):
@@ -59,7 +61,8 @@ class _Plan(NamedTuple):
 
     config: Config
     batch: Batch
-    device: torch.device
+    device: Device
+    ranks: Ranks | None
     mode: Mode
     units: Units
     layouts: tuple[UnitLayout, ...]
@@ -73,8 +76,18 @@ class _Plan(NamedTuple):
     notices: tuple[str, ...]
 
     @property
-    def trainable(self) -> tuple[range, ...]:
-        return tuple(layout.trainable(_RANK, _WORLD_SIZE) for layout in self.layouts)
+    def rank(self) -> int:
+        return 0 if self.ranks is None else self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.ranks is None else self.ranks.size
+
+    @property
+    def shares(self) -> tuple[tuple[range, range], ...]:
+        """This rank's trainable and frozen elements of each unit."""
+        rank, size = self.rank, self.world_size
+        return tuple((layout.trainable(rank, size), layout.frozen(rank, size)) for layout in self.layouts)
 
 
 def initialize(
@@ -102,8 +115,31 @@ def initialize(
     loaded = load_config(_the_config(args, config, config_params))
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize expects model, a torch.nn.Module, got {type(model).__name__}")
-    batch = resolve_batch(loaded, _WORLD_SIZE)
-    plan = _decide(loaded, batch, model)
+    device = open_device(_device(loaded.offload.device))
+    ranks = join_ranks(device)
+    try:
+        return _initialize(
+            loaded, model, device, ranks, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
+        )
+    except BaseException as error:
+        if ranks is not None:
+            ranks.close(f"{type(error).__name__}: {error}")  # the others wait for this one
+        raise
+
+
+def _initialize(
+    loaded: Config,
+    model: nn.Module,
+    device: Device,
+    ranks: Ranks | None,
+    optimizer: Any,
+    model_parameters: Any,
+    training_data: Dataset[Any] | None,
+    lr_scheduler: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+) -> Initialized:
+    batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
+    plan = _decide(loaded, batch, model, device, ranks)
     chosen = _optimizer(plan, model, optimizer, model_parameters)
     schedule = lr_scheduler(chosen) if _is_factory(lr_scheduler) else lr_scheduler
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -112,8 +148,10 @@ def initialize(
             "yourself and do not pass it as lr_scheduler"
         )
     engine = _build(plan, model, chosen, schedule)
-    loader = None if training_data is None else _loader(training_data, batch, loaded.offload.seed, collate_fn)
-    for notice in engine.notices:
+    loader = None
+    if training_data is not None:
+        loader = _loader(training_data, batch, plan.rank, plan.world_size, loaded.offload.seed, collate_fn)
+    for notice in engine.notices if plan.rank == 0 else ():
         logger.info(notice)
     atexit.register(engine.at_exit)
     return Initialized(engine, chosen, loader, schedule)
@@ -136,22 +174,22 @@ def _is_factory(given: Any) -> bool:
 # -- deciding -----------------------------------------------------------------------------------------
 
 
-def _decide(config: Config, batch: Batch, model: nn.Module) -> _Plan:
-    device = _device(config.offload.device)
+def _decide(config: Config, batch: Batch, model: nn.Module, device: Device, ranks: Ranks | None) -> _Plan:
+    rank, world_size, here = (0, 1, 1) if ranks is None else (ranks.rank, ranks.size, ranks.here)
     _check_model(model)
     mode = MODES[config.dtype]
     units = find_units(model, config.units)
     layouts = tuple(
-        lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], _WORLD_SIZE)
+        lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], world_size)
         for unit in units.units
     )
-    parts = partitions(layouts, mode, _RANK, _WORLD_SIZE)
+    parts = partitions(layouts, mode, rank, world_size)
     weight_home, state_home = _TIERS[config.weight_tier], _TIERS[config.optimizer_tier]
     on_disk = weight_home is Tier.DISK or (state_home is Tier.DISK and any(parts.trainable_numel))
     gradient_dtype = _gradient_dtype(config, mode, batch.accumulation)
     buffer_dtype = _DTYPES[config.data_types.buffer_dtype] if config.data_types.buffer_dtype else None
-    _check_batch_norm(model, mode, device, buffer_dtype)
-    free_host = free_host_memory()
+    _check_batch_norm(model, mode, device.torch, buffer_dtype)
+    free_host = free_host_memory() // here
 
     def placed(slots: int) -> Placement:
         offload = config.offload
@@ -165,14 +203,20 @@ def _decide(config: Config, batch: Batch, model: nn.Module) -> _Plan:
             offload.host_memory,
             offload.device_memory,
             free_host,
+            device.host_addressable,
         )
 
+    if ranks is not None:
+        _check_same(ranks, config, batch, mode, layouts, model)
     resume = _resume(config, on_disk)
-    slots, notices = _slots(config, on_disk, any(parts.trainable_numel), resume, placed)
+    if ranks is not None:
+        resume = any(ranks.share(resume))
+    slots, notices = _slots(config, on_disk, any(parts.trainable_numel), resume, placed, ranks)
     return _Plan(
         config,
         batch,
         device,
+        ranks,
         mode,
         units,
         layouts,
@@ -192,6 +236,39 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def _check_same(
+    ranks: Ranks, config: Config, batch: Batch, mode: Mode, layouts: Sequence[UnitLayout], model: nn.Module
+) -> None:
+    """Raise `ConfigError`, on every rank, where the ranks were not given the same."""
+    facts = {
+        "batch": list(batch),
+        "weights": config.weight_tier,
+        "states": config.optimizer_tier,
+        "dtype": mode.name,
+        "accumulation dtype": config.data_types.grad_accum_dtype,
+        "clip": config.gradient_clipping,
+        "run": config.offload.run,
+        "durability": config.offload.durability,
+        "resume": config.offload.resume,
+        "units": [layout.name for layout in layouts],
+        "parameters": [[s.name, list(s.shape), s.trainable] for layout in layouts for s in layout.segments],
+        "weights given": [name for name, parameter in model.named_parameters() if not parameter.is_meta],
+    }
+    everyone = ranks.share(facts)
+    for name, mine in everyone[0].items():
+        for rank, others in enumerate(everyone):
+            if others[name] != mine:
+                raise ConfigError(
+                    f"rank {rank} was given other {name} than rank 0: {_brief(others[name])}, not {_brief(mine)}; "
+                    f"give every rank the same model and config"
+                )
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 100 else f"{text[:80]}…"
 
 
 def _check_model(model: nn.Module) -> None:
@@ -275,7 +352,12 @@ def _resume(config: Config, on_disk: bool) -> bool:
 
 
 def _slots(
-    config: Config, on_disk: bool, trains: bool, resume: bool, placed: Callable[[int], Placement]
+    config: Config,
+    on_disk: bool,
+    trains: bool,
+    resume: bool,
+    placed: Callable[[int], Placement],
+    ranks: Ranks | None,
 ) -> tuple[int, tuple[str, ...]]:
     """How many slots the store has: 2 where a step is durable, 1 in place, 0 where there is no store."""
     wish = config.offload.durability
@@ -287,7 +369,9 @@ def _slots(
         return 2, ()
     if not on_disk:
         return 0, ()
-    short = find_shortage(config.drives, StoreSpec(placed(2).stored, 2, {}))
+    short = find_shortage(config.drives, StoreSpec(placed(2).stored, 2, {}), 1 if ranks is None else ranks.here)
+    if ranks is not None:
+        short = next((Shortage(*found) for found in ranks.share(short) if found is not None), None)
     if short is None:
         return 2, ()
     return 1, (
@@ -346,13 +430,14 @@ def _build(plan: _Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: An
     try:
         progress: Progress | None = None
         if queue is not None:
-            store = Store(plan.config.drives, plan.config.offload.run, _RANK, _store_spec(plan), queue)
-            if plan.resume:
-                progress = Progress.unpack(store.open())
+            store = Store(plan.config.drives, plan.config.offload.run, plan.rank, _store_spec(plan), queue)
+            at = _last_commit_of_all(plan, store)
+            if at is not None:
+                progress = Progress.unpack(store.open(at))
                 _check_fits(progress, model, optimizer)
             else:
                 store.create()
-        parts = _fill(plan, model, queue, store, resume=plan.resume)
+        parts = _fill(plan, model, queue, store, resume=progress is not None)
     except BaseException:
         if queue is not None:
             queue.close()
@@ -370,7 +455,7 @@ def _build(plan: _Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: An
     )
     engine = Engine(
         model,
-        plan.device,
+        plan.device.torch,
         parts,
         optimizer,
         lr_scheduler,
@@ -390,6 +475,31 @@ def _build(plan: _Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: An
     return engine
 
 
+def _last_commit_of_all(plan: _Plan, store: Store) -> Commit | None:
+    """The last commit that every rank holds; None to start over.
+
+    A rank may be one commit ahead of another that was killed before its own, and no further (see `Rounds.step`). Where
+    some hold none, a kill came while the run was being made: then nobody is beyond its first.
+    """
+    if not plan.resume:
+        return None
+    newest = store.newest_commit()
+    if plan.ranks is None:
+        return newest or Commit(0, 0)  # what is damaged is for `Store.open` to say
+    everyone = [None if found is None else Commit(*found) for found in plan.ranks.share(newest)]
+    held = [commit for commit in everyone if commit is not None]
+    if len(held) == len(everyone):
+        return min(held)
+    if any(commit > Commit(0, 0) for commit in held):
+        without = ", ".join(str(rank) for rank, commit in enumerate(everyone) if commit is None)
+        raise StoreError(
+            f"rank {without} of {len(everyone)} has no commit in {store.folders[0].parent}, others have: the run was "
+            f"of another number of ranks, or another drive is mounted there; go on with as many ranks as it had, or "
+            f"choose another run name"
+        )
+    return None
+
+
 def _check_fits(progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
     """Raise `StoreError` where buffers or groups are not those of the run."""
     mine = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
@@ -406,32 +516,35 @@ def _check_fits(progress: Progress, model: nn.Module, optimizer: Optimizer) -> N
 
 def _fill(plan: _Plan, model: nn.Module, queue: IoQueue | None, store: Store | None, resume: bool) -> Parts:
     """Map the arenas, take the model's weights over, start the worker, install the hooks."""
-    placement, device = plan.placement, Device(plan.device)
-    host = HostArena(placement.classes)
-    arena = DeviceArena(placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
-    sizes = [
-        UnitSize(layout.name, part_nbytes, placement.weight_home)
-        for layout, part_nbytes in zip(plan.layouts, _weight_nbytes(plan), strict=True)
-    ]
-    pager = Pager(sizes, host, arena, device, store)
+    placement, device = plan.placement, plan.device
+    host = HostArena(placement.classes, device)
+    arena = DeviceArena(placement.device_nbytes, device, plan.config.offload.debug.poison)
+    sizes = [_unit_size(layout, plan) for layout in plan.layouts]
+    rounds = None if plan.ranks is None else Rounds(plan.ranks, [layout.name or "the root" for layout in plan.layouts])
+    pager = Pager(sizes, host, arena, device, store, rounds)
+    if rounds is not None:
+        rounds.give_weights = pager.take_part
     residents = make_residents(plan.parts, plan.mode, placement, host, arena)
-    filler = Filler(plan.mode, plan.parts, placement, pager, residents, device, store)
+    filler = Filler(plan.mode, plan.parts, placement, pager, residents, device, store, plan.shares, plan.ranks)
     if resume:
         filler.read_back(len(sizes))
         _forget_weights(model)
     else:
         filler.fill(model, plan.layouts, plan.config.offload.seed)
     del filler
-    gradients = Gradients(plan.layouts, plan.trainable, host, plan.gradient_dtype)
+    trainable = tuple(share[0] for share in plan.shares)
+    gradients = _gradients(plan, trainable, host, arena, rounds)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
+                if plan.ranks is not None:
+                    buffer = _of_rank_0(buffer, plan.ranks)
                 floating = buffer.is_floating_point()
-                module._buffers[name] = buffer.to(plan.device, plan.buffer_dtype if floating else None)
+                module._buffers[name] = buffer.to(device.torch, plan.buffer_dtype if floating else None)
     dtype = plan.mode.weight_dtype
     places = [
         [
-            Place(model.get_parameter(segment.name), segment.name, unit, position, dtype, segment.shape, plan.device)
+            Place(model.get_parameter(segment.name), segment.name, unit, position, dtype, segment.shape, device.torch)
             for position, segment in enumerate(layout.segments)
         ]
         for unit, layout in enumerate(plan.layouts)
@@ -443,11 +556,46 @@ def _fill(plan: _Plan, model: nn.Module, queue: IoQueue | None, store: Store | N
     updater = None
     if any(plan.parts.trainable_numel):
         updater = Updater(plan.mode, sizes, pager, host, device, store, residents, gradients, plan.durable)
-    return Parts(hooks, weights, bindings, updater, pager, gradients, store, queue, host, plan.layouts, plan.trainable)
+    return Parts(
+        hooks,
+        weights,
+        bindings,
+        updater,
+        pager,
+        gradients,
+        plan.ranks,
+        rounds,
+        store,
+        queue,
+        host,
+        plan.layouts,
+        trainable,
+    )
 
 
-def _weight_nbytes(plan: _Plan) -> list[int]:
-    return [row[State.WEIGHT] for row in plan.parts.nbytes]
+def _gradients(
+    plan: _Plan, trainable: Sequence[range], host: HostArena, arena: DeviceArena, rounds: Rounds | None
+) -> Gradients:
+    if plan.ranks is None or rounds is None or not any(trainable):
+        return Gradients(plan.layouts, trainable, host, plan.gradient_dtype, plan.device)
+    made = plan.mode.weight_dtype  # what a backward makes
+    return ReducedGradients(
+        plan.layouts, trainable, host, plan.gradient_dtype, plan.device, arena, made, plan.ranks, rounds
+    )
+
+
+def _of_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """A copy of the buffer as it is on rank 0."""
+    values = buffer.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    ranks.broadcast(values, 0)
+    return values
+
+
+def _unit_size(layout: UnitLayout, plan: _Plan) -> UnitSize:
+    itemsize = plan.mode.weight_dtype.itemsize
+    parts = (layout.trainable(plan.rank, plan.world_size), layout.frozen(plan.rank, plan.world_size))
+    share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
+    return UnitSize(layout.name, layout.numel * itemsize, plan.placement.weight_home, share)
 
 
 def _forget_weights(model: nn.Module) -> None:
@@ -463,7 +611,7 @@ def _forget_weights(model: nn.Module) -> None:
 def _store_spec(plan: _Plan) -> StoreSpec:
     fingerprint = {
         "mode": plan.mode.name,
-        "world_size": _WORLD_SIZE,
+        "world_size": plan.world_size,
         "units": {
             layout.name: {
                 "numel": layout.numel,
@@ -477,11 +625,36 @@ def _store_spec(plan: _Plan) -> StoreSpec:
 
 
 def _loader(
-    data: Dataset[Any], batch: Batch, seed: int, collate_fn: Callable[[list[Any]], Any] | None
+    data: Dataset[Any],
+    batch: Batch,
+    rank: int,
+    world_size: int,
+    seed: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
 ) -> DataLoader[Any]:
     """Micro-batches of `data`, shuffled by the seed; the last incomplete one is left out."""
     generator = torch.Generator().manual_seed(seed)
-    return DataLoader(data, batch.micro, shuffle=True, drop_last=True, generator=generator, collate_fn=collate_fn)
+    if world_size == 1:
+        return DataLoader(data, batch.micro, shuffle=True, drop_last=True, generator=generator, collate_fn=collate_fn)
+    sampler = RankBatches(len(data), batch.micro, rank, world_size, seed)  # type: ignore[arg-type]  # as torch's own do
+    return DataLoader(data, batch_sampler=sampler, generator=generator, collate_fn=collate_fn)
+
+
+class RankBatches(Sampler[list[int]]):
+    """One rank's micro-batches: all ranks shuffle alike, and each takes its rows of every batch of all."""
+
+    def __init__(self, length: int, micro: int, rank: int, world_size: int, seed: int) -> None:
+        self._length, self._micro, self._rank, self._size = length, micro, rank, world_size
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(self._length, generator=self._generator).tolist()
+        for batch in range(len(self)):
+            start = (batch * self._size + self._rank) * self._micro
+            yield order[start : start + self._micro]
+
+    def __len__(self) -> int:
+        return self._length // (self._micro * self._size)
 
 
 def _summary(plan: _Plan) -> str:
@@ -490,7 +663,7 @@ def _summary(plan: _Plan) -> str:
     stored = StoreSpec(placement.stored, placement.slots, {}).nbytes if placement.slots else 0
     clip = plan.config.gradient_clipping
     return (
-        f"{plan.mode.name} on {plan.device}: weights on {placement.weight_home.value}, states on "
+        f"{plan.mode.name} on {plan.device.torch}: weights on {placement.weight_home.value}, states on "
         f"{placement.state_home.value}; host {format_size(sum(placement.classes))}, device "
         f"{format_size(placement.device_nbytes)}, swap files {format_size(stored)}"
         f"{' (durable each step)' if plan.durable else ''}; gradients clipped at {clip or 'no'} norm"

@@ -1,4 +1,11 @@
-"""How a unit's parameters lie in one flat stretch of elements, and which part of it this rank holds."""
+"""How a unit's parameters lie in one flat stretch of elements, and which part of it each rank holds.
+
+    [ trainable segments, padding | frozen segments, padding ]
+      rank 0 │ rank 1 │ …           rank 0 │ rank 1 │ …
+
+Both stretches are cut evenly, so that each rank has its share of the states and of the bytes to be read. A rank's
+partition is its part of the first followed by its part of the second.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +38,7 @@ class Segment(NamedTuple):
 
 
 class UnitLayout(NamedTuple):
-    """A unit's flat layout: trainable segments first, so that the states cover a prefix; then frozen ones.
+    """A unit's flat layout: trainable segments first, then frozen ones.
 
     What lies between segments and after them is padding: zero at the start, never read.
     """
@@ -39,31 +46,36 @@ class UnitLayout(NamedTuple):
     name: str
     segments: tuple[Segment, ...]
     numel: int
-    """Padded to a multiple of world size times 2048."""
     trainable_stop: int
-    """Where the trainable prefix ends; a multiple of 2048, zero in a unit that is all frozen."""
-
-    def partition(self, rank: int, world_size: int) -> range:
-        """This rank's elements of the unit."""
-        length = self.numel // world_size
-        return range(rank * length, (rank + 1) * length)
+    """Where the trainable stretch ends. Both stretches are padded to a multiple of world size times 2048."""
 
     def trainable(self, rank: int, world_size: int) -> range:
-        """This rank's elements that have states beside their weight, a prefix of its partition."""
-        part = self.partition(rank, world_size)
-        return range(part.start, max(part.start, min(part.stop, self.trainable_stop)))
+        """This rank's elements that have states beside their weight: the first of its partition."""
+        return _cut(range(self.trainable_stop), rank, world_size)
+
+    def frozen(self, rank: int, world_size: int) -> range:
+        """This rank's elements of the frozen stretch: the rest of its partition."""
+        return _cut(range(self.trainable_stop, self.numel), rank, world_size)
+
+
+def _cut(stretch: range, rank: int, world_size: int) -> range:
+    length = len(stretch) // world_size
+    return range(stretch.start + rank * length, stretch.start + (rank + 1) * length)
 
 
 def lay_out(name: str, parameters: Iterable[tuple[str, nn.Parameter]], world_size: int) -> UnitLayout:
     """Place `parameters` one after the other, each at a multiple of 32 elements."""
+    step = _PARTITION_ALIGNMENT * world_size
+    given = list(parameters)
     end = trainable_stop = 0
     segments: list[Segment] = []
-    for parameter_name, parameter in sorted(parameters, key=lambda item: not item[1].requires_grad):
-        numel = parameter.numel()
-        segments.append(Segment(parameter_name, tuple(parameter.shape), end, numel, parameter.requires_grad))
-        end = align_up(end + numel, _ALIGNMENT)
-        if parameter.requires_grad:
-            trainable_stop = end = align_up(end, _ALIGNMENT)
-    step = _PARTITION_ALIGNMENT * world_size
-    numel = max(align_up(end, step), step)
-    return UnitLayout(name, tuple(segments), numel, min(align_up(trainable_stop, _PARTITION_ALIGNMENT), numel))
+    for trainable in (True, False):
+        for parameter_name, parameter in given:
+            if parameter.requires_grad is trainable:
+                numel = parameter.numel()
+                segments.append(Segment(parameter_name, tuple(parameter.shape), end, numel, trainable))
+                end = align_up(end + numel, _ALIGNMENT)
+        end = align_up(end, step)
+        if trainable:
+            trainable_stop = end
+    return UnitLayout(name, tuple(segments), max(end, step), trainable_stop)

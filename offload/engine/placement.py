@@ -20,9 +20,11 @@ from offload.swapper.residency import Tier
 from offload.swapper.states import Mode, State
 
 TILE_BUFFERS = 3
+STAGING_BUFFERS = 3
 TILE_STEP = 2048
 """Elements: 4096 bytes of the smallest state."""
 
+_STAGING_NBYTES = 16 * MIB
 _TILE_NBYTES = range(16 * MIB, 32 * MIB + 1)
 _DEVICE_UNITS = 3
 _HOST_SHARE = 0.8
@@ -33,6 +35,12 @@ class Partitions(NamedTuple):
 
     nbytes: tuple[Mapping[State, int], ...]
     trainable_numel: tuple[int, ...]
+    largest_unit: int
+    """Bytes of the weights of the largest unit, all ranks' parts together."""
+    largest_gradient: int
+    """Bytes of the gradients of the largest unit as a backward makes them, all ranks' parts together."""
+    alone: bool
+    """Whether this is the only rank."""
 
     @property
     def largest_weight(self) -> int:
@@ -60,11 +68,19 @@ def partitions(layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size:
     rows: list[Mapping[State, int]] = []
     trainable = [len(layout.trainable(rank, world_size)) for layout in layouts]
     for layout, numel in zip(layouts, trainable, strict=True):
-        row = {State.WEIGHT: len(layout.partition(rank, world_size)) * mode.weight_dtype.itemsize}
+        weights = numel + len(layout.frozen(rank, world_size))
+        row = {State.WEIGHT: weights * mode.weight_dtype.itemsize}
         if numel:
             row |= {state: numel * dtype.itemsize for state, dtype in mode.states.items() if state is not State.WEIGHT}
         rows.append(row)
-    return Partitions(tuple(rows), tuple(trainable))
+    itemsize = mode.weight_dtype.itemsize
+    return Partitions(
+        tuple(rows),
+        tuple(trainable),
+        max((layout.numel * itemsize for layout in layouts), default=0),
+        max((layout.trainable_stop * itemsize for layout in layouts), default=0),
+        world_size == 1,
+    )
 
 
 def place(
@@ -77,13 +93,14 @@ def place(
     host_memory: int | None,
     device_memory: int | None,
     free_host: int,
+    host_addressable: bool,
 ) -> Placement:
     """Give every byte its place, within `host_memory` and `device_memory` or what they default to.
 
     Raises `BudgetError` with the least that works.
     """
     homes = {tier: _home_nbytes(parts, tier, weight_home, state_home) for tier in Tier}
-    classes = _cut_host(parts, mode, weight_home, homes[Tier.HOST], gradient_dtype, host_memory)
+    classes = _cut_host(parts, mode, weight_home, homes[Tier.HOST], gradient_dtype, host_memory, host_addressable)
     if host_memory is None and sum(classes) > _HOST_SHARE * free_host:
         raise BudgetError(
             f"this model needs {format_size(sum(classes))} of host memory with its states where they are configured, "
@@ -95,17 +112,17 @@ def place(
             f'"host_memory" is {format_size(host_memory)}, but only {format_size(free_host)} is free on this machine; '
             f"lower it, or leave it out to take what is needed"
         )
-    on_device = 0 if weight_home is Tier.DEVICE else parts.largest_weight
-    device_nbytes = homes[Tier.DEVICE] + _DEVICE_UNITS * on_device
+    on_device = 0 if weight_home is Tier.DEVICE and parts.alone else parts.largest_unit
+    fixed = homes[Tier.DEVICE] + (0 if parts.alone else 2 * align_up(parts.largest_gradient))
+    device_nbytes = fixed + _DEVICE_UNITS * on_device
     if device_memory is not None:
-        least = homes[Tier.DEVICE] + on_device
         check_budget(
             '"device_memory"',
             device_memory,
-            least,
-            "it must hold the states at home there and the largest unit",
+            fixed + on_device,
+            "it must hold the states at home there, the largest unit and, with several ranks, twice its gradients",
         )
-        device_nbytes = max(homes[Tier.DEVICE], device_memory // PAGE * PAGE)
+        device_nbytes = max(fixed, device_memory // PAGE * PAGE)
     stored: tuple[Mapping[State, int], ...] = ()
     if slots:
         in_place = {state for state in State if (weight_home if state is State.WEIGHT else state_home) is Tier.DISK}
@@ -130,6 +147,7 @@ def _cut_host(
     home_nbytes: int,
     gradient_dtype: torch.dtype,
     host_memory: int | None,
+    host_addressable: bool,
 ) -> Classes:
     """The classes of host leases: tiles shrink to fit, and what is left over is cache for weights."""
     whole = max(parts.trainable_numel, default=0) * mode.element_bytes
@@ -138,19 +156,22 @@ def _cut_host(
     small, large = (max(align_up(nbytes, step), step) for nbytes in (small, large))
     weights = 2 * parts.largest_weight if weight_home is Tier.DISK else 0
     gradients = sum(align_up(numel * gradient_dtype.itemsize) for numel in parts.trainable_numel)
-    fixed = weights + gradients + home_nbytes
+    buffer = 0 if host_addressable else min(_STAGING_NBYTES, align_up(parts.largest_gradient))
+    staging = STAGING_BUFFERS * buffer
+    fixed = weights + gradients + home_nbytes + staging
     if host_memory is None:
-        return Classes(large, weights, gradients, home_nbytes)
+        return Classes(large, weights, gradients, home_nbytes, staging)
     check_budget(
         '"host_memory"',
         host_memory,
         fixed + small,
         f"{format_size(small)} for the update pipeline, {format_size(weights)} for two leases of the largest unit's "
-        f"weights, {format_size(gradients)} for gradients, {format_size(home_nbytes)} for states at home there",
+        f"weights, {format_size(gradients + staging)} for gradients, {format_size(home_nbytes)} for states at home "
+        f"there",
     )
     tiles = min(large, (host_memory - fixed) // step * step)
     spare = (host_memory - fixed - tiles) // PAGE * PAGE if weight_home is Tier.DISK else 0
-    return Classes(tiles, weights + spare, gradients, home_nbytes)
+    return Classes(tiles, weights + spare, gradients, home_nbytes, staging)
 
 
 def free_host_memory() -> int:

@@ -49,7 +49,7 @@ class UnitUpdate(NamedTuple):
     """Elements of the trainable part of this rank's partition."""
     segments: tuple[SegmentStep, ...]
     edits: tuple[Edit, ...] = ()
-    """What a user has set; an update has either segments or edits."""
+    """What a user has set; an update has either segments or edits, or neither where other ranks have them all."""
 
 
 class Resident(NamedTuple):
@@ -135,10 +135,14 @@ class Updater:
         `epoch` is what the commit will be of; None for edits, which the next step commits.
         """
         self._pager.begin_updates([update.unit for update in updates])
-        self._gradients.give(update.unit for update in updates if update.segments)
+        mine = [update for update in updates if update.segments or update.edits]
+        self._gradients.give([update.unit for update in mine if update.segments])
+        for update in updates:
+            if not update.segments and not update.edits:  # all that changes of it is on other ranks
+                self._pager.publish(update.unit, False, False)
         with self._pager.lock:
             assert not self._queue and self._commit_epoch is None, "one step in flight at most"
-            self._queue.extend(updates)
+            self._queue.extend(mine)
             self._commit_epoch = epoch if self._durable else None
             self._blob = None
             self._busy = True
@@ -301,7 +305,7 @@ class Updater:
         if state is not State.WEIGHT:
             return self._residents.get((unit, state))
         if self._sizes[unit].home is Tier.DEVICE:
-            return Resident(self._pager.device_slice(unit).view(self._mode.weight_dtype), None)
+            return Resident(self._pager.device_home(unit).view(self._mode.weight_dtype), None)
         if self._sizes[unit].home is Tier.HOST:
             assert job.lease is not None
             return Resident(job.lease.tensor(self._mode.weight_dtype), job.lease.buffer)

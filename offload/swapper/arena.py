@@ -16,6 +16,7 @@ import torch
 from offload.aio import aligned_empty
 from offload.errors import BudgetError
 from offload.sizes import align_up, format_size
+from offload.swapper.device import Device, Event
 
 
 class Space:
@@ -128,20 +129,28 @@ class Classes(NamedTuple):
     """The gradients of every unit."""
     homes: int
     """Partitions whose home is HOST."""
+    staging: int = 0
+    """Gradients on their way from a device whose memory the host cannot address."""
 
 
 class HostArena:
-    """The one host mapping of an engine, on 2 MiB pages where the system grants them."""
+    """The one host mapping of an engine, on 2 MiB pages where the system grants them, known to the device."""
 
-    def __init__(self, classes: Classes) -> None:
+    def __init__(self, classes: Classes, device: Device) -> None:
         self.nbytes = sum(classes)
         self.classes = classes
         self.memory = aligned_empty(max(self.nbytes, 1))
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self._device = device
+        device.register(self.bytes)
         starts = [sum(classes[:index]) for index in range(len(classes))]
-        self.tiles, self.weights, self.gradients, self.homes = (
+        self.tiles, self.weights, self.gradients, self.homes, self.staging = (
             Region(self, start, nbytes) for start, nbytes in zip(starts, classes, strict=True)
         )
+
+    def close(self) -> None:
+        """Wait for copies in flight; the memory itself goes when nobody refers to it any more."""
+        self._device.unregister(self.bytes)
 
 
 class Slice(NamedTuple):
@@ -149,20 +158,26 @@ class Slice(NamedTuple):
 
     offset: int
     nbytes: int
+    after: tuple[Event, ...]
+    """What must be done before it is written."""
 
 
 class DeviceArena:
     """One allocation on the compute device, within which every unit's weights come and go.
 
-    With `poison`, freed slices are filled with NaN and slices lie at random places, so that a stale view
-    shows itself.
+    A slice may be given back while compute that reads it is still under way: who takes its place next writes there
+    after the events in `Slice.after`. With `poison`, freed slices are filled with NaN and slices lie at random places,
+    so that a stale view shows itself.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, poison: bool = False) -> None:
+    def __init__(self, nbytes: int, device: Device, poison: bool = False) -> None:
         self.nbytes = nbytes
         self.poison = poison
+        self._device = device
         self._space = Space(nbytes, random.Random(0) if poison else None)
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._readers: list[tuple[int, int, Event]] = []
+        """Stretches that were given back, and when the last compute that reads them is done."""
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device.torch)
         self.storage_address = self.bytes.untyped_storage().data_ptr()
 
     @property
@@ -171,11 +186,23 @@ class DeviceArena:
 
     def take(self, nbytes: int) -> Slice | None:
         offset = self._space.take(nbytes)
-        return None if offset is None else Slice(offset, nbytes)
+        if offset is None:
+            return None
+        self._readers = [reader for reader in self._readers if not reader[2].done()]
+        stop = offset + nbytes
+        return Slice(
+            offset, nbytes, tuple(done for first, last, done in self._readers if first < stop and offset < last)
+        )
 
-    def give(self, piece: Slice) -> None:
+    def give(self, piece: Slice, written: Event, read: Event) -> None:
+        """Return a slice; `written` and `read` end the last upload into it and the last compute that reads it."""
         if self.poison:
+            self._device.hold(written)
             self.view(piece).view(torch.int16).fill_(0x7FFF)  # a NaN as bf16, and pairwise as fp32
+            read = self._device.computed()
+        self._readers += [
+            (piece.offset, piece.offset + piece.nbytes, event) for event in (written, read) if not event.done()
+        ]
         self._space.give(piece.offset, piece.nbytes)
 
     def view(self, piece: Slice) -> torch.Tensor:

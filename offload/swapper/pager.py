@@ -22,14 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from offload.errors import BudgetError, EngineFailed
 from offload.sizes import format_size
 from offload.swapper.arena import DeviceArena, HostArena, Lease, Slice
-from offload.swapper.device import Device
+from offload.swapper.device import DONE, Device, Event
 from offload.swapper.monitor import Monitor
 from offload.swapper.residency import ARROWS, Residency, Tier
 from offload.swapper.states import State
@@ -42,8 +42,36 @@ class UnitSize(NamedTuple):
 
     name: str
     nbytes: int
-    """Bytes of this rank's WEIGHT partition."""
+    """Bytes of all its weights, as they lie on the device."""
     home: Tier
+    share: tuple[range, ...]
+    """Which of these bytes are this rank's WEIGHT partition, in the order in which they lie there."""
+
+    @property
+    def part_nbytes(self) -> int:
+        """Bytes of this rank's WEIGHT partition."""
+        return sum(len(stretch) for stretch in self.share)
+
+    @property
+    def stays(self) -> bool:
+        """Whether the slice on the device is the home: one rank has the whole unit, and that is where it lives."""
+        return self.home is Tier.DEVICE and self.part_nbytes == self.nbytes
+
+
+class Peers(Protocol):
+    """The other ranks, which hold what this one does not. Called by the thread that runs the model or its backward."""
+
+    def agree(self, unit: int) -> None:
+        """Return when every rank is about to gather `unit`, as this one is."""
+
+    def agree_ahead(self, unit: int, ready: bool) -> bool:
+        """Whether every rank is about to gather `unit` before it is used; each says whether it is `ready`."""
+
+    def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
+        """Fill in what the other ranks have of `whole`, (nbytes,) uint8 on the device.
+
+        `share`, this rank's part, is there once `uploaded` is done; all of it is, once what is returned is.
+        """
 
 
 class Transfer(NamedTuple):
@@ -62,7 +90,13 @@ class _Entry:
     residency: Residency
     lease: Lease | None = None
     slice: Slice | None = None
+    home_slice: Slice | None = None
+    """The partition's home on the device, where a unit that is in use lies elsewhere, gathered from all ranks."""
     transfer: Transfer | None = None
+    uploaded: Event = DONE
+    """When the slice is filled, and the lease no longer read."""
+    read: Event = DONE
+    """The last compute that was started on the slice."""
     pins: int = 0
     """Uses on the device that have begun and not ended; a pinned unit is never dropped."""
     updating: bool = False
@@ -83,6 +117,7 @@ class Pager:
         arena: DeviceArena,
         device: Device,
         store: Store | None,
+        peers: Peers | None = None,
     ) -> None:
         self.changed = Monitor()
         self.lock = self.changed.lock
@@ -92,8 +127,8 @@ class Pager:
         self.arena = arena
         self._device = device
         self._store = store
-        start = {Tier.DISK: Residency.DISK, Tier.HOST: Residency.HOST, Tier.DEVICE: Residency.DEVICE}
-        self._entries = [_Entry(index, size, start[size.home]) for index, size in enumerate(sizes)]
+        self._peers = peers
+        self._entries = [_Entry(index, size, _start(size)) for index, size in enumerate(sizes)]
         self._starved = 0
         self._wanted: list[int] = []
         self._failure: BaseException | None = None
@@ -101,19 +136,22 @@ class Pager:
         """Whether the caller's thread is in the middle of a change; see [Note: torn]."""
         for entry in self._entries:
             if entry.size.home is Tier.HOST:
-                entry.lease = host.homes.take(entry.size.nbytes)
+                entry.lease = host.homes.take(entry.size.part_nbytes)
                 assert entry.lease is not None, "the class of homes was sized for every home"
             elif entry.size.home is Tier.DEVICE:
-                entry.slice = arena.take(entry.size.nbytes)
-                assert entry.slice is not None, "the device arena was sized for every home"
+                entry.home_slice = arena.take(entry.size.part_nbytes)
+                assert entry.home_slice is not None, "the device arena was sized for every home"
+                if entry.size.stays:
+                    entry.slice = entry.home_slice
 
     # -- the thread that runs the model -------------------------------------------------------------
 
     def acquire(self, unit: int) -> torch.Tensor:
         """Pin `unit` on the device and return its slice: (nbytes,) uint8, valid until `release`.
 
-        Waits for the unit's update and its read. Raises `BudgetError` where what is pinned leaves no room,
-        and `EngineFailed` after an error on a background thread.
+        Compute that the calling thread starts from now on finds the weights there, also where they are still on their
+        way. Waits for the unit's update and its read, and for the other ranks. Raises `BudgetError` where what is
+        pinned leaves no room, and `EngineFailed` after an error on a background thread.
         """
         entry = self._entries[unit]
         with self.lock:
@@ -122,13 +160,17 @@ class Pager:
             try:
                 if entry.pins == 1:
                     self.trace.use(unit)
+                if self._peers is not None and entry.residency is not Residency.DEVICE:
+                    self._agree(self._peers, unit)
                 self._bring(entry)
                 self._read_ahead()
+                self._bring_ahead()
             except Exception:
                 entry.pins -= 1
                 self._torn = False
                 raise
             assert entry.slice is not None
+            self._device.hold(entry.uploaded)
             view = self.arena.view(entry.slice)
             self._torn = False
             return view
@@ -138,8 +180,28 @@ class Pager:
         with self.lock:
             entry = self._entries[unit]
             assert entry.pins > 0, f"unit {entry.size.name} was released more often than acquired"
+            entry.read = self._device.computed()
             entry.pins -= 1
             self.notify()  # an interrupt in here is seen by the count of pins
+
+    def take_part(self, unit: int) -> None:
+        """Another rank gathers `unit`, which this one may not need: give it this rank's part of it."""
+        entry = self._entries[unit]
+        with self.lock:
+            entry.pins += 1
+            try:
+                if entry.slice is None or entry.updating:
+                    self._bring(entry)
+                else:
+                    self._gather(entry, entry.slice)
+            finally:
+                entry.pins -= 1
+
+    def _agree(self, peers: Peers, unit: int) -> None:
+        """Wait for the other ranks without the lock, and serve them meanwhile."""
+        torn, self._torn = self._torn, False
+        self.changed.without_lock(lambda: peers.agree(unit))
+        self._torn = torn
 
     def updates(self, unit: int) -> int:
         """How many updates this unit has had; see `_Entry.updates`."""
@@ -155,6 +217,8 @@ class Pager:
         """End every open use but one for each entry of `units`: an aborted forward or backward left some behind."""
         with self.lock:
             for entry in self._entries:
+                if entry.pins:
+                    entry.read = self._device.computed()
                 entry.pins = units.count(entry.index)
             self.notify()
 
@@ -242,41 +306,90 @@ class Pager:
 
     def _upload(self, entry: _Entry) -> None:
         piece = self._take_slice(entry)
-        lease = entry.lease
-        assert lease is not None
+        if piece is None:
+            held = [e.size.name or "the root" for e in self._entries if e.slice is not None and e is not entry]
+            free = self.arena.nbytes - self.arena.used_bytes
+            raise BudgetError(
+                f"unit {entry.size.name} needs {format_size(entry.size.nbytes)} in one piece on the device, whose "
+                f"budget of {format_size(self.arena.nbytes)} is held by {', '.join(held) or 'nothing'} "
+                f"({format_size(free)} are free); "
+                f'raise "device_memory" in the "offload" block, or checkpoint smaller regions'
+            )
+        self._upload_into(entry, piece)
+
+    def _upload_into(self, entry: _Entry, piece: Slice) -> None:
+        """Start the copy of this rank's part into the slice, and the gather of the others'."""
         self._move(entry, Residency.UPLOADING)
-        view, bytes_ = self.arena.view(piece), lease.tensor(torch.uint8)
-        self.changed.without_lock(lambda: self._device.copy(view, bytes_))
+        self.changed.without_lock(lambda: self._copy_part(entry, piece))
+        self._gather(entry, piece)
         entry.slice = piece
         self._move(entry, Residency.DEVICE)
 
-    def _take_slice(self, entry: _Entry) -> Slice:
-        """Room for `entry` on the device; drops released units, furthest next use first."""
+    def _copy_part(self, entry: _Entry, piece: Slice) -> None:
+        whole, start = self.arena.view(piece), 0
+        part = self._part(entry)
+        for stretch in entry.size.share:
+            source = part[start : start + len(stretch)]
+            entry.uploaded = self._device.upload(whole[stretch.start : stretch.stop], source, piece.after)
+            start += len(stretch)
+
+    def _part(self, entry: _Entry) -> torch.Tensor:
+        """(part_nbytes,) uint8: the partition, at home or in a lease."""
+        if entry.home_slice is not None:
+            return self.arena.view(entry.home_slice)
+        assert entry.lease is not None
+        return entry.lease.tensor(torch.uint8)
+
+    def _gather(self, entry: _Entry, piece: Slice) -> None:
+        if self._peers is not None:
+            peers, whole = self._peers, self.arena.view(piece)
+            entry.uploaded = self.changed.without_lock(lambda: peers.gather(whole, entry.size.share, entry.uploaded))
+
+    def _take_slice(self, entry: _Entry, beyond: int = -1) -> Slice | None:
+        """Room for `entry` on the device: drops released units whose next use is beyond `beyond`, furthest first."""
         while (piece := self.arena.take(entry.size.nbytes)) is None:
             idle = (
-                e.index
-                for e in self._entries
-                if e.residency is Residency.DEVICE and not e.pins and e.size.home is not Tier.DEVICE
+                e.index for e in self._entries if e.residency is Residency.DEVICE and not e.pins and not e.size.stays
             )
-            victim = furthest(idle, self.trace)
+            victim = furthest(idle, self.trace, beyond)
             if victim is None:
-                held = [e.size.name for e in self._entries if e.slice is not None and e is not entry]
-                free = self.arena.nbytes - self.arena.used_bytes
-                raise BudgetError(
-                    f"unit {entry.size.name} needs {format_size(entry.size.nbytes)} in one piece on the device, whose "
-                    f"budget of {format_size(self.arena.nbytes)} is held by {', '.join(held) or 'nothing'} "
-                    f"({format_size(free)} are free); "
-                    f'raise "device_memory" in the "offload" block, or checkpoint smaller regions'
-                )
+                return None
             self._drop(self._entries[victim])
         return piece
+
+    def _bring_ahead(self) -> None:
+        """Start the upload of the unit that the trace says comes next, where nothing must be waited for."""
+        unit = next(self.trace.upcoming(1), None)
+        if unit is None:
+            return
+        entry, piece = self._entries[unit], None
+        if entry.residency is Residency.DEVICE:
+            return
+        if entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating:
+            piece = self._take_slice(entry, self.trace.distance(unit))
+        agreed = piece is not None
+        if self._peers is not None:
+            peers, torn = self._peers, self._torn
+            self._torn = False
+            entry.pins += 1  # what it has stays: other units may be gathered before the ranks agree
+            agreed = self.changed.without_lock(lambda: peers.agree_ahead(unit, piece is not None))
+            entry.pins -= 1
+            self._torn = torn
+        if piece is None:
+            return
+        if agreed and entry.slice is None:
+            self._upload_into(entry, piece)
+            return
+        self.arena.give(piece, DONE, DONE)
+        if agreed and entry.slice is not None:
+            self._gather(entry, entry.slice)
 
     def _drop(self, entry: _Entry) -> None:
         """Leave the device; the copy there is clean, so nothing moves."""
         assert entry.slice is not None and not entry.pins
-        self.arena.give(entry.slice)
+        self.arena.give(entry.slice, entry.uploaded, entry.read)
         entry.slice = None
-        if entry.lease is None:
+        if entry.lease is None and entry.home_slice is None:
             self._move(entry, Residency.DISK)
         else:
             self._move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
@@ -285,7 +398,7 @@ class Pager:
         """Drop every unit that is not pinned, wherever its room is not its home (for tests and between engines)."""
         with self.lock:
             for entry in self._entries:
-                if entry.residency is Residency.DEVICE and not entry.pins and entry.size.home is not Tier.DEVICE:
+                if entry.residency is Residency.DEVICE and not entry.pins and not entry.size.stays:
                     self._drop(entry)
 
     def end_step(self) -> tuple[int, ...]:
@@ -298,7 +411,7 @@ class Pager:
 
     def _lease(self, entry: _Entry, beyond: int = -1) -> Lease | None:
         """A weight lease for `entry`: a free one, else one whose unit is next used after `beyond` uses."""
-        while (lease := self.host.weights.take(entry.size.nbytes)) is None:
+        while (lease := self.host.weights.take(entry.size.part_nbytes)) is None:
             clean = (e.index for e in self._entries if self._may_take_lease_of(e))
             victim = furthest(clean, self.trace, beyond)
             if victim is None:
@@ -311,13 +424,14 @@ class Pager:
         return (
             entry.lease is not None
             and entry.size.home is Tier.DISK
-            and entry.residency in (Residency.HOST, Residency.DEVICE)
+            and (entry.residency is Residency.DEVICE or (entry.residency is Residency.HOST and not entry.pins))
             and not entry.unwritten
             and not entry.updating
         )
 
     def _take_lease(self, entry: _Entry) -> None:
         assert entry.lease is not None
+        entry.uploaded.wait()  # blocks only where a copy to the device is slower than all that came after it
         entry.lease.release()
         entry.lease = None
         if entry.residency is Residency.HOST:
@@ -344,18 +458,19 @@ class Pager:
                 assert not entry.pins, f"unit {entry.size.name} is in use during step()"
                 entry.updating = True
                 entry.updates += 1
-                if entry.residency is Residency.DEVICE and entry.size.home is not Tier.DEVICE:
+                if entry.residency is Residency.DEVICE and not entry.size.stays:
                     self._drop(entry)
 
     def lease_for_update(self, unit: int) -> Lease | None:
         """The lease in which the fresh weights of `unit` will lie, or None where there is none to have now.
 
         `holds_weights` says whether the old ones lie in it already. A home in HOST is its own lease; a unit
-        whose home is DEVICE has none, and its update works on `device_slice`.
+        whose home is DEVICE has none, and its update works on `device_home`.
         """
         with self.lock:
             entry = self._entries[unit]
             assert entry.size.home is not Tier.DEVICE
+            entry.uploaded.wait()  # the worker is about to write where an upload may still read
             while entry.residency is Residency.READING:  # a read ahead from before step()
                 self.check()
                 self._finish_read(entry)
@@ -392,11 +507,13 @@ class Pager:
                 self._move(entry, Residency.HOST)
             self.notify()
 
-    def device_slice(self, unit: int) -> torch.Tensor:
-        """(nbytes,) uint8: the slice of a unit whose home is DEVICE, for its update."""
-        piece = self._entries[unit].slice
-        assert piece is not None
-        return self.arena.view(piece)
+    def device_home(self, unit: int) -> torch.Tensor:
+        """(part_nbytes,) uint8: the partition of a unit whose home is DEVICE, for its update. Nothing reads it now."""
+        entry = self._entries[unit]
+        assert entry.home_slice is not None
+        entry.uploaded.wait()
+        entry.read.wait()
+        return self.arena.view(entry.home_slice)
 
     def home_lease(self, unit: int) -> Lease:
         """The lease of a unit whose home is HOST."""
@@ -472,6 +589,13 @@ class Pager:
                     transfer.lease.release()
             self._failure = self._failure or EngineFailed("the engine was destroyed")
             self.notify()
+
+
+def _start(size: UnitSize) -> Residency:
+    """Where the weights are before the first use."""
+    if size.home is Tier.DISK:
+        return Residency.DISK
+    return Residency.DEVICE if size.stays else Residency.HOST
 
 
 def _quietly(future: Future) -> None:

@@ -9,10 +9,13 @@ whole. The other states stay at home; an update streams them through tiles and p
     READING     A lease is being filled from that slot; the entry's transfer owns lease and read.
     HOST        A lease holds the newest copy, and no write of it is in flight: it is in the store too,
                 or HOST is its home. Unless it is home, the lease may be taken away for another unit.
+                With several ranks, a partition at home on the DEVICE is here too: at hand, not gathered.
     WRITING     A lease holds the newest copy; its write to the store is in flight. The lease stays.
-    UPLOADING   A lease is being copied into a slice of the device arena by the thread that acquires.
-    DEVICE      A slice holds the newest copy. A lease may hold it as well (`lease is not None`): the
-                write of an update may still be in flight (`unwritten`), or there was room to keep it.
+    UPLOADING   The copy of a lease into a slice of the device arena, and the gather of what other ranks hold
+                of the unit, are being started by the thread that acquires.
+    DEVICE      A slice holds the newest copy, or will when the event `uploaded` is done, until when the lease
+                is read. A lease may hold it as well (`lease is not None`): the write of an update may still
+                be in flight (`unwritten`), or there was room to keep it.
     FAILED      A read, write or kernel failed on this unit. Memory and store may disagree; nothing is
                 read from it again, and the store opens at its last committed epoch.
 

@@ -108,6 +108,13 @@ class Record(NamedTuple):
         return cls(epoch, slots, blob, nbytes, blob_crc, revision)
 
 
+class Commit(NamedTuple):
+    """Which commit: edits after a step are a further revision of its epoch."""
+
+    epoch: int
+    revision: int
+
+
 class RunStatus(NamedTuple):
     """What lies under a run's name: whether anything can be resumed, and how it ended if it did."""
 
@@ -139,8 +146,11 @@ class Shortage(NamedTuple):
     free: int
 
 
-def find_shortage(paths: Sequence[str | Path], spec: StoreSpec) -> Shortage | None:
-    """The first of `paths` whose file system is too small for its share of `spec`; drives may be folders of one."""
+def find_shortage(paths: Sequence[str | Path], spec: StoreSpec, stores: int = 1) -> Shortage | None:
+    """The first of `paths` whose file system is too small for its share of so many stores of `spec`.
+
+    Drives may be folders of one file system.
+    """
     needed: dict[int, int] = {}
     places: list[tuple[str | Path, Path, int]] = []
     extents = _distinct(spec.extents(len(paths)))
@@ -149,7 +159,8 @@ def find_shortage(paths: Sequence[str | Path], spec: StoreSpec) -> Shortage | No
         while not place.exists():
             place = place.parent
         device = os.stat(place).st_dev
-        needed[device] = needed.get(device, 0) + sum(extent.nbytes for extent in extents if extent.drive == drive)
+        mine = sum(extent.nbytes for extent in extents if extent.drive == drive)
+        needed[device] = needed.get(device, 0) + stores * mine
         places.append((path, place, device))
     for path, place, device in places:
         free = shutil.disk_usage(place).free
@@ -260,8 +271,19 @@ class Store:
             self._unlink()
             raise
 
-    def open(self) -> bytes:
-        """Open what is there at its last committed epoch and return that epoch's state blob."""
+    def newest_commit(self) -> Commit | None:
+        """The last commit of what is there; None where there is none, not even a damaged one."""
+        record = next(iter(_records(self._commit_path)), None)
+        if record is None and not any(self.folders[0].glob("blob.*")):
+            return None
+        return Commit(0, 0) if record is None else Commit(record.epoch, record.revision)
+
+    def open(self, at: Commit | None = None) -> bytes:
+        """Open what is there and return its state blob: at its last commit, or at the one before if that is `at`.
+
+        The one before may be asked for where another rank has not made the last one: then nothing of it was
+        overwritten, and the last one is taken back for good.
+        """
         try:
             manifest = _read_json(self.folders[0] / "manifest.json")
             _compare(self._manifest(), manifest, self.folders[0])
@@ -272,8 +294,10 @@ class Store:
                         f"{file.path} is cut short: {file.size()} bytes of {self._drive_nbytes(drive)}; "
                         f"the store cannot be used"
                     )
-            # The newest valid record alone: once it was durable, the slots of the one before may have been overwritten.
-            record = next(iter(_records(self._commit_path)), None)
+            records = _records(self._commit_path)
+            record = next(iter(records), None)
+            if record is not None and at is not None:
+                record = self._record_at(at, records)
             if record is None or len(record.slots) != len(self.newest):
                 raise StoreError(
                     f"{self.folders[0]} has no commit record whose checksum is right: it cannot be resumed"
@@ -283,12 +307,25 @@ class Store:
                 raise StoreError(
                     f"{self.folders[0]}/blob.{record.blob} is damaged: epoch {record.epoch} cannot be resumed"
                 )
+            for later in records[: records.index(record)]:
+                # What it names is about to be overwritten: it must never be found again.
+                _write_in_place(self._commit_path, bytes(PAGE), later.blob * PAGE)
             self.durable = record
             self.newest = list(record.slots)
             return blob
         except BaseException:
             self.close()
             raise
+
+    def _record_at(self, at: Commit, records: Sequence[Record]) -> Record:
+        for record in records:
+            if Commit(record.epoch, record.revision) == at:
+                return record
+        have = ", ".join(str(record.epoch) for record in records)
+        raise StoreError(
+            f"{self.folders[0]} holds epochs {have}, but the last that all ranks hold is {at.epoch}; "
+            f"these folders are not of one run"
+        )
 
     # -- data ---------------------------------------------------------------------------------------
 

@@ -1,0 +1,320 @@
+"""The processes of one run: what they send each other, and which of them is gone.
+
+    control    a few numbers of every rank to every rank, on the host, through gloo
+    data       weights and gradients, between the devices' memories, through NCCL on GPUs and gloo on CPUs
+
+One thread at a time calls: the one that runs the model, or its backward. A wait is cut into seconds, so that Ctrl-C
+ends it. Each rank also shows every second, in torch's own key-value store, that it lives: when a connection breaks,
+the ranks that are left know whose end it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import itertools
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from offload.errors import ConfigError, RankError
+from offload.swapper.device import Device, Event
+
+logger = logging.getLogger("offload")
+
+_LONG = datetime.timedelta(days=7)
+"""A rank may be busy for hours, with an evaluation that it alone does: whether it lives is seen otherwise."""
+_SLICE = datetime.timedelta(seconds=1)
+_PULSE = 1.0
+_SILENT = 120.0
+"""Seconds without a pulse after which a rank counts as lost, even if no connection broke."""
+_BLAME = 5.0
+"""Seconds without a pulse after which a rank is blamed for a connection that broke."""
+_NOTICE = 60.0
+_engines = itertools.count()
+
+
+class Ranks:
+    """This process and the others of its run; there are at least two. See the module for who may call."""
+
+    def __init__(self, device: Device) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._device = device
+        self._control = dist.new_group(backend="gloo", timeout=_LONG)
+        self._on_gpu = device.torch.type == "cuda"
+        self._data = dist.new_group(backend="nccl") if self._on_gpu else self._control
+        self._lost: RankError | None = None
+        store = dist.distributed_c10d._get_default_store()
+        self._pulse = _Pulse(
+            dist.distributed_c10d.PrefixStore(f"offload/{next(_engines)}", store), self.rank, self.size
+        )
+        self._places: list[tuple[str, int]] = [tuple(place) for place in self.share([_machine(), os.getpid()])]
+        self.here = sum(machine == _machine() for machine, _ in self._places)
+        """Ranks on this machine."""
+
+    # -- control ------------------------------------------------------------------------------------
+
+    def collect(self, numbers: Sequence[int], to: str) -> list[list[int]]:
+        """Every rank's `numbers`, of the same length, in the order of the ranks; `to` says what for."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        everyone = torch.empty(self.size, len(numbers), dtype=torch.int64)
+        self._begin(lambda: _gather_into(everyone.view(-1), mine, self._control), to).wait()
+        rows: list[list[int]] = everyone.tolist()
+        return rows
+
+    def collect_bytes(self, content: bytes, to: str) -> list[bytes]:
+        """Every rank's `content`, of any length."""
+        lengths = [row[0] for row in self.collect([len(content)], to)]
+        longest = max(lengths)
+        mine = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8) if longest else torch.empty(0)
+        everyone = torch.empty(self.size * longest, dtype=torch.uint8)
+        if longest:
+            self._begin(lambda: _gather_into(everyone, mine, self._control), to).wait()
+        rows = everyone.view(self.size, -1)
+        return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
+
+    def share(self, value: Any, to: str = "start") -> list[Any]:
+        """Every rank's `value`, which JSON can tell."""
+        return [json.loads(content) for content in self.collect_bytes(json.dumps(value).encode(), to)]
+
+    def broadcast(self, values: torch.Tensor, source: int) -> None:
+        """Overwrite `values`, on the CPU, with those of rank `source`."""
+        if not values.numel():
+            return
+        content = values.view(-1).view(torch.uint8)
+        start = functools.partial(dist.broadcast, content, source, self._control, async_op=True)
+        self._begin(start, "share weights").wait()
+
+    # -- data ---------------------------------------------------------------------------------------
+
+    def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
+        """Fill `whole`, (nbytes,) uint8 on the device, with every rank's part; mine is there when `uploaded` is done.
+
+        `share` are the stretches that are mine; where they lie tells where the others' are.
+        """
+        if not self._on_gpu:
+            uploaded.wait()
+            return _All([self._gather(whole, stretch) for stretch in share])
+        with self._device.uploading():  # after the upload, and the compute stream does not wait
+            for stretch in share:
+                self._gather(whole, stretch).work.wait()
+        return self._device.uploaded()
+
+    def _gather(self, whole: torch.Tensor, mine: range) -> _Work:
+        start = mine.start - self.rank * len(mine)
+        region = whole[start : start + self.size * len(mine)]
+        return self._begin(lambda: _gather_into(region, whole[mine.start : mine.stop], self._data), "gather weights")
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, senders: Sequence[int]) -> None:
+        """Give part r of `sent` to each rank r; `received` becomes what each of `senders` gave, in their order.
+
+        `sent` is (size, part) on the device, `received` (len(senders), part) of the same dtype; the calling thread's
+        compute finds it there. A rank that is no sender gives nothing.
+        """
+        part = received[0].nbytes
+        out, into = received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8)
+        sends = self.rank in senders
+        work = self._begin(
+            lambda: dist.all_to_all_single(
+                out,
+                into if sends else into[:0],
+                [part if rank in senders else 0 for rank in range(self.size)],
+                [part if sends else 0] * self.size,
+                group=self._data,
+                async_op=True,
+            ),
+            "reduce gradients",
+        )
+        if self._on_gpu:
+            work.work.wait()  # orders the streams, does not block
+        else:
+            work.wait()
+
+    # -- waiting, and what ends it ------------------------------------------------------------------
+
+    def _begin(self, start: Callable[[], Any], to: str) -> _Work:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            return _Work(self, start(), to)
+        except RuntimeError as error:
+            raise self._blame(error) from error
+
+    def wait(self, work: Any, to: str) -> None:
+        """Wait for `work`, looking up each second; raises `RankError` when a rank is gone."""
+        began = noticed = time.monotonic()
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise self._blame(error) from error
+            if self._lost is not None:
+                raise self._lost
+            now = time.monotonic()
+            if self._gone(_SILENT, [(self.rank + 1) % self.size]):  # each looks after its neighbour
+                raise self._blame(None)
+            if now - noticed > _NOTICE:
+                noticed = now
+                logger.warning("rank %d has waited %.0f s for other ranks, to %s", self.rank, now - began, to)
+
+    def _blame(self, error: Exception | None) -> RankError:
+        """What to raise where others do not answer: names them, as soon as it is known who they are."""
+        deadline = time.monotonic() + 2 * _BLAME
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        while not (gone := self._gone(_BLAME, others)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        who = "; ".join(gone) or f"a rank that cannot be told does not answer ({error})"
+        self._lost = RankError(
+            f"{who}. Rank {self.rank} cannot go on alone; every rank keeps its last committed step: start all of them "
+            f'again, with "resume": "auto"'
+        )
+        logger.error("%s", self._lost)  # a launcher may end this process before it can say so
+        return self._lost
+
+    def _gone(self, silence: float, ranks: Sequence[int]) -> list[str]:
+        """Which of `ranks` are not there any more, in words."""
+        found: list[str] = []
+        for rank in ranks:
+            machine, process = self._places[rank]
+            where = f"rank {rank} (process {process} on {machine.partition('/')[0]})"
+            ended = self._pulse.ended(rank)
+            if ended is not None:
+                found.append(f"{where} has ended: {ended}")
+            elif machine == _machine() and not _lives(process):
+                found.append(f"{where} was killed or has crashed")
+            elif self._pulse.silent(rank) > silence:
+                found.append(f"{where} has given no sign of life for {self._pulse.silent(rank):.0f} s")
+        return found
+
+    def close(self, reason: str) -> None:
+        """Say that this rank takes part no longer, and why; idempotent."""
+        self._pulse.close(reason)
+        if self._lost is None:
+            self._lost = RankError(f"rank {self.rank} has ended: {reason}")
+            for group in {self._control, self._data}:
+                dist.destroy_process_group(group)
+
+
+class _Work:
+    """A collective under way."""
+
+    def __init__(self, ranks: Ranks, work: Any, to: str) -> None:
+        self.work, self._ranks, self._to = work, ranks, to
+
+    def done(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        if not self.done():
+            self._ranks.wait(self.work, self._to)
+
+
+class _All:
+    """Several events."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def done(self) -> bool:
+        return all(event.done() for event in self._events)
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.wait()
+
+
+class _Pulse:
+    """A thread that counts up in the store, and what the store says of the other ranks."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self._rank = store, rank
+        self._seen = {other: ("", time.monotonic()) for other in range(size)}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="offload-pulse", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for count in itertools.count():
+            try:
+                self._store.set(f"pulse/{self._rank}", str(count))
+            except RuntimeError:
+                return  # the store is gone: `_get` says so to whoever asks
+            if self._closing.wait(_PULSE):
+                return
+
+    def silent(self, rank: int) -> float:
+        """Seconds since the count of `rank` was first seen as it is now."""
+        count = self._get(f"pulse/{rank}")
+        before, since = self._seen[rank]
+        if count is not None and count != before:
+            self._seen[rank] = count, time.monotonic()
+            return 0.0
+        return time.monotonic() - since
+
+    def ended(self, rank: int) -> str | None:
+        """What `rank` gave as its reason to end; None while it has not."""
+        return self._get(f"end/{rank}")
+
+    def _get(self, key: str) -> str | None:
+        with contextlib.suppress(RuntimeError):  # the store's own process may be the one that is gone
+            if self._store.check([key]):
+                return str(self._store.get(key).decode())
+        return None
+
+    def close(self, reason: str) -> None:
+        if not self._closing.is_set():
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"end/{self._rank}", reason)
+            self._closing.set()
+        self._thread.join()
+
+
+def _gather_into(everyone: torch.Tensor, mine: torch.Tensor, group: Any) -> Any:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
+    return gather(everyone, mine, group=group, async_op=True)
+
+
+def _machine() -> str:
+    """This host and, as in a container, its processes' own numbers."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+def _lives(process: int) -> bool:
+    try:
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def join_ranks(device: Device) -> Ranks | None:
+    """The ranks of this run: of torch's default process group, which is made where a launcher asks for several.
+
+    None where this process is alone. Raises `ConfigError` where the group cannot be made.
+    """
+    if not dist.is_available():
+        return None
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return None
+        try:
+            dist.init_process_group("nccl" if device.torch.type == "cuda" else "gloo")
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the ranks cannot meet: {error}; start them with "
+                f"torchrun, or unset WORLD_SIZE"
+            ) from error
+    return Ranks(device) if dist.get_world_size() > 1 else None

@@ -1,0 +1,116 @@
+"""Gradients of several ranks: added up, and cut, so that each rank keeps the mean of its own part.
+
+    .grad ─► bucket, a unit's whole gradient ─► each rank its part ─► added in fp32, in the ranks' order ─► lease
+
+Reduce-scatter as an exchange: each rank gets what the others have for its part and adds it itself. That moves the bytes
+of a ring, rounds once instead of at every hop, and gives the same bits whatever the network does. One bucket is enough:
+it is reduced when all of a unit's parameters are in it, when another unit's gradient comes, when a parameter's second
+one comes, or when the backward ends. Ranks need not agree on when that is, nor have the same gradients (see `rounds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from offload.engine.gradients import Gradients, flat
+from offload.engine.layout import UnitLayout
+from offload.engine.ranks import Ranks
+from offload.engine.rounds import Rounds
+from offload.swapper.arena import DeviceArena, HostArena
+from offload.swapper.device import Device
+
+_CHUNK = 1 << 22
+"""Elements that are added at a time: 16 MiB of fp32 beside the budget."""
+
+
+class ReducedGradients(Gradients):
+    """The mean of all ranks' gradients; see `Gradients` for who calls what.
+
+    Holds two stretches of the device arena, each of the largest unit's gradients, `dtype` being what a backward makes.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[UnitLayout],
+        parts: Sequence[range],
+        arena: HostArena,
+        dtype: torch.dtype,
+        device: Device,
+        device_arena: DeviceArena,
+        bucket_dtype: torch.dtype,
+        ranks: Ranks,
+        rounds: Rounds,
+    ) -> None:
+        super().__init__(layouts, parts, arena, dtype, device)
+        self._ranks, self._rounds = ranks, rounds
+        nbytes = max(layout.trainable_stop for layout in layouts) * bucket_dtype.itemsize
+        pieces = [device_arena.take(nbytes) for _ in range(2)]
+        views = [device_arena.view(piece).view(bucket_dtype) for piece in pieces if piece is not None]
+        assert len(views) == 2, "the device arena was sized for both"
+        self._bucket, self._received = views
+        self._unit = -1
+        self._filled: set[int] = set()
+        self._wanted = [{p for p, s in enumerate(layout.segments) if s.trainable and s.numel} for layout in layouts]
+        self._present: list[set[int]] = [set() for _ in layouts]
+        rounds.holds, rounds.give_gradients = lambda: self._unit, self._exchange
+
+    def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
+        place = self._layouts[unit].segments[segment]
+        if not place.numel:
+            return
+        if self._unit != unit or segment in self._filled:
+            self._flush()
+        if self._unit < 0:
+            self._bucket[: self._layouts[unit].trainable_stop].zero_()
+            self._unit = unit
+        self._bucket[place.start : place.stop].copy_(flat(gradient))
+        self._filled.add(segment)
+        self._present[unit].add(segment)
+        if self._filled == self._wanted[unit]:
+            self._flush()
+
+    def end_backward(self) -> None:
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._unit >= 0:
+            self._rounds.reduce(self._unit)
+
+    def _exchange(self, unit: int, holders: Sequence[int]) -> None:
+        """Every rank at once: add up what `holders` have of `unit`, and keep this rank's part."""
+        layout, part, size = self._layouts[unit], self._parts[unit], self._ranks.size
+        received = self._received[: len(holders) * len(part)].view(len(holders), len(part))
+        self._ranks.exchange(received, self._bucket[: size * len(part)].view(size, len(part)), holders)
+        for position, segment in enumerate(layout.segments):
+            first, last = max(segment.start, part.start), min(segment.stop, part.stop)
+            for start in range(first, last, _CHUNK):
+                stop = min(start + _CHUNK, last)
+                column = slice(start - part.start, stop - part.start)
+                total = received[0, column].to(torch.float32, copy=True)
+                for other in received[1:]:
+                    total += other[column]
+                total /= size
+                self.put(unit, position, start - segment.start, total)
+        if self._unit == unit:
+            self._unit = -1
+            self._filled = set()
+
+    def present(self) -> list[set[int]]:
+        """For each unit the segments of which this rank had a gradient, whoever keeps it."""
+        return [set(segments) for segments in self._present]
+
+    def give(self, units: Sequence[int]) -> None:
+        super().give(units)
+        for unit in units:
+            self._present[unit] = set()
+
+    def drop(self, unit: int) -> None:
+        super().drop(unit)
+        self._present[unit] = set()
+
+    def clear(self) -> None:
+        super().clear()
+        self._unit, self._filled = -1, set()
+        self._present = [set() for _ in self._layouts]

@@ -1,0 +1,236 @@
+"""Agreement: before a collective, every rank says what it is about to do, and all see the same list.
+
+    all about to do the same         it is done
+    some are not                     what one rank needs comes first, and the others serve it: they give their part of
+                                     the weights that it gathers, or nothing to the gradients that it reduces
+    nothing of the list can be next  `RankError` on every rank, with what each was about to do: no rank waits for ever
+
+So ranks may take different paths, as models with experts do and loops that evaluate on one rank alone, for as long as
+all of them come to the same `step()`. `choose` decides, from the list alone. A round is a message of a few numbers,
+sent by the thread that runs the model or its backward; background threads take part in none.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from offload.engine.ranks import Ranks
+from offload.engine.weights import Edit
+from offload.errors import RankError, UsageError
+from offload.swapper.device import Event
+
+
+class Kind(enum.IntEnum):
+    """What a rank may be about to do."""
+
+    AHEAD = 0
+    """Gather a unit before it is used, where no rank would have to wait for its own part."""
+    GATHER = 1
+    """Gather a unit for a forward, a backward or a look at its weights."""
+    REDUCE = 2
+    """Reduce the gradients of a unit."""
+    STEP = 3
+    """Decide on a step."""
+    EDIT = 4
+    """Change the weights of a unit."""
+    END = 5
+    """Delete the store."""
+
+
+class Wish(NamedTuple):
+    """What one rank is about to do."""
+
+    kind: Kind
+    unit: int = -1
+    ready: bool = False
+    """Of AHEAD: whether its own part is at hand and there is room. Of EDIT: whether it has new values."""
+    holds: int = -1
+    """The unit of which it holds gradients that are not reduced."""
+
+    def same(self, other: Wish) -> bool:
+        return (self.kind, self.unit) == (other.kind, other.unit)
+
+
+class Choice(NamedTuple):
+    """What all ranks do next; None where those that would gather ahead do not, and the others ask again."""
+
+    next: Wish | None
+
+
+def choose(wishes: Sequence[Wish]) -> Choice | None:
+    """What comes next, for the wishes of all ranks in their order; None where nothing can.
+
+    Every rank with a wish that was not chosen asks again, but for AHEAD, which is given up where nobody serves it.
+    """
+    if all(wish.same(wishes[0]) for wish in wishes):
+        return Choice(wishes[0])
+    for kind in (Kind.REDUCE, Kind.GATHER):
+        first = next((wish for wish in wishes if wish.kind is kind), None)
+        if first is not None:
+            return Choice(first)
+    return Choice(None) if any(wish.kind is Kind.AHEAD for wish in wishes) else None
+
+
+class Decision(NamedTuple):
+    """What every rank knows when it decides on a step."""
+
+    sum_squares: float
+    """Of the gradients of all ranks' parts, added in the order of the ranks."""
+    present: list[set[int]]
+    """For each unit the segments that have a gradient on any rank."""
+
+
+_FACTS = struct.Struct("<dqq")
+
+
+class Rounds:
+    """One rank's side of every agreement; `pager.Peers` for its pager. Serves others until its own turn comes."""
+
+    def __init__(self, ranks: Ranks, names: Sequence[str]) -> None:
+        self._ranks, self._names = ranks, names
+        self._lock = threading.RLock()  # two of autograd's threads may come at once
+        self.give_weights: Callable[[int], None]
+        """Takes part in the gather of a unit that another rank needs."""
+        self.give_gradients: Callable[[int, Sequence[int]], None]
+        """Takes part in the reduction of a unit's gradients, to which the ranks of the list give theirs."""
+        self.holds: Callable[[], int] = lambda: -1
+        """The unit whose gradients wait to be reduced."""
+
+    # -- what a rank may be about to do -------------------------------------------------------------
+
+    def agree(self, unit: int) -> None:
+        """Return when every rank is about to gather `unit`."""
+        self._reach(Kind.GATHER, unit)
+
+    def agree_ahead(self, unit: int, ready: bool) -> bool:
+        """Whether every rank is about to gather `unit` ahead of its use."""
+        wishes = self._reach(Kind.AHEAD, unit, ready)
+        return all(wish.kind is Kind.AHEAD and wish.unit == unit and wish.ready for wish in wishes)
+
+    def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
+        """Fill in what the other ranks have of a unit, as all have agreed to; see `Ranks.gather`."""
+        return self._ranks.gather(whole, share, uploaded)
+
+    def reduce(self, unit: int) -> None:
+        """Reduce the gradients of `unit` with those of all ranks that have some."""
+        with self._lock:
+            self.give_gradients(unit, _holders(unit, self._reach(Kind.REDUCE, unit)))
+
+    def step(self, sum_squares: float, micro_batches: int, global_steps: int, present: Sequence[set[int]]) -> Decision:
+        """Add up what the ranks know of a step. By the time that it returns, each has the step before on disk.
+
+        Raises `UsageError` on all where they are not at the same step, or had not as many micro-batches.
+        """
+        self._reach(Kind.STEP, -1)
+        flags = b"".join(_bitmap(segments) for segments in present)
+        content = _FACTS.pack(sum_squares, micro_batches, global_steps) + flags
+        rows = self._ranks.collect_bytes(content, "decide on a step")
+        facts = [_FACTS.unpack_from(row) for row in rows]
+        for what, column in (("micro-batches since the last boundary", 1), ("steps so far", 2)):
+            numbers = [row[column] for row in facts]
+            if len(set(numbers)) > 1:
+                raise UsageError(
+                    f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; each must train on as many "
+                    f"micro-batches as the others (drop_last, or a sampler that pads)"
+                )
+        return Decision(sum(row[0] for row in facts), _union([row[_FACTS.size :] for row in rows]))
+
+    def edit(self, unit: int, edits: Sequence[Edit]) -> list[Edit]:
+        """The new values of `unit` that count on every rank: those of the lowest rank that has any."""
+        wishes = self._reach(Kind.EDIT, unit, bool(edits))
+        source = next((rank for rank, wish in enumerate(wishes) if wish.ready), None)
+        if source is None:
+            return []
+        what = self._ranks.share(
+            [[edit.start, edit.stop, edit.values.dtype is torch.float32] for edit in edits], "edit"
+        )
+        agreed: list[Edit] = []
+        for position, (start, stop, is_fp32) in enumerate(what[source]):
+            if source == self._ranks.rank:
+                values = edits[position].values
+            else:
+                values = torch.empty(stop - start, dtype=torch.float32 if is_fp32 else torch.bfloat16)
+            self._ranks.broadcast(values, source)
+            agreed.append(Edit(start, stop, values))
+        return agreed
+
+    def end(self) -> None:
+        """Return when every rank is about to delete its part of the store."""
+        self._reach(Kind.END, -1)
+
+    # -- the round ----------------------------------------------------------------------------------
+
+    def _reach(self, kind: Kind, unit: int, ready: bool = False) -> list[Wish]:
+        """Serve other ranks until all are about to do this; the wishes of the last round.
+
+        AHEAD comes back as well where it is given up.
+        """
+        with self._lock:
+            while True:
+                mine = Wish(kind, unit, ready, self.holds())
+                numbers = [int(field) for field in mine]
+                rows = self._ranks.collect(numbers, _words(mine, self._names))
+                wishes = [Wish(Kind(row[0]), row[1], bool(row[2]), row[3]) for row in rows]
+                choice = choose(wishes)
+                if choice is None:
+                    told = "; ".join(f"rank {rank} {_words(wish, self._names)}" for rank, wish in enumerate(wishes))
+                    raise RankError(
+                        f"the ranks have come to different places: {told}. Every rank must make the same steps, edits "
+                        f"and ends in the same order"
+                    )
+                if choice.next is None:
+                    if kind is Kind.AHEAD:
+                        return wishes
+                elif choice.next.same(mine):
+                    return wishes
+                elif choice.next.kind is Kind.REDUCE:
+                    self.give_gradients(choice.next.unit, _holders(choice.next.unit, wishes))
+                else:
+                    self.give_weights(choice.next.unit)
+
+
+def _holders(unit: int, wishes: Sequence[Wish]) -> list[int]:
+    return [rank for rank, wish in enumerate(wishes) if wish.holds == unit]
+
+
+_DOES = {
+    Kind.AHEAD: "reads ahead the weights of {}",
+    Kind.GATHER: "uses the weights of {}",
+    Kind.REDUCE: "reduces the gradients of {}",
+    Kind.STEP: "is at step()",
+    Kind.EDIT: "changes the weights of {}",
+    Kind.END: "deletes its store",
+}
+
+
+def _words(wish: Wish, names: Sequence[str]) -> str:
+    return _DOES[wish.kind].format(names[wish.unit] if wish.unit >= 0 else "")
+
+
+def _bitmap(segments: set[int]) -> bytes:
+    """The length in bytes, then a bit for each segment."""
+    number = sum(1 << segment for segment in segments)
+    length = (number.bit_length() + 7) // 8
+    return struct.pack("<I", length) + number.to_bytes(length, "little")
+
+
+def _union(rows: Sequence[bytes]) -> list[set[int]]:
+    """For each unit, the segments of which any row's bitmap has the bit."""
+    return [set().union(*sets) for sets in zip(*(list(_segments(row)) for row in rows), strict=True)]
+
+
+def _segments(row: bytes) -> Sequence[set[int]]:
+    found, position = [], 0
+    while position < len(row):
+        (length,) = struct.unpack_from("<I", row, position)
+        position += 4
+        number = int.from_bytes(row[position : position + length], "little")
+        found.append({bit for bit in range(number.bit_length()) if number >> bit & 1})
+        position += length
+    return found

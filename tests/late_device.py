@@ -1,0 +1,191 @@
+"""A CPU that behaves like a GPU at its worst: a copy is carried out when somebody waits for it, or when chance has it.
+
+torch computes at once here, so what a stream would still be doing is kept as a record: every operation of torch is a
+tick of the compute stream's clock with the stretches of memory that it read, and the stream is somewhere behind that
+clock. `broken` names each order that a real GPU would not have kept:
+
+    read early      compute read a place while the copy into it had not been waited for
+    written early   a copy was carried out into a place that compute, not yet known to be done, reads
+    changed early   the source of a copy was changed, or freed, before the copy was carried out
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from offload.engine import initialize
+from offload.swapper.device import Device, Event
+
+
+class _Mark:
+    """All compute up to a tick."""
+
+    def __init__(self, device: LateDevice, tick: int) -> None:
+        self._device, self.tick = device, tick
+
+    def done(self) -> bool:
+        with self._device.lock:
+            self._device.drift()
+            return self._device.progress >= self.tick
+
+    def wait(self) -> None:
+        with self._device.lock:
+            self._device.progress = max(self._device.progress, self.tick)
+
+
+class _Copy:
+    """A copy that was given to a stream."""
+
+    def __init__(
+        self, device: LateDevice, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event]
+    ) -> None:
+        self._device, self._after = device, tuple(after)
+        self.start, self.nbytes = destination.data_ptr(), destination.nbytes
+        self._source, self._storage = source.data_ptr(), StorageWeakRef(source.untyped_storage())
+        self._sum = self._checksum()
+        self.carried_out = self.finished = False
+        ctypes.memset(self.start, 0xFF, self.nbytes)  # NaN, in any dtype: who reads it early shall see it
+
+    def done(self) -> bool:
+        with self._device.lock:
+            self._device.drift()
+            return self.finished
+
+    def wait(self) -> None:
+        with self._device.lock:
+            self._device.run_until(self)
+
+    def carry_out(self) -> None:
+        """Move the bytes. As far as the host can know that may happen at any time until `finish`."""
+        if self.carried_out:
+            return
+        for event in self._after:
+            event.wait()
+        if self._is_as_it_was():
+            self._device.check_written(self.start, self.nbytes)
+            ctypes.memmove(self.start, self._source, self.nbytes)
+        self.carried_out = True
+
+    def finish(self) -> None:
+        self.carry_out()
+        self._is_as_it_was()
+        self.finished = True
+
+    def _is_as_it_was(self) -> bool:
+        """Whether the source is as it was given."""
+        if self._storage.expired() or self._checksum() != self._sum:
+            self._device.broken.append("changed early")
+            return False
+        return True
+
+    def ready(self) -> bool:
+        return all(event.tick <= self._device.progress for event in self._after if isinstance(event, _Mark))
+
+    def _checksum(self) -> int:
+        return zlib.crc32((ctypes.c_char * self.nbytes).from_address(self._source))
+
+
+class LateDevice(Device):
+    """See the module. `lateness` is the chance that nothing is carried out when it could be; at 0 all is at once."""
+
+    def __init__(self, seed: int, lateness: float) -> None:
+        super().__init__(torch.device("cpu"))
+        self.host_addressable = False
+        self.broken: list[str] = []
+        self.lock = threading.RLock()
+        self.progress = 0
+        self.copies = 0
+        self._chance, self._lateness = random.Random(seed), lateness
+        self._clock = 0
+        self._streams: dict[str, list[_Copy]] = {"upload": [], "download": []}
+        self._reads: list[tuple[int, int, int]] = []  # tick, first address, last address
+
+    def upload(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+        return self._give("upload", destination, source, after)
+
+    def download(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+        return self._give("download", destination, source, after)
+
+    def _give(self, stream: str, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event]) -> Event:
+        with self.lock:
+            copy = _Copy(self, destination, source, after)
+            self.copies += 1
+            self._streams[stream].append(copy)
+            self.drift()
+            return copy
+
+    def computed(self) -> Event:
+        with self.lock:
+            return _Mark(self, self._clock)
+
+    def hold(self, event: Event) -> None:
+        if isinstance(event, _Copy):
+            with self.lock:
+                for stream in self._streams.values():
+                    for copy in stream[: stream.index(event) + 1 if event in stream else 0]:
+                        copy.carry_out()
+        elif not isinstance(event, _Mark):  # compute is in order with itself
+            event.wait()
+
+    def drift(self) -> None:
+        """Let some time pass on every stream."""
+        if self._lateness == 0:
+            self.progress = self._clock
+        while self._chance.random() >= self._lateness and self.progress < self._clock:
+            self.progress += 1 + int(self._chance.random() * (self._clock - self.progress))
+            self.progress = min(self.progress, self._clock)
+        for stream in self._streams.values():
+            while stream and self._chance.random() >= self._lateness and stream[0].ready():
+                stream.pop(0).finish()
+
+    def run_until(self, copy: _Copy) -> None:
+        """Finish the copies of a stream up to `copy`."""
+        for stream in self._streams.values():
+            while copy in stream:
+                stream.pop(0).finish()
+
+    def tick(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """An operation of torch that reads, or writes, `stretches` of memory: (first address, last address)."""
+        with self.lock:
+            self._clock += 1
+            pending = [copy for stream in self._streams.values() for copy in stream if not copy.carried_out]
+            for first, last in stretches:
+                if any(copy.start < last and first < copy.start + copy.nbytes for copy in pending):
+                    self.broken.append("read early")
+                self._reads.append((self._clock, first, last))
+            self.drift()
+            self._reads = [read for read in self._reads if read[0] > self.progress]
+
+    def check_written(self, start: int, nbytes: int) -> None:
+        """Note where compute that may still be under way reads what a copy writes."""
+        if any(tick > self.progress and first < start + nbytes and start < last for tick, first, last in self._reads):
+            self.broken.append("written early")
+
+
+class Ticks(TorchDispatchMode):
+    """Tells a `LateDevice` of every operation of torch on this thread."""
+
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and not func.is_view]
+        self._device.tick([(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes and not t.is_meta])
+        return func(*args, **(kwargs or {}))
+
+
+def use_device(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Device]) -> None:
+    """Engines made from now on use the device that `make` gives."""
+    monkeypatch.setattr(initialize, "open_device", lambda _: make())
