@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import resource
 import signal
 import statistics
@@ -152,6 +153,7 @@ def train(
     """Train a causal language model on text, with weights and optimizer states in swap files."""
     from offload.train import Options
 
+    rank = int(os.environ.get("RANK", "0"))  # of torchrun; the first one speaks for all
     options = Options(
         model=model,
         text=tuple(text or ()),
@@ -170,10 +172,10 @@ def train(
         run=run,
         resume=None if resume is None else resume.value,
         keep=keep,
-        log=log,
+        log=log if rank == 0 else None,
     )
-    console = Console(stderr=json_output, highlight=False, soft_wrap=True)
-    _Training(console, json_output).go(options)
+    console = Console(stderr=json_output, highlight=False, soft_wrap=True, quiet=rank > 0)
+    _Training(console, json_output and rank == 0).go(options)
 
 
 @app.command()

@@ -55,15 +55,23 @@ def _read(path: Path) -> bytes:
 
 
 class Batches:
-    """Random stretches of a token array; which ones is a function of seed, step and micro-batch alone."""
+    """Random stretches of a token array; which ones is a function of seed, step and micro-batch alone.
 
-    def __init__(self, tokens: np.ndarray, size: int, length: int, seed: int) -> None:
+    Of several ranks each has `size` rows of the same batch of all.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, size: int, length: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> None:
         if len(tokens) < length:
             raise ConfigError(f"the text has {len(tokens)} tokens, a sequence needs {length}; give more text")
-        self._tokens, self._size, self._length, self._seed = tokens, size, length, seed
+        self._tokens, self._length, self._seed = tokens, length, seed
+        self._rows, self._size = slice(rank * size, (rank + 1) * size), size * world_size
 
     def batch(self, step: int, micro_batch: int) -> torch.Tensor:
         """(size, length) int64: the ids of one micro-batch of one step."""
         chance = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, step, micro_batch))))
         starts = chance.integers(0, len(self._tokens) - self._length + 1, self._size)
-        return torch.from_numpy(np.stack([self._tokens[s : s + self._length] for s in starts]).astype(np.int64))
+        return torch.from_numpy(
+            np.stack([self._tokens[s : s + self._length] for s in starts[self._rows]]).astype(np.int64)
+        )

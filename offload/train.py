@@ -221,7 +221,8 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     _check_numbers(options)
     content, lines = merge(file, options)
     config = load_config(content)
-    batch = resolve_batch(config, 1)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun
+    batch = resolve_batch(config, world_size)
     for line in lines:
         say(line)
     _check_log(options.log)
@@ -229,7 +230,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     require_transformers()
     folder = _model_folder(options.model)
     tokens = _tokens(folder, files)
-    batches = text.Batches(tokens, batch.micro, options.seq_len, config.offload.seed)
+    batches = text.Batches(tokens, batch.micro, options.seq_len, config.offload.seed, rank, world_size)
     done = _finished(config)
     if done is not None:
         return done
@@ -237,9 +238,11 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     model = _model(options.model, folder, content)
     _check_model(model, options.seq_len, int(tokens.max()))
     engine = initialize(model=model, config=content).engine
+    if rank:
+        torch.manual_seed(config.offload.seed + rank)  # another dropout on each
     for line in engine.notices:
         say(line)
-    if options.log is not None:
+    if options.log is not None and rank == 0:
         cut_log(options.log, engine.global_steps)
     return Job(engine, batches, options.steps, config.offload.run, engine.resumable)
 
@@ -384,7 +387,8 @@ def steps(job: Job, hold: Callable[[], AbstractContextManager[Any]] = nullcontex
             part = engine(input_ids=ids, labels=ids).loss
             engine.backward(part)
             loss += float(part.detach()) / accumulation
-            tokens += ids.numel()
+            tokens += ids.numel() * engine.world_size
+        loss = engine.mean(loss)
         with hold():
             engine.step()
             now, after = time.perf_counter(), engine.io_bytes()

@@ -76,9 +76,9 @@ def take_lease_at_once(self: Pager, entry: Any) -> None:
     """Leases are used again while an upload reads them."""
     from offload.swapper.device import DONE
 
-    entry.uploaded, before = DONE, entry.uploaded
+    entry.copied, before = DONE, entry.copied
     REAL_TAKE_LEASE(self, entry)
-    entry.uploaded = before
+    entry.copied = before
 
 
 REAL_TAKE_LEASE = Pager._take_lease

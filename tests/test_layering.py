@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": {"errors", "config", "engine", "swapper", "presets", "text"},
     "cli": {"errors", "sizes", "config", "train", "swapper", "<root>"},
     "__init__": {"errors", "engine"},
+    "__main__": {"cli"},
 }
 NEVER: dict[str, set[str]] = {
     "errors": {"torch", "numpy"},

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from offload import kernels
 from offload.aio import IoQueue
 from offload.engine.bindings import Bindings
-from offload.engine.gradients import Gradients, norm_of
+from offload.engine.gradients import Gradients
 from offload.engine.hooks import Hooks, inside_backward
 from offload.engine.layout import UnitLayout
 from offload.engine.optimizer import Optimizer
@@ -39,10 +39,10 @@ from offload.engine.progress import (
     write_generators,
 )
 from offload.engine.ranks import Ranks
-from offload.engine.rounds import Decision, Rounds
+from offload.engine.rounds import Rounds
 from offload.engine.updater import SegmentStep, UnitUpdate, Updater
 from offload.engine.weights import Edit, Weights
-from offload.errors import EngineFailed, NumericsError, UsageError
+from offload.errors import NumericsError, OffloadError, UsageError
 from offload.swapper.arena import HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.store import Store
@@ -154,6 +154,7 @@ class Engine:
         if parts.updater is not None:
             parts.weights.apply, parts.weights.settle = self._edit, parts.bindings.settle
             parts.gradients.settle = self._await_updates
+        parts.weights.several_ranks = parts.rounds is not None
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -247,6 +248,21 @@ class Engine:
         return self._choices.total_batch_size
 
     @property
+    def global_rank(self) -> int:
+        """The number of this process among those that train together."""
+        return 0 if self._parts.ranks is None else self._parts.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return 1 if self._parts.ranks is None else self._parts.ranks.size
+
+    def mean(self, value: float) -> float:
+        """The mean of a number over all ranks, such as a loss to log; every rank must ask for it at the same place."""
+        self._enter()
+        return value if self._parts.rounds is None else self._parts.rounds.mean(value)
+
+    @property
     def parameter_count(self) -> int:
         """Elements of all parameters; a tied one counts once."""
         return sum(segment.numel for layout in self._parts.layouts for segment in layout.segments)
@@ -282,10 +298,9 @@ class Engine:
             )
         parts.bindings.settle()
         parts.updater.finish()
-        decision = Decision(parts.gradients.sum_squares(), parts.gradients.present())
-        if parts.rounds is not None:
-            decision = parts.rounds.step(decision.sum_squares, count, self.global_steps, decision.present)
-        norm = norm_of(decision.sum_squares)
+        known = parts.gradients.known
+        decision = known() if parts.rounds is None else parts.rounds.step(count, self.global_steps, known)
+        norm = decision.norm
         try:
             applied = self._apply(parts.updater, norm, decision.present, parts.pager.end_step())
         except BaseException as error:  # Ctrl-C: half of a boundary is none, and the last commit is whole
@@ -547,7 +562,7 @@ class Engine:
             return
         try:
             self.destroy()
-        except (EngineFailed, OSError) as error:
+        except (OffloadError, OSError) as error:
             logger.error("at exit: %s", error)
         if self.resumable:
             logger.warning(

@@ -23,6 +23,20 @@ from offload.swapper.arena import HostArena, Lease
 from offload.swapper.device import Device, Event
 
 
+class Known(NamedTuple):
+    """What the gradients of a step have in common."""
+
+    sum_squares: float
+    """Of all of them, in float64, added in layout order; inf or NaN if any value is."""
+    present: list[set[int]]
+    """For each unit the segments that have one."""
+
+    @property
+    def norm(self) -> float:
+        """The global 2-norm."""
+        return math.sqrt(self.sum_squares) if self.sum_squares >= 0 else math.nan
+
+
 class _Arriving(NamedTuple):
     """A stretch of a gradient on its way to a staging buffer."""
 
@@ -119,21 +133,17 @@ class Gradients:
             squares, key = self._squares[unit], (segment, first)
             squares[key] = kernels.accumulate(memory[start : start + len(values)], values, add=key in squares)
 
-    def sum_squares(self) -> float:
-        """The sum of squares of all gradients here, in float64, added in layout order; inf or NaN if any value is.
-
-        Waits for what is on its way from the device.
-        """
+    def known(self) -> Known:
+        """What a step is decided on. Waits for what is on its way from the device."""
         while self._arriving:
             self._receive()
         total = 0.0
         for squares in self._squares:
             for key in sorted(squares):
                 total += squares[key]
-        return total
+        return Known(total, self._present())
 
-    def present(self) -> list[set[int]]:
-        """For each unit the segments that have a gradient."""
+    def _present(self) -> list[set[int]]:
         return [{segment for segment, _ in squares} for squares in self._squares]
 
     def give(self, units: Sequence[int]) -> None:
@@ -174,8 +184,3 @@ def flat(gradient: torch.Tensor) -> torch.Tensor:
     if gradient.layout is not torch.strided:  # of an embedding with sparse=True
         gradient = gradient.to_dense()
     return gradient.contiguous().view(-1)
-
-
-def norm_of(sum_squares: float) -> float:
-    """The 2-norm; NaN where the sum is."""
-    return math.sqrt(sum_squares) if sum_squares >= 0 else math.nan

@@ -42,6 +42,9 @@ class Keeper(Protocol):
     def updates(self, unit: int) -> int:
         """How often the weights of `unit` have changed."""
 
+    def end_edits(self, unit: int) -> None:
+        """Every rank has made the edits of `unit` that it makes, which may be none."""
+
 
 class Place:
     """One parameter of a model under an engine: whose it is, and how it comes and goes."""

@@ -52,7 +52,8 @@ class Ranks:
         self._device = device
         self._control = dist.new_group(backend="gloo", timeout=_LONG)
         self._on_gpu = device.torch.type == "cuda"
-        self._data = dist.new_group(backend="nccl") if self._on_gpu else self._control
+        # One group for each: gloo ends the process where a message meets one of another length.
+        self._data = dist.new_group(backend="nccl") if self._on_gpu else dist.new_group(backend="gloo", timeout=_LONG)
         self._lost: RankError | None = None
         store = dist.distributed_c10d._get_default_store()
         self._pulse = _Pulse(
@@ -197,6 +198,15 @@ class Ranks:
             elif self._pulse.silent(rank) > silence:
                 found.append(f"{where} has given no sign of life for {self._pulse.silent(rank):.0f} s")
         return found
+
+    def fail(self, reason: str) -> RankError:
+        """What to raise where this rank has left a collective that the others are in: they are told, and end too."""
+        self.close(reason)
+        self._lost = RankError(
+            f"rank {self.rank} has stopped, and the others with it: {reason}, after an earlier error; every rank keeps "
+            f'its last committed step: start all of them again, with "resume": "auto"'
+        )
+        return self._lost
 
     def close(self, reason: str) -> None:
         """Say that this rank takes part no longer, and why; idempotent."""

@@ -53,7 +53,7 @@ class ReducedGradients(Gradients):
         self._unit = -1
         self._filled: set[int] = set()
         self._wanted = [{p for p, s in enumerate(layout.segments) if s.trainable and s.numel} for layout in layouts]
-        self._present: list[set[int]] = [set() for _ in layouts]
+        self._seen: list[set[int]] = [set() for _ in layouts]
         rounds.holds, rounds.give_gradients = lambda: self._unit, self._exchange
 
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ class ReducedGradients(Gradients):
             self._unit = unit
         self._bucket[place.start : place.stop].copy_(flat(gradient))
         self._filled.add(segment)
-        self._present[unit].add(segment)
+        self._seen[unit].add(segment)
         if self._filled == self._wanted[unit]:
             self._flush()
 
@@ -97,20 +97,20 @@ class ReducedGradients(Gradients):
             self._unit = -1
             self._filled = set()
 
-    def present(self) -> list[set[int]]:
-        """For each unit the segments of which this rank had a gradient, whoever keeps it."""
-        return [set(segments) for segments in self._present]
+    def _present(self) -> list[set[int]]:
+        """Of what this rank had a gradient, whoever keeps it."""
+        return [set(segments) for segments in self._seen]
 
     def give(self, units: Sequence[int]) -> None:
         super().give(units)
         for unit in units:
-            self._present[unit] = set()
+            self._seen[unit] = set()
 
     def drop(self, unit: int) -> None:
         super().drop(unit)
-        self._present[unit] = set()
+        self._seen[unit] = set()
 
     def clear(self) -> None:
         super().clear()
         self._unit, self._filled = -1, set()
-        self._present = [set() for _ in self._layouts]
+        self._seen = [set() for _ in self._layouts]

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from offload.engine.gradients import Known
 from offload.engine.ranks import Ranks
 from offload.engine.weights import Edit
 from offload.errors import RankError, UsageError
@@ -41,6 +42,8 @@ class Kind(enum.IntEnum):
     """Change the weights of a unit."""
     END = 5
     """Delete the store."""
+    MEAN = 6
+    """Tell a number to all."""
 
 
 class Wish(NamedTuple):
@@ -77,15 +80,6 @@ def choose(wishes: Sequence[Wish]) -> Choice | None:
     return Choice(None) if any(wish.kind is Kind.AHEAD for wish in wishes) else None
 
 
-class Decision(NamedTuple):
-    """What every rank knows when it decides on a step."""
-
-    sum_squares: float
-    """Of the gradients of all ranks' parts, added in the order of the ranks."""
-    present: list[set[int]]
-    """For each unit the segments that have a gradient on any rank."""
-
-
 _FACTS = struct.Struct("<dqq")
 
 
@@ -95,6 +89,8 @@ class Rounds:
     def __init__(self, ranks: Ranks, names: Sequence[str]) -> None:
         self._ranks, self._names = ranks, names
         self._lock = threading.RLock()  # two of autograd's threads may come at once
+        self._agreed = -1
+        """The unit that all ranks are gathering or reducing now; -1 between collectives."""
         self.give_weights: Callable[[int], None]
         """Takes part in the gather of a unit that another rank needs."""
         self.give_gradients: Callable[[int, Sequence[int]], None]
@@ -106,28 +102,37 @@ class Rounds:
 
     def agree(self, unit: int) -> None:
         """Return when every rank is about to gather `unit`."""
-        self._reach(Kind.GATHER, unit)
+        if self._agreed != unit:  # else it was agreed, there was no room, and now there is some
+            self._reach(Kind.GATHER, unit)
+            self._agreed = unit
 
     def agree_ahead(self, unit: int, ready: bool) -> bool:
         """Whether every rank is about to gather `unit` ahead of its use."""
         wishes = self._reach(Kind.AHEAD, unit, ready)
-        return all(wish.kind is Kind.AHEAD and wish.unit == unit and wish.ready for wish in wishes)
+        if not all(wish.kind is Kind.AHEAD and wish.unit == unit and wish.ready for wish in wishes):
+            return False
+        self._agreed = unit
+        return True
 
     def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
         """Fill in what the other ranks have of a unit, as all have agreed to; see `Ranks.gather`."""
-        return self._ranks.gather(whole, share, uploaded)
+        gathered = self._ranks.gather(whole, share, uploaded)
+        self._agreed = -1
+        return gathered
 
     def reduce(self, unit: int) -> None:
         """Reduce the gradients of `unit` with those of all ranks that have some."""
         with self._lock:
-            self.give_gradients(unit, _holders(unit, self._reach(Kind.REDUCE, unit)))
+            self._serve(Kind.REDUCE, unit, self._reach(Kind.REDUCE, unit))
 
-    def step(self, sum_squares: float, micro_batches: int, global_steps: int, present: Sequence[set[int]]) -> Decision:
+    def step(self, micro_batches: int, global_steps: int, known: Callable[[], Known]) -> Known:
         """Add up what the ranks know of a step. By the time that it returns, each has the step before on disk.
 
-        Raises `UsageError` on all where they are not at the same step, or had not as many micro-batches.
+        `known` is asked when every rank is here: until then gradients of others may still come in. Raises `UsageError`
+        on all ranks where they are not at the same step, or had not as many micro-batches.
         """
         self._reach(Kind.STEP, -1)
+        sum_squares, present = known()
         flags = b"".join(_bitmap(segments) for segments in present)
         content = _FACTS.pack(sum_squares, micro_batches, global_steps) + flags
         rows = self._ranks.collect_bytes(content, "decide on a step")
@@ -139,7 +144,7 @@ class Rounds:
                     f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; each must train on as many "
                     f"micro-batches as the others (drop_last, or a sampler that pads)"
                 )
-        return Decision(sum(row[0] for row in facts), _union([row[_FACTS.size :] for row in rows]))
+        return Known(sum(row[0] for row in facts), _union([row[_FACTS.size :] for row in rows]))
 
     def edit(self, unit: int, edits: Sequence[Edit]) -> list[Edit]:
         """The new values of `unit` that count on every rank: those of the lowest rank that has any."""
@@ -160,6 +165,12 @@ class Rounds:
             agreed.append(Edit(start, stop, values))
         return agreed
 
+    def mean(self, value: float) -> float:
+        """The mean of every rank's `value`."""
+        self._reach(Kind.MEAN, -1)
+        values: list[float] = self._ranks.share(value, "tell a number")
+        return sum(values) / len(values)
+
     def end(self) -> None:
         """Return when every rank is about to delete its part of the store."""
         self._reach(Kind.END, -1)
@@ -172,6 +183,8 @@ class Rounds:
         AHEAD comes back as well where it is given up.
         """
         with self._lock:
+            if self._agreed >= 0:
+                raise self._ranks.fail(f"it could not take its part in moving {self._names[self._agreed]}")
             while True:
                 mine = Wish(kind, unit, ready, self.holds())
                 numbers = [int(field) for field in mine]
@@ -181,22 +194,26 @@ class Rounds:
                 if choice is None:
                     told = "; ".join(f"rank {rank} {_words(wish, self._names)}" for rank, wish in enumerate(wishes))
                     raise RankError(
-                        f"the ranks have come to different places: {told}. Every rank must make the same steps, edits "
-                        f"and ends in the same order"
+                        f"the ranks have come to different places: {told}. Every rank must make the same steps, and "
+                        f"the same edits between them; `with offload.gathered(..., modify=True)` takes one rank's for "
+                        f"all"
                     )
                 if choice.next is None:
                     if kind is Kind.AHEAD:
                         return wishes
                 elif choice.next.same(mine):
                     return wishes
-                elif choice.next.kind is Kind.REDUCE:
-                    self.give_gradients(choice.next.unit, _holders(choice.next.unit, wishes))
                 else:
-                    self.give_weights(choice.next.unit)
+                    self._serve(choice.next.kind, choice.next.unit, wishes)
 
-
-def _holders(unit: int, wishes: Sequence[Wish]) -> list[int]:
-    return [rank for rank, wish in enumerate(wishes) if wish.holds == unit]
+    def _serve(self, kind: Kind, unit: int, wishes: Sequence[Wish]) -> None:
+        """Take part in what was chosen. An exception on the way leaves the others waiting, and is known as that."""
+        self._agreed = unit
+        if kind is Kind.REDUCE:
+            self.give_gradients(unit, [rank for rank, wish in enumerate(wishes) if wish.holds == unit])
+        else:
+            self.give_weights(unit)
+        self._agreed = -1
 
 
 _DOES = {
@@ -206,6 +223,7 @@ _DOES = {
     Kind.STEP: "is at step()",
     Kind.EDIT: "changes the weights of {}",
     Kind.END: "deletes its store",
+    Kind.MEAN: "tells a number to all",
 }
 
 

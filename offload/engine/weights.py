@@ -56,6 +56,8 @@ class Weights:
         """Called before weights are read or edited."""
         self.apply: Callable[[int, Sequence[Edit]], None] | None = None
         """Carries out the edits of one unit; None in an engine that trains nothing."""
+        self.several_ranks = False
+        """Whether other ranks must hear of every edit."""
         self.settle: Callable[[], None] = lambda: None
         """Raises where weights may not change now."""
         self._removers: list[Callable[[], None]] = [
@@ -125,6 +127,15 @@ class Weights:
         self._pending[position] = values.to("cpu", dtype, copy=True).contiguous().view(-1)
         self._pending_unit = unit
 
+    def end_edits(self, unit: int) -> None:
+        """With several ranks: carry out the edits of `unit`, those of the lowest rank that has any."""
+        if not self.several_ranks or self.apply is None:
+            return
+        if self._pending_unit != unit:
+            self.flush()
+            self.apply(unit, [])
+        self.flush()
+
     def updates(self, unit: int) -> int:
         """How often the weights of `unit` have changed."""
         return self._pager.updates(unit)
@@ -192,6 +203,9 @@ def gathered(params: Any, modify: bool = False) -> Iterator[None]:
     The memory is a copy on the compute device, outside of all budgets. With `modify`, what was changed is written to
     the swap tiers at the end, also after an exception; without, a change raises `UsageError` at the end. Models may
     not run on gathered parameters, nor may `step()` be called. Parameters of an ordinary model are left alone.
+
+    With several ranks and `modify`, all of them come here with the same parameters; of each unit, what the lowest rank
+    changed that changed any counts on all of them, so that `if rank == 0:` may stand inside.
     """
     places = _places_of(params)
     for place in places:
@@ -208,8 +222,11 @@ def gathered(params: Any, modify: bool = False) -> Iterator[None]:
         given = [(place, place.let_go()) for place in taken]
         changed = [(place, values) for place, values in given if not _same_bits(values, place.read())]
         if modify:
-            for place, values in changed:
-                place.edit(values)
+            for unit in dict.fromkeys((place.engine, place.unit) for place in taken):
+                for place, values in changed:
+                    if (place.engine, place.unit) == unit:
+                        place.edit(values)
+                unit[0].end_edits(unit[1])
     if changed and not modify:
         raise UsageError(
             f"parameter {changed[0][0].name} was changed inside of gathered(); the change is dropped: say modify=True"

@@ -20,7 +20,7 @@ read or an update, all is whole, and the call can be given up; that is where nea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -93,8 +93,10 @@ class _Entry:
     home_slice: Slice | None = None
     """The partition's home on the device, where a unit that is in use lies elsewhere, gathered from all ranks."""
     transfer: Transfer | None = None
+    copied: Event = DONE
+    """The end of the last copy out of the lease, or out of the home on the device."""
     uploaded: Event = DONE
-    """When the slice is filled, and the lease no longer read."""
+    """When the slice is filled: after that copy, and with several ranks the gather."""
     read: Event = DONE
     """The last compute that was started on the slice."""
     pins: int = 0
@@ -186,16 +188,14 @@ class Pager:
 
     def take_part(self, unit: int) -> None:
         """Another rank gathers `unit`, which this one may not need: give it this rank's part of it."""
-        entry = self._entries[unit]
         with self.lock:
-            entry.pins += 1
-            try:
-                if entry.slice is None or entry.updating:
-                    self._bring(entry)
-                else:
-                    self._gather(entry, entry.slice)
-            finally:
-                entry.pins -= 1
+            self._take_part(self._entries[unit])
+
+    def _take_part(self, entry: _Entry) -> None:
+        if entry.slice is None or entry.updating:
+            self._bring(entry)
+        else:
+            self._gather(entry, entry.slice)
 
     def _agree(self, peers: Peers, unit: int) -> None:
         """Wait for the other ranks without the lock, and serve them meanwhile."""
@@ -330,8 +330,9 @@ class Pager:
         part = self._part(entry)
         for stretch in entry.size.share:
             source = part[start : start + len(stretch)]
-            entry.uploaded = self._device.upload(whole[stretch.start : stretch.stop], source, piece.after)
+            entry.copied = self._device.upload(whole[stretch.start : stretch.stop], source, piece.after)
             start += len(stretch)
+        entry.uploaded = entry.copied
 
     def _part(self, entry: _Entry) -> torch.Tensor:
         """(part_nbytes,) uint8: the partition, at home or in a lease."""
@@ -343,46 +344,48 @@ class Pager:
     def _gather(self, entry: _Entry, piece: Slice) -> None:
         if self._peers is not None:
             peers, whole = self._peers, self.arena.view(piece)
-            entry.uploaded = self.changed.without_lock(lambda: peers.gather(whole, entry.size.share, entry.uploaded))
+            entry.uploaded = self.changed.without_lock(lambda: peers.gather(whole, entry.size.share, entry.copied))
 
     def _take_slice(self, entry: _Entry, beyond: int = -1) -> Slice | None:
         """Room for `entry` on the device: drops released units whose next use is beyond `beyond`, furthest first."""
         while (piece := self.arena.take(entry.size.nbytes)) is None:
-            idle = (
-                e.index for e in self._entries if e.residency is Residency.DEVICE and not e.pins and not e.size.stays
-            )
-            victim = furthest(idle, self.trace, beyond)
+            victim = furthest((e.index for e in self._idle()), self.trace, beyond)
             if victim is None:
                 return None
             self._drop(self._entries[victim])
         return piece
+
+    def _idle(self) -> Iterator[_Entry]:
+        """Units on the device that nobody uses, and that may leave it."""
+        return (e for e in self._entries if e.residency is Residency.DEVICE and not e.pins and not e.size.stays)
 
     def _bring_ahead(self) -> None:
         """Start the upload of the unit that the trace says comes next, where nothing must be waited for."""
         unit = next(self.trace.upcoming(1), None)
         if unit is None:
             return
-        entry, piece = self._entries[unit], None
+        entry, beyond = self._entries[unit], self.trace.distance(unit)
         if entry.residency is Residency.DEVICE:
             return
-        if entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating:
-            piece = self._take_slice(entry, self.trace.distance(unit))
-        agreed = piece is not None
-        if self._peers is not None:
-            peers, torn = self._peers, self._torn
-            self._torn = False
-            entry.pins += 1  # what it has stays: other units may be gathered before the ranks agree
-            agreed = self.changed.without_lock(lambda: peers.agree_ahead(unit, piece is not None))
-            entry.pins -= 1
-            self._torn = torn
-        if piece is None:
-            return
-        if agreed and entry.slice is None:
-            self._upload_into(entry, piece)
-            return
-        self.arena.give(piece, DONE, DONE)
-        if agreed and entry.slice is not None:
-            self._gather(entry, entry.slice)
+        at_hand = entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
+        ready = at_hand and self._could_fit(entry, beyond)
+        if self._peers is None:
+            piece = self._take_slice(entry, beyond) if ready else None
+            if piece is not None:
+                self._upload_into(entry, piece)
+        elif self._agree_ahead(self._peers, entry, ready):
+            self._take_part(entry)
+
+    def _could_fit(self, entry: _Entry, beyond: int) -> bool:
+        """Whether there is room for it among what is free and what is next used after `beyond` uses."""
+        later = (e for e in self._idle() if self.trace.distance(e.index) > beyond)
+        return self.arena.nbytes - self.arena.used_bytes + sum(e.size.nbytes for e in later) >= entry.size.nbytes
+
+    def _agree_ahead(self, peers: Peers, entry: _Entry, ready: bool) -> bool:
+        torn, self._torn = self._torn, False
+        agreed = self.changed.without_lock(lambda: peers.agree_ahead(entry.index, ready))
+        self._torn = torn
+        return agreed
 
     def _drop(self, entry: _Entry) -> None:
         """Leave the device; the copy there is clean, so nothing moves."""
@@ -397,9 +400,8 @@ class Pager:
     def drop_released(self) -> None:
         """Drop every unit that is not pinned, wherever its room is not its home (for tests and between engines)."""
         with self.lock:
-            for entry in self._entries:
-                if entry.residency is Residency.DEVICE and not entry.pins and not entry.size.stays:
-                    self._drop(entry)
+            for entry in list(self._idle()):
+                self._drop(entry)
 
     def end_step(self) -> tuple[int, ...]:
         """The step's uses are over: their order is the prediction for the next, and returned."""
@@ -424,14 +426,14 @@ class Pager:
         return (
             entry.lease is not None
             and entry.size.home is Tier.DISK
-            and (entry.residency is Residency.DEVICE or (entry.residency is Residency.HOST and not entry.pins))
+            and entry.residency in (Residency.HOST, Residency.DEVICE)
             and not entry.unwritten
             and not entry.updating
         )
 
     def _take_lease(self, entry: _Entry) -> None:
         assert entry.lease is not None
-        entry.uploaded.wait()  # blocks only where a copy to the device is slower than all that came after it
+        entry.copied.wait()  # blocks only where a copy to the device is slower than all that came after it
         entry.lease.release()
         entry.lease = None
         if entry.residency is Residency.HOST:
@@ -470,7 +472,7 @@ class Pager:
         with self.lock:
             entry = self._entries[unit]
             assert entry.size.home is not Tier.DEVICE
-            entry.uploaded.wait()  # the worker is about to write where an upload may still read
+            entry.copied.wait()  # the worker is about to write where an upload may still read
             while entry.residency is Residency.READING:  # a read ahead from before step()
                 self.check()
                 self._finish_read(entry)
@@ -511,7 +513,7 @@ class Pager:
         """(part_nbytes,) uint8: the partition of a unit whose home is DEVICE, for its update. Nothing reads it now."""
         entry = self._entries[unit]
         assert entry.home_slice is not None
-        entry.uploaded.wait()
+        entry.copied.wait()
         entry.read.wait()
         return self.arena.view(entry.home_slice)
 

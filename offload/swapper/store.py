@@ -384,9 +384,14 @@ class Store:
         self.close()
         if finished is not None:
             run = self.folders[0].parent
-            run.mkdir(exist_ok=True)
             note = dict(finished, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
-            _write_durably(run / "finished.json", json.dumps(note).encode())
+            while True:
+                run.mkdir(mode=0o700, exist_ok=True)
+                try:
+                    _write_durably(run / "finished.json", json.dumps(note).encode())
+                    return
+                except FileNotFoundError:
+                    pass  # another rank, the last to leave, has just removed the empty folder
 
     def _unlink(self) -> None:
         for folder in self.folders:

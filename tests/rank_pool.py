@@ -1,0 +1,127 @@
+"""Real processes that train together, over gloo.
+
+A pool is started once and given one piece of work after the other: importing torch takes longer than most of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import offload
+from tests.oracle import Job, Result, config
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def meet(rank: int, size: int, port: int) -> None:
+    """What torchrun does for a process: the environment by which ranks find each other."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+
+
+def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
+    meet(rank, size, port)
+    dist.init_process_group("gloo")
+    while (work := pipe.recv()) is not None:
+        function, arguments = work
+        try:
+            pipe.send((True, function(*arguments)))
+        except BaseException as error:
+            pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    dist.destroy_process_group()
+
+
+class RankPool:
+    """`size` ranks; `run` calls a module-level function on each and returns what each returned."""
+
+    def __init__(self, size: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        port = free_port()
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            mine, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Raises AssertionError with the traceback of every rank that raised."""
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        answers = [pipe.recv() for pipe in self.pipes]
+        wrong = [f"rank {rank}: {answer}" for rank, (right, answer) in enumerate(answers) if not right]
+        assert not wrong, "\n".join(wrong)
+        return [answer for _, answer in answers]
+
+    def close(self) -> None:
+        """End the processes, also such as wait for each other for ever."""
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+            process.kill()
+
+
+@contextmanager
+def pool(size: int) -> Iterator[RankPool]:
+    ranks = RankPool(size)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Of this process."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> offload.Engine:
+    """An engine on this rank, for a job whose loss takes this rank's rows of every batch."""
+    torch.manual_seed(job.seed)
+    return offload.initialize(model=job.model(), config=config(job, placement, folder, **options))[0]
+
+
+def train(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
+    """Train `job` to its end, remove the store; losses are the mean of all ranks'."""
+    engine = start(job, placement, folder, **options)
+    try:
+        losses, norms = [], []
+        for step in range(job.steps):
+            loss = 0.0
+            for micro in range(job.accumulation):
+                part = job.loss(engine, step, micro)
+                engine.backward(part)
+                loss += float(part.detach()) / job.accumulation
+                mean = engine.mean(loss) if micro == job.accumulation - 1 else 0.0
+                engine.step()
+            losses.append(mean)
+            norms.append(engine.get_global_grad_norm() or 0.0)
+        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    finally:
+        engine.destroy(remove=True)
+    return Result(losses, norms, weights)

@@ -1,0 +1,306 @@
+"""Two processes train one model: each holds half of every unit, and together they do what one would do."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import offload
+from offload.errors import ConfigError, RankError, UsageError
+from tests import models
+from tests.faults import LateQueue
+from tests.oracle import PLACEMENTS, Job, Result, assert_same, config
+from tests.rank_pool import RankPool, pool, rank_and_size, start, train
+from tests.test_placements import room_for
+
+DISK = ("nvme", "nvme")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with pool(2) as two:
+        yield two
+
+
+def my_rows(batch: torch.Tensor) -> torch.Tensor:
+    rank, size = rank_and_size()
+    return batch.chunk(size)[rank]
+
+
+def rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    """The loss of this rank's rows; the mean over the ranks is that of all rows."""
+    ids = my_rows(models.tokens(step, micro, (4, 16), 61))
+    return functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+
+
+def language_rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    ids = my_rows(models.tokens(step, micro, (4, 16)))
+    return model(input_ids=ids, labels=ids).loss
+
+
+JOBS = {
+    "gpt2": models.GPT2._replace(loss=language_rows_loss),
+    "llama": Job(models.llama, language_rows_loss),
+    "mixtral": Job(models.mixtral, language_rows_loss),
+    "mixture": models.MIXTURE._replace(loss=rows_loss),
+}
+
+
+# -- what one rank would do ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_as_one_rank_with_the_whole_batch(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    # The gradient of an attention's key bias is 0 but for rounding, which Adam makes lr times its sign of.
+    job = JOBS[name]._replace(steps=20, lr=3e-4)
+    alone = train(job, DISK, tmp_path / "one")
+    for result in ranks.run(train, job, DISK, tmp_path / "two"):
+        assert result.losses == pytest.approx(alone.losses, rel=1e-5, abs=1e-6)
+        assert result.norms == pytest.approx(alone.norms, rel=1e-5, abs=1e-6)
+        for weight, expected in alone.weights.items():
+            torch.testing.assert_close(result.weights[weight], expected, rtol=0, atol=1e-5)
+
+
+def train_in_all(job: Job, folder: Path) -> Result:
+    """Nine placements, of which each must give the bits of the first."""
+    first: Result | None = None
+    for number, placement in enumerate(PLACEMENTS):
+        result = train(job, placement, folder / str(number))
+        first = first or result
+        assert_same(first, result, f"{placement}")
+    assert first is not None
+    return first
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["gpt2", "mixture"])
+def test_same_bits_in_every_placement(name: str, dtype: str, ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(train_in_all, JOBS[name]._replace(steps=3, dtype=dtype), tmp_path)
+    assert_same(one, other, "the two ranks")
+
+
+def train_late(job: Job, folder: Path, device_memory: int) -> Result:
+    """I/O that is up to 10 ms late, on each rank at other moments, with little room on the device."""
+    from offload.engine import initialize
+
+    real = initialize.IoQueue
+    initialize.IoQueue = lambda: LateQueue(rank_and_size()[0], 0.01)  # type: ignore[assignment,misc]
+    try:
+        return train(job, DISK, folder, device_memory=device_memory)
+    finally:
+        initialize.IoQueue = real  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("units", [1, 2])
+def test_same_bits_where_each_rank_is_late_by_itself(units: int, ranks: RankPool, tmp_path: Path) -> None:
+    job = JOBS["gpt2"]._replace(steps=4, dtype="bf16", accumulation=2)
+    expected = ranks.run(train, job, DISK, tmp_path / "at once")[0]
+    room = room_for(job, units) + 2 * room_for(job, 1) + 2 * units * 8192  # the second is for reductions
+    for late in ranks.run(train_late, job, tmp_path / "late", room):
+        assert_same(expected, late)
+
+
+# -- different paths ----------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """A layer whose experts are units of their own; each rank goes through others, in another order."""
+
+    def __init__(self, paths: tuple[tuple[int, ...], ...]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 64)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(64, 61)
+        self.paths = paths
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for expert in self.paths[rank_and_size()[0]]:
+            hidden = hidden + self.experts[expert](hidden)
+        return self.head(hidden)
+
+
+def one_path() -> nn.Module:
+    return Experts(((0, 1, 2, 3), (0, 1, 2, 3)))
+
+
+def other_experts() -> nn.Module:
+    return Experts(((0, 2), (1, 2)))
+
+
+def other_order() -> nn.Module:
+    return Experts(((0, 1, 2), (2, 0, 3)))
+
+
+@pytest.mark.parametrize("model", [one_path, other_experts, other_order])
+@pytest.mark.works("Several ranks", "experts that only some ranks use, in any order", "right")
+def test_ranks_may_use_different_modules(model: Any, ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(train, Job(model, rows_loss, steps=4), DISK, tmp_path)
+    assert_same(one, other)
+    plain = train_plainly(Job(model, rows_loss, steps=4))
+    assert one.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert one.norms == pytest.approx(plain.norms, rel=1e-5)
+
+
+def train_plainly(job: Job) -> Result:
+    """Both ranks' losses in one process, of ordinary PyTorch."""
+    torch.manual_seed(job.seed)
+    model = job.model()
+    decayed = torch.optim.AdamW(model.parameters(), lr=job.lr, weight_decay=job.weight_decay)
+    losses, norms = [], []
+    try:
+        for step in range(job.steps):
+            total = torch.zeros(())
+            for rank in range(2):
+                os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+                total = total + job.loss(model, step, 0) / 2
+            total.backward()
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), job.clip)))
+            decayed.step()
+            decayed.zero_grad()
+            losses.append(float(total.detach()))
+    finally:
+        for name in ("RANK", "WORLD_SIZE"):
+            del os.environ[name]
+    return Result(losses, norms, {})
+
+
+def evaluate_alone(folder: Path) -> tuple[list[float], int]:
+    """Rank 0 looks at weights and runs the model by itself between steps."""
+    job = JOBS["gpt2"]._replace(steps=4)
+    engine = start(job, DISK, folder)
+    losses, seen = [], 0
+    for step in range(job.steps):
+        loss = job.loss(engine, step, 0)
+        engine.backward(loss)
+        engine.step()
+        losses.append(engine.mean(float(loss.detach())))
+        if engine.global_rank == 0:
+            with torch.no_grad():
+                job.loss(engine, 100, 0)
+            seen += sum(value.numel() for value in engine.module.state_dict().values())
+    engine.destroy(remove=True)
+    return losses, seen
+
+
+@pytest.mark.works("Several ranks", "evaluation, `state_dict()` on one rank alone", "right")
+def test_one_rank_may_look_alone(ranks: RankPool, tmp_path: Path) -> None:
+    (losses, seen), (same, nothing) = ranks.run(evaluate_alone, tmp_path / "alone")
+    assert losses == same and seen > 0 and nothing == 0
+    assert losses == ranks.run(train, JOBS["gpt2"]._replace(steps=4), DISK, tmp_path / "never")[0].losses
+
+
+# -- edits --------------------------------------------------------------------------------------------
+
+
+def edit(folder: Path, everywhere: bool) -> dict[str, torch.Tensor]:
+    """Weights are set under `gathered` on rank 0 alone, and all loaded; other ranks would have set something else."""
+    engine = start(JOBS["llama"]._replace(dtype="bf16"), DISK, folder)
+    rank = engine.global_rank
+    weight = engine.module.get_parameter("model.embed_tokens.weight")
+    with offload.gathered(engine.module, modify=True), torch.no_grad():
+        if everywhere or rank == 0:
+            weight.fill_(0.25 + rank)
+    state = {name: value * 2 for name, value in engine.module.state_dict().items()}
+    assert bool((state["model.embed_tokens.weight"] == 0.5).all())
+    engine.module.load_state_dict(state)
+    loaded = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    for name, value in loaded.items():
+        assert torch.equal(value, state[name]), name
+    engine.destroy(remove=True)
+    return loaded
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.works("Several ranks", "`offload.gathered(modify=True)` with `if rank == 0:` inside", "right")
+def test_edits_of_the_lowest_rank_count(everywhere: bool, ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(edit, tmp_path, everywhere)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def given_different_weights(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """No seed: each rank has drawn its own weights."""
+    rank, _ = rank_and_size()
+    torch.manual_seed(rank)
+    model = models.gpt2()
+    mine = model.get_parameter("transformer.wte.weight").detach().clone()
+    engine = offload.initialize(model=model, config=config(JOBS["gpt2"], DISK, folder))[0]
+    theirs = engine.module.state_dict()["transformer.wte.weight"].clone()
+    engine.destroy(remove=True)
+    return mine, theirs
+
+
+def test_weights_of_rank_0_count(ranks: RankPool, tmp_path: Path) -> None:
+    (mine, all_have), (other, have_too) = ranks.run(given_different_weights, tmp_path)
+    assert not torch.equal(mine, other)
+    assert torch.equal(all_have, mine) and torch.equal(have_too, mine)
+
+
+# -- what cannot be -----------------------------------------------------------------------------------
+
+
+def wrong(folder: Path, what: str) -> str:
+    """The error that this rank gets."""
+    rank, _ = rank_and_size()
+    job = JOBS["gpt2"]._replace(accumulation=1 + (what == "accumulation" and rank))
+    try:
+        if what == "model" and rank:
+            job = JOBS["llama"]
+        engine = start(job, DISK, folder)
+    except (ConfigError, RankError) as error:
+        return str(error)
+    try:
+        if what == "step":
+            if rank == 0:
+                engine.destroy(remove=True)
+            else:
+                loss = job.loss(engine, 0, 0)
+                engine.backward(loss)
+                engine.step()
+        if what == "end":
+            if rank == 0:
+                engine.destroy()
+            job.loss(engine, 0, 0)
+        if what == "edit":
+            if rank == 0:
+                with torch.no_grad():
+                    engine.module.get_parameter("lm_head.weight").fill_(0)
+            engine.destroy(remove=True)
+        if what == "micro-batches":
+            for _ in range(1 + rank):
+                engine.backward(job.loss(engine, 0, 0))
+            engine.step()
+    except (RankError, UsageError) as error:
+        return str(error)
+    finally:
+        try:
+            engine.destroy(remove=True)
+        except RankError:
+            pass
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("model", ("rank 1 was given other units than rank 0",) * 2),
+        ("accumulation", ("rank 1 was given other batch than rank 0",) * 2),
+        ("step", (r"rank 0 deletes its store; rank 1 is at step\(\)",) * 2),
+        ("end", ("this engine was destroyed", r"rank 0 \(process .*\) has ended: its engine was closed at step 0")),
+        ("edit", ("rank 0 changes the weights of .*; rank 1 deletes its store",) * 2),
+        ("micro-batches", ("the ranks differ in their micro-batches since the last boundary: 1, 2",) * 2),
+    ],
+)
+def test_what_cannot_go_together_is_said_on_every_rank(
+    what: str, said: tuple[str, str], ranks: RankPool, tmp_path: Path
+) -> None:
+    for message, pattern in zip(ranks.run(wrong, tmp_path, what), said, strict=True):
+        assert re.search(pattern, message), message
