@@ -1,0 +1,167 @@
+"""One of two ranks is killed: the other ends soon and says whose end it was; both resume the same step, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload.errors import RankError
+from offload.swapper.store import Store
+from tests import models
+from tests.faults import LateQueue
+from tests.oracle import Job
+from tests.rank_pool import free_port, meet, start
+from tests.test_ranks import language_rows_loss
+
+DISK = ("nvme", "nvme")
+JOB = models.GPT2._replace(loss=language_rows_loss, steps=24, dtype="bf16")
+SOON = 30.0
+
+
+class Run:
+    """Two processes that train `JOB`, from the last step that both hold to the end or a kill."""
+
+    def __init__(self, folder: Path, late: float = 0.0, dies: tuple[int, int] | None = None) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.log, port = folder / "log", free_port()
+        self.log.mkdir(parents=True, exist_ok=True)
+        arguments = [(rank, port, JOB, folder, late, dies) for rank in range(2)]
+        self.ranks = [spawn.Process(target=_train, args=each) for each in arguments]
+        for process in self.ranks:
+            process.start()
+
+    def wait_for_a_step(self) -> None:
+        """Until rank 0 has told of a step of this run."""
+        seen = len(self.steps())
+        while len(self.steps()) == seen and self.ranks[0].is_alive():
+            time.sleep(0.005)
+
+    def steps(self) -> list[Any]:
+        path = self.log / "steps"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.ranks[rank].pid, signal.SIGKILL)  # type: ignore[arg-type]
+
+    def end(self) -> float:
+        """Wait for both; the seconds that it took."""
+        began = time.monotonic()
+        for process in self.ranks:
+            process.join(2 * SOON)
+            if process.is_alive():
+                process.kill()
+                raise AssertionError("a rank did not end")
+        return time.monotonic() - began
+
+    def said(self, rank: int) -> str:
+        """The error with which a rank ended, and forget it."""
+        path = self.log / f"error{rank}"
+        text = path.read_text() if path.exists() else ""
+        path.unlink(missing_ok=True)
+        return text
+
+    def resumed(self) -> list[int]:
+        """The step from which each rank went on, for each start."""
+        return [json.loads((self.log / f"resumed{rank}").read_text()) for rank in range(2)]
+
+
+def _train(rank: int, port: int, job: Job, folder: Path, late: float, dies: tuple[int, int] | None) -> None:
+    meet(rank, 2, port)
+    logging.disable(logging.CRITICAL)
+    if late:
+        from offload.engine import initialize
+
+        initialize.IoQueue = lambda: LateQueue(os.getpid(), late)  # type: ignore[assignment,misc]
+    if dies is not None and dies[0] == rank:
+        _die_at(dies[1])
+    engine = start(job, DISK, folder, resume="auto")
+    log = folder / "log"
+    (log / f"resumed{rank}").write_text(json.dumps(engine.global_steps))
+    try:
+        while engine.global_steps < job.steps:
+            step = engine.global_steps
+            loss = job.loss(engine, step, 0)
+            engine.backward(loss)
+            mean = engine.mean(float(loss.detach()))
+            engine.step()
+            if rank == 0:
+                with (log / "steps").open("a") as lines:
+                    print(json.dumps([step, mean, engine.get_global_grad_norm()]), file=lines, flush=True)
+        torch.save({n: t.clone() for n, t in engine.module.state_dict().items()}, log / f"weights{rank}")
+        engine.destroy(remove=True)
+    except RankError as error:
+        (log / f"error{rank}").write_text(str(error))
+        engine.destroy()
+
+
+def _die_at(epoch: int) -> None:
+    """Kill this process when it is about to commit `epoch`: the other rank may have committed it."""
+    commit = Store.commit
+
+    def commit_or_die(self: Store, number: int, blob: bytes) -> None:
+        if number == epoch:
+            time.sleep(0.3)  # the other one commits
+            os.kill(os.getpid(), signal.SIGKILL)
+        commit(self, number, blob)
+
+    Store.commit = commit_or_die  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    run = Run(tmp_path_factory.mktemp("unbroken"))
+    run.end()
+    return run.steps(), torch.load(run.log / "weights0", weights_only=True)
+
+
+def check(run: Run, unbroken: tuple[list[Any], dict[str, torch.Tensor]]) -> None:
+    """Every step, those that ran twice too, gave what it gave in the unbroken run; so did all weights on both ranks."""
+    steps, weights = unbroken
+    assert {step: rest for step, *rest in run.steps()} == {step: rest for step, *rest in steps}
+    assert all(line in steps for line in run.steps())
+    for rank in range(2):
+        mine = torch.load(run.log / f"weights{rank}", weights_only=True)
+        assert all(torch.equal(mine[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("late", [0.0, 0.01])
+@pytest.mark.works("Several ranks", "SIGKILL of one rank, resume of all", "right")
+def test_killed_at_any_moment(late: float, unbroken: Any, tmp_path: Path) -> None:
+    chance = random.Random(int(1000 * late))
+    for kill in range(2):
+        run = Run(tmp_path, late)
+        run.wait_for_a_step()
+        time.sleep(chance.uniform(0, 0.15))
+        victim = (kill + int(100 * late)) % 2
+        run.kill(victim)
+        assert run.end() < SOON
+        message = run.said(1 - victim)
+        assert re.match(rf"rank {victim} \(process \d+ on .*\) was killed or has crashed\. ", message), message
+        one, other = run.resumed()
+        assert one == other
+    run = Run(tmp_path, late)
+    run.end()
+    assert run.resumed()[0] == run.resumed()[1] > 0
+    check(run, unbroken)
+
+
+def test_killed_between_the_commits_of_the_ranks(unbroken: Any, tmp_path: Path) -> None:
+    """The rank that is ahead takes its commit back, and what it then writes is never taken for it."""
+    for dies, begins in (((1, 5), 0), ((0, 6), 4), ((1, 7), 5), (None, 6)):
+        run = Run(tmp_path, dies=dies)
+        assert run.end() < SOON or dies is None
+        assert run.resumed() == [begins, begins]
+        if dies is not None:
+            assert f"rank {dies[0]} " in run.said(1 - dies[0])
+    check(run, unbroken)
