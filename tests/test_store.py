@@ -19,7 +19,7 @@ from offload.errors import StoreError
 from offload.sizes import PAGE
 from offload.swapper import store as store_module
 from offload.swapper.states import State
-from offload.swapper.store import MAX_UNITS, Record, Store, StoreSpec, remove_run, run_status
+from offload.swapper.store import MAX_UNITS, Commit, Record, Store, StoreSpec, remove_run, run_status
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}
 SPEC = StoreSpec((SIZES, SIZES, {State.WEIGHT: 4096}), 2, {"model": "test"})
@@ -276,3 +276,59 @@ def test_a_full_disk(tmp_path: Path, queue: IoQueue) -> None:
         assert shutil.disk_usage(mount).free >= before - (64 << 10)
     finally:
         subprocess.run(["umount", str(mount)], check=True)
+
+
+# -- taking a commit back -----------------------------------------------------------------------------
+
+
+def two_commits(folder: Path, queue: IoQueue) -> None:
+    """Epoch 1, of which both units are 10, and epoch 2, of which unit 0 is 20."""
+    store = created(folder, queue)
+    update(store, 0, 10)
+    update(store, 1, 10)
+    store.commit(1, b"one")
+    update(store, 0, 20)
+    store.commit(2, b"two")
+    store.close()
+
+
+def test_the_commit_before_can_be_opened_while_nothing_was_written_since(tmp_path: Path, queue: IoQueue) -> None:
+    two_commits(tmp_path, queue)
+    store = Store([tmp_path], "run", 0, SPEC, queue)
+    assert store.newest_commit() == Commit(2, 0)
+    assert store.open(Commit(1, 0)) == b"one"
+    assert [weight(store, unit) for unit in (0, 1)] == [10, 10]
+    store.close()
+
+
+def test_a_commit_that_was_taken_back_never_returns(tmp_path: Path, queue: IoQueue) -> None:
+    """Else its slots, half overwritten by another second step, would count again after the next kill."""
+    two_commits(tmp_path, queue)
+    store = Store([tmp_path], "run", 0, SPEC, queue)
+    store.open(Commit(1, 0))
+    update(store, 0, 99)  # a kill now
+    store.close()
+    store, blob = opened(tmp_path, queue)
+    assert (blob, weight(store, 0)) == (b"one", 10)
+    update(store, 0, 21)
+    store.commit(2, b"two again")
+    store.close()
+    store, blob = opened(tmp_path, queue)
+    assert (blob, weight(store, 0)) == (b"two again", 21)
+    store.close()
+
+
+def test_a_commit_that_is_not_there_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
+    two_commits(tmp_path, queue)
+    store = Store([tmp_path], "run", 0, SPEC, queue)
+    with pytest.raises(StoreError, match="holds epochs 2, 1, but the last that all ranks hold is 0"):
+        store.open(Commit(0, 0))
+    store, blob = opened(tmp_path, queue)
+    assert blob == b"two", "and nothing was taken back"
+    store.close()
+
+
+def test_no_commit_yet(tmp_path: Path, queue: IoQueue) -> None:
+    store = created(tmp_path, queue)
+    assert store.newest_commit() is None
+    store.close()
