@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.engine.initialize import RankBatches
 from offload.engine.rounds import Kind, Wish, _bitmap, _union, choose
 
 FREE = (Kind.AHEAD, Kind.GATHER, Kind.REDUCE)
@@ -73,14 +70,3 @@ def test_every_rank_sees_the_same_choice(wishes: list[Wish]) -> None:
 def test_presence_is_what_any_rank_has(ranks: list[list[set[int]]]) -> None:
     rows = [b"".join(_bitmap(segments) for segments in units) for units in ranks]
     assert _union(rows) == [set().union(*(units[unit] for units in ranks)) for unit in range(3)]
-
-
-@pytest.mark.parametrize(("length", "micro", "size"), [(103, 4, 2), (64, 2, 3), (7, 4, 2)])
-def test_batches_of_all_ranks_are_those_of_one(length: int, micro: int, size: int) -> None:
-    ranks = [RankBatches(length, micro, rank, size, seed=3) for rank in range(size)]
-    for epoch in range(2):
-        alone = torch.Generator().manual_seed(3)
-        order = [torch.randperm(length, generator=alone).tolist() for _ in range(epoch + 1)][-1]
-        together = [[row for each in rows for row in each] for rows in zip(*ranks, strict=True)]
-        assert together == [order[i : i + micro * size] for i in range(0, len(order), micro * size)][: len(ranks[0])]
-        assert len(together) == len(ranks[0]) == length // (micro * size)

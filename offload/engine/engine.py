@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from offload import kernels
 from offload.aio import IoQueue
@@ -30,6 +29,7 @@ from offload.engine.bindings import Bindings
 from offload.engine.gradients import Gradients
 from offload.engine.hooks import Hooks, inside_backward
 from offload.engine.layout import UnitLayout
+from offload.engine.loader import to_device
 from offload.engine.optimizer import Optimizer
 from offload.engine.progress import (
     Progress,
@@ -161,7 +161,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on `args`, whose tensors are moved to the engine's device first."""
         self._enter()
-        args, kwargs = tree_map(self._to_device, (args, kwargs))
+        args, kwargs = to_device((args, kwargs), self.device)
         return self.module(*args, **kwargs)
 
     forward = __call__
@@ -571,6 +571,3 @@ class Engine:
                 self.global_steps,
                 self.resumable,
             )
-
-    def _to_device(self, value: Any) -> Any:
-        return value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value

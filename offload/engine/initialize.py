@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from offload.aio import IoQueue
 from offload.config import Batch, Config, load_config, resolve_batch
@@ -20,6 +20,7 @@ from offload.engine.fill import Filler, make_residents
 from offload.engine.gradients import Gradients
 from offload.engine.hooks import Hooks
 from offload.engine.layout import UnitLayout, lay_out
+from offload.engine.loader import load
 from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch
 from offload.engine.placeholder import Paged, Place
 from offload.engine.placement import Partitions, Placement, free_host_memory, partitions, place
@@ -150,7 +151,9 @@ def _initialize(
     engine = _build(plan, model, chosen, schedule)
     loader = None
     if training_data is not None:
-        loader = _loader(training_data, batch, plan.rank, plan.world_size, loaded.offload.seed, collate_fn)
+        loader = load(
+            training_data, batch.micro, plan.rank, plan.world_size, loaded.offload.seed, collate_fn, device.torch
+        )
     for notice in engine.notices if plan.rank == 0 else ():
         logger.info(notice)
     atexit.register(engine.at_exit)
@@ -235,7 +238,16 @@ def _device(name: str) -> torch.device:
         raise ConfigError('"device" is cuda, but torch finds no CUDA device; set it to "auto" or "cpu"')
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    if name == "cpu":
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))  # torchrun: one GPU for each process
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"LOCAL_RANK is {index}, but this machine has {torch.cuda.device_count()} CUDA devices; start as many "
+            f"processes as there are devices"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def _check_same(
@@ -622,39 +634,6 @@ def _store_spec(plan: _Plan) -> StoreSpec:
         },
     }
     return StoreSpec(plan.placement.stored, plan.placement.slots, fingerprint)
-
-
-def _loader(
-    data: Dataset[Any],
-    batch: Batch,
-    rank: int,
-    world_size: int,
-    seed: int,
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> DataLoader[Any]:
-    """Micro-batches of `data`, shuffled by the seed; the last incomplete one is left out."""
-    generator = torch.Generator().manual_seed(seed)
-    if world_size == 1:
-        return DataLoader(data, batch.micro, shuffle=True, drop_last=True, generator=generator, collate_fn=collate_fn)
-    sampler = RankBatches(len(data), batch.micro, rank, world_size, seed)  # type: ignore[arg-type]  # as torch's own do
-    return DataLoader(data, batch_sampler=sampler, generator=generator, collate_fn=collate_fn)
-
-
-class RankBatches(Sampler[list[int]]):
-    """One rank's micro-batches: all ranks shuffle alike, and each takes its rows of every batch of all."""
-
-    def __init__(self, length: int, micro: int, rank: int, world_size: int, seed: int) -> None:
-        self._length, self._micro, self._rank, self._size = length, micro, rank, world_size
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(self._length, generator=self._generator).tolist()
-        for batch in range(len(self)):
-            start = (batch * self._size + self._rank) * self._micro
-            yield order[start : start + self._micro]
-
-    def __len__(self) -> int:
-        return self._length // (self._micro * self._size)
 
 
 def _summary(plan: _Plan) -> str:
