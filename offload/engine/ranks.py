@@ -67,8 +67,8 @@ class Ranks:
 
     def collect(self, numbers: Sequence[int], to: str) -> list[list[int]]:
         """Every rank's `numbers`, of the same length, in the order of the ranks; `to` says what for."""
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        everyone = torch.empty(self.size, len(numbers), dtype=torch.int64)
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever torch's default device is
+        everyone = torch.empty(self.size, len(numbers), dtype=torch.int64, device="cpu")
         self._begin(lambda: _gather_into(everyone.view(-1), mine, self._control), to).wait()
         rows: list[list[int]] = everyone.tolist()
         return rows
@@ -77,9 +77,9 @@ class Ranks:
         """Every rank's `content`, of any length."""
         lengths = [row[0] for row in self.collect([len(content)], to)]
         longest = max(lengths)
-        mine = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8) if longest else torch.empty(0)
-        everyone = torch.empty(self.size * longest, dtype=torch.uint8)
+        everyone = torch.empty(self.size * longest, dtype=torch.uint8, device="cpu")
         if longest:
+            mine = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
             self._begin(lambda: _gather_into(everyone, mine, self._control), to).wait()
         rows = everyone.view(self.size, -1)
         return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]

@@ -160,7 +160,8 @@ class Rounds:
             if source == self._ranks.rank:
                 values = edits[position].values
             else:
-                values = torch.empty(stop - start, dtype=torch.float32 if is_fp32 else torch.bfloat16)
+                dtype = torch.float32 if is_fp32 else torch.bfloat16
+                values = torch.empty(stop - start, dtype=dtype, device="cpu")
             self._ranks.broadcast(values, source)
             agreed.append(Edit(start, stop, values))
         return agreed

@@ -148,12 +148,13 @@ class Pager:
 
     # -- the thread that runs the model -------------------------------------------------------------
 
-    def acquire(self, unit: int) -> torch.Tensor:
+    def acquire(self, unit: int, ahead: bool = True) -> torch.Tensor:
         """Pin `unit` on the device and return its slice: (nbytes,) uint8, valid until `release`.
 
         Compute that the calling thread starts from now on finds the weights there, also where they are still on their
-        way. Waits for the unit's update and its read, and for the other ranks. Raises `BudgetError` where what is
-        pinned leaves no room, and `EngineFailed` after an error on a background thread.
+        way. With `ahead`, what the trace says comes next is begun as well. Waits for the unit's update and its read,
+        and for the other ranks. Raises `BudgetError` where what is pinned leaves no room, and `EngineFailed` after an
+        error on a background thread.
         """
         entry = self._entries[unit]
         with self.lock:
@@ -165,17 +166,22 @@ class Pager:
                 if self._peers is not None and entry.residency is not Residency.DEVICE:
                     self._agree(self._peers, unit)
                 self._bring(entry)
-                self._read_ahead()
-                self._bring_ahead()
+                if ahead:
+                    self._read_ahead()
+                    self._bring_ahead()
             except Exception:
                 entry.pins -= 1
                 self._torn = False
                 raise
             assert entry.slice is not None
-            self._device.hold(entry.uploaded)
-            view = self.arena.view(entry.slice)
+            view, uploaded = self.arena.view(entry.slice), entry.uploaded
             self._torn = False
-            return view
+        try:
+            self._device.hold(uploaded)
+        except Exception:  # the other ranks did not bring theirs
+            self.release(unit)
+            raise
+        return view
 
     def release(self, unit: int) -> None:
         """End one use. The slice stays where it is until its room is needed."""
@@ -224,7 +230,7 @@ class Pager:
 
     def read_weights(self, unit: int, receive: Callable[[torch.Tensor], None]) -> None:
         """Call `receive` with the newest weights, (nbytes,) uint8 on the device, pinned meanwhile."""
-        weights = self.acquire(unit)
+        weights = self.acquire(unit, ahead=False)
         try:
             receive(weights)
         finally:
