@@ -25,12 +25,14 @@ def train(job: Job, placement: tuple[str, str], folder: Path, device: LateDevice
     """Run `job` with a tick of the device's clock for every operation."""
     engine = start(job, placement, folder, **options)
     losses, norms = [], []
-    with Ticks(device):
-        for step in range(job.steps):
-            losses.append(train_step(engine, job, step))
-            norms.append(engine.get_global_grad_norm() or 0.0)
-    weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    engine.destroy(remove=True)
+    try:
+        with Ticks(device):
+            for step in range(job.steps):
+                losses.append(train_step(engine, job, step))
+                norms.append(engine.get_global_grad_norm() or 0.0)
+        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    finally:
+        engine.destroy(remove=True)
     return Result(losses, norms, weights)
 
 
