@@ -1,0 +1,292 @@
+"""What an engine will be: every decision, from config, model and sizes alone, before anything is touched.
+
+`initialize` carries a plan out. With several ranks each makes its own, and they compare what must be equal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.config import Batch, Config
+from offload.engine.layout import UnitLayout, lay_out
+from offload.engine.placeholder import Paged
+from offload.engine.placement import Partitions, Placement, free_host_memory, partitions, place
+from offload.engine.ranks import Ranks
+from offload.engine.units import Units, find_units
+from offload.errors import ConfigError, StoreError, UsageError
+from offload.sizes import format_size
+from offload.swapper.device import Device
+from offload.swapper.residency import Tier
+from offload.swapper.states import MODES, Mode
+from offload.swapper.store import Shortage, StoreSpec, find_shortage, run_status
+
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Plan(NamedTuple):
+    """All decisions, made before a file, a byte of memory or the model is touched."""
+
+    config: Config
+    batch: Batch
+    device: Device
+    ranks: Ranks | None
+    mode: Mode
+    units: Units
+    layouts: tuple[UnitLayout, ...]
+    parts: Partitions
+    placement: Placement
+    gradient_dtype: torch.dtype
+    buffer_dtype: torch.dtype | None
+    """Of floating-point buffers; None leaves them as they are."""
+    durable: bool
+    resume: bool
+    notices: tuple[str, ...]
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.ranks is None else self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.ranks is None else self.ranks.size
+
+    @property
+    def shares(self) -> tuple[tuple[range, range], ...]:
+        """This rank's trainable and frozen elements of each unit."""
+        rank, size = self.rank, self.world_size
+        return tuple((layout.trainable(rank, size), layout.frozen(rank, size)) for layout in self.layouts)
+
+
+def decide(config: Config, batch: Batch, model: nn.Module, device: Device, ranks: Ranks | None) -> Plan:
+    rank, world_size, here = (0, 1, 1) if ranks is None else (ranks.rank, ranks.size, ranks.here)
+    _check_model(model)
+    mode = MODES[config.dtype]
+    units = find_units(model, config.units)
+    layouts = tuple(
+        lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], world_size)
+        for unit in units.units
+    )
+    parts = partitions(layouts, mode, rank, world_size)
+    weight_home, state_home = _TIERS[config.weight_tier], _TIERS[config.optimizer_tier]
+    on_disk = weight_home is Tier.DISK or (state_home is Tier.DISK and any(parts.trainable_numel))
+    gradient_dtype = _gradient_dtype(config, mode, batch.accumulation)
+    buffer_dtype = _DTYPES[config.data_types.buffer_dtype] if config.data_types.buffer_dtype else None
+    _check_batch_norm(model, mode, device.torch, buffer_dtype)
+    free_host = free_host_memory() // here
+
+    def placed(slots: int) -> Placement:
+        offload = config.offload
+        return place(
+            parts,
+            mode,
+            weight_home,
+            state_home,
+            slots,
+            gradient_dtype,
+            offload.host_memory,
+            offload.device_memory,
+            free_host,
+            device.host_addressable,
+        )
+
+    if ranks is not None:
+        _check_same(ranks, config, batch, mode, layouts, model)
+    resume = _resume(config, on_disk)
+    if ranks is not None:
+        resume = any(ranks.share(resume))
+    slots, notices = _slots(config, on_disk, any(parts.trainable_numel), resume, placed, ranks)
+    return Plan(
+        config,
+        batch,
+        device,
+        ranks,
+        mode,
+        units,
+        layouts,
+        parts,
+        placed(slots),
+        gradient_dtype,
+        buffer_dtype,
+        slots == 2,
+        resume,
+        (*config.notices, *notices),
+    )
+
+
+def compute_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('"device" is cuda, but torch finds no CUDA device; set it to "auto" or "cpu"')
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))  # torchrun: one GPU for each process
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"LOCAL_RANK is {index}, but this machine has {torch.cuda.device_count()} CUDA devices; start as many "
+            f"processes as there are devices"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _check_same(
+    ranks: Ranks, config: Config, batch: Batch, mode: Mode, layouts: Sequence[UnitLayout], model: nn.Module
+) -> None:
+    """Raise `ConfigError`, on every rank, where the ranks were not given the same."""
+    facts = {
+        "batch": list(batch),
+        "weights": config.weight_tier,
+        "states": config.optimizer_tier,
+        "dtype": mode.name,
+        "accumulation dtype": config.data_types.grad_accum_dtype,
+        "clip": config.gradient_clipping,
+        "run": config.offload.run,
+        "durability": config.offload.durability,
+        "resume": config.offload.resume,
+        "units": [layout.name for layout in layouts],
+        "parameters": [[s.name, list(s.shape), s.trainable] for layout in layouts for s in layout.segments],
+        "weights given": [name for name, parameter in model.named_parameters() if not parameter.is_meta],
+    }
+    everyone = ranks.share(facts)
+    for name, mine in everyone[0].items():
+        for rank, others in enumerate(everyone):
+            if others[name] != mine:
+                raise ConfigError(
+                    f"rank {rank} was given other {name} than rank 0: {_brief(others[name])}, not {_brief(mine)}; "
+                    f"give every rank the same model and config"
+                )
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 100 else f"{text[:80]}…"
+
+
+def _check_model(model: nn.Module) -> None:
+    wrong = [n for n, p in model.named_parameters() if not p.is_floating_point()]
+    if wrong:
+        raise ConfigError(
+            f"{len(wrong)} parameters are not floating point (quantized?), the first is {wrong[0]}; offload trains "
+            f"bf16 and fp32 weights"
+        )
+    memory: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not parameter.is_meta:
+            other = memory.setdefault(parameter.data_ptr(), name)
+            if other != name:
+                raise ConfigError(
+                    f"parameters {other} and {name} share memory without being one parameter, so they would be untied; "
+                    f"tie them by one object (head.weight = embedding.weight, without .data), or clone() one"
+                )
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if lost:
+        raise ConfigError(
+            f"buffer {lost[0]} is on the meta device, so its values are gone; build the model inside "
+            f"offload.init(...), which leaves buffers real"
+        )
+    if any(isinstance(parameter, Paged) for parameter in model.parameters()):
+        raise UsageError(
+            "this model is under an engine already; destroy does not give its weights back: build a new one"
+        )
+
+
+def _check_batch_norm(model: nn.Module, mode: Mode, device: torch.device, buffer_dtype: torch.dtype | None) -> None:
+    """torch's CPU kernel takes statistics in the dtype of the weights alone, and says so only in the first forward."""
+    dtype = mode.weight_dtype
+    if device.type != "cpu":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(module.running_mean, torch.Tensor):
+            have = buffer_dtype or module.running_mean.dtype
+            if module.weight is not None and have != dtype:
+                raise ConfigError(
+                    f"{name} is a BatchNorm, whose statistics are {have} and whose weights are {dtype}, which torch "
+                    f'cannot compute with on the CPU; set "data_types": {{"buffer_dtype": "{_NAMES[dtype]}"}}'
+                )
+
+
+def _gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype:
+    """bf16 where a gradient is stored once, fp32 where many are added, or as data_types.grad_accum_dtype says."""
+    named = config.data_types.grad_accum_dtype
+    if named is not None:
+        return _DTYPES[named]
+    return torch.float32 if accumulation > 1 else mode.weight_dtype
+
+
+def _resume(config: Config, on_disk: bool) -> bool:
+    """Whether to resume; raises `StoreError` where what lies there and what was asked for do not fit."""
+    offload = config.offload
+    if not config.drives or not (on_disk or offload.durability == "step"):
+        if offload.resume == "must":
+            raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
+        if offload.resume == "auto" and config.drives and run_status(config.drives, offload.run).exists:
+            raise StoreError(
+                f"{os.path.join(config.drives[0], offload.run)} holds a run, but this configuration keeps no "
+                f'store: give it the homes that the run had, or set "durability": "step", or choose another run name'
+            )
+        return False
+    status = run_status(config.drives, offload.run)
+    folder = os.path.join(config.drives[0], offload.run)
+    if status.exists and offload.resume == "never":
+        raise StoreError(
+            f'{folder} holds a run that did not end; go on with it by --resume auto ("resume": "auto"), or delete it '
+            f"with `offload rm {folder}`, or choose another run name"
+        )
+    if status.finished is not None and not status.exists and offload.resume != "never":
+        raise StoreError(
+            f"{folder} was finished at step {status.finished.get('steps')}, so nothing is left to resume; "
+            f'choose another run name, or start over with "resume": "never" (--resume never)'
+        )
+    if not status.exists and offload.resume == "must":
+        raise StoreError(f'"resume" is must, but {folder} holds no committed epoch')
+    return status.exists
+
+
+def _slots(
+    config: Config,
+    on_disk: bool,
+    trains: bool,
+    resume: bool,
+    placed: Callable[[int], Placement],
+    ranks: Ranks | None,
+) -> tuple[int, tuple[str, ...]]:
+    """How many slots the store has: 2 where a step is durable, 1 in place, 0 where there is no store."""
+    wish = config.offload.durability
+    if wish == "none" or not trains:
+        return (1 if on_disk else 0), ()
+    if wish == "step" and not config.drives:
+        raise ConfigError('"durability" is step, but no nvme_path is given; set one in the "offload" block')
+    if wish == "step" or resume:
+        return 2, ()
+    if not on_disk:
+        return 0, ()
+    short = find_shortage(config.drives, StoreSpec(placed(2).stored, 2, {}), 1 if ranks is None else ranks.here)
+    if ranks is not None:
+        short = next((Shortage(*found) for found in ranks.share(short) if found is not None), None)
+    if short is None:
+        return 2, ()
+    return 1, (
+        f"durability none: two slots need {format_size(short.need)}, {short.path} has {format_size(short.free)} free; "
+        f"one slot is written in place, and a killed run cannot be resumed",
+    )
+
+
+def summary(plan: Plan) -> str:
+    """One line: what lives where and what it takes."""
+    placement = plan.placement
+    stored = StoreSpec(placement.stored, placement.slots, {}).nbytes if placement.slots else 0
+    clip = plan.config.gradient_clipping
+    return (
+        f"{plan.mode.name} on {plan.device.torch}: weights on {placement.weight_home.value}, states on "
+        f"{placement.state_home.value}; host {format_size(sum(placement.classes))}, device "
+        f"{format_size(placement.device_nbytes)}, swap files {format_size(stored)}"
+        f"{' (durable each step)' if plan.durable else ''}; gradients clipped at {clip or 'no'} norm"
+    )
