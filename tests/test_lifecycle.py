@@ -372,3 +372,31 @@ def test_a_process_ends_cleanly_after_destroy(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+class SharedBuffer(nn.Module):
+    """Two modules with one buffer, as rotary embeddings have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        scale = torch.ones(8)
+        for layer in self.layers:
+            layer.register_buffer("scale", scale)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = layer(value) * layer.scale.to(value.dtype)
+        return value.float().square().mean()
+
+
+def test_a_buffer_of_two_modules_stays_one(tmp_path: Path) -> None:
+    content = config(models.GPT2, ("nvme", "nvme"), tmp_path, resume="auto")
+    content["data_types"] = {"buffer_dtype": "bf16"}  # moves it, as a GPU does
+    for _ in range(2):
+        engine = offload.initialize(model=SharedBuffer(), config=content)[0]
+        one, other = (layer.get_buffer("scale") for layer in engine.module.layers)
+        assert one is other and one.dtype == torch.bfloat16
+        engine.backward(engine(torch.ones(2, 8)))
+        engine.step()
+        engine.destroy()

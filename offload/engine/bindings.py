@@ -145,6 +145,8 @@ class Bindings:
             if binding is None:
                 self._let_go_of_recent()
                 binding = self._recent = self._take(index)
+            else:
+                self._pager.hold(index)  # it may have been brought for another stream
             assert binding.flat is not None
             return torch.as_strided(binding.flat.view(dtype), size, stride, offset)
 
@@ -197,6 +199,7 @@ class Bindings:
     def _bind(self, index: int) -> None:
         unit = self._units[index]
         if unit.binding is not None:
+            self._pager.hold(index)
             return
         gathered = [place.name for place in unit.places if place.gathered]
         if gathered:

@@ -60,7 +60,7 @@ def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
         real = nn.Parameter(torch.full_like(parameter, torch.nan, device="cpu"), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, real)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would set the GPU's as well, and leave it so
         for module, initialize in _initializers(model, absent):
             initialize(module)
     for name, parameter in absent.items():

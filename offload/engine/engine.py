@@ -299,7 +299,11 @@ class Engine:
         parts.bindings.settle()
         parts.updater.finish()
         known = parts.gradients.known
-        decision = known() if parts.rounds is None else parts.rounds.step(count, self.global_steps, known)
+        try:
+            decision = known() if parts.rounds is None else parts.rounds.step(count, self.global_steps, known)
+        except KeyboardInterrupt as error:  # a gradient on its way from the device may be half added
+            parts.pager.fail(error)
+            raise
         norm = decision.norm
         try:
             applied = self._apply(parts.updater, norm, decision.present, parts.pager.end_step())
@@ -538,17 +542,22 @@ class Engine:
         parts.pager.close()
         if parts.queue is not None:
             parts.queue.close()
-        parts.arena.close()
-        if parts.ranks is not None:
-            parts.ranks.close(f"its engine was closed at step {self.global_steps}")
-        if parts.store is not None:
-            if remove:
-                parts.store.remove(note if parts.ranks is None or parts.ranks.rank == 0 else None)
-            elif self._durable:
-                parts.store.close()
-            else:
-                parts.store.remove()  # nothing in it was ever committed
-        self._closed = True
+        try:
+            parts.arena.close()  # before the ranks part, so that no collective is under way; raises after a GPU's fault
+        finally:
+            if parts.ranks is not None:
+                parts.ranks.close(f"its engine was closed at step {self.global_steps}")
+            if parts.store is not None:
+                self._close_store(parts.store, remove, note if self.global_rank == 0 else None)
+            self._closed = True
+
+    def _close_store(self, store: Store, remove: bool, note: Mapping[str, Any] | None) -> None:
+        if remove:
+            store.remove(note)
+        elif self._durable:
+            store.close()
+        else:
+            store.remove()  # nothing in it was ever committed
 
     @property
     def resumable(self) -> str | None:
@@ -562,7 +571,7 @@ class Engine:
             return
         try:
             self.destroy()
-        except (OffloadError, OSError) as error:
+        except (OffloadError, OSError, RuntimeError) as error:  # the last from CUDA
             logger.error("at exit: %s", error)
         if self.resumable:
             logger.warning(

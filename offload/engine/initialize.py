@@ -270,8 +270,18 @@ def _check_fits(progress: Progress, model: nn.Module, optimizer: Optimizer) -> N
 
 def _fill(plan: Plan, model: nn.Module, queue: IoQueue | None, store: Store | None, resume: bool) -> Parts:
     """Map the arenas, take the model's weights over, start the worker, install the hooks."""
+    host = HostArena(plan.placement.classes, plan.device)
+    try:
+        return _fill_from(plan, model, host, queue, store, resume)
+    except BaseException:
+        host.close()
+        raise
+
+
+def _fill_from(
+    plan: Plan, model: nn.Module, host: HostArena, queue: IoQueue | None, store: Store | None, resume: bool
+) -> Parts:
     placement, device = plan.placement, plan.device
-    host = HostArena(placement.classes, device)
     arena = DeviceArena(placement.device_nbytes, device, plan.config.offload.debug.poison)
     sizes = [_unit_size(layout, plan) for layout in plan.layouts]
     rounds = None if plan.ranks is None else Rounds(plan.ranks, [layout.name or "the root" for layout in plan.layouts])
@@ -279,6 +289,7 @@ def _fill(plan: Plan, model: nn.Module, queue: IoQueue | None, store: Store | No
     if rounds is not None:
         rounds.give_weights = pager.take_part
     residents = make_residents(plan.parts, plan.mode, placement, host, arena)
+    device.synchronize()  # torch may still fill the arena's memory, or use what it was; uploads must come after
     filler = Filler(plan.mode, plan.parts, placement, pager, residents, device, store, plan.shares, plan.ranks)
     if resume:
         filler.read_back(len(sizes))
@@ -288,13 +299,7 @@ def _fill(plan: Plan, model: nn.Module, queue: IoQueue | None, store: Store | No
     del filler
     trainable = tuple(share[0] for share in plan.shares)
     gradients = _gradients(plan, trainable, host, arena, rounds)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                if plan.ranks is not None:
-                    buffer = _of_rank_0(buffer, plan.ranks)
-                floating = buffer.is_floating_point()
-                module._buffers[name] = buffer.to(device.torch, plan.buffer_dtype if floating else None)
+    _move_buffers(model, plan)
     dtype = plan.mode.weight_dtype
     places = [
         [
@@ -336,6 +341,20 @@ def _gradients(
     return ReducedGradients(
         plan.layouts, trainable, host, plan.gradient_dtype, plan.device, arena, made, plan.ranks, rounds
     )
+
+
+def _move_buffers(model: nn.Module, plan: Plan) -> None:
+    """Put buffers on the device, in their dtype, as they are on rank 0; those that are one buffer stay one."""
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is kept, so that its id is
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in moved:
+                value = buffer if plan.ranks is None else _of_rank_0(buffer, plan.ranks)
+                dtype = plan.buffer_dtype if buffer.is_floating_point() else None
+                moved[id(buffer)] = (buffer, value.to(plan.device.torch, dtype))
+            module._buffers[name] = moved[id(buffer)][1]
 
 
 def _of_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:

@@ -127,14 +127,12 @@ def compute_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))  # torchrun: one GPU for each process
-    if index >= torch.cuda.device_count():
-        raise ConfigError(
-            f"LOCAL_RANK is {index}, but this machine has {torch.cuda.device_count()} CUDA devices; start as many "
-            f"processes as there are devices"
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if count > 1 and torch.cuda.current_device() == 0:  # torchrun shows all to each; other launchers show one
+        if local >= count:
+            raise ConfigError(f"LOCAL_RANK is {local}, but torch finds {count} CUDA devices; start {count} processes")
+        torch.cuda.set_device(local)
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _check_same(

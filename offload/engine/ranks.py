@@ -4,8 +4,8 @@
     data       weights and gradients, between the devices' memories, through NCCL on GPUs and gloo on CPUs
 
 One thread at a time calls: the one that runs the model, or its backward. A wait is cut into seconds, so that Ctrl-C
-ends it. Each rank also shows every second, in torch's own key-value store, that it lives: when a connection breaks,
-the ranks that are left know whose end it was.
+ends it (but not inside of a backward on a GPU, whose main thread waits in C++). Each rank also shows every second, in
+torch's own key-value store, that it lives: when a connection breaks, the ranks that are left know whose end it was.
 """
 
 from __future__ import annotations
@@ -181,6 +181,10 @@ class Ranks:
             f"{who}. Rank {self.rank} cannot go on alone; every rank keeps its last committed step: start all of them "
             f'again, with "resume": "auto"'
         )
+        if self._on_gpu:  # a kernel that waits for the one that is gone would wait on, and every later copy behind it
+            abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+            if abort is not None:
+                abort(self._data)
         logger.error("%s", self._lost)  # a launcher may end this process before it can say so
         return self._lost
 

@@ -182,6 +182,7 @@ class Updater:
     # -- the worker ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._device.enter_thread()
         try:
             while self._work():
                 pass

@@ -177,7 +177,13 @@ class DeviceArena:
         self._space = Space(nbytes, random.Random(0) if poison else None)
         self._readers: list[tuple[int, int, Event]] = []
         """Stretches that were given back, and when the last compute that reads them is done."""
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device.torch)
+        try:
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device.torch)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"{device.torch} has not {format_size(nbytes)} free in one piece for the device budget: {error}; lower "
+                f'"device_memory" in the "offload" block, or move homes to cpu or nvme'
+            ) from error
         self.storage_address = self.bytes.untyped_storage().data_ptr()
 
     @property
@@ -198,6 +204,7 @@ class DeviceArena:
         """Return a slice; `written` and `read` end the last upload into it and the last compute that reads it."""
         if self.poison:
             self._device.hold(written)
+            self._device.hold(read)
             self.view(piece).view(torch.int16).fill_(0x7FFF)  # a NaN as bf16, and pairwise as fp32
             read = self._device.computed()
         self._readers += [

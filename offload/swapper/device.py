@@ -21,6 +21,9 @@ from typing import Any, Protocol
 
 import torch
 
+from offload.errors import BudgetError
+from offload.sizes import format_size
+
 
 class Event(Protocol):
     """A point in the work of a stream."""
@@ -54,7 +57,10 @@ class Device:
         self.host_addressable = True
 
     def register(self, memory: torch.Tensor) -> None:
-        """Let `memory`, (nbytes,) uint8 of the host, be copied without another copy on the way."""
+        """Let `memory`, (nbytes,) uint8 of the host, be copied without another copy on the way.
+
+        Raises `BudgetError` where it cannot be pinned.
+        """
 
     def unregister(self, memory: torch.Tensor) -> None:
         """Undo `register`, before the memory is freed."""
@@ -97,10 +103,14 @@ class Device:
     def synchronize(self) -> None:
         """Block until all streams are idle."""
 
+    def enter_thread(self) -> None:
+        """Called first by a thread of ours that copies."""
+
 
 class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = stream.record_event()
+        # Blocking: who waits for it sleeps, and leaves the cores to the kernels.
+        self.event = stream.record_event(torch.cuda.Event(blocking=True))
 
     def done(self) -> bool:
         return bool(self.event.query())
@@ -119,10 +129,15 @@ class CudaDevice(Device):
         self._download = torch.cuda.Stream(device)
 
     def register(self, memory: torch.Tensor) -> None:
-        """Raises RuntimeError where CUDA refuses, which it does beyond the limit of locked memory."""
         if memory.numel():
             cudart: Any = torch.cuda.cudart()
-            torch.cuda.check_error(int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+            try:
+                torch.cuda.check_error(int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+            except RuntimeError as error:
+                raise BudgetError(
+                    f'CUDA cannot pin {format_size(memory.numel())} of host memory: {error}; lower "host_memory" in '
+                    f'the "offload" block, or raise the limit of locked memory (ulimit -l)'
+                ) from error
 
     def unregister(self, memory: torch.Tensor) -> None:
         if memory.numel():
@@ -168,6 +183,9 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch)
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.torch)  # else the thread is on the first GPU, and makes a context there
 
 
 def open_device(device: torch.device) -> Device:

@@ -188,9 +188,16 @@ class Pager:
         with self.lock:
             entry = self._entries[unit]
             assert entry.pins > 0, f"unit {entry.size.name} was released more often than acquired"
+            self._device.hold(entry.read)  # of another stream, if there are several: the last read is after all of them
             entry.read = self._device.computed()
             entry.pins -= 1
             self.notify()  # an interrupt in here is seen by the count of pins
+
+    def hold(self, unit: int) -> None:
+        """Let compute that the calling thread starts from now on wait for the weights of `unit`, which is pinned."""
+        with self.lock:
+            uploaded = self._entries[unit].uploaded
+        self._device.hold(uploaded)
 
     def take_part(self, unit: int) -> None:
         """Another rank gathers `unit`, which this one may not need: give it this rank's part of it."""
@@ -475,10 +482,10 @@ class Pager:
         `holds_weights` says whether the old ones lie in it already. A home in HOST is its own lease; a unit
         whose home is DEVICE has none, and its update works on `device_home`.
         """
+        entry = self._entries[unit]
+        assert entry.size.home is not Tier.DEVICE
+        entry.copied.wait()  # the worker is about to write where an upload may still read
         with self.lock:
-            entry = self._entries[unit]
-            assert entry.size.home is not Tier.DEVICE
-            entry.copied.wait()  # the worker is about to write where an upload may still read
             while entry.residency is Residency.READING:  # a read ahead from before step()
                 self.check()
                 self._finish_read(entry)
