@@ -20,6 +20,7 @@ from torch import nn
 
 import offload
 from offload.errors import EngineFailed
+from tests.late_device import LateDevice, use_device
 from tests.oracle import Job, start, train_step
 
 STEPS = 5
@@ -154,6 +155,11 @@ def _try(seed: int, count: int, folder: Path) -> None:
 
 @pytest.mark.works("Recovery", "Ctrl-C at any moment of a forward, a backward or a step", "right or refused")
 def test_interrupts(tmp_path: Path) -> None:
+    _try(0, 40, tmp_path)
+
+
+def test_interrupts_on_a_device_with_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_device(monkeypatch, lambda: LateDevice(0, 0.5))
     _try(0, 40, tmp_path)
 
 

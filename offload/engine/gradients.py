@@ -80,7 +80,7 @@ class Gradients:
             assert lease is not None or not part, "the class of gradients was sized for every unit"
             self._memory.append(None if lease is None else lease.tensor(dtype))
         staging = [arena.staging.take(arena.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
-        self._staging = deque(lease for lease in staging if lease is not None)
+        self._staging = [lease for lease in staging if lease is not None]
         self._staging_numel = arena.classes.staging // STAGING_BUFFERS // torch.float32.itemsize
         self._arriving: deque[_Arriving] = deque()
 
@@ -109,12 +109,17 @@ class Gradients:
         numel = self._staging_numel
         for start in range(0, len(values), numel):
             source = values[start : start + numel]
-            if not self._staging:
-                self._receive()
-            staging = self._staging.popleft()
+            staging = self._free_staging()
             target = staging.tensor(torch.uint8)[: source.nbytes]
             done = self._device.download(target, source.view(torch.uint8), (computed,))
             self._arriving.append(_Arriving(unit, segment, first + start, source, staging, done))
+
+    def _free_staging(self) -> Lease:
+        while True:
+            for lease in self._staging:
+                if all(arriving.staging is not lease for arriving in self._arriving):
+                    return lease
+            self._receive()
 
     def _receive(self) -> None:
         """Add the oldest stretch that is on its way."""
@@ -122,7 +127,7 @@ class Gradients:
         arriving.done.wait()  # blocks this thread: every staging buffer is taken, or the step must know its norm
         values = arriving.staging.tensor(arriving.source.dtype)[: len(arriving.source)]
         self._accumulate(arriving.unit, arriving.segment, arriving.first, values)
-        self._staging.append(self._arriving.popleft().staging)
+        self._arriving.popleft()
 
     def _accumulate(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         memory = self._memory[unit]
@@ -173,7 +178,7 @@ class Gradients:
         """Forget every gradient that no update has taken."""
         while self._arriving:
             self._arriving[0].done.wait()
-            self._staging.append(self._arriving.popleft().staging)
+            self._arriving.popleft()
         with self._lock:
             self._squares = [{} for _ in self._layouts]
 
