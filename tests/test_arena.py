@@ -58,6 +58,17 @@ def test_a_block_that_is_returned_twice_is_noticed() -> None:
         space.give(offset, 4096)
 
 
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.sets(st.integers(0, 11)), st.integers(1, 40))
+def test_what_could_be_taken_can_be(sizes: list[int], given_back: set[int], wish: int) -> None:
+    space = Space(40 * 4096, random.Random(0))
+    blocks = [(offset, size * 4096) for size in sizes if (offset := space.take(size * 4096)) is not None]
+    back = [block for index, block in enumerate(blocks) if index in given_back]
+    could = space.could_take(wish * 4096, back)
+    for block in back:
+        space.give(*block)
+    assert (space.take(wish * 4096) is not None) == could
+
+
 def test_classes_do_not_lend_to_each_other() -> None:
     host = HostArena(Classes(4096, 8192, 4096, 0), CPU)
     assert host.tiles.take(4096) is not None and host.tiles.take(4096) is None

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
 import re
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 import offload
-from offload.errors import ConfigError, RankError, UsageError
+from offload.errors import ConfigError, EngineFailed, RankError, UsageError
 from tests import models
 from tests.faults import LateQueue
 from tests.oracle import PLACEMENTS, Job, Result, assert_same, config
@@ -108,6 +113,23 @@ def test_same_bits_where_each_rank_is_late_by_itself(units: int, ranks: RankPool
         assert_same(expected, late)
 
 
+def train_with_short_waits(job: Job, folder: Path) -> Result:
+    """Waits are cut so finely that collectives end just as a slice of the wait does."""
+    from offload.engine import ranks
+
+    real, ranks._SLICE = ranks._SLICE, datetime.timedelta(milliseconds=1)
+    try:
+        return train(job, DISK, folder)
+    finally:
+        ranks._SLICE = real
+
+
+def test_a_wait_that_ends_at_its_slice_is_no_failure(ranks: RankPool, tmp_path: Path) -> None:
+    job = JOBS["gpt2"]._replace(steps=10)
+    one, other = ranks.run(train_with_short_waits, job, tmp_path)
+    assert_same(one, other)
+
+
 # -- different paths ----------------------------------------------------------------------------------
 
 
@@ -198,6 +220,80 @@ def test_one_rank_may_look_alone(ranks: RankPool, tmp_path: Path) -> None:
     assert losses == ranks.run(train, JOBS["gpt2"]._replace(steps=4), DISK, tmp_path / "never")[0].losses
 
 
+def save_at_the_end(folder: Path) -> int:
+    """Rank 0 takes the weights while rank 1 is closing its engine already; a loop with `zero_grad` in it."""
+    job = JOBS["gpt2"]._replace(steps=2)
+    engine = start(job, DISK, folder)
+    for step in range(job.steps):
+        engine.zero_grad()
+        engine.backward(job.loss(engine, step, 0))
+        engine.step()
+    seen = 0
+    if engine.global_rank == 0:
+        time.sleep(0.3)
+        seen = sum(value.numel() for value in engine.module.state_dict().values())
+    engine.destroy(remove=True)
+    return seen
+
+
+@pytest.mark.works("Several ranks", "`torch.save(state_dict())` on one rank before the end", "right")
+def test_one_rank_may_save_while_others_close(ranks: RankPool, tmp_path: Path) -> None:
+    seen, nothing = ranks.run(save_at_the_end, tmp_path)
+    assert seen > 0 and nothing == 0
+
+
+def late_zero_grad(folder: Path) -> list[float]:
+    """Rank 0 evaluates, serves rank 1's whole next micro-batch meanwhile, and then calls `zero_grad` for itself."""
+    job = JOBS["gpt2"]._replace(steps=3)
+    engine = start(job, DISK, folder)
+    norms = []
+    for step in range(job.steps):
+        if engine.global_rank == 0 and step:
+            engine.module.state_dict()
+        engine.zero_grad()
+        engine.backward(job.loss(engine, step, 0))
+        engine.step()
+        norms.append(engine.get_global_grad_norm() or 0.0)
+    engine.destroy(remove=True)
+    return norms
+
+
+def test_zero_grad_leaves_what_others_have_given(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(late_zero_grad, tmp_path / "late")
+    assert one == other == ranks.run(train, JOBS["gpt2"]._replace(steps=3), DISK, tmp_path / "plain")[0].norms
+
+
+def interrupted(folder: Path) -> str:
+    """A Ctrl-C while a rank waits for the others, which the user catches."""
+    rank, _ = rank_and_size()
+    job = JOBS["gpt2"]
+    engine = start(job, DISK, folder)
+    words = ""
+    try:
+        engine.backward(job.loss(engine, 0, 0))
+        if rank == 0:
+            time.sleep(1.5)
+        else:
+            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            engine.step()
+        job.loss(engine, 1, 0)
+    except (RankError, EngineFailed) as error:
+        words = str(error)
+    finally:
+        with contextlib.suppress(RankError):
+            engine.destroy()
+    return words
+
+
+def test_an_interrupt_between_ranks_ends_the_run_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(interrupted, tmp_path)
+    assert re.search(r"rank 1 \(process .*\) has ended", one)
+    assert "stopped" in other
+
+
 # -- edits --------------------------------------------------------------------------------------------
 
 
@@ -254,7 +350,8 @@ def wrong(folder: Path, what: str) -> str:
     try:
         if what == "model" and rank:
             job = JOBS["llama"]
-        engine = start(job, DISK, folder)
+        options = {"no such key": 1} if what == "config" and rank else {}
+        engine = start(job, DISK, folder, **options)
     except (ConfigError, RankError) as error:
         return str(error)
     try:
@@ -266,9 +363,13 @@ def wrong(folder: Path, what: str) -> str:
                 engine.backward(loss)
                 engine.step()
         if what == "end":
-            if rank == 0:
-                engine.destroy()
-            job.loss(engine, 0, 0)
+            engine.destroy(remove=rank == 1)
+        if what in ("lr", "zero_grad"):
+            engine.optimizer.param_groups[0]["lr"] = 0.01 * (1 + (what == "lr" and rank))
+            engine.backward(job.loss(engine, 0, 0))
+            if what == "zero_grad" and rank == 1:
+                engine.zero_grad()
+            engine.step()
         if what == "edit":
             if rank == 0:
                 with torch.no_grad():
@@ -293,9 +394,12 @@ def wrong(folder: Path, what: str) -> str:
     [
         ("model", ("rank 1 was given other units than rank 0",) * 2),
         ("accumulation", ("rank 1 was given other batch than rank 0",) * 2),
-        ("step", (r"rank 0 deletes its store; rank 1 is at step\(\)",) * 2),
-        ("end", ("this engine was destroyed", r"rank 0 \(process .*\) has ended: its engine was closed at step 0")),
-        ("edit", ("rank 0 changes the weights of .*; rank 1 deletes its store",) * 2),
+        ("step", (r"rank 0 closes its engine; rank 1 is at step\(\)",) * 2),
+        ("end", ("rank 0 keeps its store; rank 1 deletes its store: all must do the same",) * 2),
+        ("lr", (r"differ in their learning rates or other settings of the optimizer \(checksums\): \d+, \d+",) * 2),
+        ("zero_grad", (r"rank 0 is at step\(\); rank 1 drops its gradients \(zero_grad\)",) * 2),
+        ("config", ("rank 1 has ended before it made its engine: ConfigError", "unknown key")),
+        ("edit", ("rank 0 changes the weights of .*; rank 1 closes its engine",) * 2),
         ("micro-batches", ("the ranks differ in their micro-batches since the last boundary: 1, 2",) * 2),
     ],
 )

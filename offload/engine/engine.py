@@ -16,6 +16,7 @@ import atexit
 import logging
 import math
 import os
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -210,10 +211,13 @@ class Engine:
         return self.micro_batches >= self._choices.accumulation
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients since the last boundary, and their micro-batches."""
+        """Forget the gradients since the last boundary, and their micro-batches.
+
+        With several ranks all of them do, where there is anything to forget: it was added up already.
+        """
         self._enter()
         self._parts.hooks.forget_gradients()
-        self._parts.gradients.clear()
+        self._parts.gradients.forget()
         self._backwards_before = self._backwards_at_step = self._parts.hooks.backward_count
 
     def train(self, mode: bool = True) -> Engine:
@@ -300,7 +304,10 @@ class Engine:
         parts.updater.finish()
         known = parts.gradients.known
         try:
-            decision = known() if parts.rounds is None else parts.rounds.step(count, self.global_steps, known)
+            if parts.rounds is None:
+                decision = known()
+            else:
+                decision = parts.rounds.step(count, self.global_steps, self.optimizer.checksum(), known)
         except KeyboardInterrupt as error:  # a gradient on its way from the device may be half added
             parts.pager.fail(error)
             raise
@@ -497,9 +504,14 @@ class Engine:
     def destroy(self, remove: bool = False) -> None:
         """Finish and commit what is complete, join every thread, close the store; `remove` deletes it.
 
-        Idempotent, and may be called again where it was interrupted. The model's parameters stay placeholders. Raises
-        what finishing raised, after closing.
+        With several ranks it waits for the others to come here too, and serves them until then. Idempotent, and may be
+        called again where it was interrupted. The model's parameters stay placeholders. Raises what finishing raised,
+        after closing.
         """
+        self._destroy(remove, meet=True)
+
+    def _destroy(self, remove: bool, meet: bool) -> None:
+        """`meet` says whether to wait for the other ranks."""
         if self._closed or os.getpid() != self._pid:
             return
         finished = False
@@ -508,8 +520,9 @@ class Engine:
         try:
             if self._alive and not self._parts.pager.failed:
                 self._finish()
-                if remove and self._parts.rounds is not None:
-                    self._parts.rounds.end()
+                ranks, rounds = self._parts.ranks, self._parts.rounds
+                if rounds is not None and ranks is not None and meet and (remove or not ranks.lost):
+                    rounds.end(remove)
                 finished = True
         finally:
             self._alive = False
@@ -570,7 +583,8 @@ class Engine:
         if not self._alive or os.getpid() != self._pid:
             return
         try:
-            self.destroy()
+            # An exception that ends this process, which is known by now, ends the run: nobody is served any more.
+            self._destroy(remove=False, meet=not hasattr(sys, "last_value"))
         except (OffloadError, OSError, RuntimeError) as error:  # the last from CUDA
             logger.error("at exit: %s", error)
         if self.resumable:

@@ -174,6 +174,10 @@ class Gradients:
         with self._lock:
             self._squares[unit] = {}
 
+    def forget(self) -> None:
+        """What `zero_grad` does."""
+        self.clear()
+
     def clear(self) -> None:
         """Forget every gradient that no update has taken."""
         while self._arriving:

@@ -27,7 +27,7 @@ from offload.engine.optimizer import Optimizer, check_covers, from_config, from_
 from offload.engine.placeholder import Place
 from offload.engine.plan import Plan, compute_device, decide, summary
 from offload.engine.progress import Progress, persistent_buffers
-from offload.engine.ranks import Ranks, join_ranks
+from offload.engine.ranks import Ranks, join_ranks, stay_away
 from offload.engine.reduction import ReducedGradients
 from offload.engine.rounds import Rounds
 from offload.engine.saved import SavedTensors
@@ -73,10 +73,14 @@ def initialize(
     Raises `ConfigError`, `BudgetError` or `StoreError` before anything is changed; a disk that is too small is such an
     error too.
     """
-    loaded = load_config(_the_config(args, config, config_params))
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"initialize expects model, a torch.nn.Module, got {type(model).__name__}")
-    device = open_device(compute_device(loaded.offload.device))
+    try:
+        loaded = load_config(_the_config(args, config, config_params))
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"initialize expects model, a torch.nn.Module, got {type(model).__name__}")
+        device = open_device(compute_device(loaded.offload.device))
+    except Exception as error:
+        stay_away(f"{type(error).__name__}: {error}")
+        raise
     ranks = join_ranks(device)
     try:
         return _initialize(

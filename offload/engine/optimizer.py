@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -50,6 +51,11 @@ class Optimizer(torch.optim.Optimizer):
         """Forget the gradients that were added since the last boundary."""
         if self._engine_zero_grad is not None:
             self._engine_zero_grad()
+
+    def checksum(self) -> int:
+        """Of all groups' settings, to compare those of several ranks."""
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return zlib.crc32(repr([sorted(group.items()) for group in groups]).encode())
 
     def settings(self) -> dict[int, Mapping[str, Any]]:
         """The group of each parameter, by the parameter's id."""

@@ -146,6 +146,8 @@ def _check_same(
         "dtype": mode.name,
         "accumulation dtype": config.data_types.grad_accum_dtype,
         "clip": config.gradient_clipping,
+        "seed": config.offload.seed,
+        "on_nonfinite": config.offload.on_nonfinite,
         "run": config.offload.run,
         "durability": config.offload.durability,
         "resume": config.offload.resume,

@@ -50,18 +50,35 @@ class Ranks:
     def __init__(self, device: Device) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._device = device
+        self._lost: RankError | None = None
+        self._pulse = _Pulse(_store(), self.rank, self.size)
+        self._meet()
         self._control = dist.new_group(backend="gloo", timeout=_LONG)
         self._on_gpu = device.torch.type == "cuda"
         # One group for each: gloo ends the process where a message meets one of another length.
         self._data = dist.new_group(backend="nccl") if self._on_gpu else dist.new_group(backend="gloo", timeout=_LONG)
-        self._lost: RankError | None = None
-        store = dist.distributed_c10d._get_default_store()
-        self._pulse = _Pulse(
-            dist.distributed_c10d.PrefixStore(f"offload/{next(_engines)}", store), self.rank, self.size
-        )
         self._places: list[tuple[str, int]] = [tuple(place) for place in self.share([_machine(), os.getpid()])]
         self.here = sum(machine == _machine() for machine, _ in self._places)
         """Ranks on this machine."""
+
+    def _meet(self) -> None:
+        """Wait until every rank is here. A group is made by all at once, in C++, which waits for one that will not come.
+
+        Raises `RankError` where one has ended before it came.
+        """
+        waiting = [rank for rank in range(self.size) if rank != self.rank]
+        began = noticed = time.monotonic()
+        while waiting := [rank for rank in waiting if not self._pulse.has_begun(rank)]:
+            for rank in waiting:
+                ended = self._pulse.ended(rank)
+                if ended is not None:
+                    self._pulse.close(f"rank {rank} did not come")
+                    raise RankError(f"rank {rank} has ended before it made its engine: {ended}")
+            now = time.monotonic()
+            if now - noticed > _NOTICE:
+                noticed = now
+                logger.warning("rank %d has waited %.0f s for rank %s to initialize", self.rank, now - began, waiting)
+            time.sleep(0.01 if now - began < 1 else 0.2)
 
     # -- control ------------------------------------------------------------------------------------
 
@@ -158,9 +175,10 @@ class Ranks:
             try:
                 work.wait(_SLICE)
                 return
-            except RuntimeError as error:
-                if work.is_completed():
-                    raise self._blame(error) from error
+            except RuntimeError:
+                if work.is_completed():  # it may have come to its end just after the slice did
+                    self._finish(work)
+                    return
             if self._lost is not None:
                 raise self._lost
             now = time.monotonic()
@@ -169,6 +187,12 @@ class Ranks:
             if now - noticed > _NOTICE:
                 noticed = now
                 logger.warning("rank %d has waited %.0f s for other ranks, to %s", self.rank, now - began, to)
+
+    def _finish(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._blame(error) from error
 
     def _blame(self, error: Exception | None) -> RankError:
         """What to raise where others do not answer: names them, as soon as it is known who they are."""
@@ -203,6 +227,11 @@ class Ranks:
                 found.append(f"{where} has given no sign of life for {self._pulse.silent(rank):.0f} s")
         return found
 
+    @property
+    def lost(self) -> bool:
+        """Whether this rank can no longer reach the others."""
+        return self._lost is not None
+
     def fail(self, reason: str) -> RankError:
         """What to raise where this rank has left a collective that the others are in: they are told, and end too."""
         self.close(reason)
@@ -217,8 +246,9 @@ class Ranks:
         self._pulse.close(reason)
         if self._lost is None:
             self._lost = RankError(f"rank {self.rank} has ended: {reason}")
-            for group in {self._control, self._data}:
-                dist.destroy_process_group(group)
+            for group in (self._control, self._data):
+                with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # the user has destroyed them all
+                    dist.destroy_process_group(group)
 
 
 class _Work:
@@ -264,9 +294,13 @@ class _Pulse:
             try:
                 self._store.set(f"pulse/{self._rank}", str(count))
             except RuntimeError:
-                return  # the store is gone: `_get` says so to whoever asks
+                pass  # the store's own process may be gone; then others are told by their connections
             if self._closing.wait(_PULSE):
                 return
+
+    def has_begun(self, rank: int) -> bool:
+        """Whether `rank` has shown itself."""
+        return self._get(f"pulse/{rank}") is not None
 
     def silent(self, rank: int) -> float:
         """Seconds since the count of `rank` was first seen as it is now."""
@@ -298,6 +332,19 @@ class _Pulse:
 def _gather_into(everyone: torch.Tensor, mine: torch.Tensor, group: Any) -> Any:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
     return gather(everyone, mine, group=group, async_op=True)
+
+
+def _store() -> Any:
+    """Torch's key-value store, of which every engine has a corner of its own."""
+    store = dist.distributed_c10d._get_default_store()
+    return dist.distributed_c10d.PrefixStore(f"offload/{next(_engines)}", store)
+
+
+def stay_away(reason: str) -> None:
+    """Tell the ranks that wait for this one to initialize that it will not, where they can be told."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        with contextlib.suppress(RuntimeError):
+            _store().set(f"end/{dist.get_rank()}", reason)
 
 
 def _machine() -> str:

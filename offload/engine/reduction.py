@@ -110,6 +110,12 @@ class ReducedGradients(Gradients):
         super().drop(unit)
         self._seen[unit] = set()
 
+    def forget(self) -> None:
+        """Drop them on every rank, where this one has given any; what others have given alone is theirs to drop."""
+        if self._unit >= 0 or any(self._seen):
+            self._rounds.forget()
+            self.clear()
+
     def clear(self) -> None:
         super().clear()
         self._unit, self._filled = -1, set()

@@ -12,10 +12,11 @@ sent by the thread that runs the model or its backward; background threads take 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,9 +42,11 @@ class Kind(enum.IntEnum):
     EDIT = 4
     """Change the weights of a unit."""
     END = 5
-    """Delete the store."""
+    """Close the engine."""
     MEAN = 6
     """Tell a number to all."""
+    FORGET = 7
+    """Drop gradients that were reduced."""
 
 
 class Wish(NamedTuple):
@@ -52,7 +55,8 @@ class Wish(NamedTuple):
     kind: Kind
     unit: int = -1
     ready: bool = False
-    """Of AHEAD: whether its own part is at hand and there is room. Of EDIT: whether it has new values."""
+    """Of AHEAD: whether its own part is at hand and there is room. Of EDIT: whether it has new values. Of END: whether
+    it deletes its store."""
     holds: int = -1
     """The unit of which it holds gradients that are not reduced."""
 
@@ -80,7 +84,17 @@ def choose(wishes: Sequence[Wish]) -> Choice | None:
     return Choice(None) if any(wish.kind is Kind.AHEAD for wish in wishes) else None
 
 
-_FACTS = struct.Struct("<dqq")
+_FACTS = struct.Struct("<dqqq")  # sum of squares, micro-batches, steps, checksum of the optimizer's settings
+_SAME_BATCHES = "each must train on as many micro-batches as the others (drop_last, or a sampler that pads)"
+_MUST_AGREE = (
+    ("micro-batches since the last boundary", 1, _SAME_BATCHES),
+    ("steps so far", 2, _SAME_BATCHES),
+    (
+        "learning rates or other settings of the optimizer (checksums)",
+        3,
+        "each holds a part of every parameter, so all must use the same: take a schedule's metric from engine.mean()",
+    ),
+)
 
 
 class Rounds:
@@ -91,6 +105,8 @@ class Rounds:
         self._lock = threading.RLock()  # two of autograd's threads may come at once
         self._agreed = -1
         """The unit that all ranks are gathering or reducing now; -1 between collectives."""
+        self._asking = False
+        """Whether a question to all ranks is under way; still so after an interrupt."""
         self.give_weights: Callable[[int], None]
         """Takes part in the gather of a unit that another rank needs."""
         self.give_gradients: Callable[[int, Sequence[int]], None]
@@ -125,25 +141,24 @@ class Rounds:
         with self._lock:
             self._serve(Kind.REDUCE, unit, self._reach(Kind.REDUCE, unit))
 
-    def step(self, micro_batches: int, global_steps: int, known: Callable[[], Known]) -> Known:
+    def step(self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], Known]) -> Known:
         """Add up what the ranks know of a step. By the time that it returns, each has the step before on disk.
 
-        `known` is asked when every rank is here: until then gradients of others may still come in. Raises `UsageError`
-        on all ranks where they are not at the same step, or had not as many micro-batches.
+        `known` is asked when every rank is here: until then gradients of others may still come in; `settings` is a
+        checksum of the optimizer's. Raises `UsageError` on all ranks where they are not at the same step, had not as
+        many micro-batches, or have other settings.
         """
         self._reach(Kind.STEP, -1)
         sum_squares, present = known()
         flags = b"".join(_bitmap(segments) for segments in present)
-        content = _FACTS.pack(sum_squares, micro_batches, global_steps) + flags
-        rows = self._ranks.collect_bytes(content, "decide on a step")
+        content = _FACTS.pack(sum_squares, micro_batches, global_steps, settings) + flags
+        with self._question():
+            rows = self._ranks.collect_bytes(content, "decide on a step")
         facts = [_FACTS.unpack_from(row) for row in rows]
-        for what, column in (("micro-batches since the last boundary", 1), ("steps so far", 2)):
+        for what, column, advice in _MUST_AGREE:
             numbers = [row[column] for row in facts]
             if len(set(numbers)) > 1:
-                raise UsageError(
-                    f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; each must train on as many "
-                    f"micro-batches as the others (drop_last, or a sampler that pads)"
-                )
+                raise UsageError(f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; {advice}")
         return Known(sum(row[0] for row in facts), _union([row[_FACTS.size :] for row in rows]))
 
     def edit(self, unit: int, edits: Sequence[Edit]) -> list[Edit]:
@@ -152,29 +167,43 @@ class Rounds:
         source = next((rank for rank, wish in enumerate(wishes) if wish.ready), None)
         if source is None:
             return []
-        what = self._ranks.share(
-            [[edit.start, edit.stop, edit.values.dtype is torch.float32] for edit in edits], "edit"
-        )
-        agreed: list[Edit] = []
-        for position, (start, stop, is_fp32) in enumerate(what[source]):
-            if source == self._ranks.rank:
-                values = edits[position].values
-            else:
-                dtype = torch.float32 if is_fp32 else torch.bfloat16
-                values = torch.empty(stop - start, dtype=dtype, device="cpu")
-            self._ranks.broadcast(values, source)
-            agreed.append(Edit(start, stop, values))
+        with self._question():
+            mine = [[edit.start, edit.stop, edit.values.dtype is torch.float32] for edit in edits]
+            what = self._ranks.share(mine, "change weights")
+            agreed: list[Edit] = []
+            for position, (start, stop, is_fp32) in enumerate(what[source]):
+                if source == self._ranks.rank:
+                    values = edits[position].values
+                else:
+                    dtype = torch.float32 if is_fp32 else torch.bfloat16
+                    values = torch.empty(stop - start, dtype=dtype, device="cpu")
+                self._ranks.broadcast(values, source)
+                agreed.append(Edit(start, stop, values))
         return agreed
 
     def mean(self, value: float) -> float:
         """The mean of every rank's `value`."""
+        value = float(value)
         self._reach(Kind.MEAN, -1)
-        values: list[float] = self._ranks.share(value, "tell a number")
+        with self._question():
+            values: list[float] = self._ranks.share(value, "tell a number")
         return sum(values) / len(values)
 
-    def end(self) -> None:
-        """Return when every rank is about to delete its part of the store."""
-        self._reach(Kind.END, -1)
+    def forget(self) -> None:
+        """Return when every rank is about to drop its gradients, which are in part those of others."""
+        self._reach(Kind.FORGET, -1)
+
+    def end(self, remove: bool) -> None:
+        """Return when every rank is about to close its engine: until then others may need this one's weights.
+
+        Raises `RankError` on all where only some are about to delete their stores.
+        """
+        wishes = self._reach(Kind.END, -1, remove)
+        if len({wish.ready for wish in wishes}) > 1:
+            told = "; ".join(
+                f"rank {rank} {'deletes' if wish.ready else 'keeps'} its store" for rank, wish in enumerate(wishes)
+            )
+            raise RankError(f"{told}: all must do the same, else nothing can be resumed; all are kept")
 
     # -- the round ----------------------------------------------------------------------------------
 
@@ -186,10 +215,13 @@ class Rounds:
         with self._lock:
             if self._agreed >= 0:
                 raise self._ranks.fail(f"it could not take its part in moving {self._names[self._agreed]}")
+            if self._asking:
+                raise self._ranks.fail("it was interrupted while it waited for the others")
             while True:
                 mine = Wish(kind, unit, ready, self.holds())
                 numbers = [int(field) for field in mine]
-                rows = self._ranks.collect(numbers, _words(mine, self._names))
+                with self._question():
+                    rows = self._ranks.collect(numbers, _words(mine, self._names))
                 wishes = [Wish(Kind(row[0]), row[1], bool(row[2]), row[3]) for row in rows]
                 choice = choose(wishes)
                 if choice is None:
@@ -207,6 +239,12 @@ class Rounds:
                 else:
                     self._serve(choice.next.kind, choice.next.unit, wishes)
 
+    @contextlib.contextmanager
+    def _question(self) -> Iterator[None]:
+        self._asking = True
+        yield
+        self._asking = False  # not so after an exception: the others have moved on, and this rank has not
+
     def _serve(self, kind: Kind, unit: int, wishes: Sequence[Wish]) -> None:
         """Take part in what was chosen. An exception on the way leaves the others waiting, and is known as that."""
         self._agreed = unit
@@ -223,8 +261,9 @@ _DOES = {
     Kind.REDUCE: "reduces the gradients of {}",
     Kind.STEP: "is at step()",
     Kind.EDIT: "changes the weights of {}",
-    Kind.END: "deletes its store",
+    Kind.END: "closes its engine",
     Kind.MEAN: "tells a number to all",
+    Kind.FORGET: "drops its gradients (zero_grad)",
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from types import TracebackType
 from typing import NamedTuple
 
@@ -51,6 +52,17 @@ class Space:
                 insort(self._holes, piece)
         self.used_bytes += nbytes
         return offset
+
+    def could_take(self, nbytes: int, given: Iterable[tuple[int, int]]) -> bool:
+        """Whether `take` would find a block if the blocks `given`, (offset, nbytes), were returned before."""
+        nbytes = align_up(max(nbytes, 1))
+        stretches = sorted([*self._holes, *((offset, offset + align_up(max(size, 1))) for offset, size in given)])
+        start = stop = 0
+        for first, last in stretches:
+            start, stop = (start, last) if first == stop else (first, last)
+            if stop - start >= nbytes:
+                return True
+        return False
 
     def give(self, offset: int, nbytes: int) -> None:
         """Return a block that `take` gave, with the same `nbytes`."""
@@ -199,6 +211,10 @@ class DeviceArena:
         return Slice(
             offset, nbytes, tuple(done for first, last, done in self._readers if first < stop and offset < last)
         )
+
+    def could_take(self, nbytes: int, given: Iterable[Slice]) -> bool:
+        """Whether there would be room if the slices `given` were returned."""
+        return self._space.could_take(nbytes, ((piece.offset, piece.nbytes) for piece in given))
 
     def give(self, piece: Slice, written: Event, read: Event) -> None:
         """Return a slice; `written` and `read` end the last upload into it and the last compute that reads it."""

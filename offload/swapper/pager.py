@@ -390,9 +390,9 @@ class Pager:
             self._take_part(entry)
 
     def _could_fit(self, entry: _Entry, beyond: int) -> bool:
-        """Whether there is room for it among what is free and what is next used after `beyond` uses."""
-        later = (e for e in self._idle() if self.trace.distance(e.index) > beyond)
-        return self.arena.nbytes - self.arena.used_bytes + sum(e.size.nbytes for e in later) >= entry.size.nbytes
+        """Whether there is room for it in one piece, with what is next used after `beyond` uses out of the way."""
+        later = (e.slice for e in self._idle() if self.trace.distance(e.index) > beyond and e.slice is not None)
+        return self.arena.could_take(entry.size.nbytes, later)
 
     def _agree_ahead(self, peers: Peers, entry: _Entry, ready: bool) -> bool:
         torn, self._torn = self._torn, False

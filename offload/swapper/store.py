@@ -274,7 +274,7 @@ class Store:
     def newest_commit(self) -> Commit | None:
         """The last commit of what is there; None where there is none, not even a damaged one."""
         record = next(iter(_records(self._commit_path)), None)
-        if record is None and not any(self.folders[0].glob("blob.*")):
+        if record is None and (not any(self.folders[0].glob("blob.*")) or self._only_begun()):
             return None
         return Commit(0, 0) if record is None else Commit(record.epoch, record.revision)
 
@@ -316,6 +316,14 @@ class Store:
         except BaseException:
             self.close()
             raise
+
+    def _only_begun(self) -> bool:
+        """Whether the first commit of all was under way: its blob is there, and its record was not begun."""
+        if (self.folders[0] / "blob.1").exists():
+            return False
+        with contextlib.suppress(OSError):
+            return self._commit_path.read_bytes() == bytes(2 * PAGE)
+        return False
 
     def _record_at(self, at: Commit, records: Sequence[Record]) -> Record:
         for record in records:
@@ -386,11 +394,11 @@ class Store:
             run = self.folders[0].parent
             note = dict(finished, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
             while True:
-                run.mkdir(mode=0o700, exist_ok=True)
                 try:
+                    run.mkdir(mode=0o700, exist_ok=True)
                     _write_durably(run / "finished.json", json.dumps(note).encode())
                     return
-                except FileNotFoundError:
+                except (FileNotFoundError, FileExistsError):
                     pass  # another rank, the last to leave, has just removed the empty folder
 
     def _unlink(self) -> None:
@@ -479,12 +487,22 @@ class _Lock:
         self.release()
 
 
+def _make_folder(folder: Path) -> None:
+    while True:
+        folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.parent.mkdir(mode=0o700, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            return
+        except (FileNotFoundError, FileExistsError):
+            if folder.parent.exists() and not folder.parent.is_dir():
+                raise  # else another rank has just removed the empty folder of the run before
+
+
 def _make_folders(folders: Sequence[Path]) -> None:
     for folder in folders:
         try:
-            folder.parent.parent.mkdir(parents=True, exist_ok=True)
-            folder.parent.mkdir(mode=0o700, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)
+            _make_folder(folder)
         except OSError as error:
             raise StoreError(
                 f"cannot make the swap folder {folder}: {error.strerror}; set nvme_path to a folder "
