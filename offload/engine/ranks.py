@@ -41,6 +41,7 @@ _SILENT = 120.0
 _BLAME = 5.0
 """Seconds without a pulse after which a rank is blamed for a connection that broke."""
 _NOTICE = 60.0
+_GRACE = datetime.timedelta(seconds=2)
 _engines = itertools.count()
 
 
@@ -51,34 +52,39 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._device = device
         self._lost: RankError | None = None
-        self._pulse = _Pulse(_store(), self.rank, self.size)
-        self._meet()
-        self._control = dist.new_group(backend="gloo", timeout=_LONG)
         self._on_gpu = device.torch.type == "cuda"
+        self._pulse = _Pulse(_store(), self.rank, self.size)
+        try:
+            self._places = self._meet()
+        except BaseException as error:
+            self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this one
+            raise
+        self.here = sum(place[0] == _machine() for place in self._places)
+        """Ranks on this machine."""
+        self._control = dist.new_group(backend="gloo", timeout=_LONG)
         # One group for each: gloo ends the process where a message meets one of another length.
         self._data = dist.new_group(backend="nccl") if self._on_gpu else dist.new_group(backend="gloo", timeout=_LONG)
-        self._places: list[tuple[str, int]] = [tuple(place) for place in self.share([_machine(), os.getpid()])]
-        self.here = sum(machine == _machine() for machine, _ in self._places)
-        """Ranks on this machine."""
 
-    def _meet(self) -> None:
-        """Wait until every rank is here. A group is made by all at once, in C++, which waits for one that will not come.
+    def _meet(self) -> list[tuple[str, int]]:
+        """Wait until every rank is here; the machine and the process of each.
 
-        Raises `RankError` where one has ended before it came.
+        A group is made by all at once, in C++, which would wait for one that never comes. Raises `RankError` where one
+        has ended before it came.
         """
         waiting = [rank for rank in range(self.size) if rank != self.rank]
         began = noticed = time.monotonic()
-        while waiting := [rank for rank in waiting if not self._pulse.has_begun(rank)]:
+        while waiting := [rank for rank in waiting if self._pulse.place(rank) is None]:
             for rank in waiting:
                 ended = self._pulse.ended(rank)
                 if ended is not None:
-                    self._pulse.close(f"rank {rank} did not come")
                     raise RankError(f"rank {rank} has ended before it made its engine: {ended}")
             now = time.monotonic()
             if now - noticed > _NOTICE:
                 noticed = now
                 logger.warning("rank %d has waited %.0f s for rank %s to initialize", self.rank, now - began, waiting)
             time.sleep(0.01 if now - began < 1 else 0.2)
+        places = [self._pulse.place(rank) for rank in range(self.size)]
+        return [(place[0], int(place[1])) for place in places if place is not None]
 
     # -- control ------------------------------------------------------------------------------------
 
@@ -171,28 +177,30 @@ class Ranks:
     def wait(self, work: Any, to: str) -> None:
         """Wait for `work`, looking up each second; raises `RankError` when a rank is gone."""
         began = noticed = time.monotonic()
-        while True:
-            try:
-                work.wait(_SLICE)
-                return
-            except RuntimeError:
-                if work.is_completed():  # it may have come to its end just after the slice did
-                    self._finish(work)
-                    return
+        while not self._ends(work, _SLICE):
             if self._lost is not None:
                 raise self._lost
-            now = time.monotonic()
-            if self._gone(_SILENT, [(self.rank + 1) % self.size]):  # each looks after its neighbour
+            # Each looks after its neighbour. One that ends right after a collective has given what this one waits for.
+            if self._gone(_SILENT, [(self.rank + 1) % self.size]) and not self._ends(work, _GRACE):
                 raise self._blame(None)
+            now = time.monotonic()
             if now - noticed > _NOTICE:
                 noticed = now
                 logger.warning("rank %d has waited %.0f s for other ranks, to %s", self.rank, now - began, to)
 
-    def _finish(self, work: Any) -> None:
+    def _ends(self, work: Any, within: datetime.timedelta) -> bool:
+        """Whether `work` has ended well within that time; raises `RankError` where it has failed."""
         try:
-            work.wait()
+            work.wait(within)
+            return True
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+        try:
+            work.wait()  # it ended just after the time was over, well or not
         except RuntimeError as error:
             raise self._blame(error) from error
+        return True
 
     def _blame(self, error: Exception | None) -> RankError:
         """What to raise where others do not answer: names them, as soon as it is known who they are."""
@@ -286,6 +294,7 @@ class _Pulse:
         self._store, self._rank = store, rank
         self._seen = {other: ("", time.monotonic()) for other in range(size)}
         self._closing = threading.Event()
+        store.set(f"place/{rank}", f"{_machine()}\n{os.getpid()}")
         self._thread = threading.Thread(target=self._run, name="offload-pulse", daemon=True)
         self._thread.start()
 
@@ -298,9 +307,10 @@ class _Pulse:
             if self._closing.wait(_PULSE):
                 return
 
-    def has_begun(self, rank: int) -> bool:
-        """Whether `rank` has shown itself."""
-        return self._get(f"pulse/{rank}") is not None
+    def place(self, rank: int) -> list[str] | None:
+        """The machine and the process of `rank`; None while it has not shown itself."""
+        told = self._get(f"place/{rank}")
+        return None if told is None else told.split("\n")
 
     def silent(self, rank: int) -> float:
         """Seconds since the count of `rank` was first seen as it is now."""
