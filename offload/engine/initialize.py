@@ -27,7 +27,7 @@ from offload.engine.optimizer import Optimizer, check_covers, from_config, from_
 from offload.engine.placeholder import Place
 from offload.engine.plan import Plan, compute_device, decide, summary
 from offload.engine.progress import Progress, persistent_buffers
-from offload.engine.ranks import Ranks, join_ranks, stay_away
+from offload.engine.ranks import Ranks, join_ranks, meet_others, stay_away
 from offload.engine.reduction import ReducedGradients
 from offload.engine.rounds import Rounds
 from offload.engine.saved import SavedTensors
@@ -73,6 +73,7 @@ def initialize(
     Raises `ConfigError`, `BudgetError` or `StoreError` before anything is changed; a disk that is too small is such an
     error too.
     """
+    meet_others()  # before anything can be wrong here: they would wait for this rank
     try:
         loaded = load_config(_the_config(args, config, config_params))
         if not isinstance(model, nn.Module):

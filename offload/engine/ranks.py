@@ -371,21 +371,23 @@ def _lives(process: int) -> bool:
         return False
 
 
-def join_ranks(device: Device) -> Ranks | None:
-    """The ranks of this run: of torch's default process group, which is made where a launcher asks for several.
+def meet_others() -> None:
+    """Make torch's default process group where a launcher asks for several ranks and there is none yet.
 
-    None where this process is alone. Raises `ConfigError` where the group cannot be made.
+    Raises `ConfigError` where it cannot be made.
     """
-    if not dist.is_available():
-        return None
-    if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return None
-        try:
-            dist.init_process_group("nccl" if device.torch.type == "cuda" else "gloo")
-        except (RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the ranks cannot meet: {error}; start them with "
-                f"torchrun, or unset WORLD_SIZE"
-            ) from error
-    return Ranks(device) if dist.get_world_size() > 1 else None
+    if not dist.is_available() or dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the ranks cannot meet: {error}; start them with torchrun, "
+            f"or unset WORLD_SIZE"
+        ) from error
+
+
+def join_ranks(device: Device) -> Ranks | None:
+    """The ranks of this run, which are those of torch's default process group; None where this process is alone."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return Ranks(device) if several else None
