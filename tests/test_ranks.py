@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import re
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 import offload
-from offload.errors import ConfigError, EngineFailed, RankError, UsageError
+from offload.errors import ConfigError, EngineFailed, NumericsError, RankError, UsageError
 from tests import models
 from tests.faults import LateQueue
 from tests.oracle import PLACEMENTS, Job, Result, assert_same, config
@@ -51,11 +54,40 @@ def language_rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
+def recomputed(reentrant: bool) -> nn.Module:
+    model = models.gpt2()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # a new name is coming; users have the old one
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model.train()
+
+
+class Adapters(nn.Module):
+    """Frozen layers with small trainable ones beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 64).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.ModuleDict({"base": nn.Linear(64, 64), "add": nn.Linear(64, 64)}) for _ in "123")
+        self.head = nn.Linear(64, 61)
+        for layer in self.layers:
+            layer["base"].requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = torch.tanh(layer["base"](hidden) + layer["add"](hidden))
+        return self.head(hidden)
+
+
 JOBS = {
     "gpt2": models.GPT2._replace(loss=language_rows_loss),
     "llama": Job(models.llama, language_rows_loss),
     "mixtral": Job(models.mixtral, language_rows_loss),
     "mixture": models.MIXTURE._replace(loss=rows_loss),
+    "adapters": Job(Adapters, rows_loss),
+    "recomputed": Job(functools.partial(recomputed, False), language_rows_loss, accumulation=2),
+    "recomputed, reentrant": Job(functools.partial(recomputed, True), language_rows_loss, accumulation=2),
 }
 
 
@@ -128,6 +160,41 @@ def test_a_wait_that_ends_at_its_slice_is_no_failure(ranks: RankPool, tmp_path: 
     job = JOBS["gpt2"]._replace(steps=10)
     one, other = ranks.run(train_with_short_waits, job, tmp_path)
     assert_same(one, other)
+
+
+def train_from_a_loader(folder: Path, poisoned: int) -> tuple[list[float], list[list[int]], str]:
+    """Losses and rows of two epochs of `training_data`; the rank `poisoned` has a NaN loss in the second."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    data = TensorDataset(torch.arange(64.0).view(16, 4) / 64, torch.arange(16))
+    content = config(Job(nn.Module, rows_loss), DISK, folder)
+    content["train_micro_batch_size_per_gpu"] = 4 // rank_and_size()[1]
+    engine, _, loader, _ = offload.initialize(model=model, config=content, training_data=data)
+    losses, rows, words = [], [], ""
+    try:
+        for epoch in range(2):
+            for values, which in loader:
+                loss = engine(values).float().square().mean()
+                engine.backward(loss * (float("nan") if epoch and engine.global_rank == poisoned else 1.0))
+                engine.step()
+                losses.append(engine.mean(float(loss.detach())))
+                rows.append(which.tolist())
+    except NumericsError as error:
+        words = str(error)
+    engine.destroy(remove=True)
+    return losses, rows, words
+
+
+def test_the_loader_gives_each_rank_its_rows(ranks: RankPool, tmp_path: Path) -> None:
+    alone, all_rows, _ = train_from_a_loader(tmp_path / "one", -1)
+    (losses, rows, _), (same, others, _) = ranks.run(train_from_a_loader, tmp_path / "two", -1)
+    assert losses == same == pytest.approx(alone, rel=1e-5)
+    assert [a + b for a, b in zip(rows, others, strict=True)] == all_rows
+
+
+def test_a_nan_on_one_rank_is_said_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    for losses, _, words in ranks.run(train_from_a_loader, tmp_path, 1):
+        assert len(losses) == 4 and words.startswith("the gradient norm of step 5 is nan")
 
 
 # -- different paths ----------------------------------------------------------------------------------
