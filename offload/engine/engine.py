@@ -302,6 +302,7 @@ class Engine:
             )
         parts.bindings.settle()
         parts.updater.finish()
+        parts.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch
         known = parts.gradients.known
         try:
             if parts.rounds is None:
