@@ -12,6 +12,7 @@ import offload
 from offload.engine.gradients import Gradients
 from offload.engine.layout import lay_out
 from offload.engine.units import find_units
+from offload.errors import EngineFailed
 from offload.swapper.pager import Pager
 from tests import models
 from tests.late_device import LateDevice, Ticks, use_device
@@ -114,3 +115,20 @@ def test_the_record_shows_a_missing_wait(fault: str, tmp_path: Path, monkeypatch
     except (offload.OffloadError, AssertionError):
         pass  # wrong weights may well become a NaN
     assert fault.partition(",")[0] in device.broken
+
+
+def test_a_copy_that_fails_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a fault of the GPU does: no later call waits for what will never be there."""
+    device = LateDevice(0, 0.0)
+    use_device(monkeypatch, lambda: device)
+    engine = start(JOB, ("cpu", "cpu"), tmp_path)
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(LateDevice, "upload", broken)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        train_step(engine, JOB, 0)
+    with pytest.raises(EngineFailed, match="CUDA error"):
+        train_step(engine, JOB, 0)
+    engine.destroy()

@@ -1,9 +1,9 @@
 """The pager: brings a unit's weights to the device before use and keeps both budgets.
 
-Threads. `acquire`, `release` and `drop_released` are called by the thread that runs the model and by
-autograd's threads; `lease_for_update`, `publish`, `written` by the update worker alone. One lock guards all
-(`lock`, of the monitor `changed`): nobody holds it while bytes move or a kernel runs, and whoever changes an entry
-wakes all waiters.
+Threads. `acquire`, `release`, `hold`, `take_part` and `drop_released` are called by the thread that runs the model and
+by autograd's threads; `lease_for_update`, `publish`, `written` by the update worker alone. One lock guards all (`lock`,
+of the monitor `changed`): nobody holds it while bytes move or a kernel runs, and whoever changes an entry wakes all
+waiters.
 
 [Note: nobody waits in a circle] The update worker needs only its own tiles: where it can get no weight
 lease it either waits, when nobody waits for anything of it, or goes on without delivering. A thread that
@@ -11,7 +11,8 @@ acquires may take any lease that is clean and not being copied, and delivers the
 in its way. The leases that are left then belong to writes and updates in progress, which end by
 themselves. While such a thread waits for a lease the worker takes none (`_starved`), so that freed memory
 is not taken from under it. Device slices are held only by pinned units: if those fill the arena, that is a
-`BudgetError`, since waiting cannot help.
+`BudgetError`, since waiting cannot help. Where there are other ranks, they are waited for without the lock, and what
+they need is done meanwhile (`Peers.agree` calls `take_part`): no rank's worker, lease or slice waits for another rank.
 
 [Note: torn] A Ctrl-C may come between any two lines of the thread that runs the model. While it waits, for a lock, a
 read or an update, all is whole, and the call can be given up; that is where nearly all of its time goes. In between,
@@ -333,8 +334,12 @@ class Pager:
     def _upload_into(self, entry: _Entry, piece: Slice) -> None:
         """Start the copy of this rank's part into the slice, and the gather of the others'."""
         self._move(entry, Residency.UPLOADING)
-        self.changed.without_lock(lambda: self._copy_part(entry, piece))
-        self._gather(entry, piece)
+        try:
+            self.changed.without_lock(lambda: self._copy_part(entry, piece))
+            self._gather(entry, piece)
+        except Exception as error:  # what is under way may still write there: the slice is not used again
+            self._fail(error, entry)
+            raise
         entry.slice = piece
         self._move(entry, Residency.DEVICE)
 
