@@ -62,7 +62,8 @@ def test_a_killed_rank_ends_the_command_and_is_named(text: Path) -> None:
     said, _ = ranks.communicate(timeout=60)
     assert time.monotonic() - began < 30
     assert ranks.returncode != 0
-    assert "rank 1 (process" in said and "was killed or has crashed" in said
+    assert "rank 1 (process" in said, said
+    assert "was killed or has crashed" in said, said
     done = len(losses(text / "log.jsonl"))
     again = torchrun(text, "--text", "text.py", "--steps", str(done + 2), "--log", "log.jsonl", "--resume", "auto")
     said, _ = again.communicate(timeout=120)

@@ -522,8 +522,11 @@ class Engine:
             if self._alive and not self._parts.pager.failed:
                 self._finish()
                 ranks, rounds = self._parts.ranks, self._parts.rounds
-                if rounds is not None and ranks is not None and meet and (remove or not ranks.lost):
-                    rounds.end(remove)
+                if rounds is not None and ranks is not None and meet:
+                    if remove or not (ranks.lost or rounds.interrupted):
+                        rounds.end(remove)
+                    else:
+                        ranks.look()  # a launcher stops this rank when another dies, and may be faster
                 finished = True
         finally:
             self._alive = False

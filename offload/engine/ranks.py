@@ -16,6 +16,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -242,12 +243,20 @@ class Ranks:
 
     def fail(self, reason: str) -> RankError:
         """What to raise where this rank has left a collective that the others are in: they are told, and end too."""
+        self.look()
+        if self._lost is not None:
+            return self._lost
         self.close(reason)
         self._lost = RankError(
             f"rank {self.rank} has stopped, and the others with it: {reason}, after an earlier error; every rank keeps "
             f'its last committed step: start all of them again, with "resume": "auto"'
         )
         return self._lost
+
+    def look(self) -> None:
+        """Say so where another rank is gone, as far as it can be known at once."""
+        if self._lost is None and self._gone(math.inf, [rank for rank in range(self.size) if rank != self.rank]):
+            self._blame(None)
 
     def close(self, reason: str) -> None:
         """Say that this rank takes part no longer, and why; idempotent."""

@@ -239,6 +239,11 @@ class Rounds:
                 else:
                     self._serve(choice.next.kind, choice.next.unit, wishes)
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether this rank has left the others in the middle of something."""
+        return self._asking or self._agreed >= 0
+
     @contextlib.contextmanager
     def _question(self) -> Iterator[None]:
         self._asking = True
