@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from offload.engine.loader import RankBatches, load
+from offload.engine.loader import RankBatches, check_length, load
+from offload.errors import ConfigError
 
 
 @pytest.mark.parametrize(("length", "micro", "size"), [(103, 4, 2), (64, 2, 3), (7, 4, 2)])
@@ -34,3 +37,15 @@ def test_each_epoch_has_another_order_and_torch_draws_nothing() -> None:
     first, second = (torch.cat([rows for (rows,) in loader]).tolist() for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(64)) and first != second
     assert torch.equal(state, torch.get_rng_state())
+
+
+class Stream(IterableDataset[int]):
+    """Data without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_data_without_a_length_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="training_data is a Stream, which has no length"):
+        check_length(Stream())

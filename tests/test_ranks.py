@@ -475,3 +475,23 @@ def test_what_cannot_go_together_is_said_on_every_rank(
 ) -> None:
     for message, pattern in zip(ranks.run(wrong, tmp_path, what), said, strict=True):
         assert re.search(pattern, message), message
+
+
+class Failed:
+    """A collective that has ended, and not well."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: Any = None) -> None:
+        raise RuntimeError("connection closed")
+
+
+def test_a_collective_that_has_failed_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was gathered ahead may have failed long before anybody waits for it."""
+    from offload.engine.ranks import Ranks, _Work
+
+    ranks = object.__new__(Ranks)
+    monkeypatch.setattr(Ranks, "_blame", lambda self, error: RankError(f"gone: {error}"))
+    with pytest.raises(RankError, match="gone: connection closed"):
+        _Work(ranks, Failed(), "gather weights").wait()

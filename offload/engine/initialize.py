@@ -22,7 +22,7 @@ from offload.engine.fill import Filler, make_residents
 from offload.engine.gradients import Gradients
 from offload.engine.hooks import Hooks
 from offload.engine.layout import UnitLayout
-from offload.engine.loader import load
+from offload.engine.loader import check_length, load
 from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch
 from offload.engine.placeholder import Place
 from offload.engine.plan import Plan, compute_device, decide, summary
@@ -78,6 +78,8 @@ def initialize(
         loaded = load_config(_the_config(args, config, config_params))
         if not isinstance(model, nn.Module):
             raise ConfigError(f"initialize expects model, a torch.nn.Module, got {type(model).__name__}")
+        if training_data is not None:
+            check_length(training_data)
         device = open_device(compute_device(loaded.offload.device))
     except Exception as error:
         stay_away(f"{type(error).__name__}: {error}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from offload.errors import ConfigError
 
 
 def load(
@@ -20,9 +22,19 @@ def load(
     device: torch.device,
 ) -> DataLoader[Any]:
     """Micro-batches of `micro` samples of `data`, shuffled by the seed."""
+    assert isinstance(data, Sized), "see check_length"
     generator = torch.Generator().manual_seed(seed)  # of the loader's workers; else it would draw from torch's own
-    sampler = RankBatches(len(data), micro, rank, world_size, seed)  # type: ignore[arg-type]  # as torch's own do
+    sampler = RankBatches(len(data), micro, rank, world_size, seed)
     return _DeviceLoader(device, data, batch_sampler=sampler, generator=generator, collate_fn=collate_fn)
+
+
+def check_length(data: Any) -> None:
+    """Raise `ConfigError` where `data` cannot be shuffled."""
+    if not isinstance(data, Sized):
+        raise ConfigError(
+            f"training_data is a {type(data).__name__}, which has no length and cannot be shuffled; make a DataLoader "
+            f"of it yourself and leave training_data out"
+        )
 
 
 class _DeviceLoader(DataLoader[Any]):

@@ -278,8 +278,7 @@ class _Work:
         return bool(self.work.is_completed())
 
     def wait(self) -> None:
-        if not self.done():
-            self._ranks.wait(self.work, self._to)
+        self._ranks.wait(self.work, self._to)  # also where it has ended: it may have failed
 
 
 class _All:

@@ -1,7 +1,7 @@
 """The pager: brings a unit's weights to the device before use and keeps both budgets.
 
-Threads. `acquire`, `release`, `hold`, `take_part` and `drop_released` are called by the thread that runs the model and
-by autograd's threads; `lease_for_update`, `publish`, `written` by the update worker alone. One lock guards all (`lock`,
+Threads. `acquire`, `release`, `hold` and `take_part` are called by the thread that runs the model and by autograd's
+threads; `lease_for_update`, `publish`, `written` by the update worker alone. One lock guards all (`lock`,
 of the monitor `changed`): nobody holds it while bytes move or a kernel runs, and whoever changes an entry wakes all
 waiters.
 
@@ -414,12 +414,6 @@ class Pager:
             self._move(entry, Residency.DISK)
         else:
             self._move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
-
-    def drop_released(self) -> None:
-        """Drop every unit that is not pinned, wherever its room is not its home (for tests and between engines)."""
-        with self.lock:
-            for entry in list(self._idle()):
-                self._drop(entry)
 
     def end_step(self) -> tuple[int, ...]:
         """The step's uses are over: their order is the prediction for the next, and returned."""
