@@ -12,14 +12,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offload.aio._native import crc32c as _crc32c
+from offload.aio.backend import BACKENDS
 from offload.aio.file import DirectFile
 from offload.aio.memory import aligned_empty
-from offload.aio.queue import IoFuture, IoQueue
+from offload.aio.queue import IoFuture, IoQueue, Priority
+from offload.aio.stripes import StripedFile
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["DirectFile", "IoFuture", "IoQueue", "aligned_empty", "crc32c"]
+__all__ = ["BACKENDS", "DirectFile", "IoFuture", "IoQueue", "Priority", "StripedFile", "aligned_empty", "crc32c"]
 
 
 def crc32c(buffer: Buffer, value: int = 0) -> int:

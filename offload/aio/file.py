@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 from types import TracebackType
+from typing import NamedTuple
 
 from offload.errors import IoError
 
@@ -18,9 +19,10 @@ class Descriptors:
     Closed under a request, a number could by then be that of another file.
     """
 
-    __slots__ = ("buffered", "direct")
+    __slots__ = ("buffered", "direct", "path")
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
+        self.path = path
         self.buffered = self.direct = -1  # none
 
     def close(self) -> None:
@@ -35,6 +37,16 @@ class Descriptors:
         self.close()
 
 
+class Piece(NamedTuple):
+    """A stretch of one file, as the native queue takes it. `owner` keeps the descriptors open."""
+
+    owner: Descriptors
+    direct: int
+    buffered: int
+    offset: int
+    nbytes: int
+
+
 class DirectFile:
     """A file for an `IoQueue`. Requests in flight when it is closed still end as they would have.
 
@@ -45,7 +57,7 @@ class DirectFile:
     def __init__(self, path: str | os.PathLike[str], *, create: bool = False, writable: bool = True) -> None:
         self.path = os.fspath(path)
         flags = (os.O_RDWR if writable else os.O_RDONLY) | _SAFE
-        self.descriptors = Descriptors()
+        self.descriptors = Descriptors(self.path)
         self.descriptors.buffered = self._open(flags | (os.O_CREAT if create else 0))
         try:
             self.descriptors.direct = self._open(flags | getattr(os, "O_DIRECT", 0))
@@ -88,7 +100,16 @@ class DirectFile:
 
     def close(self) -> None:
         """Close both descriptors, or let the last request in flight do so; idempotent."""
-        self.descriptors = Descriptors()
+        self.descriptors = Descriptors(self.path)
+
+    def pieces(self, offset: int, nbytes: int) -> list[Piece]:
+        """Where `nbytes` bytes from `offset` on lie: here, all of them."""
+        own = self.descriptors
+        return [Piece(own, own.direct, own.buffered, offset, nbytes)]
+
+    def parts(self) -> list[DirectFile]:
+        """The files that this one is made of."""
+        return [self]
 
     def __enter__(self) -> DirectFile:
         return self

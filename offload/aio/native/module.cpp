@@ -1,22 +1,34 @@
 // Python's view of the queue: futures own the buffers of what is in flight.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <deque>
 #include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
+#include "backend.h"
 #include "crc32c.h"
 #include "queue.h"
 
 namespace nb = nanobind;
-using offload::Descriptors;
+using offload::Checksum;
+using offload::Kind;
 using offload::Operation;
+using offload::Piece;
+using offload::Priority;
 using offload::Request;
 
 namespace {
@@ -79,16 +91,16 @@ class Buffer {
     Py_buffer view_;
 };
 
-// A request with what it needs alive: the buffer, and the owner of the descriptors.
+// A request with what it needs alive: the buffer, and the owners of the descriptors.
 class Flight {
   public:
-    Flight(Operation operation, nb::object owner, Descriptors file, std::uint64_t offset,
-           nb::handle buffer)
+    Flight(Operation operation, Priority priority, nb::handle pieces, nb::handle buffer,
+           Checksum checksum)
         : pid_(getpid()),
-          owner_(std::move(owner)),
+          owners_(nb::borrow(pieces)),
           buffer_(std::make_unique<Buffer>(buffer, operation == Operation::kRead)),
-          request_(std::make_shared<Request>(operation, file, offset, buffer_->data(),
-                                             buffer_->nbytes())) {}
+          request_(std::make_shared<Request>(operation, priority, native(pieces, *buffer_),
+                                             checksum)) {}
 
     ~Flight() {
         // A condition variable's end waits for those who wait on it, and they are in the parent.
@@ -99,6 +111,8 @@ class Flight {
     Flight& operator=(const Flight&) = delete;
 
     [[nodiscard]] bool done() const { return request_->done(); }
+    [[nodiscard]] std::size_t failed_piece() const { return request_->failed_piece(); }
+    [[nodiscard]] std::uint32_t crc() const { return request_->crc(); }
 
     [[nodiscard]] const std::shared_ptr<Request>& request() const { return request_; }
 
@@ -121,23 +135,61 @@ class Flight {
         }
         // Moved out first: their end runs other code, which may come back to this flight.
         const auto buffer = std::move(buffer_);
-        const auto owner = std::move(owner_);
+        const auto owners = std::move(owners_);
         return request_->error();
     }
 
   private:
+    // `pieces`: (owner of the descriptors, direct, buffered, offset, nbytes) of each stretch, which
+    // lie one behind the other in memory.
+    static std::vector<Piece> native(nb::handle pieces, const Buffer& buffer) {
+        std::vector<Piece> all;
+        char* data = buffer.data();
+        for (nb::handle piece : pieces) {
+            const auto nbytes = nb::cast<std::size_t>(piece[4]);
+            if (nbytes > static_cast<std::size_t>(buffer.data() + buffer.nbytes() - data)) {
+                throw std::out_of_range("more bytes in the pieces than in the buffer");
+            }
+            all.push_back({{nb::cast<int>(piece[1]), nb::cast<int>(piece[2])},
+                           nb::cast<std::uint64_t>(piece[3]),
+                           data,
+                           nbytes});
+            data += nbytes;
+        }
+        return all;
+    }
+
     const pid_t pid_;
-    nb::object owner_;
+    nb::object owners_;
     std::unique_ptr<Buffer> buffer_;
     std::shared_ptr<Request> request_;
 };
+
+Kind kind_of(const std::string& name) {
+    if (name == "io_uring") return Kind::kUring;
+    if (name == "libaio") return Kind::kLibaio;
+    if (name == "threads") return Kind::kThreads;
+    throw std::invalid_argument("no backend " + name);
+}
 
 // The queue, and references to what is in flight: a future that nobody holds must not free its
 // buffer.
 class PythonQueue {
   public:
-    PythonQueue(unsigned threads, std::size_t block_bytes)
-        : pid_(getpid()), queue_(std::make_unique<offload::Queue>(threads, block_bytes)) {}
+    PythonQueue(const std::string& backend, unsigned threads, unsigned depth,
+                std::size_t block_bytes)
+        : pid_(getpid()) {
+        const Kind kind = kind_of(backend);
+        try {
+            queue_ = std::make_unique<offload::Queue>(
+                [kind, depth] { return offload::open_backend(kind, depth); }, threads,
+                kind == Kind::kThreads ? 1 : depth, block_bytes);
+        } catch (const offload::Refused& refused) {
+            errno = refused.error;
+            PyErr_SetFromErrnoWithFilename(PyExc_OSError, refused.call.c_str());
+            throw nb::python_error();
+        }
+    }
 
     ~PythonQueue() {
         // A forked child has no threads to join, and a condition variable that the parent's wait
@@ -152,22 +204,44 @@ class PythonQueue {
     PythonQueue(const PythonQueue&) = delete;
     PythonQueue& operator=(const PythonQueue&) = delete;
 
-    nb::object submit(bool write, nb::object owner, int direct, int buffered, std::uint64_t offset,
-                      nb::handle buffer) {
+    nb::object submit(bool write, unsigned priority, nb::handle pieces, nb::handle buffer,
+                      bool checksum, std::optional<std::uint32_t> expected) {
         while (!flights_.empty() && nb::cast<Flight&>(flights_.front()).done()) {
             // Out of the deque before it dies: a buffer's end may give up the GIL (munmap does),
             // and another thread then comes here.
             const nb::object ended = std::move(flights_.front());
             flights_.pop_front();
         }
-        const auto operation = write ? Operation::kWrite : Operation::kRead;
         nb::object flight = nb::cast(
-            new Flight(operation, std::move(owner), Descriptors{direct, buffered}, offset, buffer),
+            new Flight(write ? Operation::kWrite : Operation::kRead,
+                       static_cast<Priority>(std::min(priority, kLast)), pieces, buffer,
+                       Checksum{checksum || expected.has_value(), expected}),
             nb::rv_policy::take_ownership);
         flights_.push_back(flight);
         if (queue_->submit(nb::cast<Flight&>(flight).request())) return flight;
         flights_.pop_back();
         return nb::none();
+    }
+
+    [[nodiscard]] bool announce(Flight& flight, std::uint64_t tag) {
+        return queue_->announce(*flight.request(), tag);
+    }
+
+    [[nodiscard]] std::vector<std::uint64_t> announced() {
+        Unlocked unlocked;
+        return queue_->announced();
+    }
+
+    std::size_t register_memory(nb::handle memory) {
+        auto& buffer = *registered_.emplace_back(std::make_unique<Buffer>(memory, true));
+        Unlocked unlocked;
+        return queue_->register_memory(buffer.data(), buffer.nbytes());
+    }
+
+    bool register_file(nb::object owner, int descriptor) {
+        owners_.push_back(std::move(owner));
+        Unlocked unlocked;
+        return queue_->register_file(descriptor);
     }
 
     void close() {
@@ -176,15 +250,25 @@ class PythonQueue {
             queue_->close();
         }
         const auto ended = std::exchange(flights_, {});
+        const auto registered = std::exchange(registered_, {});
+        const auto owners = std::exchange(owners_, {});
     }
 
-    [[nodiscard]] std::uint64_t read_bytes() const { return queue_->read_bytes(); }
-    [[nodiscard]] std::uint64_t written_bytes() const { return queue_->written_bytes(); }
+    [[nodiscard]] std::uint64_t moved_bytes(bool write) const {
+        return queue_->moved_bytes(write ? Operation::kWrite : Operation::kRead);
+    }
+    [[nodiscard]] double latency(bool write, double fraction) const {
+        return queue_->latency(write ? Operation::kWrite : Operation::kRead, fraction);
+    }
 
   private:
+    static constexpr unsigned kLast = offload::kPriorities - 1;
+
     const pid_t pid_;
     std::unique_ptr<offload::Queue> queue_;
     std::deque<nb::object> flights_;
+    std::vector<std::unique_ptr<Buffer>> registered_;
+    std::vector<nb::object> owners_;
 };
 
 std::uint32_t crc32c(nb::handle data, std::uint32_t value) {
@@ -204,13 +288,23 @@ NB_MODULE(_native, module) {
     // At the end of a process Python does not free everything (a pytest session, an engine that a
     // script did not destroy); what nanobind then reports is no leak of ours.
     nb::set_leak_warnings(false);
-    nb::class_<Flight>(module, "Flight").def("done", &Flight::done).def("wait", &Flight::wait);
+    nb::class_<Flight>(module, "Flight")
+        .def("done", &Flight::done)
+        .def("wait", &Flight::wait)
+        .def_prop_ro("failed_piece", &Flight::failed_piece)
+        .def_prop_ro("crc", &Flight::crc);
     nb::class_<PythonQueue>(module, "Queue")
-        .def(nb::init<unsigned, std::size_t>())
-        .def("submit", &PythonQueue::submit)
+        .def(nb::init<const std::string&, unsigned, unsigned, std::size_t>())
+        .def("submit", &PythonQueue::submit, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+             nb::arg().none())
+        .def("announce", &PythonQueue::announce)
+        .def("announced", &PythonQueue::announced)
+        .def("register_memory", &PythonQueue::register_memory)
+        .def("register_file", &PythonQueue::register_file)
         .def("close", &PythonQueue::close)
-        .def_prop_ro("read_bytes", &PythonQueue::read_bytes)
-        .def_prop_ro("written_bytes", &PythonQueue::written_bytes);
+        .def("moved_bytes", &PythonQueue::moved_bytes)
+        .def("latency", &PythonQueue::latency);
+    module.attr("crc32c_has_instruction") = offload::crc32c_has_instruction();
     module.def("crc32c", &crc32c);
     module.def("crc32c_by_table", &crc32c_by_table);
     // Exit runs these last first, so this one after that of the queues, which is registered later.

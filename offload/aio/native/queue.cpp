@@ -1,161 +1,297 @@
 #include "queue.h"
 
 #include <pthread.h>
-#include <sched.h>
-#include <unistd.h>
+#include <signal.h>
 
 #include <algorithm>
-#include <cerrno>
+#include <bit>
 #include <chrono>
+#include <cmath>
+#include <exception>
+#include <utility>
+
+#include "crc32c.h"
 
 namespace offload {
 namespace {
 
-constexpr std::size_t kPage = 4096;
+std::uint64_t now_ns() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<std::uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+}
 
-// A thread that needs data waits for a read; a write only holds a buffer. So reads go first, but a
-// write that waits is not passed over for ever.
-constexpr unsigned kReadsBeforeAWrite = 8;
+// While this lives, a thread that starts takes no signals: they are for the caller's threads, and
+// would only interrupt system calls here.
+class NoSignals {
+  public:
+    NoSignals() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    ~NoSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+    NoSignals(const NoSignals&) = delete;
+    NoSignals& operator=(const NoSignals&) = delete;
+
+  private:
+    sigset_t before_;
+};
+
+constexpr unsigned kSteps = 8;  // of an octave
 
 }  // namespace
 
-bool Request::wait(double seconds) {
-    if (done()) return true;
-    std::unique_lock lock(mutex_);
-    return finished_.wait_for(lock, std::chrono::duration<double>(seconds),
-                              [this] { return done(); });
+void Latencies::add(std::uint64_t nanoseconds) {
+    const auto octave = static_cast<unsigned>(std::bit_width(nanoseconds | kSteps)) - 4;
+    const auto step = static_cast<unsigned>(nanoseconds >> octave) & (kSteps - 1);
+    ++counts_[octave * kSteps + step];
+    ++total_;
 }
 
-void Request::finish() {
-    // Under the lock, so that a waiter between its check and its sleep is not missed.
-    std::lock_guard lock(mutex_);
-    done_.store(true, std::memory_order_release);
-    finished_.notify_all();
+double Latencies::quantile(double fraction) const {
+    const auto wanted = static_cast<std::uint64_t>(std::ceil(fraction * static_cast<double>(total_)));
+    std::uint64_t seen = 0;
+    for (unsigned i = 0; i < counts_.size(); ++i) {
+        seen += counts_[i];
+        if (seen > 0 && seen >= wanted) {
+            return std::ldexp(kSteps + i % kSteps + 0.5, static_cast<int>(i / kSteps)) * 1e-9;
+        }
+    }
+    return 0;
 }
 
-Queue::Queue(unsigned threads, std::size_t block_bytes)
-    : block_bytes_(std::max(block_bytes / kPage * kPage, kPage)) {
-    threads_.reserve(threads);
+Queue::Queue(const Opener& open, unsigned threads, unsigned depth, std::size_t block_bytes)
+    : schedule_(std::size_t{threads} * depth, block_bytes) {
     try {
+        const NoSignals guard;
         for (unsigned i = 0; i < threads; ++i) {
-            threads_.emplace_back([this] { run(); });
-            pthread_setname_np(threads_.back().native_handle(), "offload-io");
+            Driver& driver = drivers_.emplace_back();
+            driver.thread = std::thread([this, &driver, &open, depth] { drive(driver, open, depth); });
+            pthread_setname_np(driver.thread.native_handle(), "offload-io");
         }
     } catch (...) {
-        close();  // a thread that is neither joined nor detached ends the process
+        stop();  // a thread that is neither joined nor detached ends the process
         throw;
     }
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return ready_ == drivers_.size(); });
+    lock.unlock();
+    if (!refusal_) return;
+    stop();
+    std::rethrow_exception(refusal_);
 }
 
-bool Queue::submit(const std::shared_ptr<Request>& request) {
-    // O_DIRECT wants offset, address and length at multiples of a page. What sticks out at either
-    // end goes through the buffered descriptor, and so does everything where offset and address do
-    // not fit each other. The kernel keeps both coherent: a direct transfer first writes back and
-    // drops cached pages.
-    const auto address = reinterpret_cast<std::uintptr_t>(request->data_);
-    const std::size_t nbytes = request->nbytes_;
-    std::size_t first = nbytes;  // the direct part is [first, last)
-    std::size_t last = nbytes;
-    if (request->file_.direct >= 0 && (address - request->offset_) % kPage == 0) {
-        const std::size_t head = (kPage - request->offset_ % kPage) % kPage;
-        if (head + kPage <= nbytes) {
-            first = head;
-            last = head + (nbytes - head) / kPage * kPage;
-        }
-    }
-    std::vector<Block> blocks;
-    auto cut = [&](std::size_t start, std::size_t stop, bool direct) {
-        for (; start < stop; start += block_bytes_) {
-            blocks.push_back({request, start, std::min(block_bytes_, stop - start), direct});
-        }
-    };
-    cut(0, first, false);
-    cut(first, last, true);
-    cut(last, nbytes, false);
-    if (blocks.empty()) {
+bool Queue::submit(std::shared_ptr<Request> request) {
+    if (!request->has_block()) {
         request->finish();
         return true;
     }
-    request->blocks_left_.store(blocks.size());
-    {
-        std::lock_guard lock(mutex_);
-        if (closing_) return false;
-        auto& queue = request->operation_ == Operation::kRead ? reads_ : writes_;
-        queue.insert(queue.end(), blocks.begin(), blocks.end());
-    }
-    if (blocks.size() == 1) {
-        queued_.notify_one();
-    } else {
-        queued_.notify_all();
+    const std::lock_guard lock(mutex_);
+    if (closing_) return false;
+    schedule_.add(std::move(request));
+    work_.notify_one();  // who leaves work behind calls the next
+    for (auto& driver : drivers_) {
+        if (std::exchange(driver.could_take_more, false)) driver.backend->wake();
     }
     return true;
 }
 
+bool Queue::announce(Request& request, std::uint64_t tag) {
+    const std::lock_guard lock(mutex_);
+    if (request.done()) return false;
+    request.tag = tag;
+    return true;
+}
+
+std::vector<std::uint64_t> Queue::announced() {
+    std::unique_lock lock(mutex_);
+    told_.wait(lock, [this] { return stopped_ || !announced_.empty(); });
+    return std::exchange(announced_, {});
+}
+
+std::size_t Queue::register_memory(char* data, std::size_t nbytes) {
+    std::size_t least = nbytes;
+    on_each([&](Backend& backend) { least = std::min(least, backend.register_memory(data, nbytes)); });
+    return least;
+}
+
+bool Queue::register_file(int descriptor) {
+    bool all = true;
+    on_each([&](Backend& backend) { all &= backend.register_file(descriptor); });
+    return all;
+}
+
+void Queue::on_each(const std::function<void(Backend&)>& errand) {
+    for (auto& driver : drivers_) {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return !driver.errand || closing_; });  // another's
+        if (closing_) return;
+        bool done = false;
+        driver.errand = [&](Backend& backend) {
+            errand(backend);
+            done = true;
+        };
+        work_.notify_all();
+        driver.backend->wake();
+        changed_.wait(lock, [&] { return done; });
+    }
+}
+
 void Queue::close() {
-    std::lock_guard once(closing_mutex_);
+    const std::lock_guard once(closing_mutex_);
+    stop();
+}
+
+void Queue::stop() {
     {
-        std::lock_guard lock(mutex_);
+        const std::lock_guard lock(mutex_);
         closing_ = true;
     }
-    queued_.notify_all();
-    for (auto& thread : threads_) thread.join();
-    threads_.clear();
+    work_.notify_all();
+    changed_.notify_all();
+    for (auto& driver : drivers_) {
+        if (driver.thread.joinable()) driver.thread.join();
+    }
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+    told_.notify_all();
 }
 
-void Queue::run() {
+std::uint64_t Queue::moved_bytes(Operation operation) const {
+    const std::lock_guard lock(mutex_);
+    return moved_bytes_[static_cast<std::size_t>(operation)];
+}
+
+double Queue::latency(Operation operation, double fraction) const {
+    const std::lock_guard lock(mutex_);
+    return latencies_[static_cast<std::size_t>(operation)].quantile(fraction);
+}
+
+void Queue::drive(Driver& driver, const Opener& open, unsigned depth) {
+    bool opened = false;
+    try {
+        driver.backend = open();
+        driver.blocks.resize(depth);
+        for (unsigned slot = depth; slot > 0; --slot) driver.free.push_back(slot - 1);
+        opened = true;
+    } catch (...) {
+        const std::lock_guard lock(mutex_);
+        refusal_ = std::current_exception();
+    }
+    {
+        // `open` is the constructor's, which goes on when all are ready.
+        const std::lock_guard lock(mutex_);
+        ++ready_;
+        changed_.notify_all();
+    }
+    if (opened) serve(driver);
+    const std::lock_guard lock(mutex_);
+    driver.backend.reset();
+}
+
+void Queue::serve(Driver& driver) {
+    std::vector<unsigned> over;
     for (;;) {
-        Block block = next_block();
-        if (!block.request) return;
-        if (block.request->error() == 0) move(block);
-        if (block.request->blocks_left_.fetch_sub(1) == 1) block.request->finish();
+        std::vector<std::shared_ptr<Request>> finished;
+        std::vector<unsigned> fresh;
+        {
+            std::unique_lock lock(mutex_);
+            finished = settle(driver, over);
+            if (driver.errand) {
+                std::exchange(driver.errand, nullptr)(*driver.backend);
+                changed_.notify_all();
+            }
+            fresh = take(driver);
+            const bool idle = driver.free.size() == driver.blocks.size();
+            if (idle && finished.empty()) {
+                work_.wait(lock, [&] { return closing_ || driver.errand || schedule_.ready(); });
+                if (closing_ && schedule_.empty() && !driver.errand) return;
+                over.clear();
+                continue;
+            }
+            if (schedule_.ready()) work_.notify_one();
+            driver.could_take_more = !driver.free.empty();
+        }
+        finish(finished);
+        over = driver.free.size() == driver.blocks.size() ? std::vector<unsigned>{}
+                                                          : move(driver, fresh);
     }
 }
 
-Queue::Block Queue::next_block() {
-    std::unique_lock lock(mutex_);
-    queued_.wait(lock, [this] { return closing_ || !reads_.empty() || !writes_.empty(); });
-    const bool write_is_due = reads_.empty() || reads_in_a_row_ >= kReadsBeforeAWrite;
-    const bool take_write = !writes_.empty() && write_is_due;
-    auto& queue = take_write ? writes_ : reads_;
-    if (queue.empty()) return {};  // closing, and nothing is left
-    reads_in_a_row_ = take_write ? 0 : reads_in_a_row_ + 1;
-    Block block = std::move(queue.front());
-    queue.pop_front();
-    return block;
+void Queue::finish(const std::vector<std::shared_ptr<Request>>& finished) {
+    if (finished.empty()) return;
+    for (const auto& request : finished) request->finish();
+    const std::lock_guard lock(mutex_);
+    for (const auto& request : finished) {
+        if (request->tag != 0) announced_.push_back(request->tag);
+    }
+    if (!announced_.empty()) told_.notify_all();
 }
 
-void Queue::move(const Block& block) {
-    Request& request = *block.request;
-    const bool reading = request.operation_ == Operation::kRead;
-    int descriptor = block.direct ? request.file_.direct : request.file_.buffered;
-    std::size_t moved = 0;
-    while (moved < block.nbytes) {
-        char* data = request.data_ + block.start + moved;
-        const std::size_t left = block.nbytes - moved;
-        const auto offset = static_cast<off_t>(request.offset_ + block.start + moved);
-        const ssize_t count = reading ? pread(descriptor, data, left, offset)
-                                      : pwrite(descriptor, data, left, offset);
-        if (count > 0) {
-            moved += static_cast<std::size_t>(count);
-            // A direct transfer that stopped within a page cannot go on directly.
-            if (count % kPage != 0) descriptor = request.file_.buffered;
-            continue;
-        }
-        int error = count == 0 ? (reading ? ENODATA : EIO) : errno;
-        if (error == EINTR) continue;
-        if (error == EAGAIN) {
-            sched_yield();
-            continue;
-        }
-        if (error == EINVAL && descriptor != request.file_.buffered) {
-            descriptor = request.file_.buffered;  // a file system with coarser rules than pages
-            continue;
-        }
-        int none = 0;
-        request.error_.compare_exchange_strong(none, error);
-        break;
+std::vector<unsigned> Queue::take(Driver& driver) {
+    std::vector<unsigned> fresh;
+    while (!driver.free.empty()) {
+        auto block = schedule_.next();
+        if (!block) break;
+        const unsigned slot = driver.free.back();
+        driver.free.pop_back();
+        block->left.slot = slot;
+        driver.blocks[slot] = std::move(*block);
+        fresh.push_back(slot);
     }
-    (reading ? read_bytes_ : written_bytes_).fetch_add(moved);
+    return fresh;
+}
+
+std::vector<std::shared_ptr<Request>> Queue::settle(Driver& driver,
+                                                    const std::vector<unsigned>& over) {
+    std::vector<std::shared_ptr<Request>> finished;
+    const std::uint64_t now = over.empty() ? 0 : now_ns();
+    for (const unsigned slot : over) {
+        Block& block = driver.blocks[slot];
+        const auto operation = static_cast<std::size_t>(block.left.operation);
+        moved_bytes_[operation] += block.nbytes - block.left.nbytes;
+        latencies_[operation].add(now - block.started_ns);
+        const bool last = block.request->settle(block);
+        schedule_.settle(block);
+        if (last) finished.push_back(std::move(block.request));
+        block.request.reset();
+        driver.free.push_back(slot);
+    }
+    return finished;
+}
+
+std::vector<unsigned> Queue::move(Driver& driver, const std::vector<unsigned>& fresh) {
+    for (const unsigned slot : fresh) {
+        Block& block = driver.blocks[slot];
+        if (block.left.operation == Operation::kWrite && block.request->wants_crc()) {
+            block.crc = crc32c_raw(block.data, block.nbytes);
+        }
+        block.started_ns = now_ns();
+        driver.backend->add(block.left);
+    }
+    std::vector<Ended> ended;
+    driver.backend->run(ended);
+    std::vector<unsigned> over;
+    for (const auto [slot, result] : ended) {
+        Block& block = driver.blocks[slot];
+        switch (advance(block, result)) {
+            case Next::kLater:
+                std::this_thread::yield();
+                [[fallthrough]];
+            case Next::kAgain:
+                driver.backend->add(block.left);
+                break;
+            case Next::kDone:
+                if (block.left.operation == Operation::kRead && block.request->wants_crc()) {
+                    block.crc = crc32c_raw(block.data, block.nbytes);
+                }
+                [[fallthrough]];
+            case Next::kFailed:
+                over.push_back(slot);
+        }
+    }
+    return over;
 }
 
 }  // namespace offload

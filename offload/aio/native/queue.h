@@ -1,68 +1,48 @@
-// A queue of reads and writes, cut into blocks that a team of threads moves by pread and pwrite.
+// The queue: requests in, blocks to the kernel in order of priority, ends out.
 //
-// Free of Python, so that it can run under sanitizers by itself.
+// Threads. Anybody may submit, wait, register. Each driver thread has a backend of its own and is
+// the only one to touch it, but for `wake`. One mutex guards the schedule, the requests' progress
+// and the drivers' flags; it is never held during a system call that moves bytes.
 #pragma once
 
-#include <atomic>
+#include <array>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "backend.h"
+#include "request.h"
+#include "schedule.h"
+
 namespace offload {
 
-enum class Operation { kRead, kWrite };
-
-// One file, open twice. Owned by the caller, who keeps both open until every request on it is done.
-struct Descriptors {
-    int direct;  // with O_DIRECT, or -1 where the file system has none
-    int buffered;
-};
-
-// One read or write. The queue and whoever waits share it; `data` is the caller's until `done()`.
-class Request {
+// How long blocks took, from the hand-over to the kernel to the end, in steps of an eighth of an
+// octave.
+class Latencies {
   public:
-    Request(Operation operation, Descriptors file, std::uint64_t offset, char* data,
-            std::size_t nbytes)
-        : operation_(operation), file_(file), offset_(offset), data_(data), nbytes_(nbytes) {}
-
-    [[nodiscard]] bool done() const { return done_.load(std::memory_order_acquire); }
-
-    // Waits at most `seconds`; whether the request is done.
-    [[nodiscard]] bool wait(double seconds);
-
-    // The first error (an errno), or 0. Valid once `done()`.
-    [[nodiscard]] int error() const { return error_.load(std::memory_order_relaxed); }
-
-    [[nodiscard]] Operation operation() const { return operation_; }
-    [[nodiscard]] std::uint64_t offset() const { return offset_; }
-    [[nodiscard]] std::size_t nbytes() const { return nbytes_; }
+    void add(std::uint64_t nanoseconds);
+    // Seconds that this fraction of all blocks stayed within; 0 where there were none.
+    [[nodiscard]] double quantile(double fraction) const;
 
   private:
-    friend class Queue;
-
-    void finish();
-
-    const Operation operation_;
-    const Descriptors file_;
-    const std::uint64_t offset_;
-    char* const data_;
-    const std::size_t nbytes_;
-    std::atomic<std::size_t> blocks_left_{0};
-    std::atomic<int> error_{0};
-    std::atomic<bool> done_{false};
-    std::mutex mutex_;
-    std::condition_variable finished_;
+    std::array<std::uint64_t, 512> counts_{};
+    std::uint64_t total_ = 0;
 };
 
 class Queue {
   public:
-    // std::system_error where the threads cannot be had.
-    Queue(unsigned threads, std::size_t block_bytes);
+    using Opener = std::function<std::unique_ptr<Backend>()>;
+
+    // `threads` drivers, each with a backend from `open` and at most `depth` blocks in flight.
+    // Throws `Refused` where a backend cannot be had, std::system_error where a thread cannot.
+    Queue(const Opener& open, unsigned threads, unsigned depth, std::size_t block_bytes);
 
     // Closes. A forked child must not come here: it has no threads to join.
     ~Queue() { close(); }
@@ -70,38 +50,66 @@ class Queue {
     Queue(const Queue&) = delete;
     Queue& operator=(const Queue&) = delete;
 
-    // Cuts `request` into blocks and queues them; false after `close`.
-    [[nodiscard]] bool submit(const std::shared_ptr<Request>& request);
+    // Queues `request`; false after `close`.
+    [[nodiscard]] bool submit(std::shared_ptr<Request> request);
 
-    // Runs what is queued, then joins the threads; idempotent.
+    // Has the end of `request` be told by `announced`, under `tag`, which is not 0. False where it
+    // is done already.
+    [[nodiscard]] bool announce(Request& request, std::uint64_t tag);
+
+    // Waits for announced requests to end; their tags. None are left where it gives none: the queue
+    // is closed.
+    [[nodiscard]] std::vector<std::uint64_t> announced();
+
+    // Has every backend register the memory, or the file; the bytes that all of them could, or
+    // whether they could. Both must stay as they are until the queue is closed.
+    [[nodiscard]] std::size_t register_memory(char* data, std::size_t nbytes);
+    [[nodiscard]] bool register_file(int descriptor);
+
+    // Moves what is queued, then joins the threads; idempotent.
     void close();
 
-    [[nodiscard]] std::uint64_t read_bytes() const { return read_bytes_.load(); }
-    [[nodiscard]] std::uint64_t written_bytes() const { return written_bytes_.load(); }
+    [[nodiscard]] std::uint64_t moved_bytes(Operation operation) const;
+    [[nodiscard]] double latency(Operation operation, double fraction) const;
 
   private:
-    struct Block {
-        std::shared_ptr<Request> request;
-        std::size_t start;
-        std::size_t nbytes;
-        bool direct;
+    struct Driver {
+        std::thread thread;
+        std::unique_ptr<Backend> backend;
+        std::vector<Block> blocks;   // one for each slot; its thread's own
+        std::vector<unsigned> free;  // slots; its thread's own
+        // Under the lock:
+        bool could_take_more = false;  // it may sleep in `run` with slots free
+        std::function<void(Backend&)> errand;
     };
 
-    void run();
-    [[nodiscard]] Block next_block();
-    void move(const Block& block);
+    void drive(Driver& driver, const Opener& open, unsigned depth);
+    void serve(Driver& driver);
+    // Under the lock: fills free slots; which ones.
+    [[nodiscard]] std::vector<unsigned> take(Driver& driver);
+    // Under the lock: slots of blocks that are over become free; the requests that they end.
+    [[nodiscard]] std::vector<std::shared_ptr<Request>> settle(Driver& driver,
+                                                               const std::vector<unsigned>& over);
+    void finish(const std::vector<std::shared_ptr<Request>>& finished);
+    // Hands blocks to the backend and waits; the slots of those that are over.
+    [[nodiscard]] std::vector<unsigned> move(Driver& driver, const std::vector<unsigned>& fresh);
+    void on_each(const std::function<void(Backend&)>& errand);
+    void stop();
 
-    const std::size_t block_bytes_;
-    std::atomic<std::uint64_t> read_bytes_{0};
-    std::atomic<std::uint64_t> written_bytes_{0};
-    std::mutex mutex_;
-    std::condition_variable queued_;
-    std::deque<Block> reads_;
-    std::deque<Block> writes_;
-    unsigned reads_in_a_row_ = 0;
+    mutable std::mutex mutex_;
+    std::condition_variable work_;     // for drivers with nothing in flight
+    std::condition_variable changed_;  // for who starts drivers or sends them on errands
+    std::condition_variable told_;     // for `announced`
+    Schedule schedule_;
+    std::deque<Driver> drivers_;
+    std::size_t ready_ = 0;  // drivers that have opened their backend, or failed to
+    std::exception_ptr refusal_;
     bool closing_ = false;
+    bool stopped_ = false;
+    std::array<std::uint64_t, 2> moved_bytes_{};
+    std::array<Latencies, 2> latencies_;
+    std::vector<std::uint64_t> announced_;
     std::mutex closing_mutex_;
-    std::vector<std::thread> threads_;
 };
 
 }  // namespace offload

@@ -1,0 +1,99 @@
+"""Which way to the kernel a queue takes: io_uring, libaio or threads, and why not another."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from typing import NamedTuple
+
+from offload.aio._native import Queue
+from offload.errors import ConfigError
+from offload.sizes import MIB
+
+BACKENDS = ("io_uring", "libaio", "threads")
+"""In the order in which "auto" tries them: fewest system calls and context switches first."""
+
+_DEFAULT_THREADS = {"io_uring": 1, "libaio": 1, "threads": 8}
+_DEFAULT_DEPTH = 32
+_DEFAULT_BLOCK = MIB
+
+
+class Chosen(NamedTuple):
+    """A backend with all that it was opened with; `reason` is for people."""
+
+    backend: str
+    reason: str
+    threads: int
+    depth: int
+    block_bytes: int
+
+
+def open_native(
+    backend: str, threads: int | None, depth: int | None, block_bytes: int | None
+) -> tuple[Queue, Chosen]:
+    """A native queue. `ConfigError` where this system refuses the `backend` that is named."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise ConfigError(f"there is no I/O backend {backend!r}: expected auto, {', '.join(BACKENDS)}")
+    refusals: list[str] = []
+    for name in BACKENDS if backend == "auto" else (backend,):
+        chosen = Chosen(
+            name,
+            "; ".join([*refusals, "as asked" if backend == name else f"{name} works"]),
+            threads or _DEFAULT_THREADS[name],
+            1 if name == "threads" else depth or _DEFAULT_DEPTH,
+            block_bytes or _DEFAULT_BLOCK,
+        )
+        try:
+            return Queue(name, chosen.threads, chosen.depth, chosen.block_bytes), chosen
+        except OSError as error:
+            refusals.append(refusal(name, error))
+    raise ConfigError(f'{"; ".join(refusals)}: let "auto" choose, or take another of {", ".join(BACKENDS)}')
+
+
+def refusals() -> dict[str, str | None]:
+    """For each backend None where it works, else why this system refuses it."""
+    found: dict[str, str | None] = {}
+    for name in BACKENDS:
+        try:
+            Queue(name, 1, 1, MIB).close()
+            found[name] = None
+        except OSError as error:
+            found[name] = refusal(name, error)
+    return found
+
+
+def refusal(name: str, error: OSError) -> str:
+    """Why `name` could not be opened, with what to do about it where that is known."""
+    call, code = error.filename, error.errno
+    known = {
+        ("io_uring_setup", errno.EPERM): _why_not_permitted(),
+        ("io_uring_setup", errno.ENOSYS): "this kernel has none (Linux 5.1), or a container hides it",
+        ("io_uring_register", errno.ENOSYS): "this kernel's has no plain reads and writes (Linux 5.6)",
+        ("io_uring_register", errno.EINVAL): "this kernel's has no plain reads and writes (Linux 5.6)",
+        ("io_uring_setup", errno.ENOMEM): "its rings do not fit RLIMIT_MEMLOCK (ulimit -l)",
+        ("io_setup", errno.EAGAIN): "all events of fs.aio-max-nr are taken" + _aio_events(),
+        ("io_setup", errno.ENOSYS): "this kernel has none, or a container hides it",
+        ("io_setup", errno.EPERM): "a seccomp filter forbids it",
+        ("io_submit", errno.EINVAL): "this kernel's cannot poll (Linux 4.18)",
+    }
+    why = known.get((str(call), code or 0), "")
+    return f"no {name}: {call} says {errno.errorcode.get(code or 0, str(code))}" + (f", {why}" if why else "")
+
+
+def _why_not_permitted() -> str:
+    disabled = _read("/proc/sys/kernel/io_uring_disabled")
+    if disabled not in ("", "0"):
+        return f"the system has it switched off (kernel.io_uring_disabled is {disabled})"
+    return "a seccomp filter forbids it, as Docker's default profile does"
+
+
+def _aio_events() -> str:
+    taken, most = _read("/proc/sys/fs/aio-nr"), _read("/proc/sys/fs/aio-max-nr")
+    return f" ({taken} of {most})" if most else ""
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError), open(os.fspath(path)) as file:
+        return file.read().strip()
+    return ""

@@ -1,0 +1,118 @@
+#include "request.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+
+#include "crc32c.h"
+
+namespace offload {
+namespace {
+
+// The part of a piece that O_DIRECT can move: [first, second).
+//
+// It wants offset, address and length at multiples of a page. What sticks out at either end goes
+// through the buffered descriptor, and so does all of it where offset and address do not fit each
+// other. The kernel keeps both coherent: a direct transfer first writes back and drops cached pages.
+std::pair<std::size_t, std::size_t> direct_part(const Piece& piece) {
+    const auto address = reinterpret_cast<std::uintptr_t>(piece.data);
+    const std::pair<std::size_t, std::size_t> none{piece.nbytes, piece.nbytes};
+    if (piece.file.direct < 0 || (address - piece.offset) % kPage != 0) return none;
+    const std::size_t head = (kPage - piece.offset % kPage) % kPage;
+    if (head + kPage > piece.nbytes) return none;
+    return {head, head + (piece.nbytes - head) / kPage * kPage};
+}
+
+}  // namespace
+
+Request::Request(Operation operation, Priority priority, std::vector<Piece> pieces,
+                 Checksum checksum)
+    : operation_(operation),
+      priority_(priority),
+      checksum_(checksum),
+      pieces_(std::move(pieces)) {
+    for (const auto& piece : pieces_) behind_ += piece.nbytes;
+    if (checksum_.wanted) crc_ = crc32c_of_start(behind_);
+    skip_empty();
+}
+
+void Request::skip_empty() {
+    while (piece_ < pieces_.size() && start_ == pieces_[piece_].nbytes) {
+        ++piece_;
+        start_ = 0;
+    }
+}
+
+bool Request::wait(double seconds) {
+    if (done()) return true;
+    std::unique_lock lock(mutex_);
+    return finished_.wait_for(lock, std::chrono::duration<double>(seconds),
+                              [this] { return done(); });
+}
+
+void Request::finish() {
+    // Under the lock, so that a waiter between its check and its sleep is not missed.
+    std::lock_guard lock(mutex_);
+    done_.store(true, std::memory_order_release);
+    finished_.notify_all();
+}
+
+Block Request::next_block(std::size_t block_bytes) {
+    const Piece& piece = pieces_[piece_];
+    const auto [first, last] = direct_part(piece);
+    const bool direct = start_ >= first && start_ < last;
+    const std::size_t limit = start_ < first ? first : direct ? last : piece.nbytes;
+    const std::size_t nbytes = std::min(block_bytes, limit - start_);
+    char* data = piece.data + start_;
+    behind_ -= nbytes;
+    Block block{nullptr,
+                {operation_, direct ? piece.file.direct : piece.file.buffered,
+                 piece.offset + start_, data, nbytes},
+                data,
+                nbytes,
+                piece_,
+                behind_,
+                piece.file.buffered};
+    start_ += nbytes;
+    ++cut_;
+    skip_empty();
+    return block;
+}
+
+bool Request::settle(const Block& block) {
+    if (block.error != 0 && error_ == 0) {
+        error_ = block.error;
+        failed_piece_ = block.piece;
+        piece_ = pieces_.size();
+    }
+    if (checksum_.wanted) crc_ ^= crc32c_shifted(block.crc, block.behind);
+    if (--cut_ > 0 || has_block()) return false;
+    if (error_ == 0 && checksum_.expected && *checksum_.expected != crc_) error_ = EBADMSG;
+    return true;
+}
+
+Next advance(Block& block, long result) {
+    auto& left = block.left;
+    if (result > 0) {
+        const auto moved = static_cast<std::size_t>(result);
+        left.offset += moved;
+        left.data += moved;
+        left.nbytes -= moved;
+        if (left.nbytes == 0) return Next::kDone;
+        // A direct transfer that stopped within a page cannot go on directly.
+        if (moved % kPage != 0) left.descriptor = block.buffered;
+        return Next::kAgain;
+    }
+    const int error =
+        result < 0 ? static_cast<int>(-result) : (left.operation == Operation::kRead ? ENODATA : EIO);
+    if (error == EINTR) return Next::kAgain;
+    if (error == EAGAIN) return Next::kLater;
+    if (error == EINVAL && left.descriptor != block.buffered) {
+        left.descriptor = block.buffered;  // a file system with coarser rules than pages
+        return Next::kAgain;
+    }
+    block.error = error;
+    return Next::kFailed;
+}
+
+}  // namespace offload
