@@ -15,7 +15,16 @@ Each message says what was expected, what came, and what to do next.
 
 from __future__ import annotations
 
+import errno
 import os
+
+
+_REASONS = {
+    errno.ENODATA: "the file ends before that",
+    errno.EBADMSG: "the checksum is not the expected one: the bytes are damaged",
+    errno.ELOOP: "it is a symbolic link, which is not followed; give os.path.realpath of it where that is meant",
+}
+"""What the system's own words leave out."""
 
 
 class OffloadError(Exception):
@@ -46,7 +55,7 @@ class IoError(OffloadError, OSError):
     def __str__(self) -> str:
         return (
             f"cannot {self.operation} {self.nbytes} bytes at offset {self.offset} of {self.path}: "
-            f"[Errno {self.errno}] {self.strerror}"
+            f"[Errno {self.errno}] {_REASONS.get(self.errno or 0, self.strerror)}"
         )
 
     def __reduce__(self) -> tuple[type[IoError], tuple[str, int, int, int, str]]:

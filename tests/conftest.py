@@ -17,6 +17,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 import pytest
 import torch
 
+from offload.aio import BACKENDS
+from offload.aio.backend import refusals
+
 
 @pytest.fixture(autouse=True)
 def _deterministic() -> None:
@@ -29,3 +32,13 @@ def _deterministic() -> None:
 def _cuda_only_where_there_is_one(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each way to the kernel in turn: all of them keep the same promises."""
+    name: str = request.param
+    refused = refusals()[name]
+    if refused:
+        pytest.skip(refused)
+    return name

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offload.aio import DirectFile, IoQueue, aligned_empty
+from offload.aio import DirectFile, IoQueue, Priority, aligned_empty
 from offload.errors import IoError, UsageError
 
 SIZES = [0, 1, 511, 4095, 4096, 4097, 12289, (1 << 20) + 1, 3 << 20]
@@ -24,8 +24,8 @@ OFFSETS = [0, 1, 4095, 4096, 8191]
 
 
 @pytest.fixture(params=[1, 4], ids=["one thread", "four threads"])
-def queue(request: pytest.FixtureRequest) -> Iterator[IoQueue]:
-    with IoQueue(threads=request.param, block_bytes=64 << 10) as queue:
+def queue(request: pytest.FixtureRequest, backend: str) -> Iterator[IoQueue]:
+    with IoQueue(backend, threads=request.param, depth=6, block_bytes=64 << 10) as queue:
         yield queue
 
 
@@ -130,13 +130,13 @@ def test_a_read_past_the_end_is_an_error_of_that_request_alone(queue: IoQueue, t
         assert fine.wait() == 8192 and bytes(good) == noise(10_000)[:8192]
 
 
-def test_a_limit_on_file_size_is_an_error(tmp_path: Path) -> None:
+def test_a_limit_on_file_size_is_an_error(tmp_path: Path, backend: str) -> None:
     code = f"""
 import resource, signal
 from offload.aio import DirectFile, IoQueue, aligned_empty
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-with DirectFile({str(tmp_path / "file")!r}, create=True) as file, IoQueue(block_bytes=65536) as queue:
+with DirectFile({str(tmp_path / "file")!r}, create=True) as file, IoQueue({backend!r}, block_bytes=65536) as queue:
     inside = queue.write(file, 0, aligned_empty(1 << 20))
     beyond = queue.write(file, (1 << 20) - 8192, aligned_empty(1 << 20))
     assert inside.wait() == 1 << 20
@@ -168,9 +168,12 @@ def test_a_full_disk_is_an_error_of_that_request_alone(queue: IoQueue, tmp_path:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)  # lazily: a failed test may hold files
 
 
-def test_reads_go_first_and_writes_are_not_starved(tmp_path: Path) -> None:
-    """One thread, and a long request that it is busy with when a short one of the other kind comes."""
-    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(threads=1, block_bytes=16 << 10) as queue:
+def test_reads_go_first_and_writes_are_not_starved(tmp_path: Path, backend: str) -> None:
+    """A long request that the queue is busy with when a short one of the other kind comes."""
+    with (
+        DirectFile(tmp_path / "file", create=True) as file,
+        IoQueue(backend, threads=1, depth=4, block_bytes=16 << 10) as queue,
+    ):
         file.reserve(64 << 20)
         long, short = aligned_empty(48 << 20), aligned_empty(16 << 10)
         writing = queue.write(file, 0, long)
@@ -181,6 +184,18 @@ def test_reads_go_first_and_writes_are_not_starved(tmp_path: Path) -> None:
         queue.write(file, 60 << 20, short).wait()
         assert not reading.done(), "nor does a write wait for all reads"
         reading.wait()
+
+
+def test_urgent_goes_before_normal(tmp_path: Path, backend: str) -> None:
+    with (
+        DirectFile(tmp_path / "file", create=True) as file,
+        IoQueue(backend, threads=1, depth=4, block_bytes=16 << 10) as queue,
+    ):
+        file.reserve(64 << 20)
+        ahead = queue.read(file, 0, aligned_empty(48 << 20))
+        queue.read(file, 60 << 20, aligned_empty(16 << 10), priority=Priority.URGENT).wait()
+        assert not ahead.done()
+        ahead.wait()
 
 
 def test_arrays_of_numpy(queue: IoQueue, tmp_path: Path) -> None:
@@ -218,8 +233,8 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     assert caught.value.errno == errno.ELOOP and not (tmp_path / "target").exists()
 
 
-def test_reserve_is_real_zeroed_and_never_shrinks(tmp_path: Path) -> None:
-    with DirectFile(tmp_path / "file", create=True) as file, IoQueue() as queue:
+def test_reserve_is_real_zeroed_and_never_shrinks(tmp_path: Path, backend: str) -> None:
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
         file.reserve(1 << 20)
         assert file.size() == 1 << 20 and os.stat(file.path).st_blocks * 512 >= 1 << 20
         buffer = aligned_empty(1 << 20)
@@ -232,9 +247,9 @@ def test_reserve_is_real_zeroed_and_never_shrinks(tmp_path: Path) -> None:
     assert os.stat(tmp_path / "file").st_mode & 0o777 == 0o600
 
 
-def test_close_drains(tmp_path: Path) -> None:
+def test_close_drains(tmp_path: Path, backend: str) -> None:
     file = DirectFile(tmp_path / "file", create=True)
-    queue = IoQueue(threads=1)
+    queue = IoQueue(backend, threads=1)
     buffer = aligned_empty(8 << 20)
     buffer[:] = noise(8 << 20)
     futures = [queue.write(file, start, buffer[start : start + (1 << 20)]) for start in range(0, 8 << 20, 1 << 20)]
@@ -259,12 +274,12 @@ def test_buffers_live_as_long_as_their_requests(queue: IoQueue, tmp_path: Path) 
     assert (tmp_path / "file").read_bytes() == expected
 
 
-def test_buffers_live_when_the_queue_is_dropped(tmp_path: Path) -> None:
+def test_buffers_live_when_the_queue_is_dropped(tmp_path: Path, backend: str) -> None:
     with DirectFile(tmp_path / "file", create=True) as file:
         buffers = [aligned_empty(4 << 20) for _ in range(16)]
         for index, buffer in enumerate(buffers):
             buffer[:] = bytes([index + 1]) * len(buffer)
-        queue = IoQueue(threads=1, block_bytes=16 << 10)
+        queue = IoQueue(backend, threads=1, block_bytes=16 << 10)
         for index in range(16):
             queue.write(file, index << 22, buffers[index])
         del buffers, buffer, queue
@@ -272,13 +287,14 @@ def test_buffers_live_when_the_queue_is_dropped(tmp_path: Path) -> None:
     assert data == b"".join(bytes([index + 1]) * (4 << 20) for index in range(16))
 
 
-def test_buffers_end_while_other_threads_submit(tmp_path: Path) -> None:
+def test_buffers_end_while_other_threads_submit(tmp_path: Path, backend: str) -> None:
     """The end of a mapped buffer gives up the GIL in the midst of a submission."""
     code = f"""
 import sys, threading, time
 from offload.aio import DirectFile, IoQueue, aligned_empty
 sys.setswitchinterval(1e-6)
-file, queue, end = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue(threads=2), time.monotonic() + 1
+file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue({backend!r}, threads=2)
+end = time.monotonic() + 1
 def work(index):
     while time.monotonic() < end:
         queue.write(file, index << 16, aligned_empty(4096))
@@ -290,10 +306,10 @@ for thread in threads: thread.join()
     assert done.returncode == 0, done.stderr
 
 
-def test_a_file_closed_under_its_requests(tmp_path: Path) -> None:
+def test_a_file_closed_under_its_requests(tmp_path: Path, backend: str) -> None:
     """They end well, and files opened meanwhile are left alone even if they get the same numbers."""
     before = len(os.listdir("/proc/self/fd"))
-    with IoQueue(threads=1) as queue:
+    with IoQueue(backend, threads=1) as queue:
         file = DirectFile(tmp_path / "file", create=True)
         buffer = aligned_empty(32 << 20)
         buffer[:] = bytes([5]) * len(buffer)
@@ -311,9 +327,9 @@ def test_a_file_closed_under_its_requests(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_close_waits_for_a_close_elsewhere(tmp_path: Path) -> None:
+def test_close_waits_for_a_close_elsewhere(tmp_path: Path, backend: str) -> None:
     with DirectFile(tmp_path / "file", create=True) as file:
-        queue = IoQueue(threads=1)
+        queue = IoQueue(backend, threads=1)
         future = queue.write(file, 0, aligned_empty(64 << 20))
         other = threading.Thread(target=queue.close)
         other.start()
@@ -328,7 +344,7 @@ import resource
 from offload.aio import IoQueue
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 try:
-    IoQueue(threads=5000)
+    IoQueue('threads', threads=5000)
 except RuntimeError as error:
     print("refused")
 """
@@ -336,8 +352,8 @@ except RuntimeError as error:
     assert (done.returncode, done.stdout.strip()) == (0, "refused"), done.stderr
 
 
-def test_a_timeout_leaves_the_request_alone(tmp_path: Path) -> None:
-    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(threads=1) as queue:
+def test_a_timeout_leaves_the_request_alone(tmp_path: Path, backend: str) -> None:
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend, threads=1) as queue:
         buffer = aligned_empty(64 << 20)
         future = queue.write(file, 0, buffer)
         try:
@@ -347,11 +363,11 @@ def test_a_timeout_leaves_the_request_alone(tmp_path: Path) -> None:
         assert future.wait() == 64 << 20 and future.wait() == 64 << 20
 
 
-def test_an_exit_without_close_keeps_what_was_submitted(tmp_path: Path) -> None:
+def test_an_exit_without_close_keeps_what_was_submitted(tmp_path: Path, backend: str) -> None:
     path = tmp_path / "file"
     code = f"""
 from offload.aio import DirectFile, IoQueue
-file, queue = DirectFile({str(path)!r}, create=True), IoQueue(threads=1)
+file, queue = DirectFile({str(path)!r}, create=True), IoQueue({backend!r}, threads=1)
 for index in range(64):
     queue.write(file, index << 20, bytes([index]) * (1 << 20))
 """
@@ -375,13 +391,14 @@ def test_a_forked_child_is_refused(queue: IoQueue, tmp_path: Path) -> None:
         assert queue.write(file, 0, b"x").wait() == 1, "and the parent goes on"
 
 
-def test_a_forked_child_ends(tmp_path: Path) -> None:
+def test_a_forked_child_ends(tmp_path: Path, backend: str) -> None:
     """It neither waits for threads that are not there nor for what they were doing."""
     code = f"""
 import os, sys, time
 from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.errors import UsageError
-file, queue, buffer = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue(threads=2), aligned_empty(64 << 20)
+file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue({backend!r}, threads=2)
+buffer = aligned_empty(64 << 20)
 time.sleep(0.1)
 future = queue.write(file, 0, buffer)
 for drop in (False, True):
@@ -403,11 +420,11 @@ print(future.wait())
     assert (done.stdout.strip(), done.stderr) == (f"7\n7\n{64 << 20}", "")
 
 
-def test_an_exit_with_a_daemon_thread_that_waits(tmp_path: Path) -> None:
+def test_an_exit_with_a_daemon_thread_that_waits(tmp_path: Path, backend: str) -> None:
     code = f"""
 import sys, threading, time
 from offload.aio import DirectFile, IoQueue
-file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue(threads=2)
+file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue({backend!r}, threads=2)
 def work():
     while True:
         queue.write(file, 0, bytes(4 << 20)).wait()
@@ -420,11 +437,11 @@ time.sleep(0.1)
     assert done.returncode == 0, done.stderr
 
 
-def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_wait(tmp_path: Path, backend: str) -> None:
     code = f"""
 import os, signal, threading, time
 from offload.aio import DirectFile, IoQueue
-file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue(threads=1)
+file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue({backend!r}, threads=1)
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
     while True:
@@ -436,7 +453,7 @@ except KeyboardInterrupt:
     assert done.stdout.strip() == "interrupted" and done.returncode == 0
 
 
-def test_the_gil_is_free_during_a_wait(tmp_path: Path) -> None:
+def test_the_gil_is_free_during_a_wait(tmp_path: Path, backend: str) -> None:
     counted = 0
     stop = threading.Event()
 
@@ -446,7 +463,7 @@ def test_the_gil_is_free_during_a_wait(tmp_path: Path) -> None:
             counted += 1
             time.sleep(0)
 
-    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(threads=1) as queue:
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend, threads=1) as queue:
         thread = threading.Thread(target=count)
         future = queue.write(file, 0, aligned_empty(256 << 20))
         thread.start()
@@ -463,7 +480,7 @@ def test_bytes_are_counted(queue: IoQueue, tmp_path: Path) -> None:
         assert (queue.written_bytes, queue.read_bytes) == (10_000, 9_000)
 
 
-def test_no_descriptor_or_thread_is_left(tmp_path: Path) -> None:
+def test_no_descriptor_or_thread_is_left(tmp_path: Path, backend: str) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -472,6 +489,6 @@ def test_no_descriptor_or_thread_is_left(tmp_path: Path) -> None:
 
     before = descriptors(), threads()
     for _ in range(5):
-        with DirectFile(tmp_path / "file", create=True) as file, IoQueue() as queue:
+        with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
             queue.write(file, 0, b"x").wait()
     assert (descriptors(), threads()) == before

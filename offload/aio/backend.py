@@ -14,9 +14,22 @@ from offload.sizes import MIB
 BACKENDS = ("io_uring", "libaio", "threads")
 """In the order in which "auto" tries them: fewest system calls and context switches first."""
 
-_DEFAULT_THREADS = {"io_uring": 1, "libaio": 1, "threads": 8}
-_DEFAULT_DEPTH = 32
-_DEFAULT_BLOCK = MIB
+
+
+class Shape(NamedTuple):
+    """How much a queue has in flight: `threads` times `depth` blocks of `block_bytes` bytes."""
+
+    threads: int
+    depth: int
+    block_bytes: int
+
+
+DEFAULTS = {
+    "io_uring": Shape(1, 32, 2 * MIB),
+    "libaio": Shape(1, 32, 2 * MIB),
+    "threads": Shape(4, 1, 4 * MIB),
+}
+"""What was fastest on the drives that were tried (docs/benchmarks/2026-11-io.md)."""
 
 
 class Chosen(NamedTuple):
@@ -24,9 +37,7 @@ class Chosen(NamedTuple):
 
     backend: str
     reason: str
-    threads: int
-    depth: int
-    block_bytes: int
+    shape: Shape
 
 
 def open_native(
@@ -37,15 +48,15 @@ def open_native(
         raise ConfigError(f"there is no I/O backend {backend!r}: expected auto, {', '.join(BACKENDS)}")
     refusals: list[str] = []
     for name in BACKENDS if backend == "auto" else (backend,):
-        chosen = Chosen(
-            name,
-            "; ".join([*refusals, "as asked" if backend == name else f"{name} works"]),
-            threads or _DEFAULT_THREADS[name],
-            1 if name == "threads" else depth or _DEFAULT_DEPTH,
-            block_bytes or _DEFAULT_BLOCK,
+        auto = DEFAULTS[name]
+        shape = Shape(
+            threads or auto.threads,
+            1 if name == "threads" else depth or auto.depth,
+            block_bytes or auto.block_bytes,
         )
+        reason = "; ".join([*refusals, "as asked" if backend == name else f"{name} works"])
         try:
-            return Queue(name, chosen.threads, chosen.depth, chosen.block_bytes), chosen
+            return Queue(name, *shape), Chosen(name, reason, shape)
         except OSError as error:
             refusals.append(refusal(name, error))
     raise ConfigError(f'{"; ".join(refusals)}: let "auto" choose, or take another of {", ".join(BACKENDS)}')

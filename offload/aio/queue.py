@@ -146,7 +146,7 @@ class IoQueue:
         self._pid = os.getpid()
         self._queue, chosen = open_native(backend, threads, depth, block_bytes)
         self.backend, self.reason = chosen.backend, chosen.reason
-        self.threads, self.depth, self.block_bytes = chosen.threads, chosen.depth, chosen.block_bytes
+        self.threads, self.depth, self.block_bytes = chosen.shape
         self._closed = False
         self._tags = itertools.count(1)
         self._callbacks: dict[int, tuple[IoFuture, Callable[[IoFuture], object]]] = {}

@@ -1,0 +1,407 @@
+// The queue over a backend that follows a script: what the kernel may do, it does often.
+
+#include "queue.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "storm.h"
+
+namespace {
+
+using namespace offload;
+using check::Random;
+using storm::Bad;
+using storm::Memory;
+using storm::Plan;
+using storm::Storm;
+
+constexpr Descriptors kFile{7, 8};
+
+// A file in memory, and how the backends over it behave.
+struct Disk {
+    explicit Disk(std::size_t nbytes) : bytes(nbytes) {}
+
+    std::vector<char> bytes;
+    bool trouble = false;  // short counts, EINTR, EAGAIN
+    bool coarse = false;   // O_DIRECT refuses everything
+    Bad bad;
+    std::size_t most_registered = ~std::size_t{0};  // by the first backend
+    std::atomic<unsigned> opened{0};
+    std::atomic<unsigned> alive{0};
+    std::atomic<unsigned> registered{0};
+
+    // Closed, backends only take transfers and hold them back, until it opens.
+    void open_gate(bool open) {
+        const std::lock_guard lock(mutex);
+        gate = open;
+        changed.notify_all();
+    }
+    // Waits until so many transfers are held back.
+    void wait_for_held(std::size_t count) {
+        std::unique_lock lock(mutex);
+        changed.wait(lock, [&] { return held >= count; });
+    }
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool gate = true;
+    std::size_t held = 0;
+};
+
+class Scripted final : public Backend {
+  public:
+    Scripted(Disk& disk, unsigned depth)
+        : disk_(disk), depth_(depth), number_(disk.opened++), random_(number_) {
+        ++disk_.alive;
+    }
+    ~Scripted() override {
+        CHECK(std::this_thread::get_id() == maker_ && moving_.empty());
+        --disk_.alive;
+    }
+
+    void add(const Transfer& transfer) override {
+        CHECK(std::this_thread::get_id() == maker_);
+        CHECK(moving_.size() < depth_ && transfer.slot < depth_ && transfer.nbytes > 0);
+        for (const auto& other : moving_) CHECK(other.slot != transfer.slot);
+        moving_.push_back(transfer);
+    }
+
+    void run(std::vector<Ended>& ended) override {
+        CHECK(std::this_thread::get_id() == maker_ && !moving_.empty());
+        {
+            std::unique_lock lock(disk_.mutex);
+            if (!disk_.gate) {
+                disk_.held += moving_.size() - held_;
+                held_ = moving_.size();
+                disk_.changed.notify_all();
+                disk_.changed.wait(lock, [&] { return disk_.gate || woken_; });
+                if (std::exchange(woken_, false)) return;
+            }
+            disk_.held -= std::exchange(held_, 0);
+            woken_ = false;
+        }
+        for (std::size_t n = random_.between(1, moving_.size()); n > 0; --n) {
+            std::swap(moving_[random_.below(moving_.size())], moving_.back());
+            ended.push_back({moving_.back().slot, move(moving_.back())});
+            moving_.pop_back();
+        }
+    }
+
+    void wake() override {
+        const std::lock_guard lock(disk_.mutex);
+        woken_ = true;
+        disk_.changed.notify_all();
+    }
+
+    std::size_t register_memory(char*, std::size_t nbytes) override {
+        CHECK(std::this_thread::get_id() == maker_);
+        ++disk_.registered;
+        return number_ == 0 ? std::min(nbytes, disk_.most_registered) : nbytes;
+    }
+
+    bool register_file(int descriptor) override {
+        CHECK(std::this_thread::get_id() == maker_);
+        ++disk_.registered;
+        return number_ > 0 || descriptor == kFile.direct;
+    }
+
+  private:
+    // What the kernel would return.
+    long move(const Transfer& transfer) {
+        if (disk_.trouble && random_.one_in(8)) return random_.one_in(2) ? -EINTR : -EAGAIN;
+        std::size_t nbytes = transfer.nbytes;
+        if (transfer.descriptor == kFile.direct) {
+            const auto address = reinterpret_cast<std::uintptr_t>(transfer.data);
+            CHECK((address | transfer.offset | nbytes) % kPage == 0);
+            if (disk_.coarse) return -EINVAL;
+        } else {
+            CHECK(transfer.descriptor == kFile.buffered);
+        }
+        if (transfer.offset >= disk_.bytes.size()) return 0;
+        nbytes = std::min<std::size_t>(nbytes, disk_.bytes.size() - transfer.offset);
+        if (disk_.bad.touches(transfer.offset, nbytes)) {
+            if (transfer.offset >= disk_.bad.first) return -EIO;
+            nbytes = disk_.bad.first - transfer.offset;
+        }
+        if (disk_.trouble && random_.one_in(3)) nbytes = random_.between(1, nbytes);
+        char* there = disk_.bytes.data() + transfer.offset;
+        if (transfer.operation == Operation::kRead) {
+            std::memcpy(transfer.data, there, nbytes);
+        } else {
+            std::memcpy(there, transfer.data, nbytes);
+        }
+        return static_cast<long>(nbytes);
+    }
+
+    Disk& disk_;
+    const std::size_t depth_;
+    const unsigned number_;
+    const std::thread::id maker_ = std::this_thread::get_id();
+    Random random_;
+    std::vector<Transfer> moving_;
+    std::size_t held_ = 0;  // of those, counted by the disk
+    bool woken_ = false;
+};
+
+Queue::Opener opener(Disk& disk, unsigned depth) {
+    return [&disk, depth] { return std::make_unique<Scripted>(disk, depth); };
+}
+
+std::shared_ptr<Request> ask(Operation operation, Priority priority, std::uint64_t offset,
+                             char* data, std::size_t nbytes) {
+    const std::vector<Piece> pieces{{kFile, offset, data, nbytes}};
+    return std::make_shared<Request>(operation, priority, pieces, Checksum{});
+}
+
+constexpr struct {
+    unsigned threads, depth;
+} kShapes[] = {{1, 1}, {4, 1}, {1, 8}, {3, 5}};
+
+TEST(queue_moves_every_byte_whatever_the_kernel_does) {
+    for (const auto [threads, depth] : kShapes) {
+        for (const bool trouble : {false, true}) {
+            for (const bool coarse : {false, true}) {
+                Storm storm({.file = kFile, .seed = threads + depth, .bad = {}});
+                Disk disk(storm.file_bytes());
+                disk.trouble = trouble;
+                disk.coarse = coarse;
+                Queue queue(opener(disk, depth), threads, depth, 4 * kPage);
+                storm.rage(queue);
+                CHECK(storm.fits(disk.bytes.data()) && storm.failed() == 0);
+                queue.close();
+                CHECK(disk.opened == threads && disk.alive == 0);
+                for (const auto operation : {Operation::kRead, Operation::kWrite}) {
+                    CHECK(queue.moved_bytes(operation) == storm.asked_bytes(operation));
+                    const double median = queue.latency(operation, 0.5);
+                    CHECK(median > 0 && median <= queue.latency(operation, 0.99));
+                    CHECK(queue.latency(operation, 0.99) <= queue.latency(operation, 1));
+                }
+            }
+        }
+    }
+}
+
+TEST(queue_keeps_an_error_to_its_request) {
+    for (const auto [threads, depth] : kShapes) {
+        Plan plan{.file = kFile, .seed = 7, .bad = {250'000, 262'001}};
+        Disk disk(plan.threads * plan.part);
+        disk.trouble = true;
+        disk.bad = plan.bad;
+        plan.disk = disk.bytes.data();
+        Storm storm(plan);
+        Queue queue(opener(disk, depth), threads, depth, 2 * kPage);
+        storm.rage(queue);
+        CHECK(storm.fits(disk.bytes.data()));
+        CHECK(storm.failed() >= plan.rounds);  // each round goes over the bad bytes
+        queue.close();
+        for (const auto operation : {Operation::kRead, Operation::kWrite}) {
+            CHECK(queue.moved_bytes(operation) < storm.asked_bytes(operation));
+        }
+    }
+}
+
+TEST(queue_says_that_a_file_has_ended) {
+    Disk disk(10'000);
+    Memory memory(8 * kPage);
+    Queue queue(opener(disk, 4), 2, 4, kPage);
+    const auto inside = ask(Operation::kRead, Priority::kNormal, 0, memory.data(), 10'000);
+    const std::vector<Piece> pieces{{kFile, 0, memory.data() + 3 * kPage, 100},
+                                    {kFile, 9'000, memory.data() + 4 * kPage, 1'001}};
+    const auto beyond =
+        std::make_shared<Request>(Operation::kRead, Priority::kNormal, pieces, Checksum{});
+    CHECK(queue.submit(inside) && queue.submit(beyond));
+    storm::wait(*inside);
+    storm::wait(*beyond);
+    CHECK(inside->error() == 0);
+    CHECK(beyond->error() == ENODATA && beyond->failed_piece() == 1);
+}
+
+TEST(queue_announces_each_end_once) {
+    for (const auto [threads, depth] : kShapes) {
+        Storm storm({.file = kFile, .seed = 11, .rounds = 20, .part = 30'001, .bad = {}});
+        Disk disk(storm.file_bytes());
+        Queue queue(opener(disk, depth), threads, depth, 2 * kPage);
+        std::vector<std::uint64_t> heard;
+        std::thread listener([&] {
+            for (;;) {
+                const auto tags = queue.announced();
+                if (tags.empty()) return;
+                heard.insert(heard.end(), tags.begin(), tags.end());
+            }
+        });
+        storm.rage(queue);
+        queue.close();
+        listener.join();
+        auto expected = storm.tags();
+        std::sort(expected.begin(), expected.end());
+        std::sort(heard.begin(), heard.end());
+        CHECK(heard == expected);
+        CHECK(queue.announced().empty());
+    }
+}
+
+TEST(queue_announces_what_is_not_yet_done) {
+    Disk disk(kPage);
+    disk.open_gate(false);
+    Memory memory(kPage);
+    Queue queue(opener(disk, 2), 1, 2, kPage);
+    const auto request = ask(Operation::kRead, Priority::kNormal, 0, memory.data(), kPage);
+    CHECK(queue.submit(request) && queue.announce(*request, 5));
+    disk.open_gate(true);
+    CHECK(queue.announced() == std::vector<std::uint64_t>{5});
+    CHECK(request->done() && !queue.announce(*request, 6));
+    const auto nothing = ask(Operation::kRead, Priority::kNormal, 0, memory.data(), 0);
+    CHECK(queue.submit(nothing) && nothing->done() && !queue.announce(*nothing, 7));
+    queue.close();
+    CHECK(queue.announced().empty());
+}
+
+TEST(queue_wakes_a_driver_that_could_take_more) {
+    Disk disk(4 * kPage);
+    disk.open_gate(false);
+    Memory memory(4 * kPage);
+    Queue queue(opener(disk, 4), 1, 4, kPage);
+    std::vector<std::shared_ptr<Request>> requests;
+    for (std::size_t i = 0; i < 4; ++i) {
+        const auto place = i * kPage;
+        requests.push_back(
+            ask(Operation::kRead, Priority::kUrgent, place, memory.data() + place, kPage));
+        CHECK(queue.submit(requests.back()));
+        disk.wait_for_held(i + 1);  // while the others are on their way
+    }
+    CHECK(queue.register_memory(memory.data(), memory.size()) == memory.size());
+    disk.open_gate(true);
+    for (const auto& request : requests) storm::wait(*request);
+}
+
+TEST(queue_moves_what_is_queued_before_it_closes) {
+    for (const auto [threads, depth] : kShapes) {
+        Disk disk(200 * kPage);
+        disk.trouble = true;
+        Memory memory(200 * kPage);
+        Random(1).fill(memory.data(), memory.size());
+        disk.open_gate(false);
+        Queue queue(opener(disk, depth), threads, depth, kPage);
+        std::vector<std::shared_ptr<Request>> requests;
+        for (std::size_t i = 0; i < 100; ++i) {
+            const auto priority = static_cast<Priority>(i % kPriorities);
+            const auto place = 2 * i * kPage;
+            requests.push_back(
+                ask(Operation::kWrite, priority, place, memory.data() + place, 2 * kPage));
+            CHECK(queue.submit(requests.back()));
+        }
+        std::thread closer([&] { queue.close(); });
+        disk.open_gate(true);
+        queue.close();
+        closer.join();
+        queue.close();
+        for (const auto& request : requests) CHECK(request->done() && request->error() == 0);
+        CHECK(std::memcmp(disk.bytes.data(), memory.data(), memory.size()) == 0);
+        CHECK(disk.alive == 0);
+        const auto late = ask(Operation::kRead, Priority::kUrgent, 0, memory.data(), kPage);
+        CHECK(!queue.submit(late) && !late->done());
+    }
+}
+
+// While some threads submit, another closes: what was taken is moved, what was refused is not.
+TEST(queue_closes_among_those_who_submit) {
+    for (int turn = 0; turn < 20; ++turn) {
+        Disk disk(4 * kPage);
+        Memory memory(4 * kPage);
+        Queue queue(opener(disk, 2), 2, 2, kPage);
+        std::vector<std::thread> threads;
+        std::atomic<unsigned> taken{0};
+        for (std::size_t i = 0; i < 3; ++i) {
+            threads.emplace_back([&, i] {
+                for (;;) {
+                    const auto place = i * kPage;
+                    const auto request = ask(Operation::kRead, Priority::kNormal, place,
+                                             memory.data() + place, kPage);
+                    if (!queue.submit(request)) return;
+                    storm::wait(*request);
+                    CHECK(request->error() == 0);
+                    ++taken;
+                }
+            });
+        }
+        while (taken < 20) std::this_thread::yield();
+        queue.close();
+        for (auto& thread : threads) thread.join();
+        CHECK(queue.moved_bytes(Operation::kRead) == taken * kPage);
+    }
+}
+
+TEST(queue_is_not_made_where_a_backend_is_refused) {
+    for (unsigned refused = 0; refused < 4; ++refused) {
+        Disk disk(0);
+        std::atomic<unsigned> count{0};
+        const auto open = [&]() -> std::unique_ptr<Backend> {
+            if (count++ == refused) throw Refused{EPERM, "a call"};
+            return std::make_unique<Scripted>(disk, 2);
+        };
+        bool thrown = false;
+        try {
+            const Queue queue(open, 4, 2, kPage);
+        } catch (const Refused& refusal) {
+            thrown = refusal.error == EPERM && refusal.call == "a call";
+        }
+        // A thread that was not joined would have ended the process.
+        CHECK(thrown && count == 4 && disk.opened == 3 && disk.alive == 0);
+    }
+    const auto open = []() -> std::unique_ptr<Backend> { throw std::bad_alloc(); };
+    bool thrown = false;
+    try {
+        const Queue queue(open, 2, 2, kPage);
+    } catch (const std::bad_alloc&) {
+        thrown = true;
+    }
+    CHECK(thrown);
+}
+
+TEST(queue_registers_with_every_backend) {
+    Storm storm({.file = kFile, .seed = 13, .bad = {}});
+    Disk disk(storm.file_bytes());
+    disk.most_registered = 1'000;
+    Queue queue(opener(disk, 4), 5, 4, 2 * kPage);
+    const auto& memory = storm.memory()[0];
+    // Idle, and then busy; from two threads at a time.
+    CHECK(queue.register_memory(memory.data(), memory.size()) == 1'000);
+    CHECK(queue.register_memory(memory.data(), 10) == 10);
+    std::thread working([&] { storm.rage(queue); });
+    std::thread other([&] {
+        for (int turn = 0; turn < 20; ++turn) CHECK(queue.register_file(kFile.direct));
+    });
+    for (int turn = 0; turn < 20; ++turn) CHECK(!queue.register_file(kFile.buffered));
+    other.join();
+    working.join();
+    CHECK(storm.fits(disk.bytes.data()));
+    CHECK(disk.registered == 5 * 42);
+}
+
+TEST(latencies_have_quantiles) {
+    Latencies latencies;
+    CHECK(latencies.quantile(0.5) == 0);
+    for (std::uint64_t i = 1; i <= 1'000; ++i) latencies.add(i * 1'000);
+    for (const double fraction : {0.01, 0.5, 0.9, 0.99, 1.0}) {
+        // Steps are an eighth of an octave wide, and the middle of one is said.
+        const double exact = fraction * 1e-3;
+        CHECK(latencies.quantile(fraction) > 0.9 * exact);
+        CHECK(latencies.quantile(fraction) < 1.1 * exact);
+    }
+    latencies.add(~std::uint64_t{0});
+    latencies.add(0);
+    CHECK(latencies.quantile(0) > 0 && latencies.quantile(0) < 20e-9);
+    CHECK(latencies.quantile(1) > 1e10);
+}
+
+}  // namespace
