@@ -216,6 +216,21 @@ class DataTypes(Block):
     )
 
 
+class Aio(Block):
+    """How swap files are read and written; `offload tune` finds what suits a drive."""
+
+    TUNING = ("single_submit", "overlap_events", "use_gds")
+    OLD_NAMES: ClassVar[dict[str, str]] = {"thread_count": "intra_op_parallelism"}
+
+    block_size: Annotated[Size, Field(ge=4096)] | None = Field(
+        None, description="bytes of one read or write; rounded down to a multiple of 4096"
+    )
+    queue_depth: Annotated[Count, Field(le=4096)] | None = Field(None, description="blocks in flight for each thread")
+    intra_op_parallelism: Annotated[Count, Field(le=64)] | None = Field(
+        None, description="threads that hand blocks to the kernel; older name: thread_count"
+    )
+
+
 class Debug(Block):
     """Switches that find faults."""
 
@@ -226,7 +241,7 @@ class Debug(Block):
 class OffloadBlock(Block):
     """All keys that DeepSpeed does not have."""
 
-    OWN_AUTO = ("run", "resume")
+    OWN_AUTO = ("run", "resume", "io_backend")
 
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)] = Field(
         "default", description="name of the run: its folder under each nvme_path"
@@ -253,6 +268,9 @@ class OffloadBlock(Block):
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = Field(
         0, description="seed of weights made by offload.init and of the loader"
     )
+    io_backend: Literal["auto", "io_uring", "libaio", "threads"] = Field(
+        "auto", description="how swap files are reached; auto takes the first that the system grants"
+    )
     units: Names = Field((), description="names or classes of modules that are one unit each")
     on_nonfinite: Literal["raise", "skip"] = Field("raise", description="what a gradient norm of inf or NaN does")
     debug: Debug = Field(Debug(), description="see below")
@@ -270,7 +288,7 @@ class Config(Block):
 
     UNSUPPORTED = _keys(
         """steps_per_print wall_clock_breakdown dump_state memory_breakdown log_level vocabulary_size
-        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio timers comms_logger checkpoint prescale_gradients
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer timers comms_logger checkpoint prescale_gradients
         gradient_predivide_factor communication_data_type sparse_gradients dataloader_drop_last disable_allgather
         gradient_allreduce_op managed_gradient_accumulation seq_parallel_communication_data_type
         seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting activation_checkpointing nebula
@@ -298,6 +316,7 @@ class Config(Block):
     bf16: Precision = Field(Precision(), description="bf16 weights with split fp32 masters; older name: bfloat16")
     fp16: Precision = Field(Precision(), description="not supported yet")
     data_types: DataTypes = Field(DataTypes(), description="see below")
+    aio: Aio = Field(Aio(), description="see below")
     zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="see below")
     offload: OffloadBlock = Field(OffloadBlock(), description="see below")
     _no_effect: _NoEffect = PrivateAttr(default_factory=lambda: _NoEffect([], []))

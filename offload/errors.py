@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import os
 
-
 _REASONS = {
     errno.ENODATA: "the file ends before that",
     errno.EBADMSG: "the checksum is not the expected one: the bytes are damaged",

@@ -38,6 +38,7 @@ class LateQueue:
         self, seed: int, delay: float, fails: Callable[[str, DirectFile, int], bool] = lambda *_: False
     ) -> None:
         self._inner, self._pool = IoQueue(), ThreadPoolExecutor(16)
+        self.backend, self.refusals = self._inner.backend, self._inner.refusals
         self._chance, self._delay, self._fails = random.Random(seed), delay, fails
 
     def read(self, file: DirectFile, offset: int, buffer: memoryview) -> _Late:
@@ -73,4 +74,4 @@ class LateQueue:
 
 def use_queue(monkeypatch: pytest.MonkeyPatch, make: Callable[[], LateQueue]) -> None:
     """Engines made from now on use the queue that `make` gives."""
-    monkeypatch.setattr(initialize, "IoQueue", make)
+    monkeypatch.setattr(initialize, "IoQueue", lambda *_, **__: make())

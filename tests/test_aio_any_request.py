@@ -61,9 +61,7 @@ def _buffer(request: Request) -> memoryview:
     return aligned_empty(request.nbytes + request.skew)[request.skew :]
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
-)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(
     requests,
     st.integers(1, 40),

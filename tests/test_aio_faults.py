@@ -186,7 +186,7 @@ def test_a_write_to_a_file_opened_for_reading(backend: str, tmp_path: Path) -> N
 def test_a_path_that_is_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "target").write_bytes(b"kept")
     (tmp_path / "link").symlink_to("target")
-    with pytest.raises(IoError, match="symbolic link.*realpath") as caught:
+    with pytest.raises(IoError, match=r"symbolic link.*realpath") as caught:
         DirectFile(tmp_path / "link", create=True)
     assert caught.value.errno == errno.ELOOP and (tmp_path / "target").read_bytes() == b"kept"
     with DirectFile((tmp_path / "link").resolve()) as file:

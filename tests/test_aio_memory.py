@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.aio import _native, aligned_empty, crc32c
+from offload.aio import _native, aligned_empty, crc32c, huge_page_share
 
 HUGE = 2 << 20
 
@@ -53,15 +53,14 @@ def test_huge_pages() -> None:
         pytest.skip("no transparent huge pages")
     buffer = aligned_empty(32 * HUGE)
     buffer[:] = bytes(len(buffer))
-    address = _address(buffer)
-    huge = 0
-    for block in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
-        span = re.match(r"([0-9a-f]+)-([0-9a-f]+)", block)
-        if span and int(span[1], 16) <= address + len(buffer) and int(span[2], 16) > address:
-            huge += int(re.search(r"AnonHugePages:\s+(\d+)", block)[1])
-    if huge == 0:
+    share = huge_page_share(buffer)
+    if share == 0:
         pytest.skip("the kernel had no huge page to give")
-    assert huge * 1024 >= len(buffer) // 2
+    assert share >= 0.5
+
+
+def test_memory_that_is_not_there_has_no_huge_page() -> None:
+    assert huge_page_share(aligned_empty(4 * HUGE)) == 0
 
 
 def test_a_forked_child_does_not_have_it() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config import Batch, Block, Config, document, load_config, resolve_batch
+from offload.config import Aio, Batch, Block, Config, document, load_config, resolve_batch
 from offload.errors import ConfigError
 
 ZERO3 = {
@@ -41,10 +41,28 @@ def test_a_usual_file() -> None:
     params = config.optimizer.params
     assert (params.lr, params.betas, params.eps, params.weight_decay) == (1e-5, (0.8, 0.99), 1e-7, 0.0)
     notices = "\n".join(config.notices)
-    for key in ("sub_group_size", "buffer_count", "pin_memory", "overlap_comm", "aio", "steps_per_print"):
+    for key in ("sub_group_size", "buffer_count", "pin_memory", "overlap_comm", "steps_per_print"):
         assert key in notices, key
     assert "wall_clock_breakdown" not in notices, "what is off needs no word"
     assert len(config.notices) == 2
+    assert (config.aio.block_size, config.aio.queue_depth, config.aio.intra_op_parallelism) == (262144, 32, 1)
+
+
+def test_the_io_block() -> None:
+    assert load_config({"aio": {"block_size": "auto", "queue_depth": None}}).aio.block_size is None
+    assert load_config({"aio": {"block_size": 1048576.0, "queue_depth": 8.0}}).aio.queue_depth == 8
+    notices = load_config({"aio": {"single_submit": True, "overlap_events": True}}).notices
+    assert "aio.single_submit" in notices[0] and "aio.overlap_events" in notices[0]
+    for aio, words in (
+        ({"block_size": 1024}, "aio.block_size"),
+        ({"queue_depth": 0}, "aio.queue_depth"),
+        ({"depth": 4}, 'did you mean "queue_depth"'),
+        ({"thread_count": 1, "intra_op_parallelism": 1}, "older name"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_config({"aio": aio})
+    with pytest.raises(ConfigError, match="io_backend"):
+        load_config({"offload": {"io_backend": "gds"}})
 
 
 def test_defaults() -> None:
@@ -342,7 +360,7 @@ def test_any_value_of_any_key_is_a_config_or_a_config_error(place: tuple[str, ..
         try:
             config = load_config(content)
         except ConfigError as error:
-            named = Config.OLD_NAMES.get(place[-1], place[-1])
+            named = {**Config.OLD_NAMES, **Aio.OLD_NAMES}.get(place[-1], place[-1])
             assert named in str(error) or isinstance(value, dict), f"{value!r}: the key is not named: {error}"
         else:
             assert all("\n" not in line for line in config.notices)

@@ -129,7 +129,7 @@ def train_late(job: Job, folder: Path, device_memory: int) -> Result:
     from offload.engine import initialize
 
     real = initialize.IoQueue
-    initialize.IoQueue = lambda: LateQueue(rank_and_size()[0], 0.01)  # type: ignore[assignment,misc]
+    initialize.IoQueue = lambda *_, **__: LateQueue(rank_and_size()[0], 0.01)  # type: ignore[assignment,misc]
     try:
         return train(job, DISK, folder, device_memory=device_memory)
     finally:

@@ -82,7 +82,7 @@ def _train(rank: int, port: int, job: Job, folder: Path, late: float, dies: tupl
     if late:
         from offload.engine import initialize
 
-        initialize.IoQueue = lambda: LateQueue(os.getpid(), late)  # type: ignore[assignment,misc]
+        initialize.IoQueue = lambda *_, **__: LateQueue(os.getpid(), late)  # type: ignore[assignment,misc]
     if dies is not None and dies[0] == rank:
         _die_at(dies[1])
     engine = start(job, DISK, folder, resume="auto")

@@ -14,14 +14,27 @@ from typing import TYPE_CHECKING
 from offload.aio._native import crc32c as _crc32c
 from offload.aio.backend import BACKENDS
 from offload.aio.file import DirectFile
-from offload.aio.memory import aligned_empty
+from offload.aio.measure import Bandwidth, bandwidths
+from offload.aio.memory import aligned_empty, huge_page_share
 from offload.aio.queue import IoFuture, IoQueue, Priority
 from offload.aio.stripes import StripedFile
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["BACKENDS", "DirectFile", "IoFuture", "IoQueue", "Priority", "StripedFile", "aligned_empty", "crc32c"]
+__all__ = [
+    "BACKENDS",
+    "Bandwidth",
+    "DirectFile",
+    "IoFuture",
+    "IoQueue",
+    "Priority",
+    "StripedFile",
+    "aligned_empty",
+    "bandwidths",
+    "crc32c",
+    "huge_page_share",
+]
 
 
 def crc32c(buffer: Buffer, value: int = 0) -> int:

@@ -2,7 +2,6 @@ from collections.abc import Sequence
 
 from typing_extensions import Buffer
 
-
 crc32c_has_instruction: bool
 
 class Flight:

@@ -15,7 +15,6 @@ BACKENDS = ("io_uring", "libaio", "threads")
 """In the order in which "auto" tries them: fewest system calls and context switches first."""
 
 
-
 class Shape(NamedTuple):
     """How much a queue has in flight: `threads` times `depth` blocks of `block_bytes` bytes."""
 
@@ -32,34 +31,40 @@ DEFAULTS = {
 """What was fastest on the drives that were tried (docs/benchmarks/2026-11-io.md)."""
 
 
+_MOST_THREADS = 16
+
+
 class Chosen(NamedTuple):
-    """A backend with all that it was opened with; `reason` is for people."""
+    """A backend with all that it was opened with, and why those before it were refused, for people."""
 
     backend: str
-    reason: str
+    refusals: tuple[str, ...]
     shape: Shape
 
 
-def open_native(
-    backend: str, threads: int | None, depth: int | None, block_bytes: int | None
-) -> tuple[Queue, Chosen]:
+def open_native(backend: str, threads: int | None, depth: int | None, block_bytes: int | None) -> tuple[Queue, Chosen]:
     """A native queue. `ConfigError` where this system refuses the `backend` that is named."""
     if backend != "auto" and backend not in BACKENDS:
         raise ConfigError(f"there is no I/O backend {backend!r}: expected auto, {', '.join(BACKENDS)}")
     refusals: list[str] = []
     for name in BACKENDS if backend == "auto" else (backend,):
-        auto = DEFAULTS[name]
-        shape = Shape(
-            threads or auto.threads,
-            1 if name == "threads" else depth or auto.depth,
-            block_bytes or auto.block_bytes,
-        )
-        reason = "; ".join([*refusals, "as asked" if backend == name else f"{name} works"])
+        shape = _shape(name, threads, depth, block_bytes)
         try:
-            return Queue(name, *shape), Chosen(name, reason, shape)
+            return Queue(name, *shape), Chosen(name, tuple(refusals), shape)
         except OSError as error:
             refusals.append(refusal(name, error))
     raise ConfigError(f'{"; ".join(refusals)}: let "auto" choose, or take another of {", ".join(BACKENDS)}')
+
+
+def _shape(name: str, threads: int | None, depth: int | None, block_bytes: int | None) -> Shape:
+    auto = DEFAULTS[name]
+    block_bytes = block_bytes or auto.block_bytes
+    if name != "threads":
+        return Shape(threads or auto.threads, depth or auto.depth, block_bytes)
+    if depth is None:
+        return Shape(threads or auto.threads, 1, block_bytes)
+    # A thread has one block in flight: as many of them as there were to be blocks, within reason.
+    return Shape(max(threads or 1, min((threads or 1) * depth, _MOST_THREADS)), 1, block_bytes)
 
 
 def refusals() -> dict[str, str | None]:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import re
 import weakref
 
 _HUGE_PAGE = 2 << 20
@@ -29,6 +30,21 @@ def aligned_empty(nbytes: int) -> memoryview:
     return memoryview(mapping)[start : start + nbytes]
 
 
+def huge_page_share(buffer: memoryview) -> float:
+    """The share of `buffer`, memory of `aligned_empty` that was written to, that lies on 2 MiB pages: 0 to 1."""
+    start = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    huge, inside = 0, False
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            if span := _SPAN.match(line):
+                # The mapping begins within a huge page before the buffer, and ends within one behind it.
+                inside = int(span[1], 16) < start + len(buffer) and int(span[2], 16) > start
+            elif inside and line.startswith("AnonHugePages:"):
+                huge += int(line.split()[1]) << 10
+    return min(huge / max(len(buffer), 1), 1.0)
+
+
+_SPAN = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 

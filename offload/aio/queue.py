@@ -57,10 +57,19 @@ class IoFuture:
     `await future` waits in asyncio and gives what `wait` gives.
     """
 
-    __slots__ = ("__weakref__", "_file", "_flight", "_nbytes", "_offset", "_operation", "_pid", "_queue")
+    __slots__ = ("__weakref__", "_checksum", "_file", "_flight", "_nbytes", "_offset", "_operation", "_pid", "_queue")
 
-    def __init__(self, queue: IoQueue, flight: Flight, operation: str, file: File, offset: int, nbytes: int) -> None:
-        self._queue, self._flight, self._operation = queue, flight, operation
+    def __init__(
+        self,
+        queue: IoQueue,
+        flight: Flight,
+        operation: str,
+        file: File,
+        offset: int,
+        nbytes: int,
+        checksum: bool,
+    ) -> None:
+        self._queue, self._flight, self._operation, self._checksum = queue, flight, operation, checksum
         self._file, self._offset, self._nbytes, self._pid = file, offset, nbytes, os.getpid()
 
     def done(self) -> bool:
@@ -83,6 +92,8 @@ class IoFuture:
 
     def crc32c(self) -> int:
         """The CRC-32C of the bytes that were moved, of a request with `checksum`; waits for it."""
+        if not self._checksum:
+            raise ValueError("there is no checksum: ask for it with checksum=True")
         self.wait()
         return self._flight.crc
 
@@ -122,9 +133,9 @@ class IoFuture:
 class IoQueue:
     """Reads and writes in flight, cut into blocks of `block_bytes`, by `threads` threads with `depth` blocks each.
 
-    `backend` is "io_uring", "libaio", "threads" (of pread and pwrite, one block each), or "auto": the first of these
-    that the system grants; `backend` then tells which, and `reason` why. What is None gets the value that was fastest
-    on the drives that were tried.
+    `backend` is "io_uring", "libaio", "threads" (of pread and pwrite; one block each, so that there are more of them),
+    or "auto": the first of these that the system grants. The attribute `backend` then tells which, `refusals` why none
+    before it. What is None gets the value that was fastest on the drives that were tried.
 
     A buffer is any C-contiguous one, writable for a read. It is the queue's from the call until the request is done:
     neither write to it nor, for a read, look at it before. Requests run in no certain order, so one that must see the
@@ -145,7 +156,7 @@ class IoQueue:
         self._closed = True  # nothing to close where the next line raises
         self._pid = os.getpid()
         self._queue, chosen = open_native(backend, threads, depth, block_bytes)
-        self.backend, self.reason = chosen.backend, chosen.reason
+        self.backend, self.refusals = chosen.backend, chosen.refusals
         self.threads, self.depth, self.block_bytes = chosen.shape
         self._closed = False
         self._tags = itertools.count(1)
@@ -273,7 +284,7 @@ class IoQueue:
         flight = self._queue.submit(operation == "write", priority, pieces, view, checksum, expected)
         if flight is None:
             raise UsageError("this queue is closed")
-        return IoFuture(self, flight, operation, file, offset, view.nbytes)
+        return IoFuture(self, flight, operation, file, offset, view.nbytes, checksum or expected is not None)
 
     # -- callbacks ----------------------------------------------------------------------------------
 

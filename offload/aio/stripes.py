@@ -65,13 +65,15 @@ class Layout(NamedTuple):
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """The smallest whole numbers in nearly the proportion of `weights`; whole ones are only made smaller."""
+    """Small whole numbers in nearly the proportion of `weights`. Given again they are the same."""
     if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ConfigError(f"expected weights above 0, one for each path, got {list(weights)}")
+    most = max(_MOST_STRIPES, 4 * len(weights))
     if all(float(weight).is_integer() for weight in weights):
-        whole = [int(weight) for weight in weights]
-        divisor = math.gcd(*whole)
-        return tuple(weight // divisor for weight in whole)
+        divisor = math.gcd(*map(int, weights))
+        whole = tuple(int(weight) // divisor for weight in weights)
+        if sum(whole) <= most:
+            return whole
     total = sum(weights)
 
     def rounded(stripes: int) -> tuple[int, ...]:
@@ -81,7 +83,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
         """Time of the drive that ends last, as a multiple of that with exact weights."""
         return max(share / sum(whole) * total / weight for share, weight in zip(whole, weights, strict=True))
 
-    tried = [rounded(stripes) for stripes in range(len(weights), max(_MOST_STRIPES, 4 * len(weights)) + 1)]
+    tried = [whole for whole in map(rounded, range(len(weights), most + 1)) if sum(whole) <= most]
     best = min(map(slowest, tried))
     return next(whole for whole in tried if slowest(whole) <= best + 0.01)
 

@@ -184,9 +184,23 @@ def _trainable_only(given: Iterable[Any] | None, trainable: Sequence[nn.Paramete
 # -- acting -------------------------------------------------------------------------------------------
 
 
+def _queue(config: Config) -> IoQueue:
+    return IoQueue(
+        config.offload.io_backend,
+        block_bytes=config.aio.block_size,
+        depth=config.aio.queue_depth,
+        threads=config.aio.intra_op_parallelism,
+    )
+
+
+def _io_notices(queue: IoQueue | None) -> tuple[str, ...]:
+    """A line where the system refuses what is fastest."""
+    return () if queue is None or not queue.refusals else (f"I/O by {queue.backend}: {'; '.join(queue.refusals)}",)
+
+
 def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any) -> Engine:
     """Make files, memory, threads and hooks. What fails on the way closes what was made before."""
-    queue = IoQueue() if plan.placement.slots else None
+    queue = _queue(plan.config) if plan.placement.slots else None
     store: Store | None = None
     try:
         progress: Progress | None = None
@@ -222,7 +236,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         lr_scheduler,
         choices,
         plan.durable,
-        (*plan.notices, summary(plan)),
+        (*plan.notices, *_io_notices(queue), summary(plan)),
     )
     try:
         if progress is not None:

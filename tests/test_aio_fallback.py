@@ -1,0 +1,198 @@
+"""A system that refuses a backend gets the next one, and is told why."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload.aio import BACKENDS, DirectFile, IoQueue, aligned_empty
+from offload.aio.backend import refusals
+from offload.errors import ConfigError
+
+CALLS = {"io_setup": {"x86_64": 206, "aarch64": 0}, "io_uring_setup": {"x86_64": 425, "aarch64": 425}}
+
+# A seccomp filter that answers the system calls of `refused` with an errno, as a container's profile does.
+FILTER = """
+import ctypes, errno, struct
+def refuse(refused):
+    code = [struct.pack("HBBI", 0x20, 0, 0, 0)]  # load the number of the call
+    for number, error in refused.items():
+        code.append(struct.pack("HBBI", 0x15, 0, 1, number))  # if it is this one,
+        code.append(struct.pack("HBBI", 0x06, 0, 0, 0x00050000 | error))  # return the error
+    code.append(struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000))  # else allow it
+    program = ctypes.create_string_buffer(b"".join(code))
+    head = struct.pack("HxxxxxxP", len(code), ctypes.addressof(program))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
+    if libc.prctl(22, 2, ctypes.c_char_p(head)) != 0:
+        raise SystemExit("no seccomp")
+"""
+
+
+def _run(code: str, tmp_path: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    if done.stderr.strip() == "no seccomp":
+        pytest.skip("no seccomp filters here")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _refusing(tmp_path: Path, refused: dict[str, int], code: str) -> list[str]:
+    machine = platform.machine()
+    if machine not in CALLS["io_setup"]:
+        pytest.skip(f"the numbers of the system calls of {machine} are not known here")
+    numbers = {CALLS[call][machine]: error for call, error in refused.items()}
+    return _run(f"{FILTER}\nrefuse({numbers})\n{code}", tmp_path).splitlines()
+
+
+WORK = """
+from offload.aio import DirectFile, IoQueue
+with DirectFile("file", create=True) as file, IoQueue() as queue:
+    queue.write(file, 0, b"x" * 10000).wait()
+    back = bytearray(10000)
+    queue.read(file, 0, back).wait()
+    assert back == b"x" * 10000
+    print(queue.backend)
+    print("; ".join(queue.refusals))
+"""
+
+
+@pytest.mark.parametrize(
+    ("refused", "backend", "words"),
+    [
+        ({"io_uring_setup": errno.EPERM}, "libaio", ["no io_uring", "EPERM", "seccomp"]),
+        ({"io_uring_setup": errno.ENOSYS}, "libaio", ["no io_uring", "ENOSYS", "Linux 5.1"]),
+        ({"io_uring_setup": errno.ENOMEM}, "libaio", ["no io_uring", "RLIMIT_MEMLOCK"]),
+        (
+            {"io_uring_setup": errno.EPERM, "io_setup": errno.EAGAIN},
+            "threads",
+            ["no io_uring", "no libaio", "aio-max-nr"],
+        ),
+        ({"io_uring_setup": errno.EPERM, "io_setup": errno.ENOSYS}, "threads", ["no libaio", "this kernel has none"]),
+    ],
+    ids=["seccomp", "old kernel", "memlock", "libaio exhausted", "no libaio"],
+)
+def test_the_next_backend_takes_over(tmp_path: Path, refused: dict[str, int], backend: str, words: list[str]) -> None:
+    taken, reason = _refusing(tmp_path, refused, WORK)
+    if taken != backend and refusals()[backend]:
+        pytest.skip(str(refusals()[backend]))
+    assert taken == backend
+    assert all(word in reason for word in words), reason
+
+
+def test_a_backend_that_is_named_is_not_replaced(tmp_path: Path) -> None:
+    code = """
+from offload.aio import IoQueue
+from offload.errors import ConfigError
+try:
+    IoQueue("io_uring")
+except ConfigError as error:
+    print(error)
+"""
+    (message,) = _refusing(tmp_path, {"io_uring_setup": errno.EPERM}, code)
+    assert "no io_uring" in message and "auto" in message and "threads" in message
+
+
+def test_the_real_limit_of_libaio(tmp_path: Path) -> None:
+    """More events than the system has left: refused by the system, not by a filter."""
+    if refusals()["libaio"]:
+        pytest.skip(str(refusals()["libaio"]))
+    most = int(Path("/proc/sys/fs/aio-max-nr").read_text())
+    with pytest.raises(ConfigError, match="aio-max-nr"):
+        IoQueue("libaio", threads=2, depth=most)
+    with IoQueue("libaio", threads=1, depth=64) as queue:
+        assert queue.backend == "libaio"
+
+
+def test_there_is_no_other_backend() -> None:
+    with pytest.raises(ConfigError, match="io_uring, libaio, threads"):
+        IoQueue("aio")
+
+
+def test_auto_takes_the_first_that_works() -> None:
+    works = [name for name, refused in refusals().items() if refused is None]
+    with IoQueue() as queue:
+        assert queue.backend == works[0] and queue.backend in BACKENDS
+        assert len(queue.refusals) == BACKENDS.index(queue.backend)
+
+
+def test_threads_have_one_block_each_so_depth_makes_more_of_them() -> None:
+    for given, threads in (({}, 4), ({"threads": 2}, 2), ({"depth": 8}, 8), ({"threads": 2, "depth": 32}, 16)):
+        with IoQueue("threads", **given) as queue:
+            assert (queue.threads, queue.depth) == (threads, 1)
+
+
+def test_no_descriptor_or_thread_is_left_of_a_refusal(tmp_path: Path) -> None:
+    code = """
+import os
+from offload.aio import IoQueue
+before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+for _ in range(5):
+    IoQueue(threads=3).close()
+assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
+print("same")
+"""
+    assert _refusing(tmp_path, {"io_uring_setup": errno.EPERM, "io_setup": errno.EAGAIN}, code) == ["same"]
+
+
+def test_registered_memory_and_files_hold_the_same_bytes(backend: str, tmp_path: Path) -> None:
+    """Inside of the memory, beside it, and across its edge."""
+    nbytes = 8 << 20
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend, block_bytes=1 << 20) as queue:
+        memory = aligned_empty(nbytes)
+        known = queue.register(memory[: nbytes // 2], file)
+        assert known == (nbytes // 2 if backend == "io_uring" else 0)
+        memory[:] = os.urandom(nbytes)
+        queue.write(file, 0, memory).wait()
+        back = aligned_empty(nbytes)
+        queue.read(file, 0, back).wait()
+        assert back == memory
+        memory[:] = bytes(nbytes)
+        queue.read(file, 0, memory).wait()
+        assert back == memory
+
+
+def test_a_registered_file_may_be_closed(backend: str, tmp_path: Path) -> None:
+    """Its number stays taken until the queue is closed, so that no other file can be meant by it."""
+    with IoQueue(backend) as queue:
+        file = DirectFile(tmp_path / "file", create=True)
+        queue.register(file)
+        numbers = {file.descriptors.direct, file.descriptors.buffered} - {-1}
+        file.close()
+        others = [DirectFile(tmp_path / f"other{index}", create=True) for index in range(4)]
+        assert not numbers & {other.descriptors.direct for other in others}
+        for index, other in enumerate(others):
+            queue.write(other, 0, bytes([index]) * 4096).wait()
+        for index in range(4):
+            assert (tmp_path / f"other{index}").read_bytes() == bytes([index]) * 4096
+
+
+def test_less_is_registered_where_memory_may_not_be_locked(tmp_path: Path) -> None:
+    """As a user without privileges, with room for 4 MiB: smaller pieces, or none, and I/O all the same."""
+    if os.geteuid() != 0 or refusals()["io_uring"]:
+        pytest.skip("needs root, to become somebody else, and io_uring")
+    code = """
+import os, resource
+from offload.aio import DirectFile, IoQueue, aligned_empty
+os.chmod(".", 0o777)
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (4 << 20, 4 << 20))
+os.setresuid(65534, 65534, 65534)
+memory = aligned_empty(64 << 20)
+with DirectFile("file", create=True) as file, IoQueue("io_uring") as queue:
+    print(queue.register(memory))
+    memory[:] = os.urandom(1 << 20) * 64
+    queue.write(file, 0, memory).wait()
+    back = aligned_empty(64 << 20)
+    queue.read(file, 0, back).wait()
+    print(back == memory)
+"""
+    for parent in tmp_path.parents[:2]:
+        os.chmod(parent, 0o755)
+    registered, same = _run(code, tmp_path).splitlines()
+    assert 0 <= int(registered) <= 4 << 20 and same == "True"

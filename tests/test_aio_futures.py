@@ -1,0 +1,177 @@
+"""A request can be waited for by any thread, by asyncio, or call back."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from offload.aio import DirectFile, IoFuture, IoQueue, aligned_empty
+from offload.errors import IoError
+
+
+def test_a_callback_is_called_once_with_its_future(backend: str, tmp_path: Path) -> None:
+    called: list[IoFuture] = []
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
+        futures = [queue.write(file, index << 16, bytes(1 << 16)) for index in range(100)]
+        for future in futures:
+            future.add_done_callback(lambda future: called.append((future.done(), future)))
+    assert {id(future) for _, future in called} == {id(future) for future in futures} and len(called) == 100
+    assert all(done for done, _ in called)
+
+
+def test_a_callback_of_what_is_done_is_called_at_once(backend: str, tmp_path: Path) -> None:
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
+        future = queue.write(file, 0, b"x")
+        future.wait()
+        threads: list[threading.Thread] = []
+        future.add_done_callback(lambda _: threads.append(threading.current_thread()))
+        assert threads == [threading.current_thread()]
+    future.add_done_callback(lambda _: threads.append(threading.current_thread()))
+    assert len(threads) == 2, "also when the queue is closed"
+
+
+def test_a_callback_may_submit_and_wait(backend: str, tmp_path: Path) -> None:
+    """A chain of requests, each made by the callback of the one before."""
+    end = threading.Event()
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
+
+        def go_on(index: int) -> None:
+            if index == 20:
+                end.set()
+                return
+            future = queue.write(file, index, bytes([index]))
+            future.add_done_callback(lambda future: (future.wait(), go_on(index + 1)))
+
+        go_on(0)
+        assert end.wait(30)
+    assert (tmp_path / "file").read_bytes() == bytes(range(20))
+
+
+def test_a_callback_that_raises_harms_nobody(backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    called = threading.Event()
+    with (
+        caplog.at_level(logging.ERROR, logger="offload.aio"),
+        DirectFile(tmp_path / "file", create=True) as file,
+        IoQueue(backend) as queue,
+    ):
+        queue.write(file, 0, aligned_empty(4 << 20)).add_done_callback(lambda _: 1 / 0)
+        queue.write(file, 0, aligned_empty(4 << 20)).add_done_callback(lambda _: called.set())
+    assert called.is_set() and "ZeroDivisionError" in caplog.text
+
+
+def test_a_callback_may_close_the_queue(backend: str, tmp_path: Path) -> None:
+    closed = threading.Event()
+    with DirectFile(tmp_path / "file", create=True) as file:
+        queue = IoQueue(backend)
+        queue.write(file, 0, aligned_empty(1 << 20)).add_done_callback(lambda _: (queue.close(), closed.set()))
+        assert closed.wait(30)
+        queue.close()
+
+
+def test_callbacks_of_an_error(backend: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"short")
+    errors: list[int | None] = []
+
+    def note(future: IoFuture) -> None:
+        try:
+            future.wait()
+        except IoError as error:
+            errors.append(error.errno)
+
+    with DirectFile(tmp_path / "file") as file, IoQueue(backend) as queue:
+        queue.read(file, 0, bytearray(100)).add_done_callback(note)
+    assert errors == [errno.ENODATA]
+
+
+def test_await(backend: str, tmp_path: Path) -> None:
+    async def work() -> None:
+        with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
+
+            async def one(index: int) -> None:
+                data, back = bytes([index]) * 70_000, bytearray(70_000)
+                assert await queue.write(file, index * 70_000, data) == 70_000
+                assert await queue.read(file, index * 70_000, back) == 70_000
+                assert back == data
+
+            await asyncio.gather(*(one(index) for index in range(50)))
+            with pytest.raises(IoError) as caught:
+                await queue.read(file, 1 << 30, bytearray(1))
+            assert caught.value.errno == errno.ENODATA
+
+    asyncio.run(work())
+
+
+def test_the_loop_goes_on_while_it_awaits(backend: str, tmp_path: Path) -> None:
+    async def work() -> int:
+        turns = 0
+        with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend, block_bytes=65536) as queue:
+
+            async def count() -> None:
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            counting = asyncio.create_task(count())
+            await queue.write(file, 0, aligned_empty(64 << 20))
+            counting.cancel()
+        return turns
+
+    assert asyncio.run(work()) > 1
+
+
+def test_a_task_that_is_cancelled_leaves_the_request(backend: str, tmp_path: Path) -> None:
+    async def work() -> None:
+        with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
+            future = queue.write(file, 0, b"y" * (8 << 20))
+
+            async def wait() -> int:
+                return await future
+
+            task = asyncio.create_task(wait())
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert future.wait() == 8 << 20
+
+    asyncio.run(work())
+    assert (tmp_path / "file").read_bytes() == b"y" * (8 << 20)
+
+
+def test_wait_of_many_threads(backend: str, tmp_path: Path) -> None:
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
+        future = queue.write(file, 0, aligned_empty(32 << 20))
+        got: list[int] = []
+        threads = [threading.Thread(target=lambda: got.append(future.wait())) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert got == [32 << 20] * 8
+
+
+def test_an_exit_runs_the_callbacks(backend: str, tmp_path: Path) -> None:
+    code = f"""
+from offload.aio import DirectFile, IoQueue
+file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue({backend!r})
+for index in range(8):
+    queue.write(file, index << 22, bytes(4 << 20)).add_done_callback(lambda _: print("called"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["called"] * 8, "")
+
+
+def test_the_thread_of_callbacks_ends_with_the_queue(backend: str, tmp_path: Path) -> None:
+    before = threading.active_count()
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
+        queue.write(file, 0, aligned_empty(1 << 20)).add_done_callback(lambda _: None)
+        queue.write(file, 0, aligned_empty(1 << 20)).add_done_callback(lambda _: None)
+    assert threading.active_count() == before
