@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 import offload
+from offload import cli_machine
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
 from offload.sizes import format_size
 
@@ -78,6 +79,9 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
+
+
+cli_machine.register(app)
 
 
 def main() -> None:

@@ -33,6 +33,9 @@ class Layout(NamedTuple):
 
     def places(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
         """(file, offset in it, bytes) of each stretch of the logical bytes [offset, offset + nbytes), in order."""
+        if len(self.weights) == 1:
+            yield 0, offset, nbytes
+            return
         shares = self.shares
         starts = [0, *itertools.accumulate(shares)]
         end = offset + nbytes
@@ -103,7 +106,7 @@ class StripedFile:
         paths: Sequence[str | os.PathLike[str]],
         weights: Sequence[float] | None = None,
         *,
-        stripe_bytes: int = MIB,
+        stripe_bytes: int = 2 * MIB,
         create: bool = False,
         writable: bool = True,
     ) -> None:

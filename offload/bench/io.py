@@ -1,0 +1,341 @@
+"""The I/O queue on a drive, beside `fio` and the plain ways of Python, in turns on the same file.
+
+The drive and the memory of a shared machine vary twofold within minutes, so every round runs all contenders one after
+the other, and a ratio is the median of the ratios of the rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from offload.aio import BACKENDS, IoQueue, StripedFile, aligned_empty, bandwidths
+from offload.aio.backend import refusals
+from offload.aio.measure import OPERATIONS, Pass, move
+from offload.bench import python_ways
+from offload.errors import ConfigError, IoError
+from offload.sizes import MIB, PAGE, align_up, format_size
+
+FIO_ENGINES = ("io_uring", "libaio")
+
+
+class Case(NamedTuple):
+    """How a contender moves the file."""
+
+    backend: str
+    block_bytes: int
+    depth: int
+
+
+class Row(NamedTuple):
+    """What one contender did in one operation: medians of the rounds."""
+
+    backend: str
+    op: str
+    block_bytes: int
+    depth: int
+    bytes: int
+    gb_per_s: float
+    of_fio: float | None
+    """The median ratio to the faster one of fio's engines, on 2 MiB pages, in the same round."""
+    cpu_s_per_gb: float
+    p50_us: float | None
+    """Of one block, from its hand-over to the kernel; in "mixed" that of reads."""
+    p99_us: float | None
+
+
+class Contender(Protocol):
+    """Moves the whole file once."""
+
+    def run(self, operation: str) -> Pass: ...
+    def latency(self, operation: str, fraction: float) -> float | None: ...
+    def close(self) -> None: ...
+
+
+class Plan(NamedTuple):
+    """What to measure."""
+
+    folders: tuple[str, ...]
+    cases: tuple[Case, ...]
+    operations: tuple[str, ...]
+    nbytes: int
+    request_bytes: int
+    rounds: int
+    with_fio: bool
+
+
+def make_plan(
+    folders: Sequence[str],
+    *,
+    backends: Sequence[str] = (),
+    blocks: Sequence[int] = (),
+    depths: Sequence[int] = (),
+    operations: Sequence[str] = (),
+    nbytes: int = 1 << 30,
+    request_bytes: int = 16 * MIB,
+    rounds: int = 3,
+    with_fio: bool = True,
+) -> Plan:
+    """Check everything before a file is made; `ConfigError`, or `IoError` where there is no room."""
+    usable = [name for name, refused in refusals().items() if refused is None]
+    known = (*BACKENDS, *python_ways.NAMES)
+    chosen = tuple(dict.fromkeys(backends or usable))
+    for name in chosen:
+        if name not in known:
+            raise ConfigError(f"there is no backend {name!r} to measure: expected {', '.join(known)}")
+        if name in BACKENDS and name not in usable:
+            raise ConfigError(f"{refusals()[name]}; measure another backend")
+        python_ways.check(name)
+    for name in operations:
+        if name not in OPERATIONS:
+            raise ConfigError(f"there is no operation {name!r}: expected {', '.join(OPERATIONS)}")
+    blocks, depths = blocks or (MIB, 4 * MIB), depths or (8, 32)
+    _check_numbers(blocks, depths, nbytes, request_bytes, rounds)
+    request_bytes = min(align_up(request_bytes), align_up(nbytes))
+    nbytes = max(nbytes // request_bytes, 1) * request_bytes
+    if not folders:
+        raise ConfigError("give at least one folder, on the drive to measure")
+    for folder in folders:
+        _check_room(folder, nbytes)
+    # The plain ways come last.
+    ordered = sorted(chosen, key=known.index)
+    cases = tuple(Case(name, block, depth) for name in ordered for block in blocks for depth in depths)
+    return Plan(
+        tuple(folders),
+        cases,
+        tuple(dict.fromkeys(operations or OPERATIONS)),
+        nbytes,
+        request_bytes,
+        rounds,
+        with_fio and shutil.which("fio") is not None,
+    )
+
+
+def _check_numbers(blocks: Sequence[int], depths: Sequence[int], nbytes: int, request_bytes: int, rounds: int) -> None:
+    for block in blocks:
+        if block < PAGE or block % PAGE:
+            raise ConfigError(f"expected block sizes that are multiples of {PAGE}, got {block}")
+    for name, value in (("depth", min(depths)), ("rounds", rounds)):
+        if value < 1:
+            raise ConfigError(f"expected {name} >= 1, got {value}")
+    if max(depths) > 4096:
+        raise ConfigError(f"expected depth <= 4096, got {max(depths)}")
+    if nbytes < PAGE or request_bytes < PAGE:
+        raise ConfigError(f"expected sizes of at least {PAGE} bytes, got {nbytes} and {request_bytes}")
+
+
+def _check_room(folder: str, nbytes: int) -> None:
+    if not os.path.isdir(folder):
+        raise ConfigError(f"there is no folder {folder}")
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise ConfigError(f"{folder} has {format_size(free)} free, the file takes {format_size(nbytes)}; give --size")
+
+
+Passes = dict[tuple[Case, str], list[Pass]]
+
+
+def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> list[Row]:
+    """Run all contenders in turns. The files are removed at the end. `tell` is told what is going on."""
+    with _contenders(plan, tell) as contenders:
+        passes = _in_turns(plan, contenders, tell)
+        return [
+            _row(case, operation, passes, contender)
+            for operation in plan.operations
+            for case, contender in contenders.items()
+        ]
+
+
+def passes_of(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Passes:
+    """The same, as it was measured: for each case and operation its passes."""
+    with _contenders(plan, tell) as contenders:
+        return _in_turns(plan, contenders, tell)
+
+
+@contextmanager
+def _contenders(plan: Plan, tell: Callable[[str], None]) -> Iterator[dict[Case, Contender]]:
+    with _file(plan, tell) as (file, buffer), ExitStack() as stack:
+        contenders: dict[Case, Contender] = {}
+        for case in [*plan.cases, *_fio_cases(plan)]:
+            contenders[case] = contender = _open(case, plan, file, buffer)
+            stack.callback(contender.close)
+        yield contenders
+
+
+def _in_turns(plan: Plan, contenders: dict[Case, Contender], tell: Callable[[str], None]) -> Passes:
+    passes: Passes = {}
+    for turn in range(plan.rounds):
+        for operation in plan.operations:
+            for case, contender in contenders.items():
+                tell(f"round {turn + 1} of {plan.rounds}: {operation} by {case.backend}")
+                passes.setdefault((case, operation), []).append(contender.run(operation))
+    return passes
+
+
+@contextmanager
+def _file(plan: Plan, tell: Callable[[str], None]) -> Iterator[tuple[StripedFile, memoryview]]:
+    """A file full of noise, and memory as long."""
+    paths = [os.path.join(folder, f"offload-bench-io.{os.getpid()}.{i}") for i, folder in enumerate(plan.folders)]
+    tell(f"writing {format_size(plan.nbytes)}")
+    buffer = aligned_empty(plan.nbytes)
+    python_ways.fill_with_noise(buffer)
+    try:
+        # Drives share the bytes as they would in a run: by what each of them moves.
+        weights = [rate.swap for rate in bandwidths(plan.folders)] if len(paths) > 1 else None
+        with StripedFile(paths, weights, create=True) as file, IoQueue() as queue:
+            file.reserve(plan.nbytes)
+            move(queue, file, buffer, "write", plan.request_bytes)
+            yield file, buffer
+    finally:
+        for path in paths:
+            Path(path).unlink(missing_ok=True)
+
+
+def _fio_cases(plan: Plan) -> list[Case]:
+    if not plan.with_fio:
+        return []
+    shapes = dict.fromkeys((case.block_bytes, case.depth) for case in plan.cases)
+    return [Case(f"fio {engine}", *shape) for shape in shapes for engine in FIO_ENGINES]
+
+
+def _open(case: Case, plan: Plan, file: StripedFile, buffer: memoryview) -> Contender:
+    if case.backend in BACKENDS:
+        return _Queue(case, plan, file, buffer)
+    paths = [part.path for part in file.parts()]
+    if case.backend.startswith("fio "):
+        return Fio(paths, case.backend.removeprefix("fio "), case.block_bytes, case.depth, plan.nbytes)
+    return python_ways.open_way(case.backend, paths, buffer, case.block_bytes, case.depth)
+
+
+def _row(case: Case, operation: str, passes: Passes, contender: Contender) -> Row:
+    mine = passes[case, operation]
+    p50, p99 = (contender.latency(operation, fraction) for fraction in (0.5, 0.99))
+    return Row(
+        case.backend,
+        operation,
+        case.block_bytes,
+        case.depth,
+        mine[0].nbytes,
+        statistics.median(each.nbytes / each.seconds for each in mine) / 1e9,
+        _of_fio(case, operation, passes),
+        statistics.median(each.cpu_seconds / each.nbytes for each in mine) * 1e9,
+        None if p50 is None else p50 * 1e6,
+        None if p99 is None else p99 * 1e6,
+    )
+
+
+def _of_fio(case: Case, operation: str, passes: Passes) -> float | None:
+    peers = [passes.get((case._replace(backend=f"fio {engine}"), operation)) for engine in FIO_ENGINES]
+    found = [peer for peer in peers if peer is not None]
+    if not found:
+        return None
+    ratios: list[float] = []
+    for mine, *others in zip(passes[case, operation], *found, strict=True):
+        ratios.append(mine.nbytes / mine.seconds / max(other.nbytes / other.seconds for other in others))
+    return statistics.median(ratios)
+
+
+class _Queue:
+    """A queue of ours."""
+
+    def __init__(self, case: Case, plan: Plan, file: StripedFile, buffer: memoryview) -> None:
+        self._queue = IoQueue(case.backend, block_bytes=case.block_bytes, depth=case.depth)
+        self._file, self._buffer, self._request_bytes = file, buffer, plan.request_bytes
+
+    def run(self, operation: str) -> Pass:
+        return move(self._queue, self._file, self._buffer, operation, self._request_bytes)
+
+    def latency(self, operation: str, fraction: float) -> float | None:
+        return self._queue.latency("read" if operation == "mixed" else operation, fraction)
+
+    def close(self) -> None:
+        self._queue.close()
+
+
+class Fio:
+    """fio on the same file, with O_DIRECT; its buffers lie on 2 MiB pages where `huge_pages`."""
+
+    def __init__(
+        self, paths: Sequence[str], engine: str, block_bytes: int, depth: int, nbytes: int, huge_pages: bool = True
+    ) -> None:
+        names = ":".join(os.path.abspath(path).replace(":", "\\:") for path in paths)
+        self._command = [
+            *("fio", "--name=offload", f"--filename={names}", f"--size={nbytes}", f"--ioengine={engine}"),
+            *(f"--bs={block_bytes}", f"--iodepth={depth}", "--direct=1", "--overwrite=1", "--output-format=json"),
+        ]
+        self._environment = dict(os.environ)
+        if huge_pages:
+            self._environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+        self._latencies: dict[tuple[str, float], float] = {}
+
+    def run(self, operation: str) -> Pass:
+        command = [*self._command, f"--rw={'rw' if operation == 'mixed' else operation}"]
+        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise IoError(self._command[2], 0, 0, 5, f"run fio ({(done.stderr or done.stdout).strip()[-300:]}) on")
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        sides = [job[side] for side in ("read", "write") if job[side]["io_bytes"]]
+        for key, value in sides[0]["clat_ns"].get("percentile", {}).items():
+            self._latencies[operation, float(key) / 100] = value / 1e9
+        nbytes = sum(side["io_bytes"] for side in sides)
+        seconds = max(side["runtime"] for side in sides) / 1e3
+        if seconds < 1:  # in whole milliseconds; its own rate is finer
+            seconds = nbytes / sum(side["bw_bytes"] for side in sides)
+        cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
+        return Pass(nbytes, seconds, cpu)
+
+    def latency(self, operation: str, fraction: float) -> float | None:
+        return self._latencies.get((operation, fraction))
+
+    def close(self) -> None:
+        pass
+
+
+# -- telling ------------------------------------------------------------------------------------------
+
+
+def as_json(machine: dict[str, Any], plan: Plan, rows: Iterable[Row]) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "machine": machine,
+        "paths": list(plan.folders),
+        "rounds": plan.rounds,
+        "rows": [{key: _rounded(value) for key, value in row._asdict().items()} for row in rows],
+    }
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draw GB/s of every row, an operation beside the other, into a PNG, SVG or PDF file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    operations = list(dict.fromkeys(row.op for row in rows))
+    figure, axes = pyplot.subplots(
+        1, len(operations), figsize=(4.2 * len(operations) + 1.5, 1.2 + 0.28 * len(rows) / len(operations)), sharey=True
+    )
+    for operation, axis in zip(operations, [axes] if len(operations) == 1 else axes, strict=True):
+        mine = [row for row in rows if row.op == operation]
+        names = [f"{row.backend}, {format_size(row.block_bytes)} x {row.depth}" for row in mine]
+        colors = ["0.65" if row.backend not in BACKENDS else "tab:blue" for row in mine]
+        bars = axis.barh(names, [row.gb_per_s for row in mine], color=colors)
+        axis.bar_label(bars, [f"{row.gb_per_s:.2f}" for row in mine], padding=3, fontsize=8)
+        axis.invert_yaxis() if operation == operations[0] else None
+        axis.margins(x=0.15)
+        axis.set_title(operation)
+        axis.set_xlabel("GB/s")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

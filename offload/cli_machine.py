@@ -1,0 +1,205 @@
+"""The commands about the machine: what it is, how fast it is, what suits it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from offload.errors import ConfigError, OffloadError
+from offload.sizes import format_size, parse_size
+
+_BAD_INPUT, _FAILED = 2, 1
+
+bench = typer.Typer(
+    help="Measure the parts, each against a bound or a peer in the same run.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; all else goes to stderr.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to `app`."""
+    app.command()(info)
+    app.command()(tune)
+    app.add_typer(bench, name="bench")
+
+
+def info(
+    paths: Annotated[list[str] | None, typer.Argument(help="Folders for swap files, one for each drive.")] = None,
+    nvme_path: Annotated[
+        list[str] | None, typer.Option(metavar="PATH", help="The same, as for train; may repeat.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Say what this machine gives, which I/O backend is taken and why. For a bug report.
+
+    Example: offload info /mnt/nvme
+    """
+    from offload import info as about
+
+    with _errors(_BAD_INPUT):
+        found = about.facts([*(paths or ()), *(nvme_path or ())])
+    if json_output:
+        print(json.dumps(found))
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in about.lines(found):
+        table.add_row(name, value)
+    Console(highlight=False, markup=False).print(table)
+
+
+@bench.command("io")
+def bench_io(
+    paths: Annotated[list[str], typer.Argument(help="Folders, one for each drive: one file over all of them.")],
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="io_uring, libaio, threads; for comparison aiofiles, python-libaio. May repeat. [default: ours]"
+        ),
+    ] = None,
+    op: Annotated[list[str] | None, typer.Option(help="write, read, mixed; may repeat. [default: all]")] = None,
+    block_size: Annotated[
+        list[str] | None, typer.Option(help="Bytes of a block; may repeat. [default: 1MiB, 4MiB]")
+    ] = None,
+    depth: Annotated[list[int] | None, typer.Option(help="Blocks in flight; may repeat. [default: 8, 32]")] = None,
+    size: Annotated[str, typer.Option(help="Bytes of the file, and of memory.")] = "1GiB",
+    request: Annotated[str, typer.Option(help="Bytes of one request to the queue.")] = "16MiB",
+    rounds: Annotated[int, typer.Option(help="Times that each is run, in turns.")] = 3,
+    fio: Annotated[bool, typer.Option(help="Run fio beside, where it is installed.")] = True,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result: .png, .svg or .pdf.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Measure reads, writes and both at once on a drive, beside fio.
+
+    Example: offload bench io /mnt/nvme --size 4GiB --block-size 2MiB --depth 32
+    """
+    from offload.bench import io
+    from offload.info import machine
+
+    console = Console(stderr=json_output, highlight=False)
+    with _errors(_BAD_INPUT):
+        _check_plot(plot)
+        plan = io.make_plan(
+            paths,
+            backends=backend or (),
+            blocks=[parse_size(each) for each in block_size or ()],
+            depths=depth or (),
+            operations=op or (),
+            nbytes=parse_size(size),
+            request_bytes=parse_size(request),
+            rounds=rounds,
+            with_fio=fio,
+        )
+    with _errors(_FAILED), _telling(console) as tell:
+        rows = io.measure(plan, tell)
+        if plot is not None:
+            io.plot(rows, plot)
+    if json_output:
+        print(json.dumps(io.as_json(machine(), plan, rows)))
+        return
+    console.print(_rows_table(rows))
+    if fio and not plan.with_fio:
+        console.print("fio is not installed, so there is no ratio to it (Debian: apt install fio)")
+
+
+def tune(
+    paths: Annotated[list[str], typer.Argument(help="Folders for swap files, one for each drive.")],
+    config: Annotated[
+        Path | None, typer.Option(help="DeepSpeed JSON file to write the block into; made where it is missing.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the config here instead.")] = None,
+    size: Annotated[str, typer.Option(help="Bytes of the file that is tried.")] = "512MiB",
+    json_output: Json = False,
+) -> None:
+    """Find the best `aio` block for a drive, and write it into a config.
+
+    Example: offload tune /mnt/nvme --config ds_config.json
+    """
+    from offload import tune as tuning
+    from offload.aio import IoQueue
+    from offload.config import load_config, read_json
+
+    console = Console(stderr=json_output, highlight=False)
+    with _errors(_BAD_INPUT):
+        if output is not None and config is None:
+            raise ConfigError("--output is where --config is written to; give both")
+        there = config is not None and config.exists()
+        wanted = load_config(read_json(config)).offload.io_backend if config is not None and there else "auto"
+        with IoQueue(wanted) as queue:
+            backend = queue.backend
+        if config is not None:
+            tuning.check_writable(config, output or config)
+    with _errors(_FAILED), _telling(console) as tell:
+        found = tuning.tune(paths, backend, parse_size(size), tell=tell)
+        if config is not None:
+            tuning.write_config(config, output or config, found.aio)
+    if json_output:
+        print(json.dumps(tuning.as_json(found)))
+        return
+    table = Table("block", "depth", "read GB/s", "write GB/s", box=None)
+    for trial in found.trials:
+        name = format_size(trial.block_bytes)
+        table.add_row(name, str(trial.depth), f"{trial.rate.read / 1e9:.2f}", f"{trial.rate.write / 1e9:.2f}")
+    console.print(table)
+    console.print(f"by {found.backend}; as good as the best, with the least in flight:")
+    console.print(json.dumps({"aio": found.aio}, indent=2), markup=False)
+    if config is not None:
+        console.print(f"written to {output or config}", markup=False)
+
+
+def _check_plot(path: Path | None) -> None:
+    if path is None:
+        return
+    import importlib.util
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'offload[bench]'")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"expected a file that ends in .png, .svg or .pdf, got {path}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {path.absolute().parent}")
+
+
+def _rows_table(rows: list[Any]) -> Table:
+    table = Table("op", "backend", "block", "depth", "GB/s", "of fio", "CPU s/GB", "p50 ms", "p99 ms", box=None)
+    for row in rows:
+        table.add_row(
+            row.op,
+            row.backend,
+            format_size(row.block_bytes),
+            str(row.depth),
+            f"{row.gb_per_s:.2f}",
+            "" if row.of_fio is None else f"{row.of_fio:.2f}",
+            f"{row.cpu_s_per_gb:.4f}",
+            *("" if value is None else f"{value / 1e3:.2f}" for value in (row.p50_us, row.p99_us)),
+        )
+    return table
+
+
+@contextmanager
+def _errors(code: int) -> Iterator[None]:
+    """Errors of ours in one line, with an exit code. What cannot be honoured is bad input wherever it shows."""
+    try:
+        yield
+    except (OffloadError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(_BAD_INPUT if isinstance(error, ConfigError) else code) from None
+
+
+@contextmanager
+def _telling(console: Console) -> Iterator[Callable[[str], None]]:
+    """A line that changes, in a terminal; nothing elsewhere."""
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("") as status:
+        yield status.update

@@ -1,0 +1,190 @@
+"""What this machine gives, which way is taken and why: what a bug report should hold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from offload.aio import BACKENDS, DirectFile, IoQueue, aligned_empty, huge_page_share
+from offload.aio._native import crc32c_has_instruction
+from offload.aio.backend import DEFAULTS, refusals
+from offload.errors import IoError
+from offload.sizes import MIB, format_size
+
+_PACKAGES = ("offload", "torch", "numpy", "transformers", "safetensors", "pydantic")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, memory, kernel, versions."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": {name: version for name in _PACKAGES if (version := _version(name))},
+    }
+
+
+def io() -> dict[str, Any]:
+    """Which backend is taken, why none before it; pages of 2 MiB; limits."""
+    refused = refusals()
+    taken = next(name for name in BACKENDS if refused[name] is None)
+    return {
+        "backend": taken,
+        "why": "; ".join(words for name in BACKENDS[: BACKENDS.index(taken)] if (words := refused[name]))
+        or "the first choice works",
+        "backends": {name: refused[name] or "works" for name in BACKENDS},
+        "defaults": DEFAULTS[taken]._asdict(),
+        "crc32c": "by instruction" if crc32c_has_instruction else "by table",
+        "huge_pages": _huge_pages(),
+        "registered": _registered(),
+        "memlock_bytes": _memlock(),
+        "libaio_events": {"taken": _number("/proc/sys/fs/aio-nr"), "most": _number("/proc/sys/fs/aio-max-nr")},
+    }
+
+
+def drive(folder: str) -> dict[str, Any]:
+    """The file system under `folder`: its type, device, room, and whether O_DIRECT works. Errors are `IoError`."""
+    path = os.path.realpath(folder)
+    if not os.path.isdir(path):
+        raise IoError(folder, 0, 0, 2, "look at")
+    mount = _mount_of(path)
+    probe = Path(path) / f".offload-info.{os.getpid()}"
+    try:
+        with DirectFile(probe, create=True) as file:
+            direct = file.direct
+    finally:
+        probe.unlink(missing_ok=True)
+    room = shutil.disk_usage(path)
+    return {
+        "path": folder,
+        "file_system": mount[1],
+        "device": mount[0],
+        "o_direct": direct,
+        "free_bytes": room.free,
+        "total_bytes": room.total,
+    }
+
+
+def advice(facts: dict[str, Any]) -> list[str]:
+    """What to change on this machine, in plain words; empty where all is well."""
+    about_io, found = facts["io"], []
+    if about_io["backend"] != BACKENDS[0]:
+        found.append(
+            f"I/O goes by {about_io['backend']}, which takes more processor time than io_uring: {about_io['why']}"
+        )
+    pages = about_io["huge_pages"]
+    if not pages["granted"]:
+        found.append(
+            "buffers lie on 4 KiB pages, from which O_DIRECT moved 0.6 to 0.75 of the bytes a second on the drives "
+            f"that were tried (docs/benchmarks): transparent huge pages are {pages['setting'] or 'not there'}; "
+            "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        )
+    known = about_io["registered"]
+    if about_io["backend"] == "io_uring" and known["got_bytes"] < known["asked_bytes"]:
+        got, asked = format_size(known["got_bytes"]), format_size(known["asked_bytes"])
+        found.append(
+            f"only {got} of {asked} of memory can be registered for I/O: RLIMIT_MEMLOCK (ulimit -l) or an older "
+            "kernel; it costs about a tenth of I/O's processor time"
+        )
+    for each in facts["drives"]:
+        if not each["o_direct"]:
+            found.append(f"{each['path']} ({each['file_system']}) has no O_DIRECT: swap files there use RAM as a cache")
+        if each["file_system"] in ("tmpfs", "ramfs"):
+            found.append(f"{each['path']} is memory, not a drive: swap files there save none")
+    return found
+
+
+def facts(folders: Sequence[str] = ()) -> dict[str, Any]:
+    """All of it, with what is known of the drive under each folder."""
+    found: dict[str, Any] = {"machine": machine(), "io": io(), "drives": [drive(folder) for folder in folders]}
+    return found | {"advice": advice(found)}
+
+
+def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """`facts` for people: names and values."""
+    host, about_io = found["machine"], found["io"]
+    pages, events, locked = about_io["huge_pages"], about_io["libaio_events"], about_io["memlock_bytes"]
+    shape, known = about_io["defaults"], about_io["registered"]
+    told = [
+        ("processor", f"{host['processor']}, {host['cores']} cores"),
+        ("memory", format_size(host["memory_bytes"])),
+        ("kernel", f"Linux {host['kernel']}"),
+        ("versions", ", ".join(f"{name} {v}" for name, v in {"python": host["python"], **host["versions"]}.items())),
+        ("I/O backend", f"{about_io['backend']} ({about_io['why']})"),
+        *((f"  {name}", words) for name, words in about_io["backends"].items()),
+        ("  by default", f"{shape['threads']} x {shape['depth']} blocks of {format_size(shape['block_bytes'])}"),
+        ("CRC-32C", about_io["crc32c"]),
+        ("2 MiB pages", ("granted" if pages["granted"] else "not granted") + f" (setting: {pages['setting']})"),
+        ("registered memory", f"{format_size(known['got_bytes'])} of {format_size(known['asked_bytes'])} asked for"),
+        ("lockable memory", "no limit" if locked is None else format_size(locked)),
+        ("libaio events", f"{events['taken']} of {events['most']} taken"),
+    ]
+    for each in found["drives"]:
+        how = "O_DIRECT" if each["o_direct"] else "no O_DIRECT"
+        told.append(
+            (each["path"], f"{each['file_system']} on {each['device']}, {how}, {format_size(each['free_bytes'])} free")
+        )
+    return told + [("advice", words) for words in found["advice"]]
+
+
+def _huge_pages() -> dict[str, Any]:
+    """What the system says, and what it gives: memory is asked for, touched and looked at."""
+    setting = _text("/sys/kernel/mm/transparent_hugepage/enabled")
+    chosen = setting.partition("[")[2].partition("]")[0]
+    buffer = aligned_empty(8 * MIB)
+    buffer[::4096] = bytes(len(buffer) // 4096)
+    return {"setting": chosen, "granted": huge_page_share(buffer) >= 0.5}
+
+
+def _registered() -> dict[str, int]:
+    """How much of some memory the kernel registers for a queue (io_uring alone does)."""
+    buffer = aligned_empty(16 * MIB)
+    with IoQueue() as queue:
+        return {"asked_bytes": len(buffer), "got_bytes": queue.register(buffer)}
+
+
+def _memlock() -> int | None:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _processor() -> str:
+    for line in _text("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _mount_of(path: str) -> tuple[str, str]:
+    """Device and type of the file system that `path` lies on."""
+    found = [part for part in psutil.disk_partitions(all=True) if Path(path).is_relative_to(part.mountpoint)]
+    longest = max(found, key=lambda part: len(part.mountpoint), default=None)
+    return (longest.device, longest.fstype) if longest else ("?", "?")
+
+
+def _version(name: str) -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(name)
+    return None
+
+
+def _number(path: str) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text()
+    return ""

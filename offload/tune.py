@@ -1,0 +1,143 @@
+"""Find the `aio` block that suits a drive, and write it into a config."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.aio import Bandwidth
+from offload.aio.measure import Pass
+from offload.bench.io import Case, Plan, make_plan, passes_of
+from offload.config import load_config, read_json
+from offload.errors import ConfigError
+from offload.sizes import MIB
+
+BLOCKS = tuple(MIB * n // 2 for n in (1, 2, 4, 8, 16))
+DEPTHS = (4, 8, 16, 32, 64)
+_MOST_IN_FLIGHT = 256 * MIB
+_FINALISTS = 6
+_AS_GOOD = 0.97
+"""A share of the best rate that counts as the best: then what has less in flight is taken, so that an urgent read
+waits less."""
+
+
+class Trial(NamedTuple):
+    """One shape of the queue, and what it moved: medians."""
+
+    block_bytes: int
+    depth: int
+    rate: Bandwidth
+
+
+class Found(NamedTuple):
+    """The winner with all trials of the last rounds, best first."""
+
+    backend: str
+    best: Trial
+    trials: tuple[Trial, ...]
+
+    @property
+    def aio(self) -> dict[str, int]:
+        """The block as DeepSpeed's JSON has it."""
+        return {"block_size": self.best.block_bytes, "queue_depth": self.best.depth, "intra_op_parallelism": 1}
+
+
+def tune(
+    folders: Sequence[str],
+    backend: str,
+    nbytes: int = 512 * MIB,
+    rounds: int = 3,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Found:
+    """Try all shapes once, then the best few `rounds` times in turns."""
+    plan = make_plan(
+        folders, backends=[backend], blocks=BLOCKS, depths=DEPTHS, operations=("write", "read"), nbytes=nbytes,
+        rounds=1, with_fio=False,
+    )  # fmt: skip
+    cases = [case for case in plan.cases if case.block_bytes * case.depth <= min(_MOST_IN_FLIGHT, plan.nbytes)]
+    first = trials_of(_measured(plan, cases or plan.cases[:1], 1, tell))
+    finalists = [Case(backend, trial.block_bytes, trial.depth) for trial in first[:_FINALISTS]]
+    last = trials_of(_measured(plan, finalists, rounds, tell))
+    return Found(backend, choose(last), tuple(last))
+
+
+def _measured(
+    plan: Plan, cases: Sequence[Case], rounds: int, tell: Callable[[str], None]
+) -> Mapping[tuple[Case, str], list[Pass]]:
+    return passes_of(plan._replace(cases=tuple(cases), rounds=rounds), tell)
+
+
+def trials_of(passes: Mapping[tuple[Case, str], list[Pass]]) -> list[Trial]:
+    """The trials of all cases, best first."""
+
+    def rate(case: Case, operation: str) -> float:
+        return statistics.median(each.nbytes / each.seconds for each in passes[case, operation])
+
+    cases = dict.fromkeys(case for case, _ in passes)
+    trials = [Trial(c.block_bytes, c.depth, Bandwidth(rate(c, "read"), rate(c, "write"))) for c in cases]
+    return sorted(trials, key=lambda trial: -trial.rate.swap)
+
+
+def choose(trials: Iterable[Trial]) -> Trial:
+    """Of those that are as good as the best, the one with the least in flight."""
+    trials = list(trials)
+    best = max(trial.rate.swap for trial in trials)
+    good = [trial for trial in trials if trial.rate.swap >= _AS_GOOD * best]
+    return min(good, key=lambda trial: (trial.block_bytes * trial.depth, -trial.rate.swap))
+
+
+def check_writable(source: Path, target: Path) -> None:
+    """`ConfigError` where `source` is no config, or `target` is the same file and would lose its comments."""
+    if source.exists():
+        load_config(read_json(source))
+        if target == source and not _is_plain(source.read_text(encoding="utf-8-sig")):
+            raise ConfigError(f"{source} has comments, which writing it again would lose; give --output")
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {target.absolute().parent}")
+
+
+def write_config(source: Path, target: Path, aio: dict[str, int]) -> None:
+    """Put `aio` into the config of `source`, or an empty one, and write it to `target`, whole or not at all."""
+    check_writable(source, target)
+    content = read_json(source) if source.exists() else {}
+    before = content.get("aio") or {}
+    content["aio"] = {key: value for key, value in before.items() if key != "thread_count"} | aio
+    new = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with open(new, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, target)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _is_plain(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "backend": found.backend,
+        "aio": found.aio,
+        "trials": [
+            {
+                "block_size": trial.block_bytes,
+                "queue_depth": trial.depth,
+                "read_gb_per_s": round(trial.rate.read / 1e9, 3),
+                "write_gb_per_s": round(trial.rate.write / 1e9, 3),
+            }
+            for trial in found.trials
+        ],
+    }
