@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,42 +11,7 @@ import pytest
 from offload.aio import BACKENDS, DirectFile, IoQueue, aligned_empty
 from offload.aio.backend import refusals
 from offload.errors import ConfigError
-
-CALLS = {"io_setup": {"x86_64": 206, "aarch64": 0}, "io_uring_setup": {"x86_64": 425, "aarch64": 425}}
-
-# A seccomp filter that answers the system calls of `refused` with an errno, as a container's profile does.
-FILTER = """
-import ctypes, errno, struct
-def refuse(refused):
-    code = [struct.pack("HBBI", 0x20, 0, 0, 0)]  # load the number of the call
-    for number, error in refused.items():
-        code.append(struct.pack("HBBI", 0x15, 0, 1, number))  # if it is this one,
-        code.append(struct.pack("HBBI", 0x06, 0, 0, 0x00050000 | error))  # return the error
-    code.append(struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000))  # else allow it
-    program = ctypes.create_string_buffer(b"".join(code))
-    head = struct.pack("HxxxxxxP", len(code), ctypes.addressof(program))
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
-    if libc.prctl(22, 2, ctypes.c_char_p(head)) != 0:
-        raise SystemExit("no seccomp")
-"""
-
-
-def _run(code: str, tmp_path: Path) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
-    if done.stderr.strip() == "no seccomp":
-        pytest.skip("no seccomp filters here")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def _refusing(tmp_path: Path, refused: dict[str, int], code: str) -> list[str]:
-    machine = platform.machine()
-    if machine not in CALLS["io_setup"]:
-        pytest.skip(f"the numbers of the system calls of {machine} are not known here")
-    numbers = {CALLS[call][machine]: error for call, error in refused.items()}
-    return _run(f"{FILTER}\nrefuse({numbers})\n{code}", tmp_path).splitlines()
-
+from tests.seccomp import refusing, run_python
 
 WORK = """
 from offload.aio import DirectFile, IoQueue
@@ -79,7 +41,7 @@ with DirectFile("file", create=True) as file, IoQueue() as queue:
     ids=["seccomp", "old kernel", "memlock", "libaio exhausted", "no libaio"],
 )
 def test_the_next_backend_takes_over(tmp_path: Path, refused: dict[str, int], backend: str, words: list[str]) -> None:
-    taken, reason = _refusing(tmp_path, refused, WORK)
+    taken, reason = refusing(tmp_path, refused, WORK)
     if taken != backend and refusals()[backend]:
         pytest.skip(str(refusals()[backend]))
     assert taken == backend
@@ -90,12 +52,13 @@ def test_a_backend_that_is_named_is_not_replaced(tmp_path: Path) -> None:
     code = """
 from offload.aio import IoQueue
 from offload.errors import ConfigError
+from tests.seccomp import refusing, run_python
 try:
     IoQueue("io_uring")
 except ConfigError as error:
     print(error)
 """
-    (message,) = _refusing(tmp_path, {"io_uring_setup": errno.EPERM}, code)
+    (message,) = refusing(tmp_path, {"io_uring_setup": errno.EPERM}, code)
     assert "no io_uring" in message and "auto" in message and "threads" in message
 
 
@@ -138,7 +101,7 @@ for _ in range(5):
 assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
 print("same")
 """
-    assert _refusing(tmp_path, {"io_uring_setup": errno.EPERM, "io_setup": errno.EAGAIN}, code) == ["same"]
+    assert refusing(tmp_path, {"io_uring_setup": errno.EPERM, "io_setup": errno.EAGAIN}, code) == ["same"]
 
 
 def test_registered_memory_and_files_hold_the_same_bytes(backend: str, tmp_path: Path) -> None:
@@ -194,5 +157,5 @@ with DirectFile("file", create=True) as file, IoQueue("io_uring") as queue:
 """
     for parent in tmp_path.parents[:2]:
         os.chmod(parent, 0o755)
-    registered, same = _run(code, tmp_path).splitlines()
+    registered, same = run_python(code, tmp_path).splitlines()
     assert 0 <= int(registered) <= 4 << 20 and same == "True"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import adam, io, step
+from bench import adam, step
 
 
 def _figures(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
@@ -19,13 +19,6 @@ def _figures(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
 def test_adam(capsys: pytest.CaptureFixture[str]) -> None:
     adam.main(["--numel", "8192", "--rounds", "1"])
     assert _figures(capsys)["fraction_of_probe"] > 0
-
-
-def test_io(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    io.main([str(tmp_path), "--nbytes", "1MiB", "--request", "64KiB", "--rounds", "1"])
-    figures = _figures(capsys)
-    assert figures["nbytes"] == 1 << 20 and figures["read_fraction_of_plain"] > 0
-    assert not list(tmp_path.iterdir())
 
 
 def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,192 @@
+"""`offload bench io` measures what it says, beside fio and the plain ways, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from offload.aio import BACKENDS
+from offload.aio.backend import refusals
+from offload.bench.io import Case, Fio, Row, _of_fio, make_plan, measure
+from offload.bench.io import plot as draw
+from offload.cli import app
+from offload.errors import ConfigError
+
+KEYS = {"backend", "op", "block_bytes", "depth", "bytes", "gb_per_s", "of_fio", "cpu_s_per_gb", "p50_us", "p99_us"}
+SMALL = ("--size", "1MiB", "--request", "256KiB", "--rounds", "1", "--block-size", "64KiB", "--depth", "4")
+
+
+def _json(*arguments: str, code: int = 0) -> dict[str, Any]:
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    assert done.exit_code == code, done.output
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def _refused(*arguments: str) -> str:
+    done = CliRunner().invoke(app, list(arguments))
+    assert done.exit_code == 2 and done.stdout == "", done.output
+    return done.stderr
+
+
+def test_every_backend_and_operation(tmp_path: Path) -> None:
+    answer = _json("bench", "io", str(tmp_path), *SMALL)
+    assert answer["machine"]["cores"] >= 1 and answer["machine"]["versions"]["offload"]
+    works = [name for name, refused in refusals().items() if refused is None]
+    ours = [row for row in answer["rows"] if row["backend"] in BACKENDS]
+    assert [(row["op"], row["backend"]) for row in ours] == [
+        (op, name) for op in ("write", "read", "mixed") for name in works
+    ]
+    for row in answer["rows"]:
+        assert set(row) == KEYS
+        assert (row["block_bytes"], row["depth"], row["bytes"]) == (65536, 4, 1 << 20)
+        assert row["gb_per_s"] > 0 and row["cpu_s_per_gb"] >= 0
+    assert all(0 < row["p50_us"] <= row["p99_us"] for row in ours)
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_paths_and_a_sweep(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    answer = _json(
+        *(
+            "bench",
+            "io",
+            *map(str, folders),
+            *SMALL,
+            "--op",
+            "read",
+            "--no-fio",
+            "--depth",
+            "1",
+            "--block-size",
+            "4096",
+        ),
+        *("--backend", "threads"),
+    )
+    shapes = [(row["block_bytes"], row["depth"]) for row in answer["rows"]]
+    assert shapes == [(65536, 4), (65536, 1), (4096, 4), (4096, 1)]
+    assert all(row["of_fio"] is None for row in answer["rows"]) and answer["paths"] == [str(f) for f in folders]
+    assert not any(list(folder.iterdir()) for folder in folders)
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_fio_beside(tmp_path: Path) -> None:
+    rows = _json("bench", "io", str(tmp_path), *SMALL, "--backend", "threads")["rows"]
+    assert {row["backend"] for row in rows} == {"threads", "fio io_uring", "fio libaio"}
+    assert all(row["of_fio"] > 0 for row in rows)
+    for op in ("write", "read", "mixed"):
+        assert max(row["of_fio"] for row in rows if row["op"] == op and row["backend"] != "threads") == 1
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_what_fio_says_when_it_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError, match="fio"):
+        Fio([str(tmp_path / "file" / "beneath")], "libaio", 65536, 4, 1 << 20).run("read")
+
+
+@pytest.mark.parametrize("name", ["aiofiles", "python-libaio"])
+def test_the_plain_ways_of_python_come_last(tmp_path: Path, name: str) -> None:
+    try:
+        make_plan([str(tmp_path)], backends=[name])
+    except ConfigError as error:
+        pytest.skip(str(error))
+    rows = _json("bench", "io", str(tmp_path), *SMALL, "--backend", name, "--backend", "threads", "--no-fio")["rows"]
+    assert [row["backend"] for row in rows] == ["threads", name] * 3
+    assert all(row["gb_per_s"] > 0 for row in rows)
+
+
+def test_the_file_holds_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read brings back the bytes of the writes: the benchmark moves real ones."""
+    seen: list[bytes] = []
+    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: seen.append(path.read_bytes()))
+    plan = make_plan(
+        [str(tmp_path)], backends=["threads"], blocks=[4096], depths=[2], nbytes=1 << 20, rounds=1, with_fio=False
+    )
+    measure(plan)
+    assert len(seen) == 1 and len(seen[0]) == 1 << 20 and len(set(seen[0])) == 256
+
+
+def test_a_ratio_is_that_of_the_rounds() -> None:
+    from offload.aio.measure import Pass
+
+    def passes(*seconds: float) -> list[Pass]:
+        return [Pass(100, each, 0) for each in seconds]
+
+    case = Case("threads", 4096, 1)
+    found = {
+        (case, "read"): passes(1, 1, 1),
+        (case._replace(backend="fio io_uring"), "read"): passes(2, 1, 4),
+        (case._replace(backend="fio libaio"), "read"): passes(3, 3, 3),
+    }
+    assert _of_fio(case, "read", found) == 2, "each round against the faster engine of that round, then the median"
+
+
+def test_bad_input_is_named_before_a_file_is_made(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    for arguments, words in (
+        ((str(tmp_path / "none"),), "there is no folder"),
+        ((folder, "--backend", "gds"), "io_uring, libaio, threads, aiofiles, python-libaio"),
+        ((folder, "--op", "trim"), "write, read, mixed"),
+        ((folder, "--block-size", "1000"), "multiples of 4096"),
+        ((folder, "--depth", "0"), "depth >= 1"),
+        ((folder, "--rounds", "0"), "rounds >= 1"),
+        ((folder, "--size", "1"), "at least 4096"),
+        ((folder, "--size", "8388608TiB"), "free"),
+        ((folder, "--size", "much"), "expected a size"),
+        ((folder, "--plot", str(tmp_path / "plot.txt")), ".png"),
+        ((folder, "--plot", str(tmp_path / "none" / "plot.png")), "no folder"),
+    ):
+        assert words in _refused("bench", "io", *arguments), arguments
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room that was there when it was looked at, and then was not."""
+    import resource
+    import signal
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512 << 10, before[1]))
+    try:
+        done = CliRunner().invoke(app, ["bench", "io", str(tmp_path), *SMALL])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert done.exit_code == 1 and "File too large" in done.stderr, done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_table_for_people(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "io", str(tmp_path), *SMALL, "--backend", "threads", "--no-fio"])
+    assert done.exit_code == 0 and "GB/s" in done.stdout and "threads" in done.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_plot(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"plot.{suffix}"
+    rows = [
+        Row(name, op, 1 << 20, depth, 1 << 30, 2.0 + depth / 10, None, 0.01, 100.0, 200.0)
+        for op in ("write", "read")
+        for name in ("io_uring", "fio libaio")
+        for depth in (8, 32)
+    ]
+    draw(rows, path)
+    start = path.read_bytes()[:5]
+    assert start in (b"\x89PNG\r", b"<?xml")
+
+
+def test_it_works_beside_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_bytes(b"kept")
+    _json("bench", "io", str(tmp_path), *SMALL, "--op", "write", "--backend", "threads", "--no-fio")
+    assert os.listdir(tmp_path) == ["mine"] and (tmp_path / "mine").read_bytes() == b"kept"
