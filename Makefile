@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard offload/*/native/*.cpp offload/*/native/*.h)
+NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h)
 
-.PHONY: help train test check format mutants
+.PHONY: help train test check format mutants sanitize
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
@@ -21,16 +22,19 @@ check: $(VENV)/.dev ## Format and lint without changing anything: ruff, mypy, cl
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE) $(NATIVE_TESTS)
 
 format: $(VENV)/.dev ## Format everything and write docs/configuration.md
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(NATIVE)
+	$(BIN)/clang-format -i $(NATIVE) $(NATIVE_TESTS)
 	$(BIN)/python -W ignore::RuntimeWarning:runpy -m offload.config
 
 mutants: $(VENV)/.dev ## Show that the tests notice faults put in on purpose
 	$(BIN)/python -m tests.mutants
+
+sanitize: ## Run the native tests of I/O under sanitizers: addresses, undefined behaviour, threads
+	sh scripts/sanitize.sh
 
 # A stamp for each extra, so that nothing is installed twice. Python sources need no second install.
 $(VENV)/.hf $(VENV)/.dev: $(VENV)/.%: pyproject.toml CMakeLists.txt constraints.txt scripts/install.py $(NATIVE)

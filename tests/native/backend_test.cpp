@@ -140,7 +140,8 @@ TEST(backends_say_what_failed) {
             CHECK(queue.submit(request));
             return request;
         };
-        const auto past = ask(Operation::kRead, {{good, 0, data, 10}, {good, 8'192, data, 1'809}});
+        const auto past =
+            ask(Operation::kRead, {{good, 0, data, 10}, {good, 8'192, data + kPage, 1'809}});
         const auto whole = ask(Operation::kRead, {{good, 0, data + 4 * kPage, 10'000}});
         const auto refused = ask(Operation::kWrite, {{reading, 0, data + 8 * kPage, 10}});
         const auto unknown = ask(Operation::kRead, {{{-1, -1}, 0, data + 9 * kPage, 10}});

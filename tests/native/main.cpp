@@ -38,12 +38,14 @@ void fail(const char* file, int line, const char* condition) {
 int main(int count, char** arguments) {
     const std::vector<std::string> wanted(arguments + 1, arguments + count);
     int passed = 0;
-    for (const auto& [name, run] : check::tests()) {
-        const auto named = [&](const auto& part) { return name.find(part) != std::string::npos; };
+    for (const auto& test : check::tests()) {
+        const auto named = [&](const auto& part) {
+            return test.name.find(part) != std::string::npos;
+        };
         if (!wanted.empty() && std::none_of(wanted.begin(), wanted.end(), named)) continue;
-        std::printf("%s\n", name.c_str());
+        std::printf("%s\n", test.name.c_str());
         std::fflush(stdout);
-        run();
+        test.run();
         ++passed;
     }
     std::printf("%d passed\n", passed);

@@ -3,6 +3,7 @@
 #include "queue.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <condition_variable>
@@ -36,7 +37,8 @@ struct Disk {
     bool trouble = false;  // short counts, EINTR, EAGAIN
     bool coarse = false;   // O_DIRECT refuses everything
     Bad bad;
-    std::size_t most_registered = ~std::size_t{0};  // by the first backend
+    std::size_t most_registered = ~std::size_t{0};      // by the first backend
+    std::array<std::atomic<std::uint64_t>, 2> moved{};  // bytes, by operation
     std::atomic<unsigned> opened{0};
     std::atomic<unsigned> alive{0};
     std::atomic<unsigned> registered{0};
@@ -134,6 +136,7 @@ class Scripted final : public Backend {
             nbytes = disk_.bad.first - transfer.offset;
         }
         if (disk_.trouble && random_.one_in(3)) nbytes = random_.between(1, nbytes);
+        disk_.moved[static_cast<std::size_t>(transfer.operation)] += nbytes;
         char* there = disk_.bytes.data() + transfer.offset;
         if (transfer.operation == Operation::kRead) {
             std::memcpy(transfer.data, there, nbytes);
@@ -205,7 +208,9 @@ TEST(queue_keeps_an_error_to_its_request) {
         CHECK(storm.failed() >= plan.rounds);  // each round goes over the bad bytes
         queue.close();
         for (const auto operation : {Operation::kRead, Operation::kWrite}) {
-            CHECK(queue.moved_bytes(operation) < storm.asked_bytes(operation));
+            const std::uint64_t moved = queue.moved_bytes(operation);
+            CHECK(moved == disk.moved[static_cast<std::size_t>(operation)]);
+            CHECK(moved < storm.asked_bytes(operation));
         }
     }
 }
@@ -386,6 +391,32 @@ TEST(queue_registers_with_every_backend) {
     working.join();
     CHECK(storm.fits(disk.bytes.data()));
     CHECK(disk.registered == 5 * 42);
+}
+
+TEST(queue_that_is_closed_registers_nothing) {
+    Disk disk(kPage);
+    Memory memory(kPage);
+    Queue queue(opener(disk, 2), 2, 2, kPage);
+    queue.close();
+    CHECK(queue.register_memory(memory.data(), memory.size()) == 0);
+    CHECK(!queue.register_file(kFile.direct));
+    CHECK(disk.registered == 0);
+}
+
+TEST(queue_treats_a_request_without_bytes_as_any_other) {
+    Disk disk(kPage);
+    Queue queue(opener(disk, 2), 1, 2, kPage);
+    const auto request = [](std::uint32_t expected) {
+        return std::make_shared<Request>(Operation::kRead, Priority::kNormal, std::vector<Piece>{},
+                                         Checksum{true, expected});
+    };
+    for (const std::uint32_t expected : {0u, 123u}) {
+        const auto empty = request(expected);
+        CHECK(queue.submit(empty));
+        CHECK(empty->done() && empty->error() == (expected == 0 ? 0 : EBADMSG));
+    }
+    queue.close();
+    CHECK(!queue.submit(request(0)));
 }
 
 TEST(latencies_have_quantiles) {

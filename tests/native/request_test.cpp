@@ -134,14 +134,16 @@ TEST(advance_goes_on_after_a_short_transfer) {
 }
 
 TEST(advance_counts_beyond_32_bits) {
-    const std::size_t nbytes = std::size_t{5} << 30;
+    const std::size_t nbytes = std::size_t{9} << 30;
     Block block = first_block(Operation::kRead, nbytes);
     CHECK(block.nbytes == nbytes);
-    const long moved = (3L << 30) + static_cast<long>(kPage);
-    CHECK(advance(block, moved) == Next::kAgain);
-    CHECK(block.left.offset == static_cast<std::uint64_t>(moved));
-    CHECK(block.left.nbytes == nbytes - static_cast<std::size_t>(moved));
-    CHECK(block.left.descriptor == kDirect);
+    std::size_t done = 0;
+    for (const std::size_t pages : {3 << 18, (4 << 18) + 1}) {  // beyond 31 bits, and beyond 32
+        done += pages * kPage;
+        CHECK(advance(block, static_cast<long>(pages * kPage)) == Next::kAgain);
+        CHECK(block.left.offset == done && block.left.data == block.data + done);
+        CHECK(block.left.nbytes == nbytes - done && block.left.descriptor == kDirect);
+    }
     CHECK(advance(block, static_cast<long>(block.left.nbytes)) == Next::kDone);
 }
 

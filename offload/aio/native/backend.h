@@ -31,8 +31,8 @@ class Backend {
     // Takes one more transfer; never more at a time than the depth that it was made for.
     virtual void add(const Transfer& transfer) = 0;
 
-    // Starts what was added and waits until a transfer has ended or `wake` was called. Appends those
-    // that have ended. Something must be in flight.
+    // Starts what was added and waits until a transfer has ended or `wake` was called. Appends
+    // those that have ended. Something must be in flight.
     virtual void run(std::vector<Ended>& ended) = 0;
 
     // Ends the present `run` or the next one. From any thread.

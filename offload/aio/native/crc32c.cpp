@@ -7,9 +7,8 @@
 #include <nmmintrin.h>
 #define OFFLOAD_CRC_TARGET __attribute__((target("sse4.2")))
 #elif defined(__aarch64__)
-#include <arm_acle.h>
 #include <sys/auxv.h>
-#define OFFLOAD_CRC_TARGET __attribute__((target("+crc")))
+#define OFFLOAD_CRC_TARGET
 #endif
 
 namespace offload {
@@ -122,11 +121,14 @@ OFFLOAD_CRC_TARGET inline Register step_byte(Register crc, unsigned char byte) {
 }
 #else
 using Register = std::uint32_t;
-OFFLOAD_CRC_TARGET inline Register step(Register crc, std::uint64_t word) {
-    return __crc32cd(crc, word);
+// Compilers hide the intrinsics in different ways where they do not build for ARMv8.1 as a whole.
+inline Register step(Register crc, std::uint64_t word) {
+    __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(crc) : "r"(word));
+    return crc;
 }
-OFFLOAD_CRC_TARGET inline Register step_byte(Register crc, unsigned char byte) {
-    return __crc32cb(crc, byte);
+inline Register step_byte(Register crc, unsigned char byte) {
+    __asm__(".arch_extension crc\n\tcrc32cb %w0, %w0, %w1" : "+r"(crc) : "r"(byte));
+    return crc;
 }
 #endif
 
@@ -147,7 +149,8 @@ OFFLOAD_CRC_TARGET std::uint32_t by_instruction(std::uint32_t crc, const unsigne
             second = step(second, word_at(data + kStretch + i));
             third = step(third, word_at(data + 2 * kStretch + i));
         }
-        crc = past_a_stretch(static_cast<std::uint32_t>(first)) ^ static_cast<std::uint32_t>(second);
+        crc =
+            past_a_stretch(static_cast<std::uint32_t>(first)) ^ static_cast<std::uint32_t>(second);
         crc = past_a_stretch(crc) ^ static_cast<std::uint32_t>(third);
     }
     Register last = crc;

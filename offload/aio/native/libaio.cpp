@@ -10,6 +10,7 @@
 #include <chrono>
 #include <ctime>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "backend.h"
@@ -88,9 +89,14 @@ class Libaio final : public Backend {
                 break;
             }
             const iocb* refused = added_[begun++];
-            if (refused != &poll_) ended.push_back({static_cast<unsigned>(refused->aio_data), -error});
+            if (refused == &poll_) {
+                deaf_ = true;
+            } else {
+                ended.push_back({static_cast<unsigned>(refused->aio_data), -error});
+            }
         }
         added_.erase(added_.begin(), added_.begin() + static_cast<std::ptrdiff_t>(begun));
+        if (std::exchange(deaf_, false)) listen();  // once more, next time
     }
 
     // Whether the bell rang.
@@ -120,6 +126,7 @@ class Libaio final : public Backend {
     std::vector<iocb> commands_;  // one for each slot
     std::vector<iocb*> added_;    // not yet submitted
     std::vector<io_event> events_;
+    bool deaf_ = false;          // the poll was refused
     std::size_t in_flight_ = 0;  // transfers, not the poll
 };
 

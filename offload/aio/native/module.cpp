@@ -99,8 +99,8 @@ class Flight {
         : pid_(getpid()),
           owners_(nb::borrow(pieces)),
           buffer_(std::make_unique<Buffer>(buffer, operation == Operation::kRead)),
-          request_(std::make_shared<Request>(operation, priority, native(pieces, *buffer_),
-                                             checksum)) {}
+          request_(
+              std::make_shared<Request>(operation, priority, native(pieces, *buffer_), checksum)) {}
 
     ~Flight() {
         // A condition variable's end waits for those who wait on it, and they are in the parent.
@@ -212,11 +212,11 @@ class PythonQueue {
             const nb::object ended = std::move(flights_.front());
             flights_.pop_front();
         }
-        nb::object flight = nb::cast(
-            new Flight(write ? Operation::kWrite : Operation::kRead,
-                       static_cast<Priority>(std::min(priority, kLast)), pieces, buffer,
-                       Checksum{checksum || expected.has_value(), expected}),
-            nb::rv_policy::take_ownership);
+        nb::object flight =
+            nb::cast(new Flight(write ? Operation::kWrite : Operation::kRead,
+                                static_cast<Priority>(std::min(priority, kLast)), pieces, buffer,
+                                Checksum{checksum || expected.has_value(), expected}),
+                     nb::rv_policy::take_ownership);
         flights_.push_back(flight);
         if (queue_->submit(nb::cast<Flight&>(flight).request())) return flight;
         flights_.pop_back();

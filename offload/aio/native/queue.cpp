@@ -50,7 +50,8 @@ void Latencies::add(std::uint64_t nanoseconds) {
 }
 
 double Latencies::quantile(double fraction) const {
-    const auto wanted = static_cast<std::uint64_t>(std::ceil(fraction * static_cast<double>(total_)));
+    const auto wanted =
+        static_cast<std::uint64_t>(std::ceil(fraction * static_cast<double>(total_)));
     std::uint64_t seen = 0;
     for (unsigned i = 0; i < counts_.size(); ++i) {
         seen += counts_[i];
@@ -67,7 +68,8 @@ Queue::Queue(const Opener& open, unsigned threads, unsigned depth, std::size_t b
         const NoSignals guard;
         for (unsigned i = 0; i < threads; ++i) {
             Driver& driver = drivers_.emplace_back();
-            driver.thread = std::thread([this, &driver, &open, depth] { drive(driver, open, depth); });
+            driver.thread =
+                std::thread([this, &driver, &open, depth] { drive(driver, open, depth); });
             pthread_setname_np(driver.thread.native_handle(), "offload-io");
         }
     } catch (...) {
@@ -83,12 +85,12 @@ Queue::Queue(const Opener& open, unsigned threads, unsigned depth, std::size_t b
 }
 
 bool Queue::submit(std::shared_ptr<Request> request) {
+    const std::lock_guard lock(mutex_);
+    if (closing_) return false;
     if (!request->has_block()) {
         request->finish();
         return true;
     }
-    const std::lock_guard lock(mutex_);
-    if (closing_) return false;
     schedule_.add(std::move(request));
     work_.notify_one();  // who leaves work behind calls the next
     for (auto& driver : drivers_) {
@@ -112,21 +114,22 @@ std::vector<std::uint64_t> Queue::announced() {
 
 std::size_t Queue::register_memory(char* data, std::size_t nbytes) {
     std::size_t least = nbytes;
-    on_each([&](Backend& backend) { least = std::min(least, backend.register_memory(data, nbytes)); });
-    return least;
+    const bool all = on_each(
+        [&](Backend& backend) { least = std::min(least, backend.register_memory(data, nbytes)); });
+    return all ? least : 0;
 }
 
 bool Queue::register_file(int descriptor) {
-    bool all = true;
-    on_each([&](Backend& backend) { all &= backend.register_file(descriptor); });
-    return all;
+    bool could = true;
+    const bool all = on_each([&](Backend& backend) { could &= backend.register_file(descriptor); });
+    return all && could;
 }
 
-void Queue::on_each(const std::function<void(Backend&)>& errand) {
+bool Queue::on_each(const std::function<void(Backend&)>& errand) {
     for (auto& driver : drivers_) {
         std::unique_lock lock(mutex_);
         changed_.wait(lock, [&] { return !driver.errand || closing_; });  // another's
-        if (closing_) return;
+        if (closing_) return false;
         bool done = false;
         driver.errand = [&](Backend& backend) {
             errand(backend);
@@ -136,6 +139,7 @@ void Queue::on_each(const std::function<void(Backend&)>& errand) {
         driver.backend->wake();
         changed_.wait(lock, [&] { return done; });
     }
+    return true;
 }
 
 void Queue::close() {
@@ -203,10 +207,13 @@ void Queue::serve(Driver& driver) {
                 changed_.notify_all();
             }
             fresh = take(driver);
+            if (closing_ && schedule_.empty()) work_.notify_all();
             const bool idle = driver.free.size() == driver.blocks.size();
             if (idle && finished.empty()) {
-                work_.wait(lock, [&] { return closing_ || driver.errand || schedule_.ready(); });
-                if (closing_ && schedule_.empty() && !driver.errand) return;
+                const auto over_and_out = [&] { return closing_ && schedule_.empty(); };
+                work_.wait(lock,
+                           [&] { return over_and_out() || driver.errand || schedule_.ready(); });
+                if (over_and_out() && !driver.errand) return;
                 over.clear();
                 continue;
             }

@@ -93,7 +93,8 @@ class Queue {
     void finish(const std::vector<std::shared_ptr<Request>>& finished);
     // Hands blocks to the backend and waits; the slots of those that are over.
     [[nodiscard]] std::vector<unsigned> move(Driver& driver, const std::vector<unsigned>& fresh);
-    void on_each(const std::function<void(Backend&)>& errand);
+    // Whether all drivers were there to do it.
+    [[nodiscard]] bool on_each(const std::function<void(Backend&)>& errand);
     void stop();
 
     mutable std::mutex mutex_;

@@ -13,7 +13,8 @@ namespace {
 //
 // It wants offset, address and length at multiples of a page. What sticks out at either end goes
 // through the buffered descriptor, and so does all of it where offset and address do not fit each
-// other. The kernel keeps both coherent: a direct transfer first writes back and drops cached pages.
+// other. The kernel keeps both coherent: a direct transfer first writes back and drops cached
+// pages.
 std::pair<std::size_t, std::size_t> direct_part(const Piece& piece) {
     const auto address = reinterpret_cast<std::uintptr_t>(piece.data);
     const std::pair<std::size_t, std::size_t> none{piece.nbytes, piece.nbytes};
@@ -27,13 +28,15 @@ std::pair<std::size_t, std::size_t> direct_part(const Piece& piece) {
 
 Request::Request(Operation operation, Priority priority, std::vector<Piece> pieces,
                  Checksum checksum)
-    : operation_(operation),
-      priority_(priority),
-      checksum_(checksum),
-      pieces_(std::move(pieces)) {
+    : operation_(operation), priority_(priority), checksum_(checksum), pieces_(std::move(pieces)) {
     for (const auto& piece : pieces_) behind_ += piece.nbytes;
     if (checksum_.wanted) crc_ = crc32c_of_start(behind_);
     skip_empty();
+    if (!has_block()) compare();
+}
+
+void Request::compare() {
+    if (error_ == 0 && checksum_.expected && *checksum_.expected != crc_) error_ = EBADMSG;
 }
 
 void Request::skip_empty() {
@@ -87,7 +90,7 @@ bool Request::settle(const Block& block) {
     }
     if (checksum_.wanted) crc_ ^= crc32c_shifted(block.crc, block.behind);
     if (--cut_ > 0 || has_block()) return false;
-    if (error_ == 0 && checksum_.expected && *checksum_.expected != crc_) error_ = EBADMSG;
+    compare();
     return true;
 }
 
@@ -103,8 +106,8 @@ Next advance(Block& block, long result) {
         if (moved % kPage != 0) left.descriptor = block.buffered;
         return Next::kAgain;
     }
-    const int error =
-        result < 0 ? static_cast<int>(-result) : (left.operation == Operation::kRead ? ENODATA : EIO);
+    const int error = result < 0 ? static_cast<int>(-result)
+                                 : (left.operation == Operation::kRead ? ENODATA : EIO);
     if (error == EINTR) return Next::kAgain;
     if (error == EAGAIN) return Next::kLater;
     if (error == EINVAL && left.descriptor != block.buffered) {

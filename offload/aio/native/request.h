@@ -108,6 +108,7 @@ class Request {
 
   private:
     void skip_empty();
+    void compare();
 
     const Operation operation_;
     const Priority priority_;

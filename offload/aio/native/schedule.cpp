@@ -6,7 +6,7 @@
 namespace offload {
 namespace {
 
-constexpr std::size_t kBlocksBeforeOneFromBelow = 8;
+constexpr std::size_t kBlocksBeforeItsTurn = 8;
 constexpr std::size_t kBackground = static_cast<std::size_t>(Priority::kBackground);
 
 }  // namespace
@@ -32,7 +32,7 @@ std::optional<std::size_t> Schedule::choose() const {
     std::optional<std::size_t> chosen;
     for (std::size_t priority = 0; priority < kPriorities; ++priority) {
         if (!may_take(priority)) continue;
-        if (passed_over_[priority] >= kBlocksBeforeOneFromBelow) return priority;
+        if (passed_over_[priority] >= kBlocksBeforeItsTurn) return priority;
         if (!chosen) chosen = priority;
     }
     return chosen;

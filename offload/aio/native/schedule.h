@@ -14,7 +14,7 @@ namespace offload {
 // Requests in order of priority, then of arrival, under two rules that keep everybody moving:
 // * background blocks hold at most three quarters of the slots, so that a request that somebody
 //   waits for finds a free one and not a device full of write-behind;
-// * of nine blocks, one is taken from below while something waits there.
+// * a priority that others were taken before eight times gets a block.
 class Schedule {
   public:
     Schedule(std::size_t slots, std::size_t block_bytes);

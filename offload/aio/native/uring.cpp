@@ -22,7 +22,7 @@ namespace {
 using namespace uring;
 
 constexpr std::uint64_t kBell = ~std::uint64_t{0};
-constexpr unsigned kSlots = 256;                          // of registered memory, and of files
+constexpr unsigned kSlots = 256;                              // of registered memory, and of files
 constexpr std::size_t kLargestRegion = std::size_t{1} << 30;  // the kernel's limit
 constexpr std::size_t kSmallestRegion = std::size_t{2} << 20;
 // A transfer's length has 32 bits, and the kernel moves no more than this by one call.
@@ -54,8 +54,8 @@ class Descriptor {
 class Mapping {
   public:
     Mapping(int descriptor, std::uint64_t what, std::size_t nbytes) : nbytes_(nbytes) {
-        start_ = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor,
-                      static_cast<off_t>(what));
+        start_ = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
+                      descriptor, static_cast<off_t>(what));
         if (start_ == MAP_FAILED) throw Refused{errno, "mmap"};
         madvise(start_, nbytes, MADV_DONTFORK);  // a child has its own queues
     }
@@ -169,7 +169,8 @@ class Uring final : public Backend {
     }
 
     bool register_file(int descriptor) override {
-        if (descriptor < 0 || files_.size() == kSlots || !make_table(kFiles2, has_files_)) return false;
+        if (descriptor < 0 || files_.size() == kSlots || !make_table(kFiles2, has_files_))
+            return false;
         std::int32_t number = descriptor;
         if (!update(kFilesUpdate2, files_.size(), &number)) return false;
         files_.push_back(descriptor);
@@ -237,18 +238,20 @@ class Uring final : public Backend {
         store(tail_, *tail_ - (handed - taken));
         added_ = handed - taken;
         if (error == 0 || error == EINTR) return;
-        if (error == EAGAIN || error == EBUSY || error == ENOMEM) {
-            // Short of memory, or of room for completions: both come back as transfers end.
-            if (in_flight_ <= 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-            return;
-        }
+        // Short of memory, or of room for completions: both come back as transfers end.
+        if (in_flight_ <= 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        if (error == EAGAIN || error == EBUSY || error == ENOMEM) return;
+        bool with_bell = false;
         for (std::uint32_t i = 0; i < added_; ++i) {
             const auto& entry = submissions_.at<Submission>(0)[(*tail_ + i) & mask_];
-            if (entry.user_data != kBell) {
+            if (entry.user_data == kBell) {
+                with_bell = true;
+            } else {
                 ended.push_back({static_cast<unsigned>(entry.user_data), -error});
             }
         }
         added_ = 0;
+        if (with_bell) listen();
     }
 
     // Whether the bell rang.
