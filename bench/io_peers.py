@@ -127,7 +127,6 @@ def _measure(
 ) -> dict[tuple[str, str], list[Pass]]:
     buffer = aligned_empty(nbytes)
     fill_with_noise(buffer)
-    passes: dict[tuple[str, str], list[Pass]] = {}
     peer = _DeepSpeed(deepspeed, path, nbytes) if deepspeed else None
     with IoQueue() as queue, IoQueue("libaio") as libaio, IoQueue("threads") as threads:
         contenders = {
@@ -141,14 +140,17 @@ def _measure(
         if peer is not None:
             for name, shape in DEEPSPEED.items():
                 contenders[name] = lambda op, shape=shape: peer.run(op, shape)
-        for name in contenders:
-            contenders[name]("write")  # the first write of a block does more; memory is touched
+        passes: dict[tuple[str, str], list[Pass]] = {
+            (name, operation): [] for operation in OPERATIONS for name in contenders
+        }
+        for contender in contenders.values():
+            contender("write")  # the first write of a block does more; memory is touched
         names = list(contenders)
         for turn in range(rounds):
             random.Random(turn).shuffle(names)
             for operation in OPERATIONS:
                 for name in names:
-                    passes.setdefault((name, operation), []).append(contenders[name](operation))
+                    passes[name, operation].append(contenders[name](operation))
             print(f"round {turn + 1} of {rounds}, {time.strftime('%H:%M:%S')}", flush=True)
     if peer is not None:
         peer.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from offload.aio import DirectFile, IoQueue, Priority, StripedFile, aligned_empty, crc32c
@@ -119,13 +119,16 @@ def test_bytes_are_those_of_a_reference(
         assert queue.written_bytes == queue.read_bytes == sum(request.nbytes for request in requests)
 
 
-@pytest.mark.parametrize("nbytes", [LONGEST - 1, LONGEST])
-def test_a_long_request(backend: str, tmp_path: Path, nbytes: int) -> None:
-    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
-        data, back = aligned_empty(nbytes), aligned_empty(nbytes)
-        data[:] = random.Random(0).randbytes(nbytes)
-        assert queue.write(file, 4095, data).wait() == nbytes
-        assert queue.read(file, 4095, back).wait() == nbytes
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@given(_lengths(LONGEST), st.integers(0, 3 * MIB), st.sampled_from([0, 1, 4095]), st.integers(0, 2**32))
+@example(LONGEST, 0, 0, 0)
+@example(LONGEST - 1, 4095, 1, 0)
+def test_long_requests(backend: str, folder: Path, nbytes: int, offset: int, skew: int, seed: int) -> None:
+    with DirectFile(folder / "long", create=True) as file, IoQueue(backend) as queue:
+        data, back = (aligned_empty(nbytes + skew)[skew:] for _ in range(2))
+        data[:] = random.Random(seed).randbytes(nbytes)
+        assert queue.write(file, offset, data).wait() == nbytes
+        assert queue.read(file, offset, back).wait() == nbytes
         assert back == data
 
 

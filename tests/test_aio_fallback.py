@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload.aio import BACKENDS, DirectFile, IoQueue, aligned_empty
+from offload.aio import backend as backend_module
 from offload.aio.backend import refusals
 from offload.errors import ConfigError
 from tests.seccomp import refusing, run_python
@@ -60,6 +61,14 @@ except ConfigError as error:
 """
     (message,) = refusing(tmp_path, {"io_uring_setup": errno.EPERM}, code)
     assert "no io_uring" in message and "auto" in message and "threads" in message
+
+
+@pytest.mark.parametrize(
+    ("disabled", "words"), [("2", "kernel.io_uring_disabled is 2"), ("0", "seccomp"), ("", "seccomp")]
+)
+def test_who_switched_io_uring_off(monkeypatch: pytest.MonkeyPatch, disabled: str, words: str) -> None:
+    monkeypatch.setattr(backend_module, "_read", lambda path: disabled if "io_uring_disabled" in path else "")
+    assert words in backend_module.refusal("io_uring", OSError(errno.EPERM, "", "io_uring_setup"))
 
 
 def test_the_real_limit_of_libaio(tmp_path: Path) -> None:

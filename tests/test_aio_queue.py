@@ -29,11 +29,22 @@ def queue(request: pytest.FixtureRequest, backend: str) -> Iterator[IoQueue]:
         yield queue
 
 
-@pytest.fixture(params=["disk", "memory"])
+@pytest.fixture(params=["disk", "memory", "overlay"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A real file system, and tmpfs, which has O_DIRECT only since Linux 6.6."""
+    """A real file system, tmpfs, which has O_DIRECT only since Linux 6.6, and the layers of a container."""
     if request.param == "disk":
         yield tmp_path
+        return
+    if request.param == "overlay":
+        parts = {name: tmp_path / name for name in ("lower", "upper", "work", "merged")}
+        for part in parts.values():
+            part.mkdir()
+        layers = f"lowerdir={parts['lower']},upperdir={parts['upper']},workdir={parts['work']}"
+        command = ["mount", "-t", "overlay", "-o", layers, "none", str(parts["merged"])]
+        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            pytest.skip("only root can mount an overlay, and not everywhere")
+        yield parts["merged"]
+        subprocess.run(["umount", "-l", str(parts["merged"])], check=True)
         return
     shared = Path("/dev/shm")
     if not os.access(shared, os.W_OK):

@@ -21,7 +21,6 @@ from offload.aio import IoQueue
 from offload.deepnvme import aio_handle
 from offload.errors import IoError, UsageError
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "deepnvme.md"
 DTYPES = [
     torch.uint8,
     torch.int64,
@@ -128,14 +127,6 @@ def test_calls_return_what_deepnvme_returns(handle: aio_handle, tmp_path: Path) 
 def test_deepnvme_returns_that(tmp_path: Path) -> None:
     builder = pytest.importorskip("deepspeed.ops.op_builder", reason="DeepSpeed is not installed")
     assert returns(builder.AsyncIOBuilder().load(verbose=False).aio_handle(), tmp_path) == RETURNED
-
-
-@pytest.mark.parametrize(
-    "code", re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL), ids=lambda code: code.splitlines()[0]
-)
-def test_the_guide_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, str(GUIDE), "exec"), {})
 
 
 # -- buffers ----------------------------------------------------------------------------------------
