@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from offload.aio import BACKENDS, DirectFile, IoQueue, aligned_empty, huge_page_share
-from offload.aio._native import crc32c_has_instruction
+from offload.aio._native import crc32c_ways
 from offload.aio.backend import DEFAULTS, refusals
 from offload.errors import IoError
 from offload.sizes import MIB, format_size
@@ -45,7 +45,7 @@ def io() -> dict[str, Any]:
         or "the first choice works",
         "backends": {name: refused[name] or "works" for name in BACKENDS},
         "defaults": DEFAULTS[taken]._asdict(),
-        "crc32c": "by instruction" if crc32c_has_instruction else "by table",
+        "crc32c": f"by {crc32c_ways()[-1]}",
         "huge_pages": _huge_pages(),
         "registered": _registered(),
         "memlock_bytes": _memlock(),

@@ -106,9 +106,15 @@ def test_crc_is_that_of_the_definition(data: bytes) -> None:
         crc ^= byte
         for _ in range(8):
             crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
-    assert crc32c(data) == _native.crc32c_by_table(data, 0) == crc ^ 0xFFFFFFFF
+    assert crc32c(data) == crc ^ 0xFFFFFFFF
+    assert {_native.crc32c_by(way, data, 0) for way in _native.crc32c_ways()} == {crc ^ 0xFFFFFFFF}
 
 
-@given(st.binary(max_size=100), st.integers(0, 2**32 - 1))
-def test_crc_is_the_same_without_the_instruction(data: bytes, value: int) -> None:
-    assert crc32c(data, value) == _native.crc32c_by_table(data, value)
+@given(st.binary(max_size=1500), st.integers(0, 2**32 - 1))
+def test_crc_is_the_same_in_every_way(data: bytes, value: int) -> None:
+    assert {_native.crc32c_by(way, data, value) for way in _native.crc32c_ways()} == {crc32c(data, value)}
+
+
+def test_crc_has_no_other_way() -> None:
+    with pytest.raises(ValueError, match="no way"):
+        _native.crc32c_by("magic", b"", 0)

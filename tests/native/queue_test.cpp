@@ -78,15 +78,17 @@ class Scripted final : public Backend {
         moving_.push_back(transfer);
     }
 
-    void run(std::vector<Ended>& ended) override {
+    void run(std::vector<Ended>& ended, bool wait) override {
         CHECK(std::this_thread::get_id() == maker_ && !moving_.empty());
+        if (!wait && random_.one_in(2)) return;
         {
             std::unique_lock lock(disk_.mutex);
             if (!disk_.gate) {
                 disk_.held += moving_.size() - held_;
                 held_ = moving_.size();
                 disk_.changed.notify_all();
-                disk_.changed.wait(lock, [&] { return disk_.gate || woken_; });
+                disk_.changed.wait(lock, [&] { return disk_.gate || woken_ || !wait; });
+                if (!disk_.gate && !wait) return;
                 if (std::exchange(woken_, false)) return;
             }
             disk_.held -= std::exchange(held_, 0);

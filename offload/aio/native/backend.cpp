@@ -14,7 +14,8 @@ class Calls final : public Backend {
   public:
     void add(const Transfer& transfer) override { transfer_ = transfer; }
 
-    void run(std::vector<Ended>& ended) override {
+    void run(std::vector<Ended>& ended, bool wait) override {
+        if (!wait) return;
         const auto offset = static_cast<off_t>(transfer_.offset);
         const ssize_t count =
             transfer_.operation == Operation::kRead

@@ -31,9 +31,10 @@ class Backend {
     // Takes one more transfer; never more at a time than the depth that it was made for.
     virtual void add(const Transfer& transfer) = 0;
 
-    // Starts what was added and waits until a transfer has ended or `wake` was called. Appends
-    // those that have ended. Something must be in flight.
-    virtual void run(std::vector<Ended>& ended) = 0;
+    // Starts what was added, and if `wait`, waits until a transfer has ended or `wake` was called.
+    // Appends those that have ended. Something must be in flight. What blocks its thread starts
+    // only where it may wait.
+    virtual void run(std::vector<Ended>& ended, bool wait) = 0;
 
     // Ends the present `run` or the next one. From any thread.
     virtual void wake() {}

@@ -3,18 +3,20 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
+#include <vector>
 
 namespace offload {
 
 // Continues `crc`, the value of the bytes before (0 at the start), over `nbytes` bytes of `data`.
 [[nodiscard]] std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t nbytes);
 
-// The same, without the processor's instruction.
-[[nodiscard]] std::uint32_t crc32c_by_table(std::uint32_t crc, const void* data,
-                                            std::size_t nbytes);
+// The ways that this processor knows, slowest first: "table", "instruction", "folding".
+[[nodiscard]] const std::vector<std::string_view>& crc32c_ways();
 
-// Whether this processor has an instruction for it.
-[[nodiscard]] bool crc32c_has_instruction();
+// The same as `crc32c`, by one of them. Throws std::invalid_argument where it is none.
+[[nodiscard]] std::uint32_t crc32c_by(std::string_view way, std::uint32_t crc, const void* data,
+                                      std::size_t nbytes);
 
 // Blocks that end in any order add up to the CRC of the whole: a CRC without its inversions is the
 // remainder of the bytes as a polynomial, so that of a sum is the sum of those.

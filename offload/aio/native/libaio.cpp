@@ -52,13 +52,14 @@ class Libaio final : public Backend {
         added_.push_back(&command);
     }
 
-    void run(std::vector<Ended>& ended) override {
+    void run(std::vector<Ended>& ended, bool wait) override {
         const std::size_t before = ended.size();
-        bool woken = false;
-        while (ended.size() == before && !woken) {
+        bool over = !wait;
+        do {
             submit(ended);
-            woken = reap(ended, ended.size() == before);
-        }
+            over |= ended.size() > before;
+            over |= reap(ended, !over);
+        } while (!over && ended.size() == before);
     }
 
     void wake() override { bell_.ring(); }

@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
@@ -277,9 +278,9 @@ std::uint32_t crc32c(nb::handle data, std::uint32_t value) {
     return offload::crc32c(value, buffer.data(), buffer.nbytes());
 }
 
-std::uint32_t crc32c_by_table(nb::handle data, std::uint32_t value) {
+std::uint32_t crc32c_by(std::string_view way, nb::handle data, std::uint32_t value) {
     Buffer buffer(data, false);
-    return offload::crc32c_by_table(value, buffer.data(), buffer.nbytes());
+    return offload::crc32c_by(way, value, buffer.data(), buffer.nbytes());
 }
 
 }  // namespace
@@ -304,9 +305,9 @@ NB_MODULE(_native, module) {
         .def("close", &PythonQueue::close)
         .def("moved_bytes", &PythonQueue::moved_bytes)
         .def("latency", &PythonQueue::latency);
-    module.attr("crc32c_has_instruction") = offload::crc32c_has_instruction();
+    module.def("crc32c_ways", &offload::crc32c_ways);
     module.def("crc32c", &crc32c);
-    module.def("crc32c_by_table", &crc32c_by_table);
+    module.def("crc32c_by", &crc32c_by);
     // Exit runs these last first, so this one after that of the queues, which is registered later.
     nb::module_::import_("atexit").attr("register")(nb::cpp_function(&settle));
 }

@@ -195,34 +195,29 @@ void Queue::drive(Driver& driver, const Opener& open, unsigned depth) {
 }
 
 void Queue::serve(Driver& driver) {
-    std::vector<unsigned> over;
+    const auto at_the_end = [&] { return closing_ && schedule_.empty(); };
     for (;;) {
         std::vector<std::shared_ptr<Request>> finished;
-        std::vector<unsigned> fresh;
         {
             std::unique_lock lock(mutex_);
-            finished = settle(driver, over);
+            finished = settle(driver);
             if (driver.errand) {
                 std::exchange(driver.errand, nullptr)(*driver.backend);
                 changed_.notify_all();
             }
-            fresh = take(driver);
-            if (closing_ && schedule_.empty()) work_.notify_all();
-            const bool idle = driver.free.size() == driver.blocks.size();
-            if (idle && finished.empty()) {
-                const auto over_and_out = [&] { return closing_ && schedule_.empty(); };
+            take(driver);
+            if (at_the_end()) work_.notify_all();
+            if (!driver.in_flight() && driver.unchecked.empty() && finished.empty()) {
                 work_.wait(lock,
-                           [&] { return over_and_out() || driver.errand || schedule_.ready(); });
-                if (over_and_out() && !driver.errand) return;
-                over.clear();
+                           [&] { return at_the_end() || driver.errand || schedule_.ready(); });
+                if (at_the_end() && !driver.errand) return;
                 continue;
             }
             if (schedule_.ready()) work_.notify_one();
             driver.could_take_more = !driver.free.empty();
         }
         finish(finished);
-        over = driver.free.size() == driver.blocks.size() ? std::vector<unsigned>{}
-                                                          : move(driver, fresh);
+        move(driver);
     }
 }
 
@@ -236,69 +231,77 @@ void Queue::finish(const std::vector<std::shared_ptr<Request>>& finished) {
     if (!announced_.empty()) told_.notify_all();
 }
 
-std::vector<unsigned> Queue::take(Driver& driver) {
-    std::vector<unsigned> fresh;
+void Queue::take(Driver& driver) {
     while (!driver.free.empty()) {
         auto block = schedule_.next();
-        if (!block) break;
+        if (!block) return;
         const unsigned slot = driver.free.back();
         driver.free.pop_back();
         block->left.slot = slot;
         driver.blocks[slot] = std::move(*block);
-        fresh.push_back(slot);
+        driver.fresh.push_back(slot);
     }
-    return fresh;
 }
 
-std::vector<std::shared_ptr<Request>> Queue::settle(Driver& driver,
-                                                    const std::vector<unsigned>& over) {
+std::vector<std::shared_ptr<Request>> Queue::settle(Driver& driver) {
     std::vector<std::shared_ptr<Request>> finished;
-    const std::uint64_t now = over.empty() ? 0 : now_ns();
-    for (const unsigned slot : over) {
-        Block& block = driver.blocks[slot];
+    for (Block& block : driver.over) {
         const auto operation = static_cast<std::size_t>(block.left.operation);
         moved_bytes_[operation] += block.nbytes - block.left.nbytes;
-        latencies_[operation].add(now - block.started_ns);
+        latencies_[operation].add(block.took_ns);
         const bool last = block.request->settle(block);
         schedule_.settle(block);
         if (last) finished.push_back(std::move(block.request));
-        block.request.reset();
-        driver.free.push_back(slot);
     }
+    driver.over.clear();
     return finished;
 }
 
-std::vector<unsigned> Queue::move(Driver& driver, const std::vector<unsigned>& fresh) {
+void Queue::move(Driver& driver) {
+    const std::vector<unsigned> fresh = std::exchange(driver.fresh, {});
+    std::vector<Block*> checked;
     for (const unsigned slot : fresh) {
         Block& block = driver.blocks[slot];
-        if (block.left.operation == Operation::kWrite && block.request->wants_crc()) {
-            block.crc = crc32c_raw(block.data, block.nbytes);
-        }
         block.started_ns = now_ns();
         driver.backend->add(block.left);
-    }
-    std::vector<Ended> ended;
-    driver.backend->run(ended);
-    std::vector<unsigned> over;
-    for (const auto [slot, result] : ended) {
-        Block& block = driver.blocks[slot];
-        switch (advance(block, result)) {
-            case Next::kLater:
-                std::this_thread::yield();
-                [[fallthrough]];
-            case Next::kAgain:
-                driver.backend->add(block.left);
-                break;
-            case Next::kDone:
-                if (block.left.operation == Operation::kRead && block.request->wants_crc()) {
-                    block.crc = crc32c_raw(block.data, block.nbytes);
-                }
-                [[fallthrough]];
-            case Next::kFailed:
-                over.push_back(slot);
+        if (block.left.operation == Operation::kWrite && block.request->wants_crc()) {
+            checked.push_back(&block);
         }
     }
-    return over;
+    for (Block& block : driver.unchecked) checked.push_back(&block);
+    if (!checked.empty()) {
+        // While the kernel moves what it has: a write only reads its memory too, and a read that
+        // has ended has given up its slot.
+        std::vector<Ended> ended;
+        if (driver.in_flight()) driver.backend->run(ended, false);
+        for (Block* block : checked) block->crc = crc32c_raw(block->data, block->nbytes);
+        for (Block& block : std::exchange(driver.unchecked, {})) {
+            driver.over.push_back(std::move(block));
+        }
+        collect(driver, ended);
+    }
+    if (!driver.over.empty() || !driver.unchecked.empty() || !driver.in_flight()) return;
+    std::vector<Ended> ended;
+    driver.backend->run(ended, true);
+    collect(driver, ended);
+}
+
+void Queue::collect(Driver& driver, const std::vector<Ended>& ended) {
+    const std::uint64_t now = ended.empty() ? 0 : now_ns();
+    for (const auto [slot, result] : ended) {
+        Block& block = driver.blocks[slot];
+        const Next next = advance(block, result);
+        if (next == Next::kAgain || next == Next::kLater) {
+            if (next == Next::kLater) std::this_thread::yield();
+            driver.backend->add(block.left);
+            continue;
+        }
+        block.took_ns = now - block.started_ns;
+        const bool unchecked = next == Next::kDone && block.left.operation == Operation::kRead &&
+                               block.request->wants_crc();
+        (unchecked ? driver.unchecked : driver.over).push_back(std::move(block));
+        driver.free.push_back(slot);
+    }
 }
 
 }  // namespace offload

@@ -74,10 +74,16 @@ class Queue {
 
   private:
     struct Driver {
+        [[nodiscard]] bool in_flight() const { return free.size() < blocks.size(); }
+
         std::thread thread;
         std::unique_ptr<Backend> backend;
-        std::vector<Block> blocks;   // one for each slot; its thread's own
-        std::vector<unsigned> free;  // slots; its thread's own
+        // Its thread's own:
+        std::vector<Block> blocks;     // one for each slot
+        std::vector<unsigned> free;    // slots
+        std::vector<unsigned> fresh;   // slots of blocks that are to be handed over
+        std::vector<Block> unchecked;  // read, and without their checksum
+        std::vector<Block> over;       // to be settled
         // Under the lock:
         bool could_take_more = false;  // it may sleep in `run` with slots free
         std::function<void(Backend&)> errand;
@@ -85,14 +91,15 @@ class Queue {
 
     void drive(Driver& driver, const Opener& open, unsigned depth);
     void serve(Driver& driver);
-    // Under the lock: fills free slots; which ones.
-    [[nodiscard]] std::vector<unsigned> take(Driver& driver);
-    // Under the lock: slots of blocks that are over become free; the requests that they end.
-    [[nodiscard]] std::vector<std::shared_ptr<Request>> settle(Driver& driver,
-                                                               const std::vector<unsigned>& over);
+    // Under the lock: settles the blocks that are over; the requests that they end.
+    [[nodiscard]] std::vector<std::shared_ptr<Request>> settle(Driver& driver);
+    // Under the lock: fills free slots.
+    void take(Driver& driver);
     void finish(const std::vector<std::shared_ptr<Request>>& finished);
-    // Hands blocks to the backend and waits; the slots of those that are over.
-    [[nodiscard]] std::vector<unsigned> move(Driver& driver, const std::vector<unsigned>& fresh);
+    // Hands fresh blocks to the backend and waits for some to be over.
+    static void move(Driver& driver);
+    // What has ended leaves its slot, or is handed over once more.
+    static void collect(Driver& driver, const std::vector<Ended>& ended);
     // Whether all drivers were there to do it.
     [[nodiscard]] bool on_each(const std::function<void(Backend&)>& errand);
     void stop();

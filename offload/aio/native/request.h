@@ -65,6 +65,7 @@ struct Block {
     std::size_t behind;  // bytes of the request behind this block
     int buffered;        // the descriptor that takes what O_DIRECT refuses
     std::uint64_t started_ns = 0;
+    std::uint64_t took_ns = 0;
     std::uint32_t crc = 0;
     int error = 0;
 };

@@ -111,7 +111,7 @@ class Uring final : public Backend {
         closing_ = true;
         bell_.ring();
         std::vector<Ended> none;
-        run(none);
+        run(none, true);
     }
 
     void add(const Transfer& transfer) override {
@@ -136,9 +136,9 @@ class Uring final : public Backend {
         }
     }
 
-    void run(std::vector<Ended>& ended) override {
+    void run(std::vector<Ended>& ended, bool wait) override {
         const std::size_t before = ended.size();
-        bool woken = false;
+        bool woken = !wait;
         for (;;) {
             woken |= reap(ended);
             const bool over = woken || ended.size() > before;
