@@ -41,7 +41,7 @@ from offload.engine.progress import (
 )
 from offload.engine.ranks import Ranks
 from offload.engine.rounds import Rounds
-from offload.engine.updater import SegmentStep, UnitUpdate, Updater
+from offload.engine.updater import UnitUpdate, Updater
 from offload.engine.weights import Edit, Weights
 from offload.errors import NumericsError, OffloadError, UsageError
 from offload.swapper.arena import HostArena
@@ -394,7 +394,7 @@ class Engine:
 
     def _segment_step(
         self, unit: int, position: int, scale: float, settings: Mapping[int, Mapping[str, Any]]
-    ) -> SegmentStep:
+    ) -> kernels.Segment:
         """This rank's part of one parameter's step, which may be empty; steps are counted as torch counts them."""
         self._parameter_steps[unit][position] += 1
         segment = self._parts.layouts[unit].segments[position]
@@ -410,7 +410,7 @@ class Engine:
             grad_scale=scale,
             decoupled=bool(group["decoupled"]),
         )
-        return SegmentStep(*self._mine(unit, segment.start, segment.stop), step)
+        return kernels.Segment(*self._mine(unit, segment.start, segment.stop), step)
 
     def _mine(self, unit: int, start: int, stop: int) -> tuple[int, int]:
         """What of the unit's elements [start, stop) is this rank's, from the start of its partition."""

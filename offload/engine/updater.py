@@ -33,21 +33,13 @@ from offload.swapper.states import Mode, State
 from offload.swapper.store import Future, Store
 
 
-class SegmentStep(NamedTuple):
-    """What to do to elements [start, stop) of a partition."""
-
-    start: int
-    stop: int
-    step: kernels.AdamWStep
-
-
 class UnitUpdate(NamedTuple):
     """One unit's part of an optimizer step. Elements outside of all segments are copied unchanged."""
 
     unit: int
     numel: int
     """Elements of the trainable part of this rank's partition."""
-    segments: tuple[SegmentStep, ...]
+    segments: tuple[kernels.Segment, ...]
     edits: tuple[Edit, ...] = ()
     """What a user has set; an update has either segments or edits, or neither where other ranks have them all."""
 
@@ -334,10 +326,7 @@ class Updater:
         for piece in tile.pieces.values():
             if piece.away is not None:
                 self._device.copy(piece.work, piece.away)
-        for segment in job.update.segments:
-            start, stop = max(segment.start, tile.start), min(segment.stop, tile.stop)
-            if start < stop:
-                self._kernel(tile, start, stop, segment.step)
+        self._kernel(tile)
         for edit in job.update.edits:
             start, stop = max(edit.start, tile.start), min(edit.stop, tile.stop)
             if start < stop:
@@ -355,18 +344,20 @@ class Updater:
             if job.delivered:
                 self._pager.publish(job.update.unit, True, any(t.job is job and t.writes for t in self._writing))
 
-    def _kernel(self, tile: _Tile, start: int, stop: int, step: kernels.AdamWStep) -> None:
-        part = slice(start - tile.start, stop - tile.start)
-        residual = tile.pieces.get(State.RESIDUAL)
+    def _kernel(self, tile: _Tile) -> None:
+        """Do the steps of all segments in the tile, in one pass."""
+        segments = [
+            kernels.Segment(max(each.start - tile.start, 0), min(each.stop, tile.stop) - tile.start, each.step)
+            for each in tile.job.update.segments
+            if each.start < tile.stop and each.stop > tile.start
+        ]
+        if not segments:
+            return
         assert tile.job.gradient is not None
-        kernels.adamw(
-            tile.pieces[State.WEIGHT].work[part],
-            None if residual is None else residual.work[part],
-            tile.pieces[State.EXP_AVG].work[part],
-            tile.pieces[State.EXP_AVG_SQ].work[part],
-            tile.job.gradient[start:stop],
-            step,
-        )
+        work = {state: piece.work[: tile.stop - tile.start] for state, piece in tile.pieces.items()}
+        gradient = tile.job.gradient[tile.start : tile.stop]
+        moments = (work[State.EXP_AVG], work[State.EXP_AVG_SQ])
+        kernels.update(kernels.Partition(work[State.WEIGHT], gradient, moments, work.get(State.RESIDUAL)), segments)
 
     def _set(self, tile: _Tile, start: int, stop: int, values: torch.Tensor) -> None:
         """Give elements [start, stop) the values of an edit; see `Edit.values`."""

@@ -38,6 +38,37 @@ OFFLOAD_INLINE void store(Bf16* at, float value) {
     at->bits = static_cast<std::uint16_t>(is_nan(bits) ? kNanBf16 : rounded);
 }
 
+// IEEE binary16, by whole-number operations that every instruction set has in vectors.
+struct Fp16 {
+    std::uint16_t bits;
+};
+
+OFFLOAD_INLINE float to_float(Fp16 value) {
+    const std::uint32_t magnitude = value.bits & 0x7FFFu;
+    // Exponent and fraction in their places of a float, 112 too low: one exact product mends that,
+    // for denormals too.
+    const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
+    const std::uint32_t bits = magnitude >= 0x7C00u ? (magnitude << 13) | 0x7F800000u
+                                                    : std::bit_cast<std::uint32_t>(scaled);
+    return std::bit_cast<float>(bits | static_cast<std::uint32_t>(value.bits & 0x8000u) << 16);
+}
+
+// Rounded to nearest, ties to even, as `tensor.to(torch.float16)` does; beyond 65504 infinite.
+OFFLOAD_INLINE void store(Fp16* at, float value) {
+    const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t sign = (bits >> 16) & 0x8000u;
+    const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
+    const std::uint32_t normal =
+        (magnitude - 0x38000000u + 0x0FFFu + ((magnitude >> 13) & 1u)) >> 13;
+    // Below 2^-14 the steps are 2^-24, which are those of a float at 0.5: the sum rounds.
+    const std::uint32_t denormal =
+        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3F000000u;
+    std::uint32_t half = magnitude < 0x38800000u ? denormal : normal;
+    half = magnitude >= 0x477FF000u ? 0x7C00u : half;
+    half = magnitude > 0x7F800000u ? 0x7E00u : half;
+    at->bits = static_cast<std::uint16_t>(half | sign);
+}
+
 OFFLOAD_INLINE float join(Bf16 weight, std::int16_t residual) {
     const std::uint32_t high = static_cast<std::uint32_t>(weight.bits) << 16;
     return std::bit_cast<float>(high + static_cast<std::uint32_t>(std::int32_t{residual}));

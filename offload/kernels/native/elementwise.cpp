@@ -172,11 +172,14 @@ double sum_squares(const Value* values, std::size_t numel) {
                          [&](double* sums) { run_body<SumSquares<Value>>({values, sums}, numel); });
 }
 
-template double accumulate(float*, const float*, std::size_t, bool);
-template double accumulate(float*, const Bf16*, std::size_t, bool);
-template double accumulate(Bf16*, const float*, std::size_t, bool);
-template double accumulate(Bf16*, const Bf16*, std::size_t, bool);
-template double sum_squares(const float*, std::size_t);
-template double sum_squares(const Bf16*, std::size_t);
+#define OFFLOAD_SUMS(Out)                                              \
+    template double accumulate(Out*, const float*, std::size_t, bool); \
+    template double accumulate(Out*, const Bf16*, std::size_t, bool);  \
+    template double accumulate(Out*, const Fp16*, std::size_t, bool);  \
+    template double sum_squares(const Out*, std::size_t)
+
+OFFLOAD_SUMS(float);
+OFFLOAD_SUMS(Bf16);
+OFFLOAD_SUMS(Fp16);
 
 }  // namespace offload

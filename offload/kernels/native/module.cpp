@@ -1,47 +1,74 @@
 // The Python door of the kernels. It takes addresses: the wrapper in kernels/__init__.py has
 // checked dtype, length, layout and device, and holds the tensors for as long as the call lasts.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
-#include "adamw.h"
 #include "elementwise.h"
 #include "isa.h"
 #include "team.h"
+#include "update.h"
 
 namespace nb = nanobind;
 
 namespace {
 
-using offload::AdamWStep;
 using offload::Bf16;
+using offload::Buffers;
+using offload::Element;
+using offload::Fp16;
+using offload::Rule;
+using offload::Segment;
 
 template <class T>
 T* at(std::uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// Addresses of arrays of `numel` elements. `residual` 0: the weight is fp32, else bf16.
-void adamw(std::uintptr_t weight, std::uintptr_t residual, std::uintptr_t exp_avg,
-           std::uintptr_t exp_avg_sq, std::uintptr_t grad, bool grad_bf16, std::size_t numel,
-           double lr, double beta1, double beta2, double eps, double weight_decay,
-           std::int64_t step, double grad_scale, bool decoupled) {
-    const AdamWStep s{lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled};
-    const auto update = [&](auto master) {
-        auto* m = at<float>(exp_avg);
-        auto* v = at<float>(exp_avg_sq);
-        if (grad_bf16) {
-            offload::adamw(master, m, v, at<const Bf16>(grad), numel, s);
-        } else {
-            offload::adamw(master, m, v, at<const float>(grad), numel, s);
-        }
-    };
-    if (residual == 0) {
-        update(offload::WholeMaster{at<float>(weight)});
-    } else {
-        update(offload::SplitMaster{at<Bf16>(weight), at<std::int16_t>(residual)});
+Element element(int number) { return static_cast<Element>(number); }
+
+Rule rule(const std::string& name) {
+    if (name == "adamw") return offload::adamw;
+    if (name == "adagrad") return offload::adagrad;
+    if (name == "lion") return offload::lion;
+    if (name == "sgd") return offload::sgd;
+    if (name == "probe") return offload::probe;
+    throw std::invalid_argument("there is no rule " + name);
+}
+
+// `weight`, `moments` and `grad` are (address, element); `beside` may be 0. A segment is (start,
+// stop, settings).
+void update(const std::string& name, std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
+            const std::vector<std::uintptr_t>& moments, int moment_type,
+            std::pair<std::uintptr_t, int> grad, std::size_t numel,
+            const std::vector<std::tuple<std::size_t, std::size_t, std::vector<double>>>& given) {
+    const Rule run = rule(name);
+    Buffers buffers{at<void>(weight.first), element(weight.second),
+                    at<void>(beside),       {nullptr, nullptr},
+                    element(moment_type),   at<const void>(grad.first),
+                    element(grad.second),   numel};
+    for (std::size_t i = 0; i < moments.size() && i < 2; ++i)
+        buffers.moments[i] = at<void>(moments[i]);
+    std::vector<Segment> segments;
+    segments.reserve(given.size());
+    for (const auto& [start, stop, settings] : given) {
+        Segment segment{start, stop, {}};
+        std::copy_n(settings.begin(), std::min(settings.size(), offload::kSettings),
+                    segment.settings);
+        segments.push_back(segment);
     }
+    const nb::gil_scoped_release no_gil;
+    run(buffers, segments);
 }
 
 void split_master(std::uintptr_t master, std::uintptr_t weight, std::uintptr_t residual,
@@ -56,18 +83,32 @@ void join_master(std::uintptr_t weight, std::uintptr_t residual, std::uintptr_t 
                          at<float>(master), numel);
 }
 
-double accumulate(std::uintptr_t out, bool out_bf16, std::uintptr_t grad, bool grad_bf16,
-                  std::size_t numel, bool add) {
-    const auto into = [&](auto* typed_out) {
-        return grad_bf16 ? offload::accumulate(typed_out, at<const Bf16>(grad), numel, add)
-                         : offload::accumulate(typed_out, at<const float>(grad), numel, add);
-    };
-    return out_bf16 ? into(at<Bf16>(out)) : into(at<float>(out));
+// Calls `use` with a pointer of the right type.
+template <class Use>
+double with_type(std::uintptr_t address, int number, Use use) {
+    switch (element(number)) {
+        case Element::kBf16:
+            return use(at<Bf16>(address));
+        case Element::kFp16:
+            return use(at<Fp16>(address));
+        case Element::kFloat:
+            break;
+    }
+    return use(at<float>(address));
 }
 
-double sum_squares(std::uintptr_t values, bool bf16, std::size_t numel) {
-    return bf16 ? offload::sum_squares(at<const Bf16>(values), numel)
-                : offload::sum_squares(at<const float>(values), numel);
+double accumulate(std::uintptr_t out, int out_type, std::uintptr_t grad, int grad_type,
+                  std::size_t numel, bool add) {
+    return with_type(out, out_type, [&](auto* typed_out) {
+        return with_type(grad, grad_type, [&](const auto* typed_grad) {
+            return offload::accumulate(typed_out, typed_grad, numel, add);
+        });
+    });
+}
+
+double sum_squares(std::uintptr_t values, int type, std::size_t numel) {
+    return with_type(values, type,
+                     [&](const auto* typed) { return offload::sum_squares(typed, numel); });
 }
 
 nb::list supported_isas() {
@@ -90,7 +131,7 @@ NB_MODULE(_native, m) {
     m.def("supported_isas", &supported_isas);
     m.def("configure", &configure);
     m.def("thread_count", &offload::thread_count);
-    m.def("adamw", &adamw, no_gil);
+    m.def("update", &update);
     m.def("split_master", &split_master, no_gil);
     m.def("join_master", &join_master, no_gil);
     m.def("accumulate", &accumulate, no_gil);

@@ -1,0 +1,55 @@
+// One fused pass over the arrays of a partition: unscale, decay, moments, step, and the weight that
+// is used to compute. In place, on the calling thread and the team.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace offload {
+
+enum class Element { kFloat, kBf16, kFp16 };
+
+// Arrays of `numel` elements, which must not overlap. Which of them there are depends on the
+// weight:
+//     fp32   it is its own master
+//     bf16   `beside` is the residual, int16: see [Note: split master]
+//     fp16   `beside` is the master, fp32
+struct Buffers {
+    void* weight;
+    Element weight_type;
+    void* beside;
+    void* moments[2];  // as many as the rule has; fp32 or bf16
+    Element moment_type;
+    const void* grad;
+    Element grad_type;
+    std::size_t numel;
+};
+
+inline constexpr std::size_t kSettings = 8;
+
+// Elements [start, stop) with the hyperparameters of one step. What each of `settings` is, the rule
+// says.
+struct Segment {
+    std::size_t start;
+    std::size_t stop;
+    double settings[kSettings];
+};
+
+// Segments are in order and do not overlap; elements outside of all of them are left alone. No bit
+// depends on how a partition is cut into segments or calls.
+using Rule = void (*)(const Buffers&, const std::vector<Segment>&);
+
+// lr, beta1, beta2, eps, weight_decay, step (from 1), grad_scale, decoupled (0: L2)
+void adamw(const Buffers& buffers, const std::vector<Segment>& segments);
+// lr, lr_decay, eps, weight_decay, step (from 1), grad_scale
+void adagrad(const Buffers& buffers, const std::vector<Segment>& segments);
+// lr, beta1, beta2, weight_decay, grad_scale
+void lion(const Buffers& buffers, const std::vector<Segment>& segments);
+// lr, momentum, dampening, weight_decay, nesterov, first (the momentum is set to the gradient),
+// grad_scale
+void sgd(const Buffers& buffers, const std::vector<Segment>& segments);
+// The bound: every array that AdamW reads and writes, with no arithmetic to speak of.
+void probe(const Buffers& buffers, const std::vector<Segment>& segments);
+
+}  // namespace offload

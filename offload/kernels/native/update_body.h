@@ -1,0 +1,186 @@
+// The loop that all rules share. A rule is
+//     static constexpr int kMoments;
+//     static constexpr bool kBf16Moments;  // whether they may be bf16
+//     struct Scalars { explicit Scalars(const double* settings); };
+//     static float step(const Scalars&, float weight, float grad, float& first, float& second);
+// and each of its operations is that of the formula it cites, rounded once: see [Note: same bits].
+// Choices that a segment makes are selected by value, not by branch, so that one loop serves all.
+#pragma once
+
+#include <algorithm>
+#include <stdexcept>
+#include <vector>
+
+#include "bits.h"
+#include "isa.h"
+#include "update.h"
+
+namespace offload {
+
+// A master weight in fp32, in two halves, or beside an fp16 weight.
+struct WholeMaster {
+    float* value;
+};
+struct SplitMaster {
+    Bf16* weight;
+    std::int16_t* residual;
+};
+struct HalfMaster {
+    Fp16* weight;
+    float* value;
+};
+
+OFFLOAD_INLINE float load(const WholeMaster& master, std::size_t i) { return master.value[i]; }
+OFFLOAD_INLINE float load(const HalfMaster& master, std::size_t i) { return master.value[i]; }
+OFFLOAD_INLINE float load(const SplitMaster& master, std::size_t i) {
+    return join(master.weight[i], master.residual[i]);
+}
+
+OFFLOAD_INLINE void store(const WholeMaster& master, std::size_t i, float value) {
+    master.value[i] = value;
+}
+OFFLOAD_INLINE void store(const HalfMaster& master, std::size_t i, float value) {
+    master.value[i] = value;
+    store(&master.weight[i], value);
+}
+OFFLOAD_INLINE void store(const SplitMaster& master, std::size_t i, float value) {
+    split(value, &master.weight[i], &master.residual[i]);
+}
+
+// Each tile asks for the one kAhead elements on. On two cores of a Zen 4 that took the update from
+// 0.90 to 0.96 of the bandwidth of a plain loop over the same five arrays. Past the end of an
+// array a prefetch does nothing.
+inline constexpr std::size_t kTile = 32;
+inline constexpr std::size_t kAhead = 256;
+inline constexpr std::size_t kCacheLine = 64;
+
+template <class T>
+OFFLOAD_INLINE void prefetch_tile(const T* tile) {
+    const char* at = reinterpret_cast<const char*>(tile);
+    for (std::size_t line = 0; line < kTile * sizeof(T); line += kCacheLine) {
+        __builtin_prefetch(at + line);
+    }
+}
+
+OFFLOAD_INLINE void prefetch_tile(const WholeMaster& master, std::size_t i) {
+    prefetch_tile(master.value + i);
+}
+OFFLOAD_INLINE void prefetch_tile(const HalfMaster& master, std::size_t i) {
+    prefetch_tile(master.value + i);
+}
+OFFLOAD_INLINE void prefetch_tile(const SplitMaster& master, std::size_t i) {
+    prefetch_tile(master.weight + i);
+    prefetch_tile(master.residual + i);
+}
+
+template <class R, class Master, class Moment, class Grad>
+struct Update {
+    struct Part {
+        std::size_t start;
+        std::size_t stop;
+        typename R::Scalars scalars;
+    };
+
+    struct Args {
+        Master master;
+        Moment* first;
+        Moment* second;
+        const Grad* grad;
+        const std::vector<Part>* parts;
+    };
+
+    OFFLOAD_INLINE static void run(const Args& args, std::size_t begin, std::size_t end) {
+        const auto& parts = *args.parts;
+        auto part = std::partition_point(parts.begin(), parts.end(),
+                                         [&](const Part& each) { return each.stop <= begin; });
+        for (; part != parts.end() && part->start < end; ++part) {
+            over(args, part->scalars, std::max(begin, part->start), std::min(end, part->stop));
+        }
+    }
+
+    OFFLOAD_INLINE static void over(const Args& args, const typename R::Scalars& scalars,
+                                    std::size_t begin, std::size_t end) {
+        for (; begin + kTile <= end; begin += kTile) {
+            const std::size_t ahead = begin + kAhead;
+            prefetch_tile(args.master, ahead);
+            if constexpr (R::kMoments > 0) prefetch_tile(args.first + ahead);
+            if constexpr (R::kMoments > 1) prefetch_tile(args.second + ahead);
+            prefetch_tile(args.grad + ahead);
+            update(args, scalars, begin, begin + kTile);
+        }
+        update(args, scalars, begin, end);
+    }
+
+    OFFLOAD_INLINE static void update(const Args& args, const typename R::Scalars& scalars,
+                                      std::size_t begin, std::size_t end) {
+        const typename R::Scalars k = scalars;
+        const Master master = args.master;
+        Moment* first = args.first;
+        Moment* second = args.second;
+        const Grad* grad = args.grad;
+#pragma GCC ivdep
+        for (std::size_t i = begin; i < end; ++i) {
+            float m = 0.0f;
+            float v = 0.0f;
+            if constexpr (R::kMoments > 0) m = to_float(first[i]);
+            if constexpr (R::kMoments > 1) v = to_float(second[i]);
+            const float weight = R::step(k, load(master, i), to_float(grad[i]), m, v);
+            if constexpr (R::kMoments > 0) store(&first[i], m);
+            if constexpr (R::kMoments > 1) store(&second[i], v);
+            store(master, i, weight);
+        }
+    }
+};
+
+template <class R, class Master, class Moment, class Grad>
+void run_update(const Buffers& b, Master master, const std::vector<Segment>& segments) {
+    using Body = Update<R, Master, Moment, Grad>;
+    std::vector<typename Body::Part> parts;
+    parts.reserve(segments.size());
+    for (const Segment& each : segments) {
+        parts.push_back({each.start, each.stop, typename R::Scalars(each.settings)});
+    }
+    run_body<Body>({master, static_cast<Moment*>(b.moments[0]), static_cast<Moment*>(b.moments[1]),
+                    static_cast<const Grad*>(b.grad), &parts},
+                   b.numel);
+}
+
+template <class R, class Master, class Moment>
+void run_update(const Buffers& b, Master master, const std::vector<Segment>& segments) {
+    switch (b.grad_type) {
+        case Element::kFloat:
+            return run_update<R, Master, Moment, float>(b, master, segments);
+        case Element::kBf16:
+            return run_update<R, Master, Moment, Bf16>(b, master, segments);
+        case Element::kFp16:
+            return run_update<R, Master, Moment, Fp16>(b, master, segments);
+    }
+}
+
+template <class R, class Master>
+void run_update(const Buffers& b, Master master, const std::vector<Segment>& segments) {
+    if constexpr (R::kBf16Moments) {
+        if (b.moment_type == Element::kBf16) {
+            return run_update<R, Master, Bf16>(b, master, segments);
+        }
+    }
+    return run_update<R, Master, float>(b, master, segments);
+}
+
+template <class R>
+void run_update(const Buffers& b, const std::vector<Segment>& segments) {
+    switch (b.weight_type) {
+        case Element::kFloat:
+            return run_update<R>(b, WholeMaster{static_cast<float*>(b.weight)}, segments);
+        case Element::kBf16:
+            return run_update<R>(
+                b, SplitMaster{static_cast<Bf16*>(b.weight), static_cast<std::int16_t*>(b.beside)},
+                segments);
+        case Element::kFp16:
+            return run_update<R>(
+                b, HalfMaster{static_cast<Fp16*>(b.weight), static_cast<float*>(b.beside)},
+                segments);
+    }
+}
+
+}  // namespace offload
