@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,6 +110,65 @@ def bench_io(
     console.print(_rows_table(rows))
     if fio and not plan.with_fio:
         console.print("fio is not installed, so there is no ratio to it (Debian: apt install fio)")
+
+
+@bench.command("adam")
+def bench_adam(
+    numel: Annotated[str, typer.Option(help="Parameters, as 64Mi or 250M.")] = "64Mi",
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Weights: bf16, fp32, fp16; may repeat. [default: bf16]")
+    ] = None,
+    grad_dtype: Annotated[list[str] | None, typer.Option(help="Gradients; may repeat. [default: as weights]")] = None,
+    threads: Annotated[list[int] | None, typer.Option(help="May repeat. [default: 1 and all cores]")] = None,
+    isa: Annotated[
+        list[str] | None, typer.Option(help="scalar, avx2, avx512, neon; may repeat. [default: the best]")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Times that each is run, in turns.")] = 7,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result: .png, .svg or .pdf.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Measure the AdamW step on the CPU, against memory, torch, and DeepSpeed where it is installed.
+
+    Example: offload bench adam --numel 250M --threads 1 --threads 2
+    """
+    from offload.bench import adam
+    from offload.info import machine
+
+    console = Console(stderr=json_output, highlight=False)
+    with _errors(_BAD_INPUT):
+        _check_plot(plot)
+        count = _count(numel)
+        wanted = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or ())
+    with _errors(_FAILED), _telling(console) as tell:
+        rows = adam.measure(count, wanted, rounds, tell)
+        if plot is not None:
+            adam.plot(rows, plot)
+    if json_output:
+        print(json.dumps(adam.as_json(machine(), rows)))
+        return
+    table = Table("", "weights", "gradients", "threads", "isa", "ms", "GB/s", "of probe", "Mparam/s", box=None)
+    for row in rows:
+        table.add_row(
+            row.name,
+            row.weight_dtype,
+            row.grad_dtype,
+            str(row.threads),
+            row.isa,
+            f"{row.ms:.1f}",
+            f"{row.gb_per_s:.1f}",
+            f"{row.of_probe:.2f}",
+            f"{row.numel / row.ms / 1e3:.0f}",
+        )
+    console.print(table)
+
+
+def _count(text: str) -> int:
+    """A number of things: 250M is 250 million, 64Mi is 64 * 2**20."""
+    found = re.fullmatch(r"([0-9]+)(|[kKMG]i?)", text)
+    if found is None or int(found[1]) == 0:
+        raise ConfigError(f"expected a number such as 250M or 64Mi, got {text!r}")
+    power = " KMG".index(found[2][:1].upper() or " ")
+    return int(int(found[1]) * (1024 if found[2].endswith("i") else 1000) ** power)
 
 
 def tune(

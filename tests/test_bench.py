@@ -7,18 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import adam, step
+from bench import step
 
 
 def _figures(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
     figures: dict[str, float] = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["machine"]
     return figures
-
-
-def test_adam(capsys: pytest.CaptureFixture[str]) -> None:
-    adam.main(["--numel", "8192", "--rounds", "1"])
-    assert _figures(capsys)["fraction_of_probe"] > 0
 
 
 def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -287,8 +287,8 @@ def test_what_does_not_fit_is_refused() -> None:
     update(part, [])
 
 
-def test_a_probe_moves_the_same_bytes() -> None:
+def test_a_probe_leaves_the_values() -> None:
     part = partition(100, STEPS["adamw"], torch.bfloat16, torch.bfloat16, torch.float32)
-    before = part.moments[0].clone()
+    before = clone(part)
     kernels.probe(part)
-    assert torch.equal(part.moments[0], before + part.grad.float())
+    assert same(part, before)

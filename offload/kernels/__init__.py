@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 
 from offload.kernels import _native
+from offload.kernels.optimizer import CPUAdamW
 from offload.kernels.settings import isa_from, threads_from
 from offload.kernels.steps import AdagradStep, AdamWStep, LionStep, Segment, SGDStep, Step
 from offload.kernels.sums import accumulate, join_master, split_master, sum_squares
@@ -21,6 +22,7 @@ from offload.kernels.update import Partition, adamw, probe, update
 __all__ = [
     "AdagradStep",
     "AdamWStep",
+    "CPUAdamW",
     "LionStep",
     "Partition",
     "SGDStep",

@@ -42,10 +42,10 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
 def probe(partition: Partition) -> None:
     """Read and write what a step of AdamW does, with no arithmetic to speak of: the bound of a step's time.
 
-    The arrays hold sums of the gradient afterwards. For benchmarks.
+    The values stay what they are. For benchmarks.
     """
     numel = length("weight", partition.weight)
-    _run("probe", 2, partition, [(0, numel, ())])
+    _run("probe", 2, partition, [(0, numel, (0.0,))])
 
 
 def _run(rule: str, moments: int, partition: Partition, segments: Sequence[tuple[int, int, Sequence[float]]]) -> None:

@@ -24,16 +24,18 @@ struct AdamW {
             eps = static_cast<float>(s[3]);
             grad_scale = static_cast<float>(s[6]);
             // Without decay both kinds are the same, but 0 * p would be NaN for an infinite weight.
-            l2 = s[7] == 0.0 && decay != 0.0;
-            keep = l2 ? 1.0f : static_cast<float>(1.0 - lr * decay);
+            const bool adds_decay = s[7] == 0.0 && decay != 0.0;
+            l2 = choice(adds_decay);
+            keep = adds_decay ? 1.0f : static_cast<float>(1.0 - lr * decay);
             weight_decay = static_cast<float>(decay);
             one_minus_beta2 = static_cast<float>(1.0 - beta2);
             this->beta2 = static_cast<float>(beta2);
             root_correction2 = static_cast<float>(std::sqrt(1.0 - std::pow(beta2, step)));
             minus_step_size = static_cast<float>(-(lr / (1.0 - std::pow(beta1, step))));
             const float weight = static_cast<float>(1.0 - beta1);
-            lerp_from_grad = std::fabs(weight) >= 0.5f;  // where Tensor.lerp_ changes its formula
-            lerp_factor = lerp_from_grad ? -(1.0f - weight) : weight;
+            const bool far = std::fabs(weight) >= 0.5f;  // where Tensor.lerp_ changes its formula
+            lerp_from_grad = choice(far);
+            lerp_factor = far ? -(1.0f - weight) : weight;
         }
 
         float grad_scale;
@@ -45,16 +47,16 @@ struct AdamW {
         float root_correction2;
         float eps;
         float minus_step_size;
-        bool lerp_from_grad;
-        bool l2;
+        Choice lerp_from_grad;
+        Choice l2;
     };
 
     OFFLOAD_INLINE static float step(const Scalars& k, float p, float g, float& m, float& v) {
         g = g * k.grad_scale;
         const float with_decay = g + k.weight_decay * p;
-        g = k.l2 ? with_decay : g;
+        g = choose(k.l2, with_decay, g);
         p = p * k.keep;
-        const float base = k.lerp_from_grad ? g : m;
+        const float base = choose(k.lerp_from_grad, g, m);
         m = base + k.lerp_factor * (g - m);
         v = v * k.beta2 + k.one_minus_beta2 * g * g;
         const float denominator = std::sqrt(v) / k.root_correction2 + k.eps;

@@ -19,6 +19,17 @@ struct Bf16 {
     std::uint16_t bits;
 };
 
+// A choice that holds for a whole loop: all ones or none. By bits, since a branch, even one that
+// never turns, keeps a compiler from making vectors.
+using Choice = std::uint32_t;
+
+OFFLOAD_INLINE Choice choice(bool yes) { return yes ? ~Choice{0} : 0; }
+
+OFFLOAD_INLINE float choose(Choice choice, float yes, float no) {
+    return std::bit_cast<float>((std::bit_cast<std::uint32_t>(yes) & choice) |
+                                (std::bit_cast<std::uint32_t>(no) & ~choice));
+}
+
 inline constexpr std::uint32_t kNanBf16 = 0x7FC0;
 
 OFFLOAD_INLINE bool is_nan(std::uint32_t bits) { return (bits & 0x7FFFFFFFu) > 0x7F800000u; }

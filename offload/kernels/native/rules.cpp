@@ -18,19 +18,19 @@ struct Adagrad {
               eps(static_cast<float>(s[2])),
               weight_decay(static_cast<float>(s[3])),
               grad_scale(static_cast<float>(s[5])),
-              decays(s[3] != 0.0) {}
+              decays(choice(s[3] != 0.0)) {}
 
         float minus_lr;
         float eps;
         float weight_decay;
         float grad_scale;
-        bool decays;
+        Choice decays;
     };
 
     OFFLOAD_INLINE static float step(const Scalars& k, float p, float g, float& sum, float&) {
         g = g * k.grad_scale;
         const float with_decay = g + k.weight_decay * p;
-        g = k.decays ? with_decay : g;
+        g = choose(k.decays, with_decay, g);
         sum = sum + g * g;
         return p + k.minus_lr * g / (std::sqrt(sum) + k.eps);
     }
@@ -88,43 +88,47 @@ struct Sgd {
               one_minus_dampening(static_cast<float>(1.0 - s[2])),
               weight_decay(static_cast<float>(s[3])),
               grad_scale(static_cast<float>(s[6])),
-              nesterov(s[4] != 0.0),
-              first(s[5] != 0.0),
-              decays(s[3] != 0.0) {}
+              nesterov(choice(s[4] != 0.0)),
+              first(choice(s[5] != 0.0)),
+              decays(choice(s[3] != 0.0)) {}
 
         float minus_lr;
         float momentum;
         float one_minus_dampening;
         float weight_decay;
         float grad_scale;
-        bool nesterov;
-        bool first;
-        bool decays;
+        Choice nesterov;
+        Choice first;
+        Choice decays;
     };
 
     OFFLOAD_INLINE static float step(const Scalars& k, float p, float g, float& buffer, float&) {
         g = g * k.grad_scale;
         const float with_decay = g + k.weight_decay * p;
-        g = k.decays ? with_decay : g;
+        g = choose(k.decays, with_decay, g);
         const float next = k.momentum * buffer + k.one_minus_dampening * g;
-        buffer = k.first ? g : next;
+        buffer = choose(k.first, g, next);
         const float ahead = g + k.momentum * buffer;
-        return p + k.minus_lr * (k.nesterov ? ahead : buffer);
+        return p + k.minus_lr * choose(k.nesterov, ahead, buffer);
     }
 };
 
+// settings: a number that multiplies the gradient; with 0 the values stay what they are.
 struct Probe {
     static constexpr int kMoments = 2;
     static constexpr bool kBf16Moments = false;
 
     struct Scalars {
-        explicit Scalars(const double*) {}
+        explicit Scalars(const double* s) : factor(static_cast<float>(s[0])) {}
+
+        float factor;
     };
 
-    OFFLOAD_INLINE static float step(const Scalars&, float p, float g, float& m, float& v) {
-        m = m + g;
-        v = v + g;
-        return p + g;
+    OFFLOAD_INLINE static float step(const Scalars& k, float p, float g, float& m, float& v) {
+        const float change = g * k.factor;
+        m = m + change;
+        v = v + change;
+        return p + change;
     }
 };
 

@@ -1,0 +1,255 @@
+"""The fused AdamW step against the memory of the machine and against its peers, in turns on the same arrays.
+
+The bound is a probe: the same arrays are read and written by the same threads, with no arithmetic to speak of. A step
+in bf16 with a split master moves 26 bytes a parameter: weight, residual, two moments in and out, and the gradient in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from offload import kernels
+from offload.aio import aligned_empty
+from offload.errors import ConfigError
+from offload.kernels import AdamWStep, Partition, Segment, _native, settings
+
+STEP = AdamWStep(1e-4, 0.9, 0.999, 1e-8, 0.01, 11)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+_TILE = 1 << 18
+
+
+class Case(NamedTuple):
+    """One setting of the kernels."""
+
+    weight_dtype: str
+    grad_dtype: str
+    threads: int
+    isa: str
+
+
+class Row(NamedTuple):
+    """One contender: medians of the rounds."""
+
+    name: str
+    numel: int
+    weight_dtype: str
+    grad_dtype: str
+    threads: int
+    isa: str
+    ms: float
+    gb_per_s: float
+    """Of the bytes that the probe moves; a contender that moves more shows less."""
+    of_probe: float
+    """The probe's time over this one's, each round's with its own, then the median."""
+
+
+class Arrays:
+    """Values as in training: weights of 0.02, gradients of 1e-3, moments that belong to them. Nothing is denormal.
+
+    All lie on 2 MiB pages, as the arena of the engine does.
+    """
+
+    def __init__(self, numel: int, weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+        self.master = _noise(numel, 0.02)
+        self.grad = _like(numel, grad_dtype).copy_(_noise(numel, 1e-3))
+        self.exp_avg = _noise(numel, 1e-3)
+        self.exp_avg_sq = _noise(numel, 1e-3).square_()
+        self.weight = self.master
+        self.residual = self.half_master = None
+        if weight_dtype is torch.bfloat16:
+            self.weight, self.residual = _like(numel, torch.bfloat16), _like(numel, torch.int16)
+            kernels.split_master(self.master, self.weight, self.residual)
+        elif weight_dtype is torch.float16:
+            self.weight, self.half_master = _like(numel, torch.float16).copy_(self.master), self.master
+
+    @property
+    def partition(self) -> Partition:
+        moments = (self.exp_avg, self.exp_avg_sq)
+        return Partition(self.weight, self.grad, moments, self.residual, self.half_master)
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """That a step must move."""
+        beside = 4 if self.half_master is not None else 2 if self.residual is not None else 0
+        written = self.weight.itemsize + beside + 8
+        read = written - (2 if self.half_master is not None else 0)  # an fp16 weight is only written
+        return written + read + self.grad.itemsize
+
+
+def _like(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(aligned_empty(numel * dtype.itemsize), dtype=dtype)
+
+
+def _noise(numel: int, scale: float) -> torch.Tensor:
+    return _like(numel, torch.float32).normal_(0, scale, generator=torch.Generator().manual_seed(0))
+
+
+def cases(dtypes: Sequence[str], grad_dtypes: Sequence[str], threads: Sequence[int], isas: Sequence[str]) -> list[Case]:
+    """All settings that are asked for; `ConfigError` for one that is not there."""
+    known = _native.supported_isas()
+    cores = settings.available_cores()
+    threads = threads or sorted({1, cores})
+    isas = isas or known[-1:]
+    for isa in isas:
+        if isa not in known:
+            raise ConfigError(f"this machine has no instruction set {isa!r}: expected {', '.join(known)}")
+    for name in (*dtypes, *grad_dtypes):
+        if name not in DTYPES:
+            raise ConfigError(f"there is no dtype {name!r} here: expected {', '.join(DTYPES)}")
+    if any(count < 1 for count in threads):
+        raise ConfigError(f"expected threads >= 1, got {min(threads)}")
+    pairs = [(dtype, grad) for dtype in dtypes or ("bf16",) for grad in grad_dtypes or (dtype,)]
+    return [Case(*pair, count, isa) for pair, count, isa in itertools.product(pairs, threads, isas)]
+
+
+def measure(numel: int, wanted: Sequence[Case], rounds: int, tell: Callable[[str], None] = lambda _: None) -> list[Row]:
+    """Run the contenders of each case in turns. The settings of the kernels and of torch are restored."""
+    if numel < 1 or rounds < 1:
+        raise ConfigError(f"expected numel >= 1 and rounds >= 1, got {numel} and {rounds}")
+    before = torch.get_num_threads()
+    rows: list[Row] = []
+    try:
+        for (dtype, grad), group in itertools.groupby(wanted, key=lambda case: case[:2]):
+            arrays = Arrays(numel, DTYPES[dtype], DTYPES[grad])
+            contenders = _contenders(arrays)
+            for case in group:
+                _native.configure(case.isa, case.threads)
+                torch.set_num_threads(case.threads)
+                rows.extend(_rows(case, arrays, contenders, rounds, tell))
+    finally:
+        torch.set_num_threads(before)
+        _native.configure(_native.supported_isas()[-1], settings.available_cores())
+    return rows
+
+
+def _rows(
+    case: Case,
+    arrays: Arrays,
+    contenders: dict[str, Callable[[], object]],
+    rounds: int,
+    tell: Callable[[str], None],
+) -> Iterable[Row]:
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, action in contenders.items():
+            tell(f"{name}, {case.threads} threads, round {turn} of {rounds}")
+            start = time.perf_counter()
+            action()
+            seconds[name].append(time.perf_counter() - start)
+    for name, taken in seconds.items():
+        mine, bound = taken[1:], seconds["probe"][1:]  # the first touches memory and finds its kernels
+        median = statistics.median(mine)
+        yield Row(
+            name,
+            arrays.weight.numel(),
+            *case,
+            median * 1e3,
+            arrays.weight.numel() * arrays.bytes_per_parameter / median / 1e9,
+            statistics.median(p / m for p, m in zip(bound, mine, strict=True)),
+        )
+
+
+def _contenders(arrays: Arrays) -> dict[str, Callable[[], object]]:
+    numel = arrays.weight.numel()
+    found: dict[str, Callable[[], object]] = {
+        "probe": lambda: kernels.probe(arrays.partition),
+        "offload": lambda: kernels.update(arrays.partition, [Segment(0, numel, STEP)]),
+        "torch fused": _torch_fused(arrays),
+    }
+    return found | _deepspeed(arrays)
+
+
+def _torch_fused(arrays: Arrays) -> Callable[[], object]:
+    """`torch.optim.AdamW(fused=True)` on fp32 masters, with the casts that 16-bit training needs."""
+    master = torch.nn.Parameter(arrays.master)
+    master.grad = arrays.grad if arrays.grad.dtype is torch.float32 else _like(master.numel(), torch.float32)
+    optimizer = torch.optim.AdamW([master], lr=STEP.lr, weight_decay=STEP.weight_decay, fused=True)
+    optimizer.state[master] = {
+        "step": torch.tensor(float(STEP.step - 1)),
+        "exp_avg": arrays.exp_avg,
+        "exp_avg_sq": arrays.exp_avg_sq,
+    }
+
+    def step() -> None:
+        assert master.grad is not None
+        if master.grad is not arrays.grad:
+            master.grad.copy_(arrays.grad)
+        optimizer.step()
+        if arrays.weight is not arrays.master:
+            arrays.weight.copy_(master.detach())
+
+    return step
+
+
+def _deepspeed(arrays: Arrays) -> dict[str, Callable[[], object]]:
+    """DeepSpeed's CPU Adam where it is installed: flat, as ZeRO-Offload uses it, and in tiles of the cache's size."""
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    except ImportError:
+        return {}
+    master = torch.nn.Parameter(arrays.master)
+    numel, whole = master.numel(), arrays.grad.dtype is torch.float32
+    gradient = arrays.grad if whole else _like(numel, torch.float32)
+    master.grad = gradient
+    optimizer = DeepSpeedCPUAdam([master], lr=STEP.lr, eps=STEP.eps, weight_decay=STEP.weight_decay, adamw_mode=True)
+    optimizer.state[master] = {"step": STEP.step, "exp_avg": arrays.exp_avg, "exp_avg_sq": arrays.exp_avg_sq}
+
+    def flat() -> None:
+        if not whole:
+            gradient.copy_(arrays.grad)
+        optimizer.step()
+        if arrays.weight is not arrays.master:
+            arrays.weight.copy_(arrays.master)
+
+    cast = torch.empty(_TILE)
+
+    def tiled() -> None:
+        for start in range(0, numel, _TILE):
+            part = slice(start, min(start + _TILE, numel))
+            tile = cast[: part.stop - start].copy_(arrays.grad[part])
+            optimizer.ds_opt_adam.adam_update(
+                optimizer.opt_id, STEP.step, STEP.lr, STEP.beta1, STEP.beta2, STEP.eps, STEP.weight_decay, True,
+                arrays.master[part], tile, arrays.exp_avg[part], arrays.exp_avg_sq[part],
+            )  # fmt: skip
+            if arrays.weight is not arrays.master:
+                arrays.weight[part].copy_(arrays.master[part])
+
+    return {"deepspeed": flat, "deepspeed, tiled": tiled}
+
+
+def as_json(machine: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "machine": machine,
+        "rows": [
+            {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row._asdict().items()}
+            for row in rows
+        ],
+    }
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draw each contender's share of the probe's speed into a PNG, SVG or PDF file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [f"{r.name}, {r.weight_dtype}, {r.threads} x {r.isa}" for r in rows]
+    figure, axis = pyplot.subplots(figsize=(8, 1.2 + 0.3 * len(rows)))
+    colors = ["tab:blue" if row.name == "offload" else "0.65" for row in rows]
+    bars = axis.barh(names, [row.of_probe for row in rows], color=colors)
+    axis.bar_label(bars, [f"{row.of_probe:.2f}" for row in rows], padding=3, fontsize=8)
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    axis.set_xlabel("of the speed of memory")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

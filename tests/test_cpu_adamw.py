@@ -1,0 +1,180 @@
+"""`CPUAdamW` is torch's AdamW in any loop, with exact masters for 16-bit parameters."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from offload.errors import ConfigError
+from offload.kernels import CPUAdamW, join_master
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(17, 33), nn.ReLU(), nn.LayerNorm(33), nn.Linear(33, 5)).to(dtype)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0) -> None:
+    for number in range(start, start + steps):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(8, 17, generator=generator).to(next(model.parameters()).dtype)
+        y = torch.randint(5, (8,), generator=generator)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x).float(), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_thousand_steps_are_those_of_torch(decoupled: bool) -> None:
+    """From the same state, step by step: within 6 ulp of the larger of a weight and its change."""
+    generator = torch.Generator().manual_seed(0)
+    mine = nn.Parameter(torch.randn(501, generator=generator))
+    theirs = nn.Parameter(mine.detach().clone())
+    settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = CPUAdamW([mine], **settings, decoupled=decoupled)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    reference = kind([theirs], **settings, foreach=False, fused=False)
+    worst = 0.0
+    for _ in range(1000):
+        gradient = torch.randn(501, generator=generator) * 10 ** float(torch.randn((), generator=generator))
+        mine.grad, theirs.grad = gradient, gradient.clone()
+        before = theirs.detach().clone()
+        optimizer.step()
+        reference.step()
+        change = (theirs.detach() - before).abs()
+        unit = torch.maximum(theirs.detach().abs(), change) * 2.0**-23
+        worst = max(worst, float(((mine.detach() - theirs.detach()).abs() / unit).max()))
+        with torch.no_grad():  # from the same state again
+            mine.copy_(theirs)
+            optimizer.state[mine]["exp_avg"].copy_(reference.state[theirs]["exp_avg"])
+            optimizer.state[mine]["exp_avg_sq"].copy_(reference.state[theirs]["exp_avg_sq"])
+    assert worst <= 6, worst
+
+
+def test_in_a_loop_it_is_torch() -> None:
+    mine, theirs = net(), net()
+    train(mine, CPUAdamW(mine.parameters(), lr=1e-2), 20)
+    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), 20)
+    for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_parameter_follows_its_fp32_master(dtype: torch.dtype) -> None:
+    """Steps far below the spacing of the 16-bit weight add up."""
+    parameter = nn.Parameter(torch.ones(100, dtype=dtype))
+    whole = nn.Parameter(torch.ones(100))
+    optimizer, reference = CPUAdamW([parameter], lr=1e-5), CPUAdamW([whole], lr=1e-5)
+    for _ in range(100):
+        parameter.grad = torch.full((100,), 0.5, dtype=dtype)
+        whole.grad = parameter.grad.float()
+        optimizer.step()
+        reference.step()
+    state = optimizer.state[parameter]
+    if dtype is torch.bfloat16:
+        master = torch.empty(100)
+        join_master(parameter.detach(), state["residual"], master)
+    else:
+        master = state["master"]
+    assert torch.equal(master, whole.detach()) and master[0] < 1 - 9e-4
+    torch.testing.assert_close(parameter.float(), whole.detach(), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_a_saved_run_goes_on_bit_for_bit(dtype: torch.dtype, moments: torch.dtype) -> None:
+    model = net(dtype)
+    optimizer = CPUAdamW(model.parameters(), lr=1e-2, moment_dtype=moments)
+    train(model, optimizer, 5)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(model, optimizer, 5, 5)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = net(dtype)
+    other.load_state_dict(saved["model"])
+    again = CPUAdamW(other.parameters(), lr=1.0)
+    again.load_state_dict(saved["optimizer"])
+    assert again.state[next(other.parameters())]["exp_avg"].dtype is moments
+    train(other, again, 5, 5)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_groups_schedules_and_scales_act() -> None:
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = CPUAdamW([{"params": [first], "lr": 0.5}, {"params": [second], "weight_decay": 0.0}], lr=0.25)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.0 if epoch else 1.0)
+    optimizer.param_groups[1]["grad_scale"] = 0.0
+    for parameter in (first, second):
+        parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.allclose(first, torch.full((3,), 1 - 0.5 * 0.01 - 0.5)) and torch.equal(second, torch.ones(3))
+    schedule.step()
+    before = first.detach().clone()
+    optimizer.step()
+    assert torch.equal(first, before)
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = CPUAdamW([parameter])
+    assert optimizer.step(lambda: 7) == 7
+    assert torch.equal(parameter, torch.ones(3)) and not optimizer.state[parameter]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_in_another_layout(dtype: torch.dtype) -> None:
+    """Channels last, transposed, a scalar, an empty one."""
+    for make in (
+        lambda: torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last),
+        lambda: torch.randn(7, 4).t(),
+        lambda: torch.randn(()),
+        lambda: torch.randn(0, 3),
+    ):
+        torch.manual_seed(1)
+        odd = nn.Parameter(make().to(dtype))
+        plain = nn.Parameter(odd.detach().clone(memory_format=torch.contiguous_format))
+        optimizers = CPUAdamW([odd], lr=0.1), CPUAdamW([plain], lr=0.1)
+        for number in range(3):
+            gradient = torch.randn(odd.shape, generator=torch.Generator().manual_seed(number)).to(dtype)
+            odd.grad, plain.grad = torch.empty_like(odd).copy_(gradient), gradient
+            for optimizer in optimizers:
+                optimizer.step()
+        assert torch.equal(odd, plain)
+
+
+def test_a_copy_is_a_copy() -> None:
+    model = net()
+    optimizer = CPUAdamW(model.parameters())
+    train(model, optimizer, 2)
+    other_model, other = copy.deepcopy((model, optimizer))
+    train(model, optimizer, 2, 2)
+    train(other_model, other, 2, 2)
+    for one, two in zip(model.parameters(), other_model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_bad_input() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    for settings, words in (
+        ({"lr": -1.0}, "lr"),
+        ({"eps": float("nan")}, "eps"),
+        ({"betas": (1.0, 0.9)}, "betas"),
+        ({"moment_dtype": torch.float16}, "moment_dtype"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            CPUAdamW([parameter], **settings)  # type: ignore[arg-type]
+    for wrong in (torch.ones(3, dtype=torch.float64), torch.ones(3, device="meta")):
+        with pytest.raises(ConfigError, match=r"fp32, bf16 or fp16"):
+            CPUAdamW([nn.Parameter(wrong)])
+    optimizer = CPUAdamW([parameter])
+    parameter.grad = torch.ones(3).to_sparse()
+    with pytest.raises(ConfigError, match="dense"):
+        optimizer.step()
