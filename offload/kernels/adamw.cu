@@ -1,0 +1,94 @@
+// AdamW and Adam on a CUDA device, operation by operation as in native/adamw.cpp, so that the bits are
+// the same: every operation is an intrinsic that rounds once, to nearest, and is never contracted.
+//
+// Compiled at run time, with -DWEIGHT=0 (fp32), 1 (bf16 with an int16 residual), 2 (fp16 with an fp32
+// master), and -DGRAD=0 (fp32), 1 (bf16), 2 (fp16). 16-bit numbers are their bits.
+
+#if GRAD == 0
+typedef float Grad;
+__device__ __forceinline__ float wide(float value) { return value; }
+#else
+typedef unsigned short Grad;
+#if GRAD == 1
+__device__ __forceinline__ float wide(unsigned short bits) {
+    return __uint_as_float((unsigned int)bits << 16);
+}
+#else
+__device__ __forceinline__ float wide(unsigned short bits) {
+    const unsigned int magnitude = bits & 0x7FFFu;
+    // 2^112: exact, for denormals too.
+    const float scaled = __fmul_rn(__uint_as_float(magnitude << 13), 5192296858534827628530496329220096.0f);
+    const unsigned int whole =
+        magnitude >= 0x7C00u ? (magnitude << 13) | 0x7F800000u : __float_as_uint(scaled);
+    return __uint_as_float(whole | (unsigned int)(bits & 0x8000u) << 16);
+}
+#endif
+#endif
+
+#if WEIGHT == 0
+typedef float Weight;
+typedef float Beside;  // none
+__device__ __forceinline__ float load(const Weight* weight, const Beside*, unsigned long long i) {
+    return weight[i];
+}
+__device__ __forceinline__ void store(Weight* weight, Beside*, unsigned long long i, float value) {
+    weight[i] = value;
+}
+#elif WEIGHT == 1
+typedef unsigned short Weight;
+typedef short Beside;
+__device__ __forceinline__ float load(const Weight* weight, const Beside* residual,
+                                      unsigned long long i) {
+    return __uint_as_float(((unsigned int)weight[i] << 16) + (unsigned int)(int)residual[i]);
+}
+__device__ __forceinline__ void store(Weight* weight, Beside* residual, unsigned long long i,
+                                      float value) {
+    unsigned int bits = __float_as_uint(value);
+    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) bits = 0x7FC00000u;
+    weight[i] = (unsigned short)((bits + 0x8000u) >> 16);
+    residual[i] = (short)(bits & 0xFFFFu);
+}
+#else
+typedef unsigned short Weight;
+typedef float Beside;
+__device__ __forceinline__ float load(const Weight*, const Beside* master, unsigned long long i) {
+    return master[i];
+}
+__device__ __forceinline__ void store(Weight* weight, Beside* master, unsigned long long i,
+                                      float value) {
+    master[i] = value;
+    const unsigned int bits = __float_as_uint(value);
+    const unsigned int magnitude = bits & 0x7FFFFFFFu;
+    unsigned int half = (magnitude - 0x38000000u + 0x0FFFu + ((magnitude >> 13) & 1u)) >> 13;
+    if (magnitude < 0x38800000u) {
+        half = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 0.5f)) - 0x3F000000u;
+    }
+    if (magnitude >= 0x477FF000u) half = 0x7C00u;
+    if (magnitude > 0x7F800000u) half = 0x7E00u;
+    weight[i] = (unsigned short)(half | ((bits >> 16) & 0x8000u));
+}
+#endif
+
+extern "C" __global__ void adamw(Weight* weight, Beside* beside, float* exp_avg, float* exp_avg_sq,
+                                 const Grad* grad, unsigned long long numel, float grad_scale,
+                                 float keep, float weight_decay, float lerp_factor, float beta2,
+                                 float one_minus_beta2, float root_correction2, float eps,
+                                 float minus_step_size, int lerp_from_grad, int l2) {
+    const unsigned long long stride = (unsigned long long)gridDim.x * blockDim.x;
+    for (unsigned long long i = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x; i < numel;
+         i += stride) {
+        const float p = load(weight, beside, i);
+        float g = __fmul_rn(wide(grad[i]), grad_scale);
+        if (l2) g = __fadd_rn(g, __fmul_rn(weight_decay, p));
+        float m = exp_avg[i];
+        m = __fadd_rn(lerp_from_grad ? g : m, __fmul_rn(lerp_factor, __fsub_rn(g, m)));
+        const float v = __fadd_rn(__fmul_rn(exp_avg_sq[i], beta2),
+                                  __fmul_rn(__fmul_rn(one_minus_beta2, g), g));
+        const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), root_correction2), eps);
+        exp_avg[i] = m;
+        exp_avg_sq[i] = v;
+        store(weight, beside, i,
+              __fadd_rn(__fmul_rn(p, keep),
+                        __fdiv_rn(__fmul_rn(minus_step_size, m), denominator)));
+    }
+}
