@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -47,15 +50,16 @@ def info(
     """
     from offload import info as about
 
-    with _errors(_BAD_INPUT):
-        found = about.facts([*(paths or ()), *(nvme_path or ())])
+    found = about.facts([*(paths or ()), *(nvme_path or ())])
     if json_output:
         print(json.dumps(found))
-        return
-    table = Table(show_header=False, box=None)
-    for name, value in about.lines(found):
-        table.add_row(name, value)
-    Console(highlight=False, markup=False).print(table)
+    else:
+        table = Table(show_header=False, box=None)
+        for name, value in about.lines(found):
+            table.add_row(name, value)
+        Console(highlight=False, markup=False).print(table)
+    if any("error" in drive for drive in found["drives"]):
+        raise typer.Exit(_BAD_INPUT)
 
 
 @bench.command("io")
@@ -100,16 +104,17 @@ def bench_io(
             rounds=rounds,
             with_fio=fio,
         )
-    with _errors(_FAILED), _telling(console) as tell:
+    with _errors(_FAILED), _signals(), _telling(console) as tell:
         rows = io.measure(plan, tell)
+    if json_output:
+        print(json.dumps(io.as_json(machine(), plan, rows)), flush=True)
+    else:
+        console.print(_rows_table(rows))
+        if fio and not plan.with_fio:
+            console.print("fio is not installed, so there is no ratio to it (Debian: apt install fio)")
+    with _errors(_FAILED):
         if plot is not None:
             io.plot(rows, plot)
-    if json_output:
-        print(json.dumps(io.as_json(machine(), plan, rows)))
-        return
-    console.print(_rows_table(rows))
-    if fio and not plan.with_fio:
-        console.print("fio is not installed, so there is no ratio to it (Debian: apt install fio)")
 
 
 @bench.command("adam")
@@ -140,12 +145,17 @@ def bench_adam(
         count = _count(numel)
         wanted = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or ())
     with _errors(_FAILED), _telling(console) as tell:
-        rows = adam.measure(count, wanted, rounds, tell)
-        if plot is not None:
-            adam.plot(rows, plot)
+        found = adam.measure(count, wanted, rounds, tell)
     if json_output:
-        print(json.dumps(adam.as_json(machine(), rows)))
-        return
+        print(json.dumps(adam.as_json(machine(), found)), flush=True)
+    else:
+        console.print(_adam_table(found))
+    with _errors(_FAILED):
+        if plot is not None:
+            adam.plot(found, plot)
+
+
+def _adam_table(rows: list[Any]) -> Table:
     table = Table("", "weights", "gradients", "threads", "isa", "ms", "GB/s", "of probe", "Mparam/s", box=None)
     for row in rows:
         table.add_row(
@@ -159,7 +169,7 @@ def bench_adam(
             f"{row.of_probe:.2f}",
             f"{row.numel / row.ms / 1e3:.0f}",
         )
-    console.print(table)
+    return table
 
 
 def _count(text: str) -> int:
@@ -198,13 +208,19 @@ def tune(
             backend = queue.backend
         if config is not None:
             tuning.check_writable(config, output or config)
-    with _errors(_FAILED), _telling(console) as tell:
+    with _errors(_FAILED), _signals(), _telling(console) as tell:
         found = tuning.tune(paths, backend, parse_size(size), tell=tell)
+    if json_output:
+        print(json.dumps(tuning.as_json(found)), flush=True)
+    else:
+        _tell_tuned(console, found)
+    with _errors(_FAILED):
         if config is not None:
             tuning.write_config(config, output or config, found.aio)
-    if json_output:
-        print(json.dumps(tuning.as_json(found)))
-        return
+            console.print(f"written to {output or config}", markup=False)
+
+
+def _tell_tuned(console: Console, found: Any) -> None:
     table = Table("block", "depth", "read GB/s", "write GB/s", box=None)
     for trial in found.trials:
         name = format_size(trial.block_bytes)
@@ -212,8 +228,6 @@ def tune(
     console.print(table)
     console.print(f"by {found.backend}; as good as the best, with the least in flight:")
     console.print(json.dumps({"aio": found.aio}, indent=2), markup=False)
-    if config is not None:
-        console.print(f"written to {output or config}", markup=False)
 
 
 def _check_plot(path: Path | None) -> None:
@@ -225,8 +239,11 @@ def _check_plot(path: Path | None) -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'offload[bench]'")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"expected a file that ends in .png, .svg or .pdf, got {path}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {path.absolute().parent}")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{path} cannot be written")
 
 
 def _rows_table(rows: list[Any]) -> Table:
@@ -253,6 +270,21 @@ def _errors(code: int) -> Iterator[None]:
     except (OffloadError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(_BAD_INPUT if isinstance(error, ConfigError) else code) from None
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end what is inside as an exception does, so that its files are removed."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

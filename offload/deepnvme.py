@@ -61,7 +61,13 @@ class _Reopened(DirectFile):
         self.path = self.descriptors.path = name  # for messages alone
 
     def _open(self, flags: int) -> int:
-        return super()._open(flags & ~(os.O_NOFOLLOW | os.O_ACCMODE) | self._access)
+        return super()._open(self._mine(flags))
+
+    def _open_again(self, flags: int) -> int:
+        return super()._open_again(self._mine(flags))
+
+    def _mine(self, flags: int) -> int:
+        return flags & ~(os.O_NOFOLLOW | os.O_ACCMODE) | self._access
 
 
 class aio_handle:

@@ -41,7 +41,8 @@ class BudgetError(OffloadError, MemoryError):
 class IoError(OffloadError, OSError):
     """A read or write of a swap file failed.
 
-    `offset` and `nbytes` are those of the request, in bytes; `errno` is the system's.
+    `offset` and `nbytes` are those of the request, in bytes, 0 where it is about the whole file; `errno` is the
+    system's.
     """
 
     def __init__(self, path: str, offset: int, nbytes: int, errno: int, operation: str = "access") -> None:
@@ -52,10 +53,8 @@ class IoError(OffloadError, OSError):
         self.operation = operation
 
     def __str__(self) -> str:
-        return (
-            f"cannot {self.operation} {self.nbytes} bytes at offset {self.offset} of {self.path}: "
-            f"[Errno {self.errno}] {_REASONS.get(self.errno or 0, self.strerror)}"
-        )
+        what = f"{self.nbytes} bytes at offset {self.offset} of {self.path}" if self.nbytes else self.path
+        return f"cannot {self.operation} {what}: [Errno {self.errno}] {_REASONS.get(self.errno or 0, self.strerror)}"
 
     def __reduce__(self) -> tuple[type[IoError], tuple[str, int, int, int, str]]:
         return (IoError, (self.path, self.offset, self.nbytes, self.errno or 0, self.operation))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
 import resource
@@ -17,6 +18,7 @@ import psutil
 from offload.aio import BACKENDS, DirectFile, IoQueue, aligned_empty, huge_page_share
 from offload.aio._native import crc32c_ways
 from offload.aio.backend import DEFAULTS, refusals
+from offload.aio.measure import remove
 from offload.errors import IoError
 from offload.sizes import MIB, format_size
 
@@ -57,14 +59,14 @@ def drive(folder: str) -> dict[str, Any]:
     """The file system under `folder`: its type, device, room, and whether O_DIRECT works. Errors are `IoError`."""
     path = os.path.realpath(folder)
     if not os.path.isdir(path):
-        raise IoError(folder, 0, 0, 2, "look at")
+        raise IoError(folder, 0, 0, errno.ENOENT, "look at")
     mount = _mount_of(path)
     probe = Path(path) / f".offload-info.{os.getpid()}"
     try:
         with DirectFile(probe, create=True) as file:
             direct = file.direct
     finally:
-        probe.unlink(missing_ok=True)
+        remove(probe)
     room = shutil.disk_usage(path)
     return {
         "path": folder,
@@ -98,6 +100,8 @@ def advice(facts: dict[str, Any]) -> list[str]:
             "kernel; it costs about a tenth of I/O's processor time"
         )
     for each in facts["drives"]:
+        if "error" in each:
+            continue
         if not each["o_direct"]:
             found.append(f"{each['path']} ({each['file_system']}) has no O_DIRECT: swap files there use RAM as a cache")
         if each["file_system"] in ("tmpfs", "ramfs"):
@@ -107,7 +111,12 @@ def advice(facts: dict[str, Any]) -> list[str]:
 
 def facts(folders: Sequence[str] = ()) -> dict[str, Any]:
     """All of it, with what is known of the drive under each folder."""
-    found: dict[str, Any] = {"machine": machine(), "io": io(), "drives": [drive(folder) for folder in folders]}
+    found: dict[str, Any] = {"machine": machine(), "io": io(), "drives": []}
+    for folder in folders:
+        try:
+            found["drives"].append(drive(folder))
+        except IoError as error:
+            found["drives"].append({"path": folder, "error": str(error)})
     return found | {"advice": advice(found)}
 
 
@@ -131,6 +140,9 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("libaio events", f"{events['taken']} of {events['most']} taken"),
     ]
     for each in found["drives"]:
+        if "error" in each:
+            told.append((each["path"], each["error"]))
+            continue
         how = "O_DIRECT" if each["o_direct"] else "no O_DIRECT"
         told.append(
             (each["path"], f"{each['file_system']} on {each['device']}, {how}, {format_size(each['free_bytes'])} free")
@@ -169,7 +181,8 @@ def _processor() -> str:
 def _mount_of(path: str) -> tuple[str, str]:
     """Device and type of the file system that `path` lies on."""
     found = [part for part in psutil.disk_partitions(all=True) if Path(path).is_relative_to(part.mountpoint)]
-    longest = max(found, key=lambda part: len(part.mountpoint), default=None)
+    # Of two on one place the later one is seen.
+    longest = max(reversed(found), key=lambda part: len(part.mountpoint), default=None)
     return (longest.device, longest.fstype) if longest else ("?", "?")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import stat
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -94,10 +96,13 @@ def check_writable(source: Path, target: Path) -> None:
     """`ConfigError` where `source` is no config, or `target` is the same file and would lose its comments."""
     if source.exists():
         load_config(read_json(source))
-        if target == source and not _is_plain(source.read_text(encoding="utf-8-sig")):
+        if target.resolve() == source.resolve() and not _is_plain(source.read_text(encoding="utf-8-sig")):
             raise ConfigError(f"{source} has comments, which writing it again would lose; give --output")
-    if not target.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {target.absolute().parent}")
+    folder = target.resolve().parent
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{folder} cannot be written to")
 
 
 def write_config(source: Path, target: Path, aio: dict[str, int]) -> None:
@@ -106,14 +111,23 @@ def write_config(source: Path, target: Path, aio: dict[str, int]) -> None:
     content = read_json(source) if source.exists() else {}
     before = content.get("aio") or {}
     content["aio"] = {key: value for key, value in before.items() if key != "thread_count"} | aio
+    target = target.resolve()  # a link stays one
     new = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with open(new, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
+            if target.exists():
+                before_it = target.stat()
+                os.fchmod(file.fileno(), stat.S_IMODE(before_it.st_mode))
+                with contextlib.suppress(PermissionError):  # somebody else's file: it becomes ours
+                    os.fchown(file.fileno(), before_it.st_uid, before_it.st_gid)
+            json.dump(content, file, indent=2, ensure_ascii=False)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, target)
+        folder = os.open(target.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
     finally:
         new.unlink(missing_ok=True)
 

@@ -28,6 +28,11 @@ def refuse(refused):
         raise SystemExit("no seccomp")
 """
 
+# The same for every thread of the process, those that run already among them (TSYNC).
+FILTER_ALL = FILTER.replace("def refuse(", "def refuse_all(").replace(
+    "libc.prctl(22, 2, ctypes.c_char_p(head))", "libc.syscall(317, 1, 1, ctypes.c_char_p(head))"
+)
+
 
 def run_python(code: str, tmp_path: Path) -> str:
     """What `code` prints in a process of its own, in `tmp_path`."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -175,3 +177,139 @@ def test_the_thread_of_callbacks_ends_with_the_queue(backend: str, tmp_path: Pat
         queue.write(file, 0, aligned_empty(1 << 20)).add_done_callback(lambda _: None)
         queue.write(file, 0, aligned_empty(1 << 20)).add_done_callback(lambda _: None)
     assert threading.active_count() == before
+
+
+def test_every_callback_of_one_request(backend: str, tmp_path: Path) -> None:
+    called: list[int] = []
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
+        future = queue.write(file, 0, aligned_empty(32 << 20))
+        for number in range(5):
+            future.add_done_callback(lambda _, number=number: called.append(number))
+    assert called == list(range(5))
+
+
+def test_many_tasks_await_one_request(backend: str, tmp_path: Path) -> None:
+    async def work() -> list[int]:
+        with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
+            future = queue.write(file, 0, aligned_empty(16 << 20))
+
+            async def one() -> int:
+                return await future
+
+            return await asyncio.wait_for(asyncio.gather(one(), one(), one()), 30)
+
+    assert asyncio.run(work()) == [16 << 20] * 3
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_nothing_that_a_callback_raises_ends_the_others(
+    backend: str, tmp_path: Path, error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: IoFuture) -> None:
+        raise error
+
+    called = threading.Event()
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
+        queue.write(file, 0, aligned_empty(4 << 20)).add_done_callback(fail)
+        queue.write(file, 0, aligned_empty(4 << 20)).add_done_callback(lambda _: called.set())
+        assert called.wait(30)
+
+
+def test_a_callback_that_is_added_while_the_queue_closes(backend: str, tmp_path: Path) -> None:
+    seen: list[bool] = []
+    with DirectFile(tmp_path / "file", create=True) as file:
+        queue = IoQueue(backend, block_bytes=65536)
+        future = queue.write(file, 0, aligned_empty(256 << 20))
+        closing = threading.Thread(target=queue.close)
+        closing.start()
+        while not queue._closed:
+            pass
+        future.add_done_callback(lambda future: seen.append(future.done()))
+        closing.join()
+    assert seen == [True]
+
+
+def test_a_long_chain_of_callbacks(backend: str, tmp_path: Path) -> None:
+    """Longer than the stack is deep, of requests that are done at once."""
+    end, errors = threading.Event(), []
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
+
+        def go_on(left: int) -> None:
+            try:
+                future = queue.read(file, 0, bytearray(0))
+                future.add_done_callback(lambda _: go_on(left - 1) if left else end.set())
+            except BaseException as error:
+                errors.append(error)
+                end.set()
+
+        queue.write(file, 0, b"x").add_done_callback(lambda _: go_on(5000))
+        assert end.wait(60)
+    assert not errors
+
+
+def test_a_queue_that_is_dropped_leaves_nothing(backend: str, tmp_path: Path) -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    with DirectFile(tmp_path / "file", create=True) as file:
+        before = held()
+        for index in range(10):
+            queue = IoQueue(backend)
+            future = queue.write(file, index << 12, bytes(4096))
+            future.add_done_callback(lambda _: None)
+            del queue, future
+        deadline = time.monotonic() + 30
+        while held() != before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert held() == before
+    assert (tmp_path / "file").stat().st_size == 10 << 12
+
+
+@pytest.mark.parametrize("when", ["after", "in a callback"])
+def test_a_queue_that_is_made_at_the_very_end(backend: str, tmp_path: Path, when: str) -> None:
+    """By an exit function that was registered before ours, or by a callback while queues are closed."""
+    use = f"""
+def use(_=None):
+    from offload.aio import DirectFile, IoQueue
+    file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue({backend!r})
+    queue.write(file, 0, b"x" * 100000).add_done_callback(lambda future: print("called", future.wait(), flush=True))
+"""
+    after = """
+import atexit
+atexit.register(use)
+import offload.aio
+"""
+    in_a_callback = f"""
+from offload.aio import DirectFile, IoQueue
+file, queue = DirectFile({str(tmp_path / "other")!r}, create=True), IoQueue({backend!r})
+queue.write(file, 0, bytes(64 << 20)).add_done_callback(use)
+"""
+    start = after if when == "after" else in_a_callback
+    done = subprocess.run([sys.executable, "-c", use + start], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "called 100000\n", "")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_ends_with_threads_that_wait(backend: str, tmp_path: Path) -> None:
+    """As the process that imported the library does: see [Note: Exit]."""
+    code = f"""
+import os, sys, threading, time
+from offload.aio import DirectFile, IoQueue
+child = os.fork()
+if child == 0:
+    file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue({backend!r})
+    queue.write(file, 0, bytes(1 << 20)).wait()
+    def work():
+        while True:
+            queue.read(file, 0, bytearray(1 << 20)).wait()
+    threading.excepthook = lambda _: None
+    for _ in range(6):
+        threading.Thread(target=work, daemon=True).start()
+    time.sleep(0.05)
+    sys.exit(5)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    for _ in range(4):
+        command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        assert (done.stdout.strip(), done.stderr) == ("5", "")

@@ -353,14 +353,109 @@ def test_threads_that_cannot_be_had_are_an_error() -> None:
     code = """
 import resource
 from offload.aio import IoQueue
-resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+from offload.errors import ConfigError
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 try:
-    IoQueue('threads', threads=5000)
-except RuntimeError as error:
-    print("refused")
+    IoQueue("threads", threads=256)
+except ConfigError as error:
+    print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stdout.strip()) == (0, "refused"), done.stderr
+    assert done.returncode == 0 and "no more threads may be started" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("offset", [2**63, 2**64 - 1, 2**64, 2**63 - 9, -1])
+def test_an_offset_beyond_any_file(queue: IoQueue, tmp_path: Path, offset: int) -> None:
+    """To io_uring an offset of -1 is the place where the descriptor is."""
+    (tmp_path / "file").write_bytes(b"0123456789")
+    with DirectFile(tmp_path / "file") as file, pytest.raises(ValueError, match="offset"):
+        queue.write(file, offset, b"CORRUPTED!")
+    assert (tmp_path / "file").read_bytes() == b"0123456789"
+
+
+def test_arguments_that_mean_nothing(queue: IoQueue, tmp_path: Path) -> None:
+    with DirectFile(tmp_path / "file", create=True) as file:
+        for call, error in (
+            (lambda: queue.read(file, 0, bytearray(1), expect_crc32c=-1), ValueError),
+            (lambda: queue.read(file, 0, bytearray(1), expect_crc32c=1 << 32), ValueError),
+            (lambda: queue.read(file, 0, bytearray(1), priority=9), ValueError),
+            (lambda: queue.read(file, 1.5, bytearray(1)), TypeError),
+            (lambda: queue.latency("read", 2), ValueError),
+            (lambda: IoQueue(depth=1 << 20), ValueError),
+            (lambda: IoQueue(block_bytes=1 << 40), ValueError),
+        ):
+            with pytest.raises(error):
+                call()
+
+
+def test_the_deepest_queue(backend: str, tmp_path: Path) -> None:
+    with (
+        DirectFile(tmp_path / "file", create=True) as file,
+        IoQueue(backend, depth=4096, block_bytes=4096) as queue,
+    ):
+        data, back = aligned_empty(32 << 20), aligned_empty(32 << 20)
+        data[:] = noise(32 << 20)
+        queue.write(file, 0, data).wait()
+        queue.read(file, 0, back).wait()
+        assert back == data
+
+
+def test_a_buffer_is_free_when_its_request_is_done(queue: IoQueue, tmp_path: Path) -> None:
+    with DirectFile(tmp_path / "file", create=True) as file:
+        buffer = bytearray(4096)
+        future = queue.write(file, 0, buffer)
+        while not future.done():
+            time.sleep(0.001)
+        buffer.extend(b"more")
+        again = bytearray(4096)
+        extended = threading.Event()
+        queue.write(file, 0, again).add_done_callback(lambda _: (again.extend(b"more"), extended.set()))
+        assert extended.wait(30)
+
+
+def test_a_file_that_is_renamed_over_is_one_file(backend: str, tmp_path: Path) -> None:
+    """Both descriptors are of the inode that was opened first."""
+    one, other = b"A" * 20_000, b"B" * 20_000
+    real, seen = os.open, []
+
+    def swap(path: str, flags: int, mode: int = 0o777) -> int:
+        descriptor = real(path, flags, mode)
+        if not seen:
+            seen.append(path)
+            (tmp_path / "new").write_bytes(other)
+            os.rename(tmp_path / "new", tmp_path / "file")
+        return descriptor
+
+    (tmp_path / "file").write_bytes(one)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", swap)
+        file = DirectFile(tmp_path / "file")
+    with file, IoQueue(backend) as queue:
+        back = aligned_empty(20_000)
+        queue.read(file, 0, back).wait()
+        assert back == one and seen
+
+
+def test_nothing_stalls_while_memory_is_registered(backend: str) -> None:
+    if backend != "io_uring":
+        pytest.skip("has nothing to register")
+    turns, stop = 0, threading.Event()
+    with IoQueue(backend) as queue, DirectFile("/dev/zero", writable=False) as file:
+
+        def submit() -> None:
+            nonlocal turns
+            while not stop.is_set():
+                queue.read(file, 0, bytearray(1))
+                turns += 1
+
+        thread = threading.Thread(target=submit)
+        thread.start()
+        before = turns
+        queue.register(aligned_empty(256 << 20))
+        during = turns - before
+        stop.set()
+        thread.join()
+    assert during > 0
 
 
 def test_a_timeout_leaves_the_request_alone(tmp_path: Path, backend: str) -> None:

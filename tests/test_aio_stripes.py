@@ -139,6 +139,21 @@ def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="multiple of 4096"):
         StripedFile([a, b], stripe_bytes=1000, create=True)
     assert not a.exists()
+    a.write_bytes(b"")
+    os.link(a, b)
+    with pytest.raises(ConfigError, match="different files"):
+        StripedFile([a, b])
+
+
+def test_a_checksum_is_of_the_whole_request(backend: str, tmp_path: Path) -> None:
+    with StripedFile([tmp_path / "a", tmp_path / "b"], create=True, stripe_bytes=4096) as file:
+        with IoQueue(backend) as queue:
+            queue.write(file, 0, bytes(40_960)).wait()
+            for nbytes in (0, 40_960):
+                with pytest.raises(IoError, match="damaged") as caught:
+                    queue.read(file, 0, bytearray(nbytes), expect_crc32c=1).wait()
+                assert (caught.value.errno, caught.value.nbytes) == (errno.EBADMSG, nbytes)
+                assert caught.value.path == file.path
 
 
 def test_a_path_that_cannot_be_opened_closes_the_others(tmp_path: Path) -> None:

@@ -6,6 +6,10 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +157,6 @@ def test_bad_input_is_named_before_a_file_is_made(tmp_path: Path) -> None:
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room that was there when it was looked at, and then was not."""
     import resource
-    import signal
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -190,3 +193,16 @@ def test_it_works_beside_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "mine").write_bytes(b"kept")
     _json("bench", "io", str(tmp_path), *SMALL, "--op", "write", "--backend", "threads", "--no-fio")
     assert os.listdir(tmp_path) == ["mine"] and (tmp_path / "mine").read_bytes() == b"kept"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_no_file(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "offload", "bench", "io", str(tmp_path), "--size", "256MiB", "--rounds", "1000"]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not list(tmp_path.iterdir()):
+        assert child.poll() is None
+        time.sleep(0.02)
+    time.sleep(0.3)
+    child.send_signal(number)
+    assert child.wait(timeout=60) == 128 + number
+    assert not list(tmp_path.iterdir())

@@ -122,3 +122,13 @@ def test_the_engine_takes_the_block(tmp_path: Path) -> None:
             engine.step()
     finally:
         engine.destroy(remove=True)
+
+
+def test_a_link_stays_one_and_a_file_keeps_its_mode(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text('{"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "wandb": {"team": "Zoë"}}')
+    real.chmod(0o600)
+    link.symlink_to("real.json")
+    write_config(link, link, {"block_size": 4096})
+    assert link.is_symlink() and real.stat().st_mode & 0o777 == 0o600
+    assert json.loads(real.read_text())["aio"] == {"block_size": 4096} and "Zoë" in real.read_text()

@@ -32,6 +32,7 @@ DEFAULTS = {
 
 
 _MOST_THREADS = 16
+_DESCRIPTORS = "no descriptor is left (ulimit -n)"
 
 
 class Chosen(NamedTuple):
@@ -87,6 +88,10 @@ def refusal(name: str, error: OSError) -> str:
         ("io_uring_setup", errno.ENOSYS): "this kernel has none (Linux 5.1), or a container hides it",
         ("io_uring_register", errno.ENOSYS): "this kernel's has no plain reads and writes (Linux 5.6)",
         ("io_uring_register", errno.EINVAL): "this kernel's has no plain reads and writes (Linux 5.6)",
+        ("io_uring_setup", errno.EMFILE): _DESCRIPTORS,
+        ("eventfd", errno.EMFILE): _DESCRIPTORS,
+        ("io_uring_setup", errno.E2BIG): "its rings are shorter than the depth; ask for less",
+        ("pthread_create", errno.EAGAIN): "no more threads may be started (ulimit -u, or a container's limit of pids)",
         ("io_uring_setup", errno.ENOMEM): "its rings do not fit RLIMIT_MEMLOCK (ulimit -l)",
         ("io_setup", errno.EAGAIN): "all events of fs.aio-max-nr are taken" + _aio_events(),
         ("io_setup", errno.ENOSYS): "this kernel has none, or a container hides it",

@@ -60,10 +60,10 @@ class DirectFile:
         self.descriptors = Descriptors(self.path)
         self.descriptors.buffered = self._open(flags | (os.O_CREAT if create else 0))
         try:
-            self.descriptors.direct = self._open(flags | getattr(os, "O_DIRECT", 0))
-        except IoError as error:
+            self.descriptors.direct = self._open_again(flags | getattr(os, "O_DIRECT", 0))
+        except OSError as error:
             if error.errno != errno.EINVAL:
-                raise
+                raise self._error(error, 0, "open") from error
 
     @property
     def direct(self) -> bool:
@@ -81,6 +81,11 @@ class DirectFile:
             return os.fstat(self._buffered()).st_size
         except OSError as error:
             raise self._error(error, 0, "stat") from error
+
+    def identity(self) -> tuple[int, int]:
+        """Device and inode: two names of one file have the same."""
+        found = os.fstat(self._buffered())
+        return found.st_dev, found.st_ino
 
     def reserve(self, nbytes: int) -> None:
         """Make the first `nbytes` bytes really there: new ones read as zero. Never shrinks the file."""
@@ -129,6 +134,18 @@ class DirectFile:
             return os.open(self.path, flags, 0o600)
         except OSError as error:
             raise self._error(error, 0, "open") from error
+
+    def _open_again(self, flags: int) -> int:
+        """The same file, whatever its name is by now: somebody may have renamed another one to it."""
+        first = self.descriptors.buffered
+        try:
+            return os.open(f"/proc/self/fd/{first}", flags & ~os.O_NOFOLLOW)
+        except FileNotFoundError:  # no /proc
+            second = os.open(self.path, flags)
+        if not os.path.samestat(os.fstat(first), os.fstat(second)):
+            os.close(second)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return second
 
     def _error(self, error: OSError, nbytes: int, operation: str) -> IoError:
         return IoError(self.path, 0, nbytes, error.errno or errno.EIO, operation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import time
@@ -12,7 +13,8 @@ from typing import NamedTuple
 from offload.aio.file import DirectFile
 from offload.aio.memory import aligned_empty
 from offload.aio.queue import File, IoQueue
-from offload.sizes import MIB
+from offload.errors import ConfigError
+from offload.sizes import MIB, PAGE
 
 OPERATIONS = ("write", "read", "mixed")
 
@@ -58,6 +60,8 @@ def bandwidths(folders: Sequence[str | os.PathLike[str]], nbytes: int = 256 * MI
 
     The files are removed again. Errors are `IoError`.
     """
+    if nbytes < PAGE or rounds < 1:
+        raise ConfigError(f"expected nbytes >= {PAGE} and rounds >= 1, got {nbytes} and {rounds}")
     buffer = aligned_empty(nbytes)
     for start in range(0, nbytes, MIB):
         buffer[start : start + MIB] = os.urandom(len(buffer[start : start + MIB]))  # a drive may compress
@@ -77,8 +81,14 @@ def bandwidths(folders: Sequence[str | os.PathLike[str]], nbytes: int = 256 * MI
                     }
                 found.append(Bandwidth(rates["read"], rates["write"]))
             finally:
-                path.unlink(missing_ok=True)
+                remove(path)
     return found
+
+
+def remove(path: Path) -> None:
+    """Remove a file that may never have been made: an error of the way there is the one to tell."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _cpu_seconds() -> float:

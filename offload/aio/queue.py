@@ -5,25 +5,31 @@ from __future__ import annotations
 import asyncio
 import atexit
 import enum
+import errno
 import itertools
 import logging
+import operator
 import os
+import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from offload.aio._native import Flight
+from offload.aio._native import Flight, Queue
 from offload.aio.backend import open_native
 from offload.aio.file import DirectFile, Piece
 from offload.errors import IoError, UsageError
-from offload.sizes import PAGE
+from offload.sizes import GIB, PAGE
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _TIMED_OUT = -1
+_LAST = (1 << 63) - 1
+MOST_THREADS, MOST_DEPTH = 256, 4096
 
 log = logging.getLogger("offload.aio")
 
@@ -57,11 +63,22 @@ class IoFuture:
     `await future` waits in asyncio and gives what `wait` gives.
     """
 
-    __slots__ = ("__weakref__", "_checksum", "_file", "_flight", "_nbytes", "_offset", "_operation", "_pid", "_queue")
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_checksum",
+        "_file",
+        "_flight",
+        "_nbytes",
+        "_offset",
+        "_operation",
+        "_pid",
+        "_waiting",
+    )
 
     def __init__(
         self,
-        queue: IoQueue,
+        callbacks: _Callbacks,
         flight: Flight,
         operation: str,
         file: File,
@@ -69,8 +86,10 @@ class IoFuture:
         nbytes: int,
         checksum: bool,
     ) -> None:
-        self._queue, self._flight, self._operation, self._checksum = queue, flight, operation, checksum
+        self._callbacks, self._flight, self._operation, self._checksum = callbacks, flight, operation, checksum
         self._file, self._offset, self._nbytes, self._pid = file, offset, nbytes, os.getpid()
+        self._waiting: list[Callback] | None = None
+        """Functions to call at the end, once there is one; under the lock of the callbacks."""
 
     def done(self) -> bool:
         """Whether the request has ended, well or not."""
@@ -100,11 +119,12 @@ class IoFuture:
     def add_done_callback(self, function: Callable[[IoFuture], object]) -> None:
         """Call `function(self)` once the request has ended: at once if it has, else on a thread of the queue.
 
-        That thread runs all callbacks of the queue, one after the other. What one raises is logged.
+        That thread runs all callbacks of the queue, one after the other. What one raises is logged. Within a callback
+        "at once" is after it.
         """
         if os.getpid() != self._pid:
             raise _of_the_parent(self._pid)
-        self._queue._call_when_done(self, function)
+        self._callbacks.add(self, function)
 
     def __await__(self) -> Generator[object, None, int]:
         loop = asyncio.get_running_loop()
@@ -124,18 +144,102 @@ class IoFuture:
 
     def _failure(self, error: int) -> IoError:
         pieces = self._file.pieces(self._offset, self._nbytes)
+        if len(pieces) < 2 or error == errno.EBADMSG:  # a checksum is that of the whole request
+            return IoError(self._file.path, self._offset, self._nbytes, error, self._operation)
         at = pieces[self._flight.failed_piece]
-        whole = (self._file.path, self._offset, self._nbytes)
-        path, offset, nbytes = whole if len(pieces) == 1 else (at.owner.path, at.offset, at.nbytes)
-        return IoError(path, offset, nbytes, error, self._operation)
+        return IoError(at.owner.path, at.offset, at.nbytes, error, self._operation)
+
+
+Callback = Callable[[IoFuture], object]
+
+
+class _Callbacks:
+    """Calls functions as requests end, on a thread of its own, which is there once one was asked for.
+
+    It holds the native queue and not the `IoQueue`, so that one that is dropped can end.
+    """
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._tags = itertools.count(1)
+        self._lock = threading.Lock()
+        self._announced: dict[int, IoFuture] = {}
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def add(self, future: IoFuture, function: Callback) -> None:
+        """Call `function(future)` at the end of `future`, or now where that is past."""
+        with self._lock:
+            if future._waiting is not None:
+                future._waiting.append(function)
+                return
+            told = not (self._stopped or _exiting) and self._announce(future, function)
+        if not told:
+            future._flight.wait(-1.0)  # it is past, or the interpreter is about to end
+            _call(future, function)
+
+    def stop(self) -> None:
+        """Let every callback run; the native queue is closed. From a callback it does not wait for callbacks."""
+        with self._lock:
+            self._stopped = True
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _announce(self, future: IoFuture, function: Callback) -> bool:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="offload-io-callbacks", daemon=True)
+            thread.start()
+            self._thread = thread
+        tag = next(self._tags)
+        self._announced[tag], future._waiting = future, [function]  # before it can be told of
+        if self._queue.announce(future._flight, tag):
+            return True
+        del self._announced[tag]
+        future._waiting = None
+        return False
+
+    def _run(self) -> None:
+        while tags := self._queue.announced():
+            for tag in tags:
+                with self._lock:
+                    future = self._announced.pop(tag)
+                    functions, future._waiting = future._waiting or [], None
+                future.done()  # its buffer is its owner's again
+                for function in functions:
+                    _call(future, function)
+
+
+class _Calls(threading.local):
+    """What a thread has still to call; None where it is in no callback."""
+
+    later: deque[tuple[IoFuture, Callback]] | None = None
+
+
+_calls = _Calls()
+
+
+def _call(future: IoFuture, function: Callback) -> None:
+    """Call it, or within another callback after that one: a chain of callbacks is no tower of them."""
+    if _calls.later is not None:
+        _calls.later.append((future, function))
+        return
+    _calls.later = deque([(future, function)])
+    while _calls.later:
+        future, function = _calls.later.popleft()
+        try:
+            function(future)
+        except BaseException:
+            log.exception("a callback of an I/O request raised")
+    _calls.later = None
 
 
 class IoQueue:
     """Reads and writes in flight, cut into blocks of `block_bytes`, by `threads` threads with `depth` blocks each.
 
-    `backend` is "io_uring", "libaio", "threads" (of pread and pwrite; one block each, so that there are more of them),
-    or "auto": the first of these that the system grants. The attribute `backend` then tells which, `refusals` why none
-    before it. What is None gets the value that was fastest on the drives that were tried.
+    `backend` is "io_uring", "libaio", "threads" (of pread and pwrite; one block each, so `depth` makes more of them, 16
+    at most), or "auto": the first of these that the system grants. The attribute `backend` then tells which, `refusals`
+    why none before it. What is None gets the value that was fastest on the drives that were tried.
 
     A buffer is any C-contiguous one, writable for a read. It is the queue's from the call until the request is done:
     neither write to it nor, for a read, look at it before. Requests run in no certain order, so one that must see the
@@ -150,19 +254,20 @@ class IoQueue:
         depth: int | None = None,
         threads: int | None = None,
     ) -> None:
-        for name, value, least in (("threads", threads, 1), ("depth", depth, 1), ("block_bytes", block_bytes, PAGE)):
-            if value is not None and value < least:
-                raise ValueError(f"expected {name} >= {least}, got {value}")
+        for name, value, least, most in (
+            ("threads", threads, 1, MOST_THREADS),
+            ("depth", depth, 1, MOST_DEPTH),
+            ("block_bytes", block_bytes, PAGE, GIB),
+        ):
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"expected {name} from {least} to {most}, got {value}")
         self._closed = True  # nothing to close where the next line raises
         self._pid = os.getpid()
         self._queue, chosen = open_native(backend, threads, depth, block_bytes)
         self.backend, self.refusals = chosen.backend, chosen.refusals
         self.threads, self.depth, self.block_bytes = chosen.shape
+        self._callbacks = _Callbacks(self._queue)
         self._closed = False
-        self._tags = itertools.count(1)
-        self._callbacks: dict[int, tuple[IoFuture, Callable[[IoFuture], object]]] = {}
-        self._caller: threading.Thread | None = None
-        self._caller_lock = threading.Lock()
         _open_queues.add(self)
 
     def read(
@@ -228,8 +333,8 @@ class IoQueue:
 
         Counted from the hand-over of a block to the kernel.
         """
-        if operation not in ("read", "write"):
-            raise ValueError(f'expected "read" or "write", got {operation!r}')
+        if operation not in ("read", "write") or not 0 <= fraction <= 1:
+            raise ValueError(f'expected "read" or "write" and a fraction from 0 to 1, got {operation!r}, {fraction}')
         return self._queue.latency(operation == "write", fraction)
 
     def close(self) -> None:
@@ -237,14 +342,15 @@ class IoQueue:
 
         Nothing in a forked child. From a callback it does not wait for callbacks.
         """
-        if os.getpid() != self._pid or not hasattr(self, "_queue"):
+        if not hasattr(self, "_callbacks") or os.getpid() != self._pid:
             return
-        with self._caller_lock:
-            self._closed = True
+        self._closed = True
         self._queue.close()  # even if another thread does so already: it waits for the end
-        caller = self._caller
-        if caller is not None and caller is not threading.current_thread():
-            caller.join()
+        self._callbacks.stop()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # then nothing of Python may be there, and `_close_all` was
+            self.close()
 
     def __enter__(self) -> IoQueue:
         return self
@@ -273,44 +379,21 @@ class IoQueue:
         self._check_open()
         if file.closed:
             raise UsageError(f"{file.path} is closed")
-        if offset < 0:
-            raise ValueError(f"expected an offset of at least 0, got {offset}")
-        view = memoryview(buffer)
+        view, offset = memoryview(buffer), operator.index(offset)
+        if not 0 <= offset <= _LAST - view.nbytes:
+            raise ValueError(f"expected an offset from 0 and an end before 2**63, got {offset} and {view.nbytes} bytes")
+        if expected is not None and not 0 <= operator.index(expected) < 1 << 32:
+            raise ValueError(f"expected a CRC-32C of 32 bits, got {expected}")
         if not view.c_contiguous:
             raise ValueError(f"expected a C-contiguous buffer, got strides {view.strides} of shape {view.shape}")
         if operation == "read" and view.readonly:
             raise ValueError("expected a writable buffer to read into, got a read-only one")
         pieces = file.pieces(offset, view.nbytes)
-        flight = self._queue.submit(operation == "write", priority, pieces, view, checksum, expected)
+        flight = self._queue.submit(operation == "write", Priority(priority), pieces, view, checksum, expected)
         if flight is None:
             raise UsageError("this queue is closed")
-        return IoFuture(self, flight, operation, file, offset, view.nbytes, checksum or expected is not None)
-
-    # -- callbacks ----------------------------------------------------------------------------------
-
-    def _call_when_done(self, future: IoFuture, function: Callable[[IoFuture], object]) -> None:
-        tag = next(self._tags)
-        self._callbacks[tag] = (future, function)  # before it can be announced
-        with self._caller_lock:
-            if self._caller is None and not self._closed:
-                self._caller = threading.Thread(target=self._call, name="offload-io-callbacks", daemon=True)
-                self._caller.start()
-            told = self._caller is not None and self._queue.announce(future._flight, tag)
-        if not told:
-            self._run(tag)
-
-    def _call(self) -> None:
-        """Run callbacks as requests end, until the queue is closed and none is left."""
-        while tags := self._queue.announced():
-            for tag in tags:
-                self._run(tag)
-
-    def _run(self, tag: int) -> None:
-        future, function = self._callbacks.pop(tag)
-        try:
-            function(future)
-        except Exception:
-            log.exception("a callback of an I/O request raised")
+        with_crc = checksum or expected is not None
+        return IoFuture(self._callbacks, flight, operation, file, offset, view.nbytes, with_crc)
 
 
 def _of_the_parent(pid: int) -> UsageError:
@@ -318,10 +401,15 @@ def _of_the_parent(pid: int) -> UsageError:
 
 
 _open_queues: weakref.WeakSet[IoQueue] = weakref.WeakSet()
+_exiting = False
 
 
 @atexit.register
 def _close_all() -> None:
-    """Writes that a program did not wait for are done before it ends."""
-    for queue in list(_open_queues):
-        queue.close()
+    """Writes that a program did not wait for are done before it ends. From here on no thread for callbacks starts."""
+    global _exiting
+    _exiting = True
+    while queues := list(_open_queues):
+        for queue in queues:
+            _open_queues.discard(queue)
+            queue.close()

@@ -118,12 +118,14 @@ class StripedFile:
         if stripe_bytes < PAGE or stripe_bytes % PAGE:
             raise ConfigError(f"expected stripe_bytes to be a multiple of {PAGE}, got {stripe_bytes}")
         if len({os.path.realpath(path) for path in paths}) < len(paths):
-            raise ConfigError(f"expected different files, got {[os.fspath(path) for path in paths]}")
+            raise _same(paths)
         self.layout = Layout(whole_weights(given), stripe_bytes)
         self._files: list[DirectFile] = []
         try:
             for path in paths:
                 self._files.append(DirectFile(path, create=create, writable=writable))
+            if len({file.identity() for file in self._files}) < len(paths):
+                raise _same(paths)
         except BaseException:
             self.close()
             raise
@@ -176,3 +178,7 @@ class StripedFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _same(paths: Sequence[str | os.PathLike[str]]) -> ConfigError:
+    return ConfigError(f"expected different files, got {[os.fspath(path) for path in paths]}")

@@ -16,9 +16,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import psutil
+
 from offload.aio import BACKENDS, IoQueue, StripedFile, aligned_empty, bandwidths
 from offload.aio.backend import refusals
-from offload.aio.measure import OPERATIONS, Pass, move
+from offload.aio.measure import OPERATIONS, Pass, move, remove
 from offload.bench import python_ways
 from offload.errors import ConfigError, IoError
 from offload.sizes import MIB, PAGE, align_up, format_size
@@ -100,6 +102,12 @@ def make_plan(
     _check_numbers(blocks, depths, nbytes, request_bytes, rounds)
     request_bytes = min(align_up(request_bytes), align_up(nbytes))
     nbytes = max(nbytes // request_bytes, 1) * request_bytes
+    available = psutil.virtual_memory().available
+    if available < nbytes:
+        raise ConfigError(
+            f"{format_size(available)} of memory are free, the buffer is as long as the file, {format_size(nbytes)}: "
+            "give --size"
+        )
     if not folders:
         raise ConfigError("give at least one folder, on the drive to measure")
     for folder in folders:
@@ -195,7 +203,7 @@ def _file(plan: Plan, tell: Callable[[str], None]) -> Iterator[tuple[StripedFile
             yield file, buffer
     finally:
         for path in paths:
-            Path(path).unlink(missing_ok=True)
+            remove(Path(path))
 
 
 def _fio_cases(plan: Plan) -> list[Case]:
@@ -336,6 +344,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axis.margins(x=0.15)
         axis.set_title(operation)
         axis.set_xlabel("GB/s")
+    figure.suptitle("blue: offload, grey: others; block x depth")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

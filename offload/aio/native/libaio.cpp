@@ -93,11 +93,22 @@ class Libaio final : public Backend {
             if (refused == &poll_) {
                 deaf_ = true;
             } else {
-                ended.push_back({static_cast<unsigned>(refused->aio_data), -error});
+                // EINVAL is also said of files that have no asynchronous way at all.
+                const long result = error == EINVAL ? call(*refused) : -error;
+                ended.push_back({static_cast<unsigned>(refused->aio_data), result});
             }
         }
         added_.erase(added_.begin(), added_.begin() + static_cast<std::ptrdiff_t>(begun));
         if (std::exchange(deaf_, false)) listen();  // once more, next time
+    }
+
+    static long call(const iocb& command) {
+        void* data = reinterpret_cast<void*>(command.aio_buf);
+        const int file = static_cast<int>(command.aio_fildes);
+        const ssize_t count = command.aio_lio_opcode == IOCB_CMD_PREAD
+                                  ? pread(file, data, command.aio_nbytes, command.aio_offset)
+                                  : pwrite(file, data, command.aio_nbytes, command.aio_offset);
+        return count < 0 ? -errno : count;
     }
 
     // Whether the bell rang.
@@ -118,7 +129,11 @@ class Libaio final : public Backend {
                 ended.push_back({static_cast<unsigned>(event.data), static_cast<long>(event.res)});
             }
         }
-        return rang;  // a count below 0 is EINTR: the caller comes back
+        // The caller comes back after EINTR, and anything else must not make it spin.
+        if (count < 0 && errno != EINTR) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        return rang;
     }
 
     Bell bell_;

@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
+#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,6 +17,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -36,9 +38,6 @@ namespace {
 
 // How long a wait goes without looking for signals, so that Ctrl-C ends it.
 constexpr double kSignalSeconds = 0.05;
-
-// A forked child has this process's objects and none of its threads.
-const pid_t kProcess = getpid();
 
 // [Note: Exit] When the interpreter ends, it ends a daemon thread that takes the GIL, by an
 // unwinding that C++ answers with abort(). So no thread may be between giving up the GIL and taking
@@ -66,9 +65,11 @@ class Unlocked {
     PyThreadState* state_ = nullptr;
 };
 
+// A forked child has this process's objects and none of its threads.
+void forget_threads() { without_gil = 0; }
+
 // Called once every queue is closed, so that nobody waits for long. See [Note: Exit].
 void settle() {
-    if (getpid() != kProcess) return;
     settled = true;
     nb::gil_scoped_release release;
     while (without_gil > 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -111,7 +112,12 @@ class Flight {
     Flight(const Flight&) = delete;
     Flight& operator=(const Flight&) = delete;
 
-    [[nodiscard]] bool done() const { return request_->done(); }
+    // The buffer is its owner's own again once this has said so.
+    [[nodiscard]] bool done() {
+        if (!request_->done()) return false;
+        release();
+        return true;
+    }
     [[nodiscard]] std::size_t failed_piece() const { return request_->failed_piece(); }
     [[nodiscard]] std::uint32_t crc() const { return request_->crc(); }
 
@@ -134,13 +140,17 @@ class Flight {
             left = seconds - passed.count();
             if (seconds >= 0 && left <= 0) return -1;
         }
-        // Moved out first: their end runs other code, which may come back to this flight.
-        const auto buffer = std::move(buffer_);
-        const auto owners = std::move(owners_);
+        release();
         return request_->error();
     }
 
   private:
+    void release() {
+        // Moved out first: their end runs other code, which may come back to this flight.
+        const auto buffer = std::move(buffer_);
+        const auto owners = std::move(owners_);
+    }
+
     // `pieces`: (owner of the descriptors, direct, buffered, offset, nbytes) of each stretch, which
     // lie one behind the other in memory.
     static std::vector<Piece> native(nb::handle pieces, const Buffer& buffer) {
@@ -181,15 +191,21 @@ class PythonQueue {
                 std::size_t block_bytes)
         : pid_(getpid()) {
         const Kind kind = kind_of(backend);
+        offload::Refused refused{0, ""};
         try {
+            Unlocked unlocked;
             queue_ = std::make_unique<offload::Queue>(
                 [kind, depth] { return offload::open_backend(kind, depth); }, threads,
                 kind == Kind::kThreads ? 1 : depth, block_bytes);
-        } catch (const offload::Refused& refused) {
-            errno = refused.error;
-            PyErr_SetFromErrnoWithFilename(PyExc_OSError, refused.call.c_str());
-            throw nb::python_error();
+        } catch (const offload::Refused& error) {
+            refused = error;
+        } catch (const std::system_error& error) {
+            refused = {error.code().value(), "pthread_create"};
         }
+        if (refused.error == 0) return;
+        errno = refused.error;
+        PyErr_SetFromErrnoWithFilename(PyExc_OSError, refused.call.c_str());
+        throw nb::python_error();
     }
 
     ~PythonQueue() {
@@ -207,7 +223,7 @@ class PythonQueue {
 
     nb::object submit(bool write, unsigned priority, nb::handle pieces, nb::handle buffer,
                       bool checksum, std::optional<std::uint32_t> expected) {
-        while (!flights_.empty() && nb::cast<Flight&>(flights_.front()).done()) {
+        while (!flights_.empty() && nb::cast<Flight&>(flights_.front()).request()->done()) {
             // Out of the deque before it dies: a buffer's end may give up the GIL (munmap does),
             // and another thread then comes here.
             const nb::object ended = std::move(flights_.front());
@@ -308,6 +324,7 @@ NB_MODULE(_native, module) {
     module.def("crc32c_ways", &offload::crc32c_ways);
     module.def("crc32c", &crc32c);
     module.def("crc32c_by", &crc32c_by);
+    pthread_atfork(nullptr, nullptr, &forget_threads);
     // Exit runs these last first, so this one after that of the queues, which is registered later.
     nb::module_::import_("atexit").attr("register")(nb::cpp_function(&settle));
 }

@@ -40,6 +40,9 @@ class NoSignals {
 
 constexpr unsigned kSteps = 8;  // of an octave
 
+// Before the kernel is asked again for what it had no room for.
+constexpr auto kPause = std::chrono::microseconds(100);
+
 }  // namespace
 
 void Latencies::add(std::uint64_t nanoseconds) {
@@ -126,18 +129,15 @@ bool Queue::register_file(int descriptor) {
 }
 
 bool Queue::on_each(const std::function<void(Backend&)>& errand) {
+    const std::lock_guard one_at_a_time(errands_mutex_);
     for (auto& driver : drivers_) {
         std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&] { return !driver.errand || closing_; });  // another's
         if (closing_) return false;
-        bool done = false;
-        driver.errand = [&](Backend& backend) {
-            errand(backend);
-            done = true;
-        };
+        driver.ran = false;
+        driver.errand = errand;
         work_.notify_all();
         driver.backend->wake();
-        changed_.wait(lock, [&] { return done; });
+        changed_.wait(lock, [&] { return driver.ran; });
     }
     return true;
 }
@@ -202,7 +202,12 @@ void Queue::serve(Driver& driver) {
             std::unique_lock lock(mutex_);
             finished = settle(driver);
             if (driver.errand) {
-                std::exchange(driver.errand, nullptr)(*driver.backend);
+                // It may take seconds, to pin memory, and nobody else uses this backend.
+                const auto errand = std::exchange(driver.errand, nullptr);
+                lock.unlock();
+                errand(*driver.backend);
+                lock.lock();
+                driver.ran = true;
                 changed_.notify_all();
             }
             take(driver);
@@ -292,7 +297,7 @@ void Queue::collect(Driver& driver, const std::vector<Ended>& ended) {
         Block& block = driver.blocks[slot];
         const Next next = advance(block, result);
         if (next == Next::kAgain || next == Next::kLater) {
-            if (next == Next::kLater) std::this_thread::yield();
+            if (next == Next::kLater) std::this_thread::sleep_for(kPause);
             driver.backend->add(block.left);
             continue;
         }

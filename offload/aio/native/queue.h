@@ -87,6 +87,7 @@ class Queue {
         // Under the lock:
         bool could_take_more = false;  // it may sleep in `run` with slots free
         std::function<void(Backend&)> errand;
+        bool ran = false;  // the errand has
     };
 
     void drive(Driver& driver, const Opener& open, unsigned depth);
@@ -118,6 +119,7 @@ class Queue {
     std::array<Latencies, 2> latencies_;
     std::vector<std::uint64_t> announced_;
     std::mutex closing_mutex_;
+    std::mutex errands_mutex_;  // held by who has sent drivers on one
 };
 
 }  // namespace offload

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "backend.h"
@@ -92,6 +93,7 @@ class Uring final : public Backend {
         : ring_(set_up(depth, parameters_)),
           indices_(ring_.get(), kRings, rings_nbytes()),
           submissions_(ring_.get(), kEntries, parameters_.submissions * sizeof(Submission)) {
+        if (parameters_.submissions <= depth) throw Refused{E2BIG, "io_uring_setup"};
         const auto& submission = parameters_.submission;
         const auto& completion = parameters_.completion;
         tail_ = indices_.at<std::uint32_t>(submission.tail);
@@ -108,6 +110,7 @@ class Uring final : public Backend {
 
     // The bell's read ends first: closing the ring would only begin to cancel it.
     ~Uring() override {
+        if (broken_ != 0) return;
         closing_ = true;
         bell_.ring();
         std::vector<Ended> none;
@@ -115,6 +118,10 @@ class Uring final : public Backend {
     }
 
     void add(const Transfer& transfer) override {
+        if (broken_ != 0) {
+            refused_.push_back(transfer.slot);
+            return;
+        }
         const bool reading = transfer.operation == Operation::kRead;
         Submission& entry = next_entry();
         entry.opcode = reading ? kRead : kWrite;
@@ -141,9 +148,16 @@ class Uring final : public Backend {
         bool woken = !wait;
         for (;;) {
             woken |= reap(ended);
+            for (const unsigned slot : std::exchange(refused_, {})) {
+                ended.push_back({slot, -broken_});
+            }
             const bool over = woken || ended.size() > before;
-            if (over && added_ == 0) return;
-            enter(!over, ended);
+            if ((over && added_ == 0) || (closing_ && broken_ != 0)) return;
+            if (broken_ == 0) {
+                enter(!over);
+            } else if (!over) {
+                pause();  // what the kernel has may still end
+            }
         }
     }
 
@@ -224,7 +238,7 @@ class Uring final : public Backend {
     }
 
     // Hands in what was added, and waits for a completion if `wait`.
-    void enter(bool wait, std::vector<Ended>& ended) {
+    void enter(bool wait) {
         const std::uint32_t handed = added_;
         store(tail_, *tail_ + handed);
         added_ = 0;
@@ -233,26 +247,27 @@ class Uring final : public Backend {
         const int error = count < 0 ? errno : 0;
         const auto taken = count < 0 ? 0u : static_cast<std::uint32_t>(count);
         in_flight_ += taken;
-        if (taken == handed) return;
+        if (error == 0 && taken == handed) return;
         // The kernel looks at entries within the call alone, so the rest can be taken back.
         store(tail_, *tail_ - (handed - taken));
         added_ = handed - taken;
         if (error == 0 || error == EINTR) return;
-        // Short of memory, or of room for completions: both come back as transfers end.
-        if (in_flight_ <= 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        if (error == EAGAIN || error == EBUSY || error == ENOMEM) return;
-        bool with_bell = false;
+        if (error == EAGAIN || error == EBUSY || error == ENOMEM) {
+            // Short of memory, or of room for completions: both come back as transfers end.
+            if (in_flight_ <= 1) pause();
+            return;
+        }
+        // Nothing else is a passing trouble: a filter that was put in after the ring was made.
+        broken_ = error;
         for (std::uint32_t i = 0; i < added_; ++i) {
             const auto& entry = submissions_.at<Submission>(0)[(*tail_ + i) & mask_];
-            if (entry.user_data == kBell) {
-                with_bell = true;
-            } else {
-                ended.push_back({static_cast<unsigned>(entry.user_data), -error});
-            }
+            if (entry.user_data != kBell)
+                refused_.push_back(static_cast<unsigned>(entry.user_data));
         }
         added_ = 0;
-        if (with_bell) listen();
     }
+
+    static void pause() { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }
 
     // Whether the bell rang.
     bool reap(std::vector<Ended>& ended) {
@@ -268,7 +283,7 @@ class Uring final : public Backend {
             }
         }
         store(completed_head_, head);
-        if (rang && !closing_) listen();
+        if (rang && !closing_ && broken_ == 0) listen();
         return rang;
     }
 
@@ -302,6 +317,8 @@ class Uring final : public Backend {
     std::uint32_t added_ = 0;      // entries beyond the tail
     std::uint32_t in_flight_ = 0;  // the bell's read is one
     bool closing_ = false;
+    int broken_ = 0;                 // an errno: the ring takes no more
+    std::vector<unsigned> refused_;  // slots that it did not take
     bool has_buffers_ = false;
     bool has_files_ = false;
     std::vector<Region> regions_;
