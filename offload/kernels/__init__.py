@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 
 from offload.kernels import _native
+from offload.kernels.lamb import LambSegment, lamb, lamb_moments, lamb_move, lamb_ratio
 from offload.kernels.optimizer import CPUAdamW
 from offload.kernels.settings import isa_from, threads_from
-from offload.kernels.steps import AdagradStep, AdamWStep, LionStep, Segment, SGDStep, Step
+from offload.kernels.steps import AdagradStep, AdamWStep, LambStep, LionStep, Segment, SGDStep, Step
 from offload.kernels.sums import accumulate, join_master, split_master, sum_squares
 from offload.kernels.update import Partition, adamw, probe, update
 
@@ -23,6 +24,8 @@ __all__ = [
     "AdagradStep",
     "AdamWStep",
     "CPUAdamW",
+    "LambSegment",
+    "LambStep",
     "LionStep",
     "Partition",
     "SGDStep",
@@ -31,6 +34,10 @@ __all__ = [
     "accumulate",
     "adamw",
     "join_master",
+    "lamb",
+    "lamb_moments",
+    "lamb_move",
+    "lamb_ratio",
     "probe",
     "split_master",
     "sum_squares",

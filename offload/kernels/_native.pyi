@@ -16,6 +16,16 @@ def update(
     segments: Sequence[tuple[int, int, Sequence[float]]],
     /,
 ) -> None: ...
+def lamb_moments(
+    weight: tuple[int, int],
+    beside: int,
+    moments: Sequence[int],
+    grad: tuple[int, int],
+    numel: int,
+    segment: tuple[int, int, Sequence[float]],
+    sums: int,
+    /,
+) -> None: ...
 def split_master(master: int, weight: int, residual: int, numel: int, /) -> None: ...
 def join_master(weight: int, residual: int, master: int, numel: int, /) -> None: ...
 def accumulate(out: int, out_type: int, grad: int, grad_type: int, numel: int, add: bool, /) -> float: ...

@@ -48,8 +48,8 @@ def isa_from(environment: dict[str, str] | os._Environ[str], supported: list[str
     name = environment.get("OFFLOAD_ISA", "")
     if not name:
         return supported[-1]
-    if name not in ("scalar", "avx2", "avx512"):
-        raise ConfigError(f"OFFLOAD_ISA: expected 'scalar', 'avx2' or 'avx512', got {name!r}")
+    if name not in ("scalar", "avx2", "avx512", "neon"):
+        raise ConfigError(f"OFFLOAD_ISA: expected 'scalar', 'avx2', 'avx512' or 'neon', got {name!r}")
     if name not in supported:
         raise ConfigError(f"OFFLOAD_ISA={name}: this machine supports only {', '.join(supported)}; unset it")
     return name

@@ -56,6 +56,22 @@ class SGDStep(NamedTuple):
     grad_scale: float = 1.0
 
 
+class LambStep(NamedTuple):
+    """LAMB (You et al. 2020), with bias correction. Moments: exp_avg, exp_avg_sq. See `kernels.lamb`."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Number of this step, from 1."""
+    grad_scale: float = 1.0
+    min_ratio: float = 0.01
+    max_ratio: float = 10.0
+    """Bounds of the trust ratio, DeepSpeed's by default."""
+
+
 Step: TypeAlias = AdamWStep | AdagradStep | LionStep | SGDStep
 
 RULES: dict[type, tuple[str, int]] = {

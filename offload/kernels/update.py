@@ -36,7 +36,7 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
     if not segments:
         return
     rule, moments = _rule(segments, numel)
-    _run(rule, moments, partition, segments)
+    run(rule, moments, partition, segments)
 
 
 def probe(partition: Partition) -> None:
@@ -45,29 +45,44 @@ def probe(partition: Partition) -> None:
     The values stay what they are. For benchmarks.
     """
     numel = length("weight", partition.weight)
-    _run("probe", 2, partition, [(0, numel, (0.0,))])
+    run("probe", 2, partition, [(0, numel, (0.0,))])
 
 
-def _run(rule: str, moments: int, partition: Partition, segments: Sequence[tuple[int, int, Sequence[float]]]) -> None:
-    numel = partition.weight.numel()
+class Addresses(NamedTuple):
+    """A partition as the native code takes it; a pair is an address and an element type."""
+
+    weight: tuple[int, int]
+    beside: int
+    moments: list[int]
+    moment_type: int
+    grad: tuple[int, int]
+    numel: int
+
+
+def addresses(rule: str, moments: int, partition: Partition) -> Addresses:
+    """Check the tensors for a rule with so many moments."""
+    numel = length("weight", partition.weight)
     if len(partition.moments) != moments:
         raise ValueError(f"moments: expected {moments} for {rule}, got {len(partition.moments)}")
-    weight = _weight(partition, numel)
+    weight, beside = _weight(partition, numel)
     first = partition.moments[0].dtype if partition.moments else torch.float32
     allowed = (first,) if first in (torch.float32, torch.bfloat16) and rule == "adamw" else FLOAT
-    moment_addresses = [address(f"moments[{i}]", m, allowed, numel) for i, m in enumerate(partition.moments)]
-    grad = address("grad", partition.grad, FLOATS, numel)
-    if numel:
-        _native.update(
-            rule,
-            weight[0],
-            weight[1],
-            moment_addresses,
-            element(first),
-            (grad, element(partition.grad.dtype)),
-            numel,
-            [(start, stop, [float(value) for value in settings]) for start, stop, settings in segments],
-        )
+    return Addresses(
+        weight,
+        beside,
+        [address(f"moments[{i}]", moment, allowed, numel) for i, moment in enumerate(partition.moments)],
+        element(first) if first in FLOATS else 0,
+        (address("grad", partition.grad, FLOATS, numel), element(partition.grad.dtype)),
+        numel,
+    )
+
+
+def run(rule: str, moments: int, partition: Partition, segments: Sequence[tuple[int, int, Sequence[float]]]) -> None:
+    """Run a native rule over segments, whose settings are its own."""
+    arrays = addresses(rule, moments, partition)
+    if arrays.numel:
+        given = [(start, stop, [float(value) for value in settings]) for start, stop, settings in segments]
+        _native.update(rule, *arrays, given)
 
 
 def adamw(

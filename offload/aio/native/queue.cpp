@@ -200,7 +200,6 @@ void Queue::serve(Driver& driver) {
         std::vector<std::shared_ptr<Request>> finished;
         {
             std::unique_lock lock(mutex_);
-            finished = settle(driver);
             if (driver.errand) {
                 // It may take seconds, to pin memory, and nobody else uses this backend.
                 const auto errand = std::exchange(driver.errand, nullptr);
@@ -210,6 +209,7 @@ void Queue::serve(Driver& driver) {
                 driver.ran = true;
                 changed_.notify_all();
             }
+            finished = settle(driver);
             take(driver);
             if (at_the_end()) work_.notify_all();
             if (!driver.in_flight() && driver.unchecked.empty() && finished.empty()) {

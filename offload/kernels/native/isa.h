@@ -30,7 +30,9 @@
 
 namespace offload {
 
-enum class Isa { kScalar, kAvx2, kAvx512 };
+// The last one is what a compiler makes of plain code for ARMv8, vectors and all; there "scalar" is
+// the same code.
+enum class Isa { kScalar, kAvx2, kAvx512, kNeon };
 
 [[nodiscard]] std::vector<std::string_view> supported_isas();  // worst first
 void set_isa(std::string_view name);  // throws std::invalid_argument if it is not supported

@@ -42,33 +42,53 @@ Rule rule(const std::string& name) {
     if (name == "adagrad") return offload::adagrad;
     if (name == "lion") return offload::lion;
     if (name == "sgd") return offload::sgd;
+    if (name == "lamb") return offload::lamb_move;
     if (name == "probe") return offload::probe;
     throw std::invalid_argument("there is no rule " + name);
 }
 
-// `weight`, `moments` and `grad` are (address, element); `beside` may be 0. A segment is (start,
-// stop, settings).
+using Settings = std::tuple<std::size_t, std::size_t, std::vector<double>>;  // start, stop, …
+
+Segment segment(const Settings& given) {
+    const auto& [start, stop, settings] = given;
+    Segment made{start, stop, {}};
+    std::copy_n(settings.begin(), std::min(settings.size(), offload::kSettings), made.settings);
+    return made;
+}
+
+// `weight` and `grad` are (address, element); `beside` may be 0.
+Buffers buffers(std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
+                const std::vector<std::uintptr_t>& moments, int moment_type,
+                std::pair<std::uintptr_t, int> grad, std::size_t numel) {
+    Buffers made{at<void>(weight.first), element(weight.second),
+                 at<void>(beside),       {nullptr, nullptr},
+                 element(moment_type),   at<const void>(grad.first),
+                 element(grad.second),   numel};
+    for (std::size_t i = 0; i < moments.size() && i < 2; ++i)
+        made.moments[i] = at<void>(moments[i]);
+    return made;
+}
+
 void update(const std::string& name, std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
             const std::vector<std::uintptr_t>& moments, int moment_type,
             std::pair<std::uintptr_t, int> grad, std::size_t numel,
-            const std::vector<std::tuple<std::size_t, std::size_t, std::vector<double>>>& given) {
+            const std::vector<Settings>& given) {
     const Rule run = rule(name);
-    Buffers buffers{at<void>(weight.first), element(weight.second),
-                    at<void>(beside),       {nullptr, nullptr},
-                    element(moment_type),   at<const void>(grad.first),
-                    element(grad.second),   numel};
-    for (std::size_t i = 0; i < moments.size() && i < 2; ++i)
-        buffers.moments[i] = at<void>(moments[i]);
+    const Buffers arrays = buffers(weight, beside, moments, moment_type, grad, numel);
     std::vector<Segment> segments;
     segments.reserve(given.size());
-    for (const auto& [start, stop, settings] : given) {
-        Segment segment{start, stop, {}};
-        std::copy_n(settings.begin(), std::min(settings.size(), offload::kSettings),
-                    segment.settings);
-        segments.push_back(segment);
-    }
+    for (const auto& each : given) segments.push_back(segment(each));
     const nb::gil_scoped_release no_gil;
-    run(buffers, segments);
+    run(arrays, segments);
+}
+
+void lamb_moments(std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
+                  const std::vector<std::uintptr_t>& moments, std::pair<std::uintptr_t, int> grad,
+                  std::size_t numel, const Settings& given, std::uintptr_t sums) {
+    const Buffers arrays = buffers(weight, beside, moments, 0, grad, numel);
+    const Segment one = segment(given);
+    const nb::gil_scoped_release no_gil;
+    offload::lamb_moments(arrays, one, at<double>(sums));
 }
 
 void split_master(std::uintptr_t master, std::uintptr_t weight, std::uintptr_t residual,
@@ -132,6 +152,7 @@ NB_MODULE(_native, m) {
     m.def("configure", &configure);
     m.def("thread_count", &offload::thread_count);
     m.def("update", &update);
+    m.def("lamb_moments", &lamb_moments);
     m.def("split_master", &split_master, no_gil);
     m.def("join_master", &join_master, no_gil);
     m.def("accumulate", &accumulate, no_gil);

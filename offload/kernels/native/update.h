@@ -49,7 +49,13 @@ void lion(const Buffers& buffers, const std::vector<Segment>& segments);
 // lr, momentum, dampening, weight_decay, nesterov, first (the momentum is set to the gradient),
 // grad_scale
 void sgd(const Buffers& buffers, const std::vector<Segment>& segments);
+// lr, beta1, beta2, eps, weight_decay, step (from 1), grad_scale, ratio: the second pass of LAMB
+void lamb_move(const Buffers& buffers, const std::vector<Segment>& segments);
 // The bound: every array that AdamW reads and writes, with no arithmetic to speak of.
 void probe(const Buffers& buffers, const std::vector<Segment>& segments);
+
+// The first pass of LAMB over one segment: its moments, and the sums of the squares of weights and
+// directions for each block of 4096 elements from its start: (ceil(numel / 4096), 2).
+void lamb_moments(const Buffers& buffers, const Segment& segment, double* sums);
 
 }  // namespace offload

@@ -47,6 +47,17 @@ OFFLOAD_INLINE void store(const SplitMaster& master, std::size_t i, float value)
     split(value, &master.weight[i], &master.residual[i]);
 }
 
+// The same, from element `start` on.
+OFFLOAD_INLINE WholeMaster from(const WholeMaster& master, std::size_t start) {
+    return {master.value + start};
+}
+OFFLOAD_INLINE HalfMaster from(const HalfMaster& master, std::size_t start) {
+    return {master.weight + start, master.value + start};
+}
+OFFLOAD_INLINE SplitMaster from(const SplitMaster& master, std::size_t start) {
+    return {master.weight + start, master.residual + start};
+}
+
 // Each tile asks for the one kAhead elements on. On two cores of a Zen 4 that took the update from
 // 0.90 to 0.96 of the bandwidth of a plain loop over the same five arrays. Past the end of an
 // array a prefetch does nothing.
@@ -167,20 +178,23 @@ void run_update(const Buffers& b, Master master, const std::vector<Segment>& seg
     return run_update<R, Master, float>(b, master, segments);
 }
 
-template <class R>
-void run_update(const Buffers& b, const std::vector<Segment>& segments) {
+// Calls `use` with the master of the weight's kind.
+template <class Use>
+void with_master(const Buffers& b, Use use) {
     switch (b.weight_type) {
         case Element::kFloat:
-            return run_update<R>(b, WholeMaster{static_cast<float*>(b.weight)}, segments);
+            return use(WholeMaster{static_cast<float*>(b.weight)});
         case Element::kBf16:
-            return run_update<R>(
-                b, SplitMaster{static_cast<Bf16*>(b.weight), static_cast<std::int16_t*>(b.beside)},
-                segments);
+            return use(
+                SplitMaster{static_cast<Bf16*>(b.weight), static_cast<std::int16_t*>(b.beside)});
         case Element::kFp16:
-            return run_update<R>(
-                b, HalfMaster{static_cast<Fp16*>(b.weight), static_cast<float*>(b.beside)},
-                segments);
+            return use(HalfMaster{static_cast<Fp16*>(b.weight), static_cast<float*>(b.beside)});
     }
+}
+
+template <class R>
+void run_update(const Buffers& b, const std::vector<Segment>& segments) {
+    with_master(b, [&](auto master) { run_update<R>(b, master, segments); });
 }
 
 }  // namespace offload
