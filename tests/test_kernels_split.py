@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,3 +72,27 @@ def test_a_tie_rounds_up_in_the_bit_pattern() -> None:
     weight, residual = split(from_bits([0x3F808000, 0xBF808000]))
     assert (weight.view(torch.int16) & 0x7FFF).tolist() == [0x3F81, 0x3F81]
     assert residual.tolist() == [-0x8000, -0x8000]
+
+
+@pytest.mark.slow
+def test_every_pattern_there_is() -> None:
+    """All 2**32: joining what was split gives it back, but NaNs, which stay NaN; the weight is `.to` but at ties."""
+    numel = 1 << 24
+    offsets = torch.arange(numel, dtype=torch.int32)
+    weight, residual = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
+    joined = torch.empty(numel)
+    for start in range(-(1 << 31), 1 << 31, numel):
+        bits = offsets + start
+        master = bits.view(torch.float32)
+        kernels.split_master(master, weight, residual)
+        kernels.join_master(weight, residual, joined)
+        rounded = master.to(torch.bfloat16)
+        ties = (bits & 0xFFFF) == 0x8000
+        if (bits[-1] & 0x7F80_0000) != 0x7F80_0000:  # the largest exponent of these: none is NaN
+            assert torch.equal(joined.view(torch.int32), bits)
+            assert torch.equal(weight[~ties].view(torch.int16), rounded[~ties].view(torch.int16))
+            continue
+        nan = master.isnan()
+        assert torch.equal(joined.view(torch.int32)[~nan], bits[~nan]) and joined[nan].isnan().all()
+        assert (weight.view(torch.int16)[nan] == 0x7FC0).all() and (residual[nan] == 0).all()
+        assert torch.equal(weight[~nan & ~ties], rounded[~nan & ~ties])
