@@ -182,3 +182,35 @@ def test_a_cgroup_quota_cuts_the_cores(tmp_path: Path, files: dict[str, str], qu
     assert settings._cgroup_quota(tmp_path) == quota
     if quota is not None:
         assert settings.available_cores(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [
+        ("0", [0]),
+        ("0-3,8,10-11", [0, 1, 2, 3, 8, 10, 11]),
+        ("", []),
+        ("none", []),
+        ("1000-5000", list(range(1000, 1024))),
+    ],
+)
+def test_a_list_of_processors(text: str, cpus: list[int]) -> None:
+    assert _native.parse_cpus(text) == cpus
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")
+def test_a_thread_runs_beside_its_memory() -> None:
+    """On the processors of a node that it may use; on all that it may use where the node has none of them."""
+    mine = sorted(os.sched_getaffinity(0))
+    found: list[set[int]] = []
+
+    def work() -> None:
+        for node, allowed in ((0, mine[:1]), (-1, mine), (9999, mine)):
+            _native.run_beside(node, allowed)
+            found.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [set(mine[:1]), set(mine), set(mine)]
+    assert os.sched_getaffinity(0) == set(mine)

@@ -89,14 +89,18 @@ template <class Body>
     return run_scalar<Body>;
 }
 
-// Runs the body over [0, numel) on the team, with the active instruction set.
+// Runs the body over [0, numel) on the team, with the active instruction set. `memory` is one of
+// the arrays.
 template <class Body>
-void run_body(const typename Body::Args& args, std::size_t numel) {
+void run_body(const typename Body::Args& args, std::size_t numel, const void* memory = nullptr) {
     const RangeFunction<Body> run = version_for<Body>(active_isa());
-    share_out(numel, [&args, run](std::size_t begin, std::size_t end) {
-        const DefaultRounding rounding;
-        run(args, begin, end);
-    });
+    share_out(
+        numel,
+        [&args, run](std::size_t begin, std::size_t end) {
+            const DefaultRounding rounding;
+            run(args, begin, end);
+        },
+        memory);
 }
 
 }  // namespace offload

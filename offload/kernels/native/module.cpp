@@ -16,6 +16,7 @@
 
 #include "elementwise.h"
 #include "isa.h"
+#include "numa.h"
 #include "team.h"
 #include "update.h"
 
@@ -139,6 +140,22 @@ nb::list supported_isas() {
     return names;
 }
 
+std::vector<int> parse_cpus(const std::string& list) {
+    const cpu_set_t cpus = offload::parse_cpus(list);
+    std::vector<int> found;
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+        if (CPU_ISSET(static_cast<std::size_t>(cpu), &cpus)) found.push_back(cpu);
+    }
+    return found;
+}
+
+void run_beside(int node, const std::vector<int>& allowed) {
+    cpu_set_t cpus;
+    CPU_ZERO(&cpus);
+    for (const int cpu : allowed) CPU_SET(static_cast<std::size_t>(cpu), &cpus);
+    offload::run_beside(node, cpus);
+}
+
 void configure(const char* isa, int threads) {
     offload::set_isa(isa);
     offload::set_thread_count(threads);
@@ -150,6 +167,8 @@ NB_MODULE(_native, m) {
     const nb::call_guard<nb::gil_scoped_release> no_gil;
     m.def("supported_isas", &supported_isas);
     m.def("configure", &configure);
+    m.def("parse_cpus", &parse_cpus);
+    m.def("run_beside", &run_beside);
     m.def("thread_count", &offload::thread_count);
     m.def("update", &update);
     m.def("lamb_moments", &lamb_moments);

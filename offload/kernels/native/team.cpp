@@ -1,6 +1,7 @@
 #include "team.h"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -8,6 +9,8 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+
+#include "numa.h"
 
 namespace offload {
 namespace {
@@ -17,7 +20,10 @@ std::atomic<int> wanted_threads{1};
 // One range that is being shared out. It lives on its caller's stack until every member left it.
 class Job {
   public:
-    Job(std::size_t numel, const RangeTask& task) : numel_(numel), task_(task) {}
+    Job(std::size_t numel, const RangeTask& task, int node = -1)
+        : numel_(numel), task_(task), node_(node) {}
+
+    [[nodiscard]] int node() const { return node_; }
 
     void work() {
         for (;;) {
@@ -30,6 +36,7 @@ class Job {
   private:
     std::size_t numel_;
     const RangeTask& task_;
+    const int node_;
     std::atomic<std::size_t> next_{0};
 };
 
@@ -38,11 +45,11 @@ class Job {
 class Team {
   public:
     // False, and nothing done, if another caller has the team.
-    [[nodiscard]] bool try_run(std::size_t numel, const RangeTask& task, int threads) {
+    [[nodiscard]] bool try_run(std::size_t numel, const RangeTask& task, int threads, int node) {
         const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
         if (!turn) return false;
         hire(threads - 1);
-        Job job(numel, task);
+        Job job(numel, task, node);
         open(&job, threads - 1);
         job.work();
         close();
@@ -79,6 +86,9 @@ class Team {
 
     void member(int seat) {
         std::uint64_t seen = 0;
+        int node = -1;
+        cpu_set_t allowed;  // of the thread that made this one
+        sched_getaffinity(0, sizeof allowed, &allowed);
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
             called_.wait(lock, [&] { return job_ != nullptr && seat < seats_ && round_ != seen; });
@@ -86,6 +96,7 @@ class Team {
             Job* job = job_;
             ++working_;
             lock.unlock();
+            if (job->node() != node) run_beside(node = job->node(), allowed);
             job->work();
             lock.lock();
             if (--working_ == 0) left_.notify_one();
@@ -128,9 +139,12 @@ void set_thread_count(int count) { wanted_threads.store(std::max(count, 1)); }
 
 int thread_count() { return wanted_threads.load(std::memory_order_relaxed); }
 
-void share_out(std::size_t numel, const RangeTask& task) {
+void share_out(std::size_t numel, const RangeTask& task, const void* memory) {
     const int threads = thread_count();
-    if (threads > 1 && numel > kChunk && current_team().try_run(numel, task, threads)) return;
+    if (threads > 1 && numel > kChunk &&
+        current_team().try_run(numel, task, threads, node_of(memory))) {
+        return;
+    }
     if (numel > 0) Job(numel, task).work();
 }
 

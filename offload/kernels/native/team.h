@@ -17,7 +17,8 @@ void set_thread_count(int count);
 
 // Calls `task` once for each chunk of [0, numel), on the team and on the calling thread, and
 // returns when all are done. A range of one chunk, or one that finds the team busy with another
-// caller, is done wholly by the calling thread. `task` must not throw.
-void share_out(std::size_t numel, const RangeTask& task);
+// caller, is done wholly by the calling thread. `task` must not throw. On a machine with several
+// NUMA nodes the team runs beside `memory`, which the task works on.
+void share_out(std::size_t numel, const RangeTask& task, const void* memory = nullptr);
 
 }  // namespace offload

@@ -153,7 +153,7 @@ void run_update(const Buffers& b, Master master, const std::vector<Segment>& seg
     }
     run_body<Body>({master, static_cast<Moment*>(b.moments[0]), static_cast<Moment*>(b.moments[1]),
                     static_cast<const Grad*>(b.grad), &parts},
-                   b.numel);
+                   b.numel, b.weight);
 }
 
 template <class R, class Master, class Moment>
