@@ -150,6 +150,25 @@ def test_a_parameter_in_another_layout(dtype: torch.dtype) -> None:
         assert torch.equal(odd, plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", ["in place", "by .data"])
+def test_what_a_user_changes_between_steps_counts(dtype: torch.dtype, how: str) -> None:
+    parameter = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = CPUAdamW([parameter], lr=1e-6, weight_decay=0.0)
+    for _ in range(3):
+        parameter.grad = torch.ones(4, dtype=dtype)
+        optimizer.step()
+    new = torch.tensor([5.0, 1.0, -3.0, 0.0], dtype=dtype)
+    if how == "in place":
+        with torch.no_grad():
+            parameter.copy_(new)
+    else:
+        parameter.data = new.clone()
+    parameter.grad = torch.ones(4, dtype=dtype)
+    optimizer.step()
+    torch.testing.assert_close(parameter.detach().float(), new.float(), rtol=0, atol=1e-5)
+
+
 def test_a_copy_is_a_copy() -> None:
     model = net()
     optimizer = CPUAdamW(model.parameters())

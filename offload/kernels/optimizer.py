@@ -23,6 +23,9 @@ class CPUAdamW(torch.optim.Optimizer):
     `grad_scale`, which each group may change, multiplies gradients: a clip coefficient, or one over the loss scale.
     Gradients may be fp32, bf16 or fp16, and are only read. The bits do not depend on threads or instruction set. For
     one thread at a time.
+
+    A 16-bit parameter that is changed between steps, in place or by `.data =`, gets a new master: what it was changed
+    to. (`parameter.data.copy_` goes unnoticed, as it does in autograd.)
     """
 
     def __init__(
@@ -44,7 +47,13 @@ class CPUAdamW(torch.optim.Optimizer):
         if moment_dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(f"moment_dtype: expected torch.float32 or torch.bfloat16, got {moment_dtype}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
+        self._seen: dict[torch.Tensor, tuple[int, int]] = {}
         super().__init__(params, defaults | {"moment_dtype": moment_dtype, "grad_scale": 1.0})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's, of a pickle too."""
+        super().__setstate__(state)
+        self._seen = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; `ConfigError` for parameters that the kernels have no form for."""
@@ -72,6 +81,7 @@ class CPUAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but states keep their dtypes: torch gives them that of the parameter."""
         super().load_state_dict(state_dict)
+        self._seen = {}
         saved = (index for group in state_dict["param_groups"] for index in group["params"])
         mine = (parameter for group in self.param_groups for parameter in group["params"])
         for index, parameter in zip(saved, mine, strict=True):
@@ -86,6 +96,8 @@ class CPUAdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             self._begin(parameter, group["moment_dtype"], state)
+        elif self._seen.get(parameter, _mark(parameter)) != _mark(parameter):
+            _follow(parameter, state)
         state["step"] += 1
         beta1, beta2 = group["betas"]
         step = AdamWStep(
@@ -110,6 +122,7 @@ class CPUAdamW(torch.optim.Optimizer):
         update(partition, [Segment(0, flat.numel(), step)])
         if flat.data_ptr() != parameter.data_ptr():
             parameter.copy_(flat.view(parameter.shape))
+        self._seen[parameter] = _mark(parameter)
 
     @staticmethod
     def _begin(parameter: torch.Tensor, moment_dtype: torch.dtype, state: dict[str, Any]) -> None:
@@ -121,3 +134,17 @@ class CPUAdamW(torch.optim.Optimizer):
             state["residual"] = torch.zeros(numel, dtype=torch.int16)
         elif parameter.dtype is torch.float16:
             state["master"] = parameter.detach().reshape(-1).float()
+
+
+def _mark(parameter: torch.Tensor) -> tuple[int, int]:
+    """What changes when somebody else writes a parameter."""
+    return parameter._version, parameter.data_ptr()
+
+
+def _follow(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    """Give a 16-bit parameter that was changed a master that is it."""
+    if parameter.dtype is torch.bfloat16:
+        state["residual"].zero_()
+    elif parameter.dtype is torch.float16:
+        flat, master = parameter.detach().reshape(-1), state["master"]
+        torch.where(master.half() == flat, master, flat.float(), out=master)
