@@ -197,3 +197,112 @@ def test_bad_input() -> None:
     parameter.grad = torch.ones(3).to_sparse()
     with pytest.raises(ConfigError, match="dense"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_states_go_to_torch_and_back(dtype: torch.dtype, kind: type[torch.optim.Optimizer]) -> None:
+    model = net(dtype)
+    theirs = kind(model.parameters(), lr=1e-2)
+    train(model, theirs, 3)
+    other = net(dtype)
+    other.load_state_dict(model.state_dict())
+    mine = CPUAdamW(other.parameters())
+    mine.load_state_dict(theirs.state_dict())
+    assert mine.param_groups[0]["decoupled"] is (kind is torch.optim.AdamW)
+    train(model, theirs, 1, 3)
+    train(other, mine, 1, 3)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4 if dtype is torch.float32 else 0.02, atol=1e-3)
+    if dtype is torch.float32:
+        back = torch.optim.AdamW(other.parameters())
+        back.load_state_dict(mine.state_dict())
+        train(other, back, 1, 4)
+
+
+def test_a_model_that_changes_its_dtype_goes_on() -> None:
+    model = net(torch.bfloat16)
+    optimizer = CPUAdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer, 2)
+    model.float()
+    train(model, optimizer, 2, 2)
+    model.half()
+    train(model, optimizer, 2, 4)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_state_that_cannot_be_ours_is_refused() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    theirs = torch.optim.AdamW([parameter], amsgrad=True)
+    theirs.step()
+    with pytest.raises(ConfigError, match="amsgrad"):
+        CPUAdamW([parameter]).load_state_dict(theirs.state_dict())
+    other = CPUAdamW([parameter])
+    other.step()
+    with pytest.raises(ConfigError, match=r"expected shape \(5,\)"):
+        CPUAdamW([nn.Parameter(torch.ones(5))]).load_state_dict(other.state_dict())
+
+
+def test_a_load_hook_of_the_user_counts() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = CPUAdamW([parameter])
+    optimizer.step()
+    saved = optimizer.state_dict()
+
+    def forget(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "state": {}}
+
+    other = CPUAdamW([parameter])
+    other.register_load_state_dict_pre_hook(forget)
+    other.load_state_dict(saved)
+    assert not other.state[parameter]
+
+
+def test_all_parameters_move_or_none() -> None:
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = CPUAdamW([first, second])
+    first.grad, second.grad = torch.ones(3), torch.ones(3).to_sparse()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="dense"):
+            optimizer.step()
+    assert torch.equal(first, torch.ones(3)) and not optimizer.state[first] and not optimizer.state[second]
+
+
+def test_autograd_notices_a_step() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = CPUAdamW(model.parameters())
+    loss = model(torch.ones(2, 3)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_and_parameters_of_any_stride() -> None:
+    for parameter, gradient in (
+        (nn.Parameter(torch.ones(10)[::2]), torch.ones(5)),
+        (nn.Parameter(torch.ones(5, 3)[:, :1]), torch.ones(1).expand(5, 1)),
+        (nn.Parameter(torch.ones(5)), torch._neg_view(-torch.ones(5))),
+    ):
+        plain = nn.Parameter(torch.ones(5))
+        parameter.grad, plain.grad = gradient, torch.ones(5)
+        for each in (parameter, plain):
+            CPUAdamW([each], lr=0.1).step()
+        assert torch.equal(parameter.flatten(), plain)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0])
+def test_a_bf16_parameter_that_is_set_to_zero_is_zero(value: float) -> None:
+    parameter = nn.Parameter(torch.full((4,), 0.3, dtype=torch.bfloat16))
+    optimizer = CPUAdamW([parameter], lr=1e-4, weight_decay=0.0)
+    for _ in range(3):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    with torch.no_grad():
+        parameter.fill_(value)
+    optimizer.param_groups[0]["lr"] = 0.0
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert (parameter == 0).all()

@@ -162,3 +162,24 @@ def test_a_bf16_weight_needs_its_residual_and_an_fp32_weight_has_none() -> None:
 def test_steps_are_counted_from_one() -> None:
     with pytest.raises(ValueError, match="step: expected a number from 1, got 0"):
         kernels.adamw(**arguments(), step=STEP._replace(step=0))
+
+
+def test_memory_that_does_not_hold_its_values_is_refused() -> None:
+    gone = torch.ones(1000)
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="resized"):
+        kernels.sum_squares(gone)
+    with pytest.raises(ValueError, match="resolve_neg"):
+        kernels.sum_squares(torch._neg_view(torch.ones(3)))
+
+
+def test_scalars_do_not_flush_either() -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush denormals")
+    try:
+        weight = torch.ones(3)
+        step = AdamWStep(1.0, 0.9, 0.99, 1e-40, 0.0, 1)
+        kernels.adamw(weight, None, torch.zeros(3), torch.zeros(3), torch.zeros(3), step)
+    finally:
+        torch.set_flush_denormal(False)
+    assert (weight == 1).all()

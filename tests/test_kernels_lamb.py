@@ -113,6 +113,13 @@ def test_bad_input() -> None:
     part = arrays(8)
     with pytest.raises(ValueError, match="within 8 elements"):
         kernels.lamb(part, [LambSegment(0, 9, STEP)])
+    for turned in (
+        [LambSegment(4, 8, STEP), LambSegment(0, 4, STEP)],
+        [LambSegment(0, 5, STEP), LambSegment(4, 8, STEP)],
+    ):
+        for call in (kernels.lamb, kernels.lamb_moments, lambda p, s: kernels.lamb_move(p, s, [1.0, 1.0])):
+            with pytest.raises(ValueError, match="in order"):
+                call(part, turned)
     with pytest.raises(ValueError, match="from 1"):
         kernels.lamb(part, [LambSegment(0, 8, STEP._replace(step=0))])
     with pytest.raises(TypeError, match=r"moments\[0\]"):

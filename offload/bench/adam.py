@@ -7,6 +7,7 @@ in bf16 with a split master moves 26 bytes a parameter: weight, residual, two mo
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -94,9 +95,8 @@ def _noise(numel: int, scale: float) -> torch.Tensor:
 def cases(dtypes: Sequence[str], grad_dtypes: Sequence[str], threads: Sequence[int], isas: Sequence[str]) -> list[Case]:
     """All settings that are asked for; `ConfigError` for one that is not there."""
     known = _native.supported_isas()
-    cores = settings.available_cores()
-    threads = threads or sorted({1, cores})
-    isas = isas or known[-1:]
+    threads = threads or sorted({1, settings.threads_from(os.environ)})
+    isas = isas or (settings.isa_from(os.environ, known),)
     for isa in isas:
         if isa not in known:
             raise ConfigError(f"this machine has no instruction set {isa!r}: expected {', '.join(known)}")
@@ -110,7 +110,7 @@ def cases(dtypes: Sequence[str], grad_dtypes: Sequence[str], threads: Sequence[i
 
 
 def measure(numel: int, wanted: Sequence[Case], rounds: int, tell: Callable[[str], None] = lambda _: None) -> list[Row]:
-    """Run the contenders of each case in turns. The settings of the kernels and of torch are restored."""
+    """Run the contenders of each case in turns. Afterwards the kernels have the environment's settings again."""
     if numel < 1 or rounds < 1:
         raise ConfigError(f"expected numel >= 1 and rounds >= 1, got {numel} and {rounds}")
     before = torch.get_num_threads()
@@ -125,7 +125,7 @@ def measure(numel: int, wanted: Sequence[Case], rounds: int, tell: Callable[[str
                 rows.extend(_rows(case, arrays, contenders, rounds, tell))
     finally:
         torch.set_num_threads(before)
-        _native.configure(_native.supported_isas()[-1], settings.available_cores())
+        _native.configure(settings.isa_from(os.environ, _native.supported_isas()), settings.threads_from(os.environ))
     return rows
 
 

@@ -37,4 +37,8 @@ def address(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], nu
         raise ValueError(f"{name}: expected shape ({numel},), got {tuple(tensor.shape)}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got stride {tensor.stride()}")
+    if tensor.is_neg():
+        raise ValueError(f"{name}: expected a tensor whose bytes are its values: call .resolve_neg()")
+    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + numel) * tensor.itemsize:
+        raise ValueError(f"{name}: its storage was resized and does not hold {numel} elements")
     return tensor.data_ptr()

@@ -16,7 +16,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.kernels.steps import AdamWStep, Segment
-from offload.kernels.update import Partition
+from offload.kernels.update import Partition, check_beside, check_segments
 
 SOURCE = Path(__file__).with_name("adamw.cu")
 WEIGHTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -77,6 +77,18 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
             )
         if tensor.shape != weight.shape or tensor.dim() != 1:
             raise ValueError(f"expected shape {tuple(weight.shape)} of all tensors, got {tuple(tensor.shape)}")
+    check_segments(segments, weight.numel())
+    check_beside(partition)
+    for name, given, dtypes in (
+        ("weight", weight, tuple(WEIGHTS)),
+        ("grad", grad, tuple(GRADS)),
+        ("residual", partition.residual, (torch.int16,)),
+        ("master", partition.master, (torch.float32,)),
+    ):
+        if given is not None and given.dtype not in dtypes:
+            raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {given.dtype}")
+    if any(not isinstance(segment.step, AdamWStep) for segment in segments):
+        raise TypeError("step: expected AdamWStep")
     if len(partition.moments) != 2 or any(moment.dtype is not torch.float32 for moment in partition.moments):
         raise TypeError("moments: expected two of torch.float32")
     cupy = _cupy()
@@ -84,8 +96,7 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
         kernel = _kernel(WEIGHTS[weight.dtype], GRADS[grad.dtype], weight.device.index)
         stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
         for start, stop, step in segments:
-            if not isinstance(step, AdamWStep):
-                raise TypeError(f"step: expected AdamWStep, got {type(step).__name__}")
+            assert isinstance(step, AdamWStep)
             if start == stop:
                 continue
             arrays = [

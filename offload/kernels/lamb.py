@@ -25,7 +25,10 @@ class LambSegment(NamedTuple):
 
 
 def lamb(partition: Partition, segments: Sequence[LambSegment]) -> None:
-    """Do the step of each segment, which is a whole parameter. Moments are exp_avg and exp_avg_sq, fp32."""
+    """Do the step of each segment, which is a whole parameter. Moments are exp_avg and exp_avg_sq, fp32.
+
+    A gradient with inf or NaN spoils the moments of its segment and all its weights: decide before.
+    """
     sums = lamb_moments(partition, segments)
     ratios = [lamb_ratio(each.step, [mine]) for each, mine in zip(segments, sums, strict=True)]
     lamb_move(partition, segments, ratios)
@@ -38,12 +41,9 @@ def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[
     several pieces, `lamb_ratio` takes those of all of them in order: the bits are then those of one piece.
     """
     weight, beside, moments, _, grad, numel = addresses("lamb", 2, partition)
+    _check(segments, numel)
     found = []
     for start, stop, step in segments:
-        if not 0 <= start <= stop <= numel:
-            raise ValueError(f"segments: expected them within {numel} elements, got [{start}, {stop})")
-        if step.step < 1:
-            raise ValueError(f"step: expected a number from 1, got {step.step}")
         sums = torch.zeros(-(-(stop - start) // BLOCK), 2, dtype=torch.float64)
         settings = [float(value) for value in (*step[:7], 1.0)]
         _native.lamb_moments(weight, beside, moments, grad, numel, (start, stop, settings), sums.data_ptr())
@@ -64,9 +64,20 @@ def lamb_ratio(step: LambStep, sums: Sequence[torch.Tensor]) -> float:
 
 def lamb_move(partition: Partition, segments: Sequence[LambSegment], ratios: Sequence[float]) -> None:
     """The second pass: move the weights, each segment by its ratio."""
+    _check(segments, partition.weight.numel())
     run(
         "lamb",
         2,
         partition,
         [(start, stop, (*step[:7], ratio)) for (start, stop, step), ratio in zip(segments, ratios, strict=True)],
     )
+
+
+def _check(segments: Sequence[LambSegment], numel: int) -> None:
+    end = 0
+    for start, stop, step in segments:
+        if not end <= start <= stop <= numel:
+            raise ValueError(f"segments: expected them in order within {numel} elements, got [{start}, {stop})")
+        if step.step < 1:
+            raise ValueError(f"step: expected a number from 1, got {step.step}")
+        end = stop

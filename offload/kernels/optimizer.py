@@ -39,13 +39,6 @@ class CPUAdamW(torch.optim.Optimizer):
         decoupled: bool = True,
         moment_dtype: torch.dtype = torch.float32,
     ) -> None:
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ConfigError(f"{name}: expected at least 0, got {value}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(f"betas: expected numbers from 0 to below 1, got {betas}")
-        if moment_dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(f"moment_dtype: expected torch.float32 or torch.bfloat16, got {moment_dtype}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
         self._seen: dict[torch.Tensor, tuple[int, int]] = {}
         super().__init__(params, defaults | {"moment_dtype": moment_dtype, "grad_scale": 1.0})
@@ -56,14 +49,13 @@ class CPUAdamW(torch.optim.Optimizer):
         self._seen = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; `ConfigError` for parameters that the kernels have no form for."""
+        """As torch's; `ConfigError` for a setting out of range, or a parameter that the kernels have no form for."""
         super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if parameter.device.type != "cpu" or parameter.dtype not in _DTYPES:
-                self.param_groups.pop()
-                raise ConfigError(
-                    f"expected parameters on the CPU in fp32, bf16 or fp16, got {parameter.dtype} on {parameter.device}"
-                )
+        try:
+            _check_group(self.param_groups[-1])
+        except ConfigError:
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -72,33 +64,52 @@ class CPUAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+        todo = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        # All or none: what cannot be done is found before anything is.
+        ready = [(p, _gradient(p), group) for p, group in todo]
+        for parameter, gradient, group in ready:
+            self._update(parameter, gradient, group)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but states keep their dtypes: torch gives them that of the parameter."""
-        super().load_state_dict(state_dict)
-        self._seen = {}
-        saved = (index for group in state_dict["param_groups"] for index in group["params"])
+        """As torch's, also of a `torch.optim.AdamW` or `Adam`, and of parameters in another dtype.
+
+        A master that is not in it begins as the parameter is. `ConfigError` where shapes differ, and for options
+        that the kernel has not (amsgrad, maximize).
+        """
+        given: list[dict[str, Any]] = []  # as the hooks of the user leave it
+        hook = self.register_load_state_dict_pre_hook(lambda _, loaded: given.append(loaded))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        saved = (index for group in given[0]["param_groups"] for index in group["params"])
         mine = (parameter for group in self.param_groups for parameter in group["params"])
         for index, parameter in zip(saved, mine, strict=True):
-            for key, value in state_dict["state"].get(index, {}).items():
-                self.state[parameter][key] = value.clone() if isinstance(value, torch.Tensor) else value
+            # torch has given states the dtype of the parameter.
+            for key, value in given[0]["state"].get(index, {}).items():
+                self.state[parameter][key] = value
+        self._seen = {}
+        for group in self.param_groups:
+            for option in ("amsgrad", "maximize"):
+                if group.pop(option, False):
+                    raise ConfigError(f"the state has {option}=True, which the kernel does not do")
+            if "decoupled_weight_decay" in group:
+                group["decoupled"] = group.pop("decoupled_weight_decay")
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            for parameter in group["params"]:
+                if self.state.get(parameter):
+                    _adopt(parameter, self.state[parameter])
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.layout is not torch.strided:
-            raise ConfigError(f"expected a dense gradient, got one of layout {gradient.layout}")
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            self._begin(parameter, group["moment_dtype"], state)
+            _begin(parameter, group["moment_dtype"], state)
+        elif state["exp_avg"].shape != parameter.shape or _beside(parameter) != {"residual", "master"} & set(state):
+            _adopt(parameter, state)  # its dtype was changed
         elif self._seen.get(parameter, _mark(parameter)) != _mark(parameter):
             _follow(parameter, state)
-        state["step"] += 1
         beta1, beta2 = group["betas"]
         step = AdamWStep(
             lr=float(group["lr"]),
@@ -106,34 +117,92 @@ class CPUAdamW(torch.optim.Optimizer):
             beta2=float(beta2),
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
-            step=int(state["step"]),
+            step=int(state["step"]) + 1,
             grad_scale=float(group["grad_scale"]),
             decoupled=bool(group["decoupled"]),
         )
-        # States are flat, in the order of a contiguous parameter; of another one the kernel gets a copy.
-        flat = parameter.detach().reshape(-1)
+        # States are contiguous; of a parameter that is not, the kernel gets a copy.
+        flat = parameter.detach().contiguous().view(-1)
         partition = Partition(
             flat,
-            gradient.reshape(-1),
-            (state["exp_avg"], state["exp_avg_sq"]),
-            residual=state.get("residual"),
-            master=state.get("master"),
+            gradient,
+            (state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)),
+            residual=state["residual"].view(-1) if "residual" in state else None,
+            master=state["master"].view(-1) if "master" in state else None,
         )
         update(partition, [Segment(0, flat.numel(), step)])
+        state["step"] += 1
         if flat.data_ptr() != parameter.data_ptr():
             parameter.copy_(flat.view(parameter.shape))
+        else:
+            torch.autograd.graph.increment_version(parameter)
         self._seen[parameter] = _mark(parameter)
 
-    @staticmethod
-    def _begin(parameter: torch.Tensor, moment_dtype: torch.dtype, state: dict[str, Any]) -> None:
-        numel = parameter.numel()
-        state["step"] = 0
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros(numel, dtype=moment_dtype)
-        if parameter.dtype is torch.bfloat16:
-            state["residual"] = torch.zeros(numel, dtype=torch.int16)
-        elif parameter.dtype is torch.float16:
-            state["master"] = parameter.detach().reshape(-1).float()
+
+def _check_group(group: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0 <= float(group[name]) < float("inf"):
+            raise ConfigError(f"{name}: expected a number from 0, got {group[name]}")
+    betas = group["betas"]
+    if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+        raise ConfigError(f"betas: expected two numbers from 0 to below 1, got {betas}")
+    if group["moment_dtype"] not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"moment_dtype: expected torch.float32 or torch.bfloat16, got {group['moment_dtype']}")
+    for parameter in group["params"]:
+        if parameter.device.type != "cpu" or parameter.dtype not in _DTYPES:
+            raise ConfigError(
+                f"expected parameters on the CPU in fp32, bf16 or fp16, got {parameter.dtype} on {parameter.device}"
+            )
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter's gradient as the kernel takes it: (numel,), contiguous."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.layout is not torch.strided or gradient.dtype not in _DTYPES or gradient.device.type != "cpu":
+        raise ConfigError(
+            f"expected dense gradients on the CPU in fp32, bf16 or fp16, got {gradient.layout}, {gradient.dtype} on "
+            f"{gradient.device}"
+        )
+    return gradient.detach().resolve_neg().contiguous().view(-1)
+
+
+def _beside(parameter: torch.Tensor) -> set[str]:
+    """The state that holds the rest of the parameter's master."""
+    return {torch.bfloat16: {"residual"}, torch.float16: {"master"}}.get(parameter.dtype, set())
+
+
+def _begin(parameter: torch.Tensor, moment_dtype: torch.dtype, state: dict[str, Any]) -> None:
+    state["step"] = 0
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[name] = torch.zeros(parameter.shape, dtype=moment_dtype)
+    _begin_master(parameter, state)
+
+
+def _begin_master(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    if parameter.dtype is torch.bfloat16:
+        state["residual"] = torch.zeros(parameter.shape, dtype=torch.int16)
+    elif parameter.dtype is torch.float16:
+        state["master"] = parameter.detach().float().contiguous()
+
+
+def _adopt(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    """Make a state that was loaded, or is of another dtype, one of this parameter."""
+    state["step"] = int(state.get("step", 0))
+    for name in ("exp_avg", "exp_avg_sq"):
+        if name not in state or state[name].numel() != parameter.numel():
+            got = tuple(state[name].shape) if name in state else "none"
+            raise ConfigError(f"{name}: expected shape {tuple(parameter.shape)} as the parameter has, got {got}")
+        dtype = torch.bfloat16 if state[name].dtype is torch.bfloat16 else torch.float32
+        state[name] = state[name].to(dtype).contiguous().clone().view(parameter.shape)
+    wanted = _beside(parameter)
+    for name in ("residual", "master"):
+        if name in wanted and name in state and state[name].numel() == parameter.numel():
+            state[name] = state[name].contiguous().clone().view(parameter.shape)
+        else:
+            state.pop(name, None)
+    if not wanted <= set(state):
+        _begin_master(parameter, state)
 
 
 def _mark(parameter: torch.Tensor) -> tuple[int, int]:
@@ -146,5 +215,5 @@ def _follow(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     if parameter.dtype is torch.bfloat16:
         state["residual"].zero_()
     elif parameter.dtype is torch.float16:
-        flat, master = parameter.detach().reshape(-1), state["master"]
-        torch.where(master.half() == flat, master, flat.float(), out=master)
+        weight, master = parameter.detach(), state["master"]
+        state["master"] = torch.where(master.half() == weight, master, weight.float()).contiguous()

@@ -35,14 +35,14 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
     numel = length("weight", partition.weight)
     if not segments:
         return
-    rule, moments = _rule(segments, numel)
+    rule, moments = check_segments(segments, numel)
     run(rule, moments, partition, segments)
 
 
 def probe(partition: Partition) -> None:
     """Read and write what a step of AdamW does, with no arithmetic to speak of: the bound of a step's time.
 
-    The values stay what they are. For benchmarks.
+    Finite values stay what they are. For benchmarks.
     """
     numel = length("weight", partition.weight)
     run("probe", 2, partition, [(0, numel, (0.0,))])
@@ -105,7 +105,8 @@ def adamw(
     update(Partition(weight, grad, moments, residual), [Segment(0, numel, step)])
 
 
-def _rule(segments: Sequence[Segment], numel: int) -> tuple[str, int]:
+def check_segments(segments: Sequence[Segment], numel: int) -> tuple[str, int]:
+    """The native rule of the segments and how many moments it has; raises where they are not as `update` says."""
     kind, end = type(segments[0].step), 0
     if kind not in RULES:
         raise TypeError(f"step: expected one of {', '.join(each.__name__ for each in RULES)}, got {kind.__name__}")
@@ -127,15 +128,21 @@ def _check_counted(step: Step) -> None:
 def _weight(partition: Partition, numel: int) -> tuple[tuple[int, int], int]:
     """The address and element of the weight, and the address of what is beside it."""
     weight, dtype = partition.weight, partition.weight.dtype
-    for name, given, wanted in (
-        ("residual", partition.residual, dtype is torch.bfloat16),
-        ("master", partition.master, dtype is torch.float16),
-    ):
-        if (given is not None) != wanted:
-            raise TypeError(f"{name}: expected {'one' if wanted else 'none'} for a weight of {dtype}")
+    check_beside(partition)
     beside = 0
     if partition.residual is not None:
         beside = address("residual", partition.residual, INT16, numel)
     elif partition.master is not None:
         beside = address("master", partition.master, FLOAT, numel)
     return (address("weight", weight, FLOATS, numel), element(dtype)), beside
+
+
+def check_beside(partition: Partition) -> None:
+    """`TypeError` where the residual or the master is missing, or there is one too many."""
+    dtype = partition.weight.dtype
+    for name, given, wanted in (
+        ("residual", partition.residual, dtype is torch.bfloat16),
+        ("master", partition.master, dtype is torch.float16),
+    ):
+        if (given is not None) != wanted:
+            raise TypeError(f"{name}: expected {'one' if wanted else 'none'} for a weight of {dtype}")

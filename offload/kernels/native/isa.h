@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string_view>
 #include <vector>
@@ -48,6 +49,17 @@ class DefaultRounding {
 
   private:
     unsigned saved_;
+
+  public:
+#elif defined(__aarch64__)
+    DefaultRounding() {
+        __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
+        __asm__ volatile("msr fpcr, %0" : : "r"(std::uint64_t{0}));
+    }
+    ~DefaultRounding() { __asm__ volatile("msr fpcr, %0" : : "r"(saved_)); }
+
+  private:
+    std::uint64_t saved_;
 
   public:
 #else

@@ -80,6 +80,7 @@ void update(const std::string& name, std::pair<std::uintptr_t, int> weight, std:
     segments.reserve(given.size());
     for (const auto& each : given) segments.push_back(segment(each));
     const nb::gil_scoped_release no_gil;
+    const offload::DefaultRounding rounding;  // scalars are rounded on this thread
     run(arrays, segments);
 }
 
@@ -89,6 +90,7 @@ void lamb_moments(std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
     const Buffers arrays = buffers(weight, beside, moments, 0, grad, numel);
     const Segment one = segment(given);
     const nb::gil_scoped_release no_gil;
+    const offload::DefaultRounding rounding;
     offload::lamb_moments(arrays, one, at<double>(sums));
 }
 

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 
 #include <algorithm>
 #include <atomic>
@@ -59,6 +60,10 @@ class Team {
   private:
     // Detached, because the team is never destroyed: see [Note: team and fork].
     void hire(int wanted) {
+        // Signals are for the caller's threads.
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
             for (; members_ < wanted; ++members_) {
                 std::thread(&Team::member, this, members_).detach();
@@ -66,6 +71,7 @@ class Team {
         } catch (const std::system_error&) {
             // The system gives no more threads; those that there are do the work.
         }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
     void open(Job* job, int seats) {
@@ -88,7 +94,7 @@ class Team {
         std::uint64_t seen = 0;
         int node = -1;
         cpu_set_t allowed;  // of the thread that made this one
-        sched_getaffinity(0, sizeof allowed, &allowed);
+        const bool known = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
             called_.wait(lock, [&] { return job_ != nullptr && seat < seats_ && round_ != seen; });
@@ -96,7 +102,9 @@ class Team {
             Job* job = job_;
             ++working_;
             lock.unlock();
-            if (job->node() != node) run_beside(node = job->node(), allowed);
+            if (known && job->node() >= 0 && job->node() != node) {
+                run_beside(node = job->node(), allowed);
+            }
             job->work();
             lock.lock();
             if (--working_ == 0) left_.notify_one();
