@@ -349,8 +349,11 @@ class IoQueue:
         self._callbacks.stop()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # then nothing of Python may be there, and `_close_all` was
-            self.close()
+        # Without the lock of the callbacks and without waiting for their thread: the garbage collector may come while
+        # this very thread holds the one, or while the other wants it. The thread ends by itself.
+        if hasattr(self, "_callbacks") and not sys.is_finalizing() and os.getpid() == self._pid:
+            self._closed = True
+            self._queue.close()
 
     def __enter__(self) -> IoQueue:
         return self
