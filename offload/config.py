@@ -58,6 +58,7 @@ def _spelling(names: Mapping[str, str]) -> BeforeValidator:
 
 Whole = Annotated[int, BeforeValidator(_number)]
 Count = Annotated[Whole, Field(gt=0)]
+Elements = Annotated[Whole, Field(ge=0)]
 Number = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_strings)]
@@ -96,22 +97,30 @@ class Block(BaseModel):
 class OffloadParam(Block):
     """Where the weights live."""
 
-    TUNING = ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu")
+    TUNING = ("pin_memory",)
 
     device: Tier = Field("none", description="home of the weights: none (compute device), cpu, nvme")
     nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
+    max_in_cpu: Elements = Field(
+        0, description="elements of weights on nvme that have room in host memory too; default: what host_memory leaves"
+    )
+    buffer_count: Count | None = Field(None, description="with buffer_size: another way to say max_in_cpu")
+    buffer_size: Count | None = Field(None, description="elements; units may be larger than that")
 
 
 class OffloadOptimizer(Block):
     """Where the optimizer states live."""
 
     TUNING = _keys(
-        """pin_memory buffer_count buffer_size fast_init pipeline pipeline_read pipeline_write ratio super_offload
+        """pin_memory buffer_count buffer_size fast_init pipeline pipeline_read pipeline_write super_offload
         cpuadam_cores_perc"""
     )
 
     device: Tier = Field("none", description="home of residual and moments: none (compute device), cpu, nvme")
     nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
+    ratio: Annotated[Number, Field(le=1)] = Field(
+        1.0, description="share of the states that goes there, by bytes; the first units' stay on the compute device"
+    )
 
 
 class LeafModule(Block):
@@ -127,9 +136,7 @@ class ZeroOptimization(Block):
     """ZeRO: what is partitioned, and where it lives."""
 
     TUNING = _keys(
-        """sub_group_size stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold
-        param_persistence_threshold stage3_model_persistence_threshold model_persistence_threshold
-        stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance
+        """stage3_model_persistence_threshold model_persistence_threshold
         stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save
         stage3_gather_fp16_weights_on_model_save contiguous_gradients reduce_bucket_size overlap_comm reduce_scatter
         allgather_partitions allgather_bucket_size use_multi_rank_bucket_allreduce round_robin_gradients
@@ -148,12 +155,35 @@ class ZeroOptimization(Block):
         _CHANGES,
     )
 
+    OLD_NAMES: ClassVar[dict[str, str]] = {
+        name.removeprefix("stage3_"): name
+        for name in _keys(
+            """stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_max_live_parameters
+            stage3_max_reuse_distance"""
+        )
+    }
+
     stage: Annotated[Whole, Field(ge=0, le=3)] = Field(
         0, description="0 to 3; on one process all stages train the same way"
     )
     offload_param: OffloadParam = Field(OffloadParam(), description="see below")
     offload_optimizer: OffloadOptimizer = Field(OffloadOptimizer(), description="see below")
     leaf_module: LeafModule = Field(LeafModule(), description="see below")
+    sub_group_size: Count | None = Field(
+        None, description="elements of a tile of the update at most; default: 32 MiB of all states"
+    )
+    stage3_prefetch_bucket_size: Elements | None = Field(
+        None, description="elements brought ahead at most, one unit at least; 0: none; default: what memory allows"
+    )
+    stage3_param_persistence_threshold: Elements = Field(
+        0, description="units of at most so many elements stay on the compute device"
+    )
+    stage3_max_live_parameters: Count | None = Field(
+        None, description="elements on the compute device at most, beside those at home there; one unit at least"
+    )
+    stage3_max_reuse_distance: Elements | None = Field(
+        None, description="a unit leaves the device at once if more elements are used before it is used again"
+    )
 
 
 class OptimizerParams(Block):

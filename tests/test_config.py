@@ -41,7 +41,7 @@ def test_a_usual_file() -> None:
     params = config.optimizer.params
     assert (params.lr, params.betas, params.eps, params.weight_decay) == (1e-5, (0.8, 0.99), 1e-7, 0.0)
     notices = "\n".join(config.notices)
-    for key in ("sub_group_size", "buffer_count", "pin_memory", "overlap_comm", "steps_per_print"):
+    for key in ("buffer_count", "pin_memory", "overlap_comm", "steps_per_print"):
         assert key in notices, key
     assert "wall_clock_breakdown" not in notices, "what is off needs no word"
     assert len(config.notices) == 2

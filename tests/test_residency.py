@@ -12,6 +12,7 @@ from offload.swapper import pager as pager_module
 from offload.swapper.arena import Classes, DeviceArena, HostArena
 from offload.swapper.device import Device
 from offload.swapper.pager import Pager, UnitSize
+from offload.swapper.policy import Limits
 from offload.swapper.residency import ARROWS, Residency, Tier
 
 
@@ -20,7 +21,7 @@ def test_every_pair(start: Residency, end: Residency) -> None:
     cpu = Device(torch.device("cpu"))
     host = HostArena(Classes(0, 0, 0, 4096), cpu)
     unit = UnitSize("unit", 4096, Tier.HOST, (range(4096),))
-    pager = Pager([unit], host, DeviceArena(4096, cpu), cpu, None)
+    pager = Pager([unit], host, DeviceArena(4096, cpu), cpu, None, Limits())
     entry = pager._entries[0]
     entry.residency = start
     with pager.lock:

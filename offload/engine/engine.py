@@ -556,6 +556,7 @@ class Engine:
         parts.weights.remove()
         if parts.updater is not None:
             parts.updater.close()
+        parts.gradients.close()
         parts.pager.close()
         if parts.queue is not None:
             parts.queue.close()

@@ -10,8 +10,8 @@ from torch import nn
 from offload import kernels
 from offload.aio import aligned_empty
 from offload.engine.birth import materialize
+from offload.engine.homes import Homes, Partitions
 from offload.engine.layout import UnitLayout
-from offload.engine.placement import Partitions, Placement
 from offload.engine.ranks import Ranks
 from offload.engine.updater import Resident
 from offload.swapper.arena import DeviceArena, HostArena, Lease
@@ -23,17 +23,15 @@ from offload.swapper.store import Future, Store
 
 
 def make_residents(
-    parts: Partitions, mode: Mode, placement: Placement, host: HostArena, device: DeviceArena
+    parts: Partitions, mode: Mode, homes: Homes, host: HostArena, device: DeviceArena
 ) -> dict[tuple[int, State], Resident]:
-    """Memory for every state but the weight whose home is not DISK; moments are zero."""
+    """Memory for every state but weight and gradient whose home is not DISK; moments are zero."""
     residents: dict[tuple[int, State], Resident] = {}
-    if placement.state_home is Tier.DISK:
-        return residents
     for unit, row in enumerate(parts.nbytes):
         for state, nbytes in row.items():
-            if state is State.WEIGHT:
+            if state in (State.WEIGHT, State.GRAD) or homes[unit][state] is Tier.DISK:
                 continue
-            if placement.state_home is Tier.HOST:
+            if homes[unit][state] is Tier.HOST:
                 lease = host.homes.take(nbytes)
                 assert lease is not None, "the class of homes was sized for every home"
                 resident = Resident(lease.tensor(mode.states[state]), lease.buffer)
@@ -56,7 +54,7 @@ class Filler:
         self,
         mode: Mode,
         parts: Partitions,
-        placement: Placement,
+        homes: Homes,
         pager: Pager,
         residents: Mapping[tuple[int, State], Resident],
         device: Device,
@@ -64,7 +62,7 @@ class Filler:
         shares: Sequence[tuple[range, range]],
         ranks: Ranks | None,
     ) -> None:
-        self._mode, self._parts, self._placement = mode, parts, placement
+        self._mode, self._parts, self._homes = mode, parts, homes
         self._ranks = ranks
         self._shares = shares
         """This rank's trainable and frozen elements of each unit."""
@@ -94,6 +92,8 @@ class Filler:
         assert self._store is not None
         for unit in range(unit_count):
             for state, nbytes in self._parts.nbytes[unit].items():
+                if state is State.GRAD:
+                    continue
                 home = self._home(unit, state)
                 if home is not None:
                     buffer = home.buffer or aligned_empty(nbytes)
@@ -143,9 +143,9 @@ class Filler:
         """A partition's memory where its home is above DISK."""
         if state is not State.WEIGHT:
             return self._residents.get((unit, state))
-        if self._placement.weight_home is Tier.DEVICE:
+        if self._homes[unit][State.WEIGHT] is Tier.DEVICE:
             return Resident(self._pager.device_home(unit), None)
-        if self._placement.weight_home is Tier.HOST:
+        if self._homes[unit][State.WEIGHT] is Tier.HOST:
             lease: Lease = self._pager.home_lease(unit)
             return Resident(lease.tensor(torch.uint8), lease.buffer)
         return None

@@ -2,6 +2,8 @@
 
     compute stream ─► download to a staging buffer ─► event ─► added into the unit's lease, squares summed
 
+A unit's lease is its own, or a window of what waits on DISK (see `spill`).
+
 Where the host can address the device's memory the first two steps fall away. A staging buffer is emptied when the next
 gradient needs it or when `norm` is asked for: the thread of the backward waits for the oldest copy alone.
 """
@@ -18,9 +20,11 @@ import torch
 
 from offload import kernels
 from offload.engine.layout import UnitLayout
-from offload.engine.placement import STAGING_BUFFERS
+from offload.engine.placement import CHUNK, STAGING_BUFFERS
+from offload.engine.spill import Spill
 from offload.swapper.arena import HostArena, Lease
 from offload.swapper.device import Device, Event
+from offload.swapper.store import Future
 
 
 class Known(NamedTuple):
@@ -50,7 +54,7 @@ class _Arriving(NamedTuple):
 
 
 class Gradients:
-    """One host lease for each unit that trains; the gradient of a parameter lies where its segment does.
+    """The gradient of each unit that trains; that of a parameter lies where its segment does.
 
     `add` and `put` may be called by any thread, one at a time; everything else by the thread that calls `step()`, but
     `free`, which the update worker calls when an update has read a gradient.
@@ -63,8 +67,11 @@ class Gradients:
         arena: HostArena,
         dtype: torch.dtype,
         device: Device,
+        spill: Spill | None,
     ) -> None:
+        """`spill` has the units whose gradients wait on DISK; the others get a lease each."""
         self.dtype = dtype
+        self._spill = spill
         self._layouts = layouts
         self._parts = parts
         self._device = device
@@ -75,13 +82,14 @@ class Gradients:
         """For each unit, (segment, first element) of a stretch to its sum of squares."""
         self._reading: set[int] = set()
         self._memory: list[torch.Tensor | None] = []
-        for part in parts:
-            lease = arena.gradients.take(len(part) * dtype.itemsize) if part else None
-            assert lease is not None or not part, "the class of gradients was sized for every unit"
+        for unit, part in enumerate(parts):
+            kept = part and not self._spills(unit)
+            lease = arena.homes.take(len(part) * dtype.itemsize) if kept else None
+            assert lease is not None or not kept, "the class of homes was sized for every gradient that has one"
             self._memory.append(None if lease is None else lease.tensor(dtype))
         staging = [arena.staging.take(arena.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
         self._staging = [lease for lease in staging if lease is not None]
-        self._staging_numel = arena.classes.staging // STAGING_BUFFERS // torch.float32.itemsize
+        self._staging_numel = min(arena.classes.staging // STAGING_BUFFERS // torch.float32.itemsize, CHUNK)
         self._arriving: deque[_Arriving] = deque()
 
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
@@ -96,7 +104,7 @@ class Gradients:
         """Store or add `values`, (n,) on the device: elements [first, first + n) of a segment, all of them this rank's.
 
         The same pass sums the squares of the new values, so that the norm reads no gradient again. A stretch must
-        begin and end where it did in the step's other calls.
+        begin and end where it did in the step's other calls, and begin whole `CHUNK`s from where this rank's does.
         """
         if values.dtype not in (torch.float32, torch.bfloat16):
             values = values.to(self.dtype)
@@ -130,13 +138,25 @@ class Gradients:
         self._arriving.popleft()
 
     def _accumulate(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        memory = self._memory[unit]
-        assert memory is not None
         start = self._layouts[unit].segments[segment].start - self._parts[unit].start + first
         with self._lock:
             assert unit not in self._reading
-            squares, key = self._squares[unit], (segment, first)
-            squares[key] = kernels.accumulate(memory[start : start + len(values)], values, add=key in squares)
+            squares = self._squares[unit]
+            for chunk in range(0, len(values), CHUNK):
+                more, key = values[chunk : chunk + CHUNK], (segment, first + chunk)
+                memory = self._part(unit, start + chunk, start + chunk + len(more))
+                squares[key] = kernels.accumulate(memory, more, add=key in squares)
+
+    def _part(self, unit: int, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a unit's gradient, in HOST until the next call."""
+        if self._spill is not None and self._spills(unit):
+            return self._spill.part(unit, start, stop)
+        memory = self._memory[unit]
+        assert memory is not None
+        return memory[start:stop]
+
+    def _spills(self, unit: int) -> bool:
+        return self._spill is not None and unit in self._spill
 
     def known(self) -> Known:
         """What a step is decided on. Waits for what is on its way from the device."""
@@ -153,24 +173,40 @@ class Gradients:
 
     def give(self, units: Sequence[int]) -> None:
         """The gradients of `units` belong to their updates from now until `free`; none may be added meanwhile."""
+        if self._spill is not None:
+            self._spill.flush()
         with self._lock:
             for unit in units:
                 self._reading.add(unit)
                 self._squares[unit] = {}
 
-    def memory(self, unit: int) -> torch.Tensor:
-        """The gradient of a unit for its update, (elements of the trainable part,)."""
+    def stretch(
+        self, unit: int, start: int, stop: int, room: Lease, offset: int
+    ) -> tuple[torch.Tensor, Sequence[Future]]:
+        """Elements [start, stop) for the update of `unit`, there once the futures are done.
+
+        Those of a unit that spills are read into `room`, from byte `offset` on.
+        """
+        assert unit in self._reading
+        if self._spill is not None and self._spills(unit):
+            end = offset + (stop - start) * self.dtype.itemsize
+            read = self._spill.read(unit, start, stop, room.buffer[offset:end])
+            return room.tensor(torch.uint8)[offset:end].view(self.dtype), (read,)
         memory = self._memory[unit]
-        assert memory is not None and unit in self._reading
-        return memory
+        assert memory is not None
+        return memory[start:stop], ()
 
     def free(self, unit: int) -> None:
         """The update has read the gradient: the memory may take the next one."""
+        if self._spill is not None and self._spills(unit):
+            self._spill.forget(unit)
         with self._lock:
             self._reading.discard(unit)
 
     def drop(self, unit: int) -> None:
         """Forget the gradients of one unit."""
+        if self._spill is not None and self._spills(unit):
+            self._spill.forget(unit)
         with self._lock:
             self._squares[unit] = {}
 
@@ -183,8 +219,23 @@ class Gradients:
         while self._arriving:
             self._arriving[0].done.wait()
             self._arriving.popleft()
-        with self._lock:
-            self._squares = [{} for _ in self._layouts]
+        for unit in range(len(self._layouts)):
+            if unit not in self._reading:
+                self.drop(unit)
+
+    def close(self) -> None:
+        """Give room on the drives back. The update worker must have ended."""
+        if self._spill is not None:
+            self._spill.close()
+
+
+def borders(layout: UnitLayout, part: range) -> list[int]:
+    """Where in this rank's `part` of a unit a chunk of a gradient begins; first and last are those of the part."""
+    found = {0, len(part)}
+    for segment in layout.segments:
+        first, last = max(segment.start, part.start), min(segment.stop, part.stop)
+        found.update(start - part.start for start in range(first, last, CHUNK))
+    return sorted(found)
 
 
 def flat(gradient: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,8 @@ from offload.engine.gradients import Gradients
 from offload.engine.placeholder import Place, place_of
 from offload.engine.saved import SavedTensors, storage_address
 from offload.errors import UsageError
+from offload.swapper.pager import Pager
+from offload.swapper.trace import Kind
 
 _NO_GRAPH_TASK = -1
 
@@ -66,8 +68,9 @@ class Hooks:
         bindings: Bindings,
         saved: SavedTensors,
         gradients: Gradients,
+        pager: Pager,
     ) -> None:
-        self._bindings, self._saved, self._gradients = bindings, saved, gradients
+        self._bindings, self._saved, self._gradients, self._pager = bindings, saved, gradients, pager
         self._root = model
         self._local = _Nesting()
         self._thread: threading.Thread | None = None
@@ -166,6 +169,8 @@ class Hooks:
         if not local.frames:
             self.entered()
             self._thread = threading.current_thread()
+            if not inside_backward():
+                self._pager.begin(Kind.TRAIN if torch.is_grad_enabled() else Kind.EVAL)
         frame = _Frame(module, [], self._saved.push(), inside_backward(), _module_call())
         local.frames.append(frame)
         try:
@@ -196,6 +201,7 @@ class Hooks:
             self._thread = None
             if not inside_backward():
                 self._bindings.end_kept()
+                self._pager.end_forward()
 
     def _own_memory(self, output: Any) -> Any:
         """Clone what in a module's output is weights: a view would keep their slice for as long as it lives."""

@@ -19,24 +19,28 @@ from offload.config import Config, load_config, resolve_batch
 from offload.engine.bindings import Bindings
 from offload.engine.engine import Choices, Engine, Parts
 from offload.engine.fill import Filler, make_residents
-from offload.engine.gradients import Gradients
+from offload.engine.gradients import Gradients, borders
 from offload.engine.hooks import Hooks
-from offload.engine.layout import UnitLayout
 from offload.engine.loader import check_length, load
 from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch
 from offload.engine.placeholder import Place
+from offload.engine.placement import WINDOWS
 from offload.engine.plan import Plan, compute_device, decide, summary
 from offload.engine.progress import Progress, persistent_buffers
 from offload.engine.ranks import Ranks, join_ranks, meet_others, stay_away
 from offload.engine.reduction import ReducedGradients
 from offload.engine.rounds import Rounds
 from offload.engine.saved import SavedTensors
+from offload.engine.spill import Spill, windows
 from offload.engine.updater import Updater
 from offload.engine.weights import Weights
 from offload.errors import ConfigError, StoreError
 from offload.swapper.arena import DeviceArena, HostArena
 from offload.swapper.device import Device, open_device
 from offload.swapper.pager import Pager, UnitSize
+from offload.swapper.policy import Limits
+from offload.swapper.scratch import Scratch
+from offload.swapper.states import State
 from offload.swapper.store import Commit, Store, StoreSpec
 
 logger = logging.getLogger("offload")
@@ -200,11 +204,11 @@ def _io_notices(queue: IoQueue | None) -> tuple[str, ...]:
 
 def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any) -> Engine:
     """Make files, memory, threads and hooks. What fails on the way closes what was made before."""
-    queue = _queue(plan.config) if plan.placement.slots else None
+    queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
     store: Store | None = None
     try:
         progress: Progress | None = None
-        if queue is not None:
+        if queue is not None and plan.slots:
             store = Store(plan.config.drives, plan.config.offload.run, plan.rank, _store_spec(plan), queue)
             at = _last_commit_of_all(plan, store)
             if at is not None:
@@ -304,14 +308,14 @@ def _fill_from(
 ) -> Parts:
     placement, device = plan.placement, plan.device
     arena = DeviceArena(placement.device_nbytes, device, plan.config.offload.debug.poison)
-    sizes = [_unit_size(layout, plan) for layout in plan.layouts]
+    sizes = _unit_sizes(plan)
     rounds = None if plan.ranks is None else Rounds(plan.ranks, [layout.name or "the root" for layout in plan.layouts])
-    pager = Pager(sizes, host, arena, device, store, rounds)
+    pager = Pager(sizes, host, arena, device, store, _limits(plan), rounds)
     if rounds is not None:
         rounds.give_weights = pager.take_part
-    residents = make_residents(plan.parts, plan.mode, placement, host, arena)
+    residents = make_residents(plan.parts, plan.mode, placement.homes, host, arena)
     device.synchronize()  # torch may still fill the arena's memory, or use what it was; uploads must come after
-    filler = Filler(plan.mode, plan.parts, placement, pager, residents, device, store, plan.shares, plan.ranks)
+    filler = Filler(plan.mode, plan.parts, placement.homes, pager, residents, device, store, plan.shares, plan.ranks)
     if resume:
         filler.read_back(len(sizes))
         _forget_weights(model)
@@ -319,7 +323,7 @@ def _fill_from(
         filler.fill(model, plan.layouts, plan.config.offload.seed)
     del filler
     trainable = tuple(share[0] for share in plan.shares)
-    gradients = _gradients(plan, trainable, host, arena, rounds)
+    gradients = _gradients(plan, trainable, host, arena, queue, pager, rounds)
     _move_buffers(model, plan)
     dtype = plan.mode.weight_dtype
     places = [
@@ -331,11 +335,13 @@ def _fill_from(
     ]
     bindings = Bindings(plan.layouts, places, pager, dtype)
     saved = SavedTensors([layout.name for layout in plan.layouts], places, bindings, pager)
-    hooks = Hooks(model, plan.units.sites, places, bindings, saved, gradients)
+    hooks = Hooks(model, plan.units.sites, places, bindings, saved, gradients, pager)
     weights = Weights(model, plan.layouts, places, pager, hooks, dtype)
     updater = None
     if any(plan.parts.trainable_numel):
-        updater = Updater(plan.mode, sizes, pager, host, device, store, residents, gradients, plan.durable)
+        updater = Updater(
+            plan.mode, sizes, pager, host, device, store, residents, gradients, placement.tile_numel, plan.durable
+        )
     return Parts(
         hooks,
         weights,
@@ -354,14 +360,39 @@ def _fill_from(
 
 
 def _gradients(
-    plan: Plan, trainable: Sequence[range], host: HostArena, arena: DeviceArena, rounds: Rounds | None
+    plan: Plan,
+    trainable: Sequence[range],
+    host: HostArena,
+    arena: DeviceArena,
+    queue: IoQueue | None,
+    pager: Pager,
+    rounds: Rounds | None,
 ) -> Gradients:
-    if plan.ranks is None or rounds is None or not any(trainable):
-        return Gradients(plan.layouts, trainable, host, plan.gradient_dtype, plan.device)
-    made = plan.mode.weight_dtype  # what a backward makes
-    return ReducedGradients(
-        plan.layouts, trainable, host, plan.gradient_dtype, plan.device, arena, made, plan.ranks, rounds
-    )
+    dtype = plan.parts.gradient_dtype
+    spill = _spill(plan, trainable, host, queue, pager) if queue is not None and plan.placement.spilled else None
+    try:
+        if plan.ranks is None or rounds is None or not any(trainable):
+            return Gradients(plan.layouts, trainable, host, dtype, plan.device, spill)
+        made = plan.mode.weight_dtype  # what a backward makes
+        return ReducedGradients(
+            plan.layouts, trainable, host, dtype, plan.device, spill, arena, made, plan.ranks, rounds
+        )
+    except BaseException:
+        if spill is not None:
+            spill.close()
+        raise
+
+
+def _spill(plan: Plan, trainable: Sequence[range], host: HostArena, queue: IoQueue, pager: Pager) -> Spill:
+    placement, parts = plan.placement, plan.parts
+    itemsize = parts.gradient_dtype.itemsize
+    leases = [host.gradients.take(placement.window_numel * itemsize) for _ in range(WINDOWS)]
+    stretches = {
+        unit: windows(borders(plan.layouts[unit], trainable[unit]), placement.window_numel)
+        for unit in placement.spilled
+    }
+    scratch = Scratch(plan.config.drives, {unit: parts.nbytes[unit][State.GRAD] for unit in stretches}, queue)
+    return Spill(stretches, parts.gradient_dtype, [lease for lease in leases if lease], scratch, pager.fail)
 
 
 def _move_buffers(model: nn.Module, plan: Plan) -> None:
@@ -385,11 +416,19 @@ def _of_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return values
 
 
-def _unit_size(layout: UnitLayout, plan: Plan) -> UnitSize:
+def _limits(plan: Plan) -> Limits:
+    zero, itemsize = plan.config.zero_optimization, plan.mode.weight_dtype.itemsize
+    counts = (zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance)
+    return Limits(*(None if count is None else count * itemsize for count in counts))
+
+
+def _unit_sizes(plan: Plan) -> list[UnitSize]:
     itemsize = plan.mode.weight_dtype.itemsize
-    parts = (layout.trainable(plan.rank, plan.world_size), layout.frozen(plan.rank, plan.world_size))
-    share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
-    return UnitSize(layout.name, layout.numel * itemsize, plan.placement.weight_home, share)
+    sizes: list[UnitSize] = []
+    for layout, homes, parts in zip(plan.layouts, plan.placement.homes, plan.shares, strict=True):
+        share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
+        sizes.append(UnitSize(layout.name, layout.numel * itemsize, homes[State.WEIGHT], share))
+    return sizes
 
 
 def _forget_weights(model: nn.Module) -> None:
@@ -415,4 +454,4 @@ def _store_spec(plan: Plan) -> StoreSpec:
             for layout in plan.layouts
         },
     }
-    return StoreSpec(plan.placement.stored, plan.placement.slots, fingerprint)
+    return StoreSpec(plan.placement.stored(plan.parts, plan.slots), plan.slots, fingerprint)

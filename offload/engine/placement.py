@@ -1,18 +1,17 @@
-"""Where every state of every unit lives, and how much memory that takes: decided from sizes alone.
+"""How much memory the homes of all partitions take, and the work on them: decided from sizes alone.
 
 Pure functions. What they decide is carried out in `initialize`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-import torch
 
-from offload.engine.layout import UnitLayout
+from offload.engine.homes import Homes, Partitions, Wish, configured, differences, home_nbytes, move_up, ways_down
 from offload.errors import BudgetError
 from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.swapper.arena import Classes, check_budget
@@ -21,157 +20,241 @@ from offload.swapper.states import Mode, State
 
 TILE_BUFFERS = 3
 STAGING_BUFFERS = 3
+WINDOWS = 3
+"""Buffers of gradients that spill: one is filled while the others are written."""
 TILE_STEP = 2048
 """Elements: 4096 bytes of the smallest state."""
+CHUNK = 1 << 22
+"""Elements of a parameter's gradient that are added, and whose squares are summed, at a time: everywhere the same."""
 
-_STAGING_NBYTES = 16 * MIB
+_STREAM_NBYTES = 16 * MIB
+"""A lease of weights where there is no room for two of the largest unit, which then comes piece by piece."""
+_WINDOW_NBYTES = 32 * MIB
 _TILE_NBYTES = range(16 * MIB, 32 * MIB + 1)
 _DEVICE_UNITS = 3
 _HOST_SHARE = 0.8
+_DEVICE_SHARE = 0.25
 
 
-class Partitions(NamedTuple):
-    """Bytes of each state of each unit that this rank holds. Units without trainable elements have a weight only."""
+class Machine(NamedTuple):
+    """What there is to place things in."""
 
-    nbytes: tuple[Mapping[State, int], ...]
-    trainable_numel: tuple[int, ...]
-    largest_unit: int
-    """Bytes of the weights of the largest unit, all ranks' parts together."""
-    largest_gradient: int
-    """Bytes of the gradients of the largest unit as a backward makes them, all ranks' parts together."""
-    alone: bool
-    """Whether this is the only rank."""
-
-    @property
-    def largest_weight(self) -> int:
-        return max((states[State.WEIGHT] for states in self.nbytes), default=0)
+    free_host: int
+    free_device: int
+    """0 where the compute device is the host itself."""
+    host_addressable: bool
+    """Whether the host can work on the device's memory."""
+    drives: bool
+    """Whether there is a disk to which homes may move."""
 
 
 class Placement(NamedTuple):
     """The homes of this rank's partitions, and the memory that they and the work on them take."""
 
-    weight_home: Tier
-    state_home: Tier
-    slots: int
-    """Slots of each partition in the store: 2 durable, 1 written in place, 0 no store."""
-    stored: tuple[Mapping[State, int], ...]
-    """Bytes of each state that has slots; empty without a store."""
+    homes: Homes
     classes: Classes
     device_nbytes: int
+    tile_numel: int
+    window_numel: int
+    """Elements of a gradient that are in HOST together where it spills; 0 where none does."""
+    notices: tuple[str, ...]
 
-    def home(self, state: State) -> Tier:
-        return self.weight_home if state is State.WEIGHT else self.state_home
+    @property
+    def on_disk(self) -> bool:
+        """Whether anything that outlives a step is at home there."""
+        return any(tier is Tier.DISK for row in self.homes for state, tier in row.items() if state is not State.GRAD)
+
+    @property
+    def spilled(self) -> tuple[int, ...]:
+        """The units whose gradients wait on DISK."""
+        return tuple(unit for unit, row in enumerate(self.homes) if row.get(State.GRAD) is Tier.DISK)
+
+    def tiers(self, *states: State) -> str:
+        """Where these states are, in words: "disk", or "host and disk"."""
+        return " and ".join(
+            tier.value for tier in Tier if any(row.get(state) is tier for row in self.homes for state in states)
+        )
+
+    def stored(self, parts: Partitions, slots: int) -> tuple[Mapping[State, int], ...]:
+        """Bytes of each state that a store of so many slots keeps: 2 durable, 1 in place, 0 where there is none."""
+        if not slots:
+            return ()
+        return tuple(
+            {
+                state: nbytes
+                for state, nbytes in row.items()
+                if state is not State.GRAD and (slots == 2 or homes[state] is Tier.DISK)
+            }
+            for row, homes in zip(parts.nbytes, self.homes, strict=True)
+        )
 
 
-def partitions(layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size: int) -> Partitions:
-    """This rank's bytes of every unit and state."""
-    rows: list[Mapping[State, int]] = []
-    trainable = [len(layout.trainable(rank, world_size)) for layout in layouts]
-    for layout, numel in zip(layouts, trainable, strict=True):
-        weights = numel + len(layout.frozen(rank, world_size))
-        row = {State.WEIGHT: weights * mode.weight_dtype.itemsize}
-        if numel:
-            row |= {state: numel * dtype.itemsize for state, dtype in mode.states.items() if state is not State.WEIGHT}
-        rows.append(row)
-    itemsize = mode.weight_dtype.itemsize
-    return Partitions(
-        tuple(rows),
-        tuple(trainable),
-        max((layout.numel * itemsize for layout in layouts), default=0),
-        max((layout.trainable_stop * itemsize for layout in layouts), default=0),
-        world_size == 1,
-    )
+class _Need(NamedTuple):
+    """Bytes of each class with certain homes: the least that works, and what makes it fast."""
+
+    least: Classes
+    most: Classes
 
 
-def place(
-    parts: Partitions,
-    mode: Mode,
-    weight_home: Tier,
-    state_home: Tier,
-    slots: int,
-    gradient_dtype: torch.dtype,
-    host_memory: int | None,
-    device_memory: int | None,
-    free_host: int,
-    host_addressable: bool,
-) -> Placement:
-    """Give every byte its place, within `host_memory` and `device_memory` or what they default to.
+def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placement:
+    """Give every byte its place, within both budgets or what they default to.
 
     Raises `BudgetError` with the least that works.
     """
-    homes = {tier: _home_nbytes(parts, tier, weight_home, state_home) for tier in Tier}
-    classes = _cut_host(parts, mode, weight_home, homes[Tier.HOST], gradient_dtype, host_memory, host_addressable)
-    if host_memory is None and sum(classes) > _HOST_SHARE * free_host:
+    budget = int(_HOST_SHARE * machine.free_host) if wish.host_memory is None else wish.host_memory // PAGE * PAGE
+    if budget > machine.free_host:
         raise BudgetError(
-            f"this model needs {format_size(sum(classes))} of host memory with its states where they are configured, "
-            f"{format_size(free_host)} is free, of which at most 80 % may be taken; move states to nvme, or take "
-            f'more by setting "host_memory" in the "offload" block'
+            f'"host_memory" is {format_size(budget)}, but only {format_size(machine.free_host)} is free on this '
+            f"machine; lower it, or leave it out to take what is needed"
         )
-    if host_memory is not None and host_memory > free_host:
-        raise BudgetError(
-            f'"host_memory" is {format_size(host_memory)}, but only {format_size(free_host)} is free on this machine; '
-            f"lower it, or leave it out to take what is needed"
+    asked = configured(parts, wish, mode.weight_dtype.itemsize)
+    homes = _that_fit(parts, mode, wish, machine, asked, budget)
+    notices: list[str] = []
+    if moved := differences(parts, asked, homes):
+        notices.append(f"host memory of {format_size(budget)} has no room for all that is at home there: {moved}")
+    if wish.host_memory is not None:
+        most = _needs(parts, mode, wish, machine, homes).most
+        spare = budget - sum(most) - _cacheable(parts, homes, most.weights)
+        higher = move_up(homes, parts, lambda nbytes: nbytes <= spare)
+        if moved := differences(parts, homes, higher):
+            notices.append(f"host memory of {format_size(budget)} has room for more: {moved}")
+        homes = higher
+    need = _needs(parts, mode, wish, machine, homes)
+    classes = _cut(parts, wish, mode, homes, need, budget)
+    return Placement(
+        homes,
+        classes,
+        _cut_device(parts, mode, wish, machine, homes),
+        classes.tiles // TILE_BUFFERS // _tile_element_bytes(parts, mode, homes) // TILE_STEP * TILE_STEP,
+        _window_nbytes(parts, homes) // parts.gradient_dtype.itemsize,
+        tuple(notices),
+    )
+
+
+# -- host ---------------------------------------------------------------------------------------------
+
+
+def _that_fit(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, asked: Homes, budget: int) -> Homes:
+    """`asked`, or the nearest below them that the budget holds; the largest unit comes in pieces only at the last."""
+    ways = list(ways_down(asked)) if machine.drives else [asked]
+    needs = [_needs(parts, mode, wish, machine, homes) for homes in ways]
+    for homes, need in zip(ways, needs, strict=True):
+        if sum(need.least._replace(weights=need.most.weights)) <= budget:
+            return homes
+    for homes, need in zip(ways, needs, strict=True):
+        if sum(need.least) <= budget:
+            return homes
+    raise _too_small(wish, budget, machine, min((need.least for need in needs), key=sum))
+
+
+def _too_small(wish: Wish, budget: int, machine: Machine, least: Classes) -> BudgetError:
+    advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
+    what = (
+        f"{format_size(least.tiles)} for the update pipeline, {format_size(least.weights)} for leases of weights, "
+        f"{format_size(least.gradients + least.staging)} for gradients on their way, {format_size(least.homes)} for "
+        f"gradients and states at home there{advice}"
+    )
+    if wish.host_memory is None:
+        return BudgetError(
+            f"this model needs {format_size(sum(least))} of host memory with its states where they are configured, "
+            f"{format_size(machine.free_host)} is free, of which at most 80 % may be taken: {what}; move states to "
+            f'nvme, or take more by setting "host_memory" in the "offload" block'
         )
-    on_device = 0 if weight_home is Tier.DEVICE and parts.alone else parts.largest_unit
-    fixed = homes[Tier.DEVICE] + (0 if parts.alone else 2 * align_up(parts.largest_gradient))
-    device_nbytes = fixed + _DEVICE_UNITS * on_device
-    if device_memory is not None:
+    return BudgetError(
+        f'"host_memory" is {format_size(budget)} ({budget} bytes), the least that works is {format_size(sum(least))} '
+        f"({sum(least)} bytes): {what}"
+    )
+
+
+def _needs(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, homes: Homes) -> _Need:
+    element_bytes = _tile_element_bytes(parts, mode, homes)
+    numel = max(parts.trainable_numel, default=0)
+    if wish.tile is not None:
+        numel = min(numel, max(wish.tile, TILE_STEP))
+    step = TILE_BUFFERS * TILE_STEP * element_bytes
+    small, large = (
+        align_up(TILE_BUFFERS * min(numel * element_bytes, nbytes), step) or step
+        for nbytes in (_TILE_NBYTES[0], _TILE_NBYTES[-1])
+    )
+    largest = max((n for _, n in _disk_weights(parts, homes)), default=0)
+    buffer = 0 if machine.host_addressable else min(CHUNK * 4, align_up(2 * parts.largest_gradient))
+    gradients = WINDOWS * align_up(_window_nbytes(parts, homes))
+    kept, staging = home_nbytes(parts, homes, Tier.HOST), STAGING_BUFFERS * buffer
+    return _Need(
+        Classes(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, kept, staging),
+        Classes(large, 2 * align_up(largest), gradients, kept, staging),
+    )
+
+
+def _cut(parts: Partitions, wish: Wish, mode: Mode, homes: Homes, need: _Need, budget: int) -> Classes:
+    """The classes of host leases: leases of weights grow to two of the largest unit, then tiles, then the cache."""
+    least, most = need
+    room = budget - sum(least)
+    weights = min(most.weights, (least.weights + room) // (2 * PAGE) * (2 * PAGE))
+    room -= weights - least.weights
+    step = TILE_BUFFERS * TILE_STEP * _tile_element_bytes(parts, mode, homes)
+    tiles = min(most.tiles, (least.tiles + room) // step * step)
+    room -= tiles - least.tiles
+    cache = _cacheable(parts, homes, weights)
+    if wish.host_memory is None:
+        cache = min(cache, wish.cached_weights * mode.weight_dtype.itemsize)
+    return least._replace(tiles=tiles, weights=weights + min(cache, room) // PAGE * PAGE)
+
+
+def _tile_element_bytes(parts: Partitions, mode: Mode, homes: Homes) -> int:
+    """Bytes of all that a tile holds of one element: its states, and its gradient where some spill."""
+    return mode.element_bytes + (parts.gradient_dtype.itemsize if _window_nbytes(parts, homes) else 0)
+
+
+def _window_nbytes(parts: Partitions, homes: Homes) -> int:
+    spilled = [
+        row[State.GRAD] for row, home in zip(parts.nbytes, homes, strict=True) if home.get(State.GRAD) is Tier.DISK
+    ]
+    return min(max(spilled, default=0), max(_WINDOW_NBYTES, CHUNK * parts.gradient_dtype.itemsize))
+
+
+def _disk_weights(parts: Partitions, homes: Homes) -> list[tuple[int, int]]:
+    """Unit and bytes of each WEIGHT partition at home on DISK."""
+    return [
+        (unit, align_up(row[State.WEIGHT]))
+        for unit, (row, home) in enumerate(zip(parts.nbytes, homes, strict=True))
+        if home[State.WEIGHT] is Tier.DISK
+    ]
+
+
+def _cacheable(parts: Partitions, homes: Homes, weights: int) -> int:
+    """Bytes beyond `weights` that a cache of all weights on DISK would fill."""
+    return max(sum(nbytes for _, nbytes in _disk_weights(parts, homes)) - weights, 0)
+
+
+# -- device -------------------------------------------------------------------------------------------
+
+
+def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, homes: Homes) -> int:
+    """Bytes of the device arena: homes, room for units that come and go, and for gradients to be reduced."""
+    fixed = home_nbytes(parts, homes, Tier.DEVICE) + (0 if parts.alone else 2 * align_up(parts.largest_gradient))
+    moving = [
+        align_up(nbytes)
+        for nbytes, home in zip(parts.unit_nbytes, homes, strict=True)
+        if not (home[State.WEIGHT] is Tier.DEVICE and parts.alone)
+    ]
+    largest = max(moving, default=0)
+    if wish.device_memory is not None:
         check_budget(
             '"device_memory"',
-            device_memory,
-            fixed + on_device,
+            wish.device_memory,
+            fixed + largest,
             "it must hold the states at home there, the largest unit and, with several ranks, twice its gradients",
         )
-        device_nbytes = max(fixed, device_memory // PAGE * PAGE)
-    stored: tuple[Mapping[State, int], ...] = ()
-    if slots:
-        in_place = {state for state in State if (weight_home if state is State.WEIGHT else state_home) is Tier.DISK}
-        kept = set(State) if slots == 2 else in_place
-        stored = tuple({state: n for state, n in row.items() if state in kept} for row in parts.nbytes)
-    return Placement(weight_home, state_home, slots, stored, classes, device_nbytes)
+        return max(fixed, wish.device_memory // PAGE * PAGE)
+    room = _DEVICE_UNITS * largest
+    room = max(room, min(sum(moving), int(_DEVICE_SHARE * machine.free_device) - fixed))
+    if wish.live is not None:
+        room = min(room, max(largest, align_up(wish.live * mode.weight_dtype.itemsize)))
+    return fixed + room
 
 
-def _home_nbytes(parts: Partitions, tier: Tier, weight_home: Tier, state_home: Tier) -> int:
-    return sum(
-        align_up(nbytes)
-        for row in parts.nbytes
-        for state, nbytes in row.items()
-        if (weight_home if state is State.WEIGHT else state_home) is tier
-    )
-
-
-def _cut_host(
-    parts: Partitions,
-    mode: Mode,
-    weight_home: Tier,
-    home_nbytes: int,
-    gradient_dtype: torch.dtype,
-    host_memory: int | None,
-    host_addressable: bool,
-) -> Classes:
-    """The classes of host leases: tiles shrink to fit, and what is left over is cache for weights."""
-    whole = max(parts.trainable_numel, default=0) * mode.element_bytes
-    step = TILE_BUFFERS * TILE_STEP * mode.element_bytes
-    small, large = (TILE_BUFFERS * min(whole, nbytes) for nbytes in (_TILE_NBYTES[0], _TILE_NBYTES[-1]))
-    small, large = (max(align_up(nbytes, step), step) for nbytes in (small, large))
-    weights = 2 * parts.largest_weight if weight_home is Tier.DISK else 0
-    gradients = sum(align_up(numel * gradient_dtype.itemsize) for numel in parts.trainable_numel)
-    buffer = 0 if host_addressable else min(_STAGING_NBYTES, align_up(parts.largest_gradient))
-    staging = STAGING_BUFFERS * buffer
-    fixed = weights + gradients + home_nbytes + staging
-    if host_memory is None:
-        return Classes(large, weights, gradients, home_nbytes, staging)
-    check_budget(
-        '"host_memory"',
-        host_memory,
-        fixed + small,
-        f"{format_size(small)} for the update pipeline, {format_size(weights)} for two leases of the largest unit's "
-        f"weights, {format_size(gradients + staging)} for gradients, {format_size(home_nbytes)} for states at home "
-        f"there",
-    )
-    tiles = min(large, (host_memory - fixed) // step * step)
-    spare = (host_memory - fixed - tiles) // PAGE * PAGE if weight_home is Tier.DISK else 0
-    return Classes(tiles, weights + spare, gradients, home_nbytes, staging)
+# -- the machine --------------------------------------------------------------------------------------
 
 
 def free_host_memory() -> int:

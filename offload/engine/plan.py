@@ -6,23 +6,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from offload.config import Batch, Config
+from offload.engine.homes import Partitions, Wish, partitions
 from offload.engine.layout import UnitLayout, lay_out
 from offload.engine.placeholder import Paged
-from offload.engine.placement import Partitions, Placement, free_host_memory, partitions, place
+from offload.engine.placement import Machine, Placement, free_host_memory, place
 from offload.engine.ranks import Ranks
 from offload.engine.units import Units, find_units
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.sizes import format_size
 from offload.swapper.device import Device
 from offload.swapper.residency import Tier
-from offload.swapper.states import MODES, Mode
+from offload.swapper.states import MODES, Mode, State
 from offload.swapper.store import Shortage, StoreSpec, find_shortage, run_status
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
@@ -42,7 +43,8 @@ class Plan(NamedTuple):
     layouts: tuple[UnitLayout, ...]
     parts: Partitions
     placement: Placement
-    gradient_dtype: torch.dtype
+    slots: int
+    """Slots of each partition in the store: 2 durable, 1 written in place, 0 where there is no store."""
     buffer_dtype: torch.dtype | None
     """Of floating-point buffers; None leaves them as they are."""
     durable: bool
@@ -73,35 +75,20 @@ def decide(config: Config, batch: Batch, model: nn.Module, device: Device, ranks
         lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], world_size)
         for unit in units.units
     )
-    parts = partitions(layouts, mode, rank, world_size)
-    weight_home, state_home = _TIERS[config.weight_tier], _TIERS[config.optimizer_tier]
-    on_disk = weight_home is Tier.DISK or (state_home is Tier.DISK and any(parts.trainable_numel))
-    gradient_dtype = _gradient_dtype(config, mode, batch.accumulation)
+    parts = partitions(layouts, mode, _gradient_dtype(config, mode, batch.accumulation), rank, world_size)
     buffer_dtype = _DTYPES[config.data_types.buffer_dtype] if config.data_types.buffer_dtype else None
     _check_batch_norm(model, mode, device.torch, buffer_dtype)
-    free_host = free_host_memory() // here
-
-    def placed(slots: int) -> Placement:
-        offload = config.offload
-        return place(
-            parts,
-            mode,
-            weight_home,
-            state_home,
-            slots,
-            gradient_dtype,
-            offload.host_memory,
-            offload.device_memory,
-            free_host,
-            device.host_addressable,
-        )
-
     if ranks is not None:
         _check_same(ranks, config, batch, mode, layouts, model)
+    machine = Machine(free_host_memory() // here, device.free_bytes(), device.host_addressable, bool(config.drives))
+    placement = place(parts, mode, _wish(config), machine)
+    on_disk = placement.on_disk
+    if ranks is not None:
+        on_disk = any(ranks.share(on_disk))
     resume = _resume(config, on_disk)
     if ranks is not None:
         resume = any(ranks.share(resume))
-    slots, notices = _slots(config, on_disk, any(parts.trainable_numel), resume, placed, ranks)
+    slots, notices = _slots(config, on_disk, parts, resume, placement, ranks)
     return Plan(
         config,
         batch,
@@ -111,12 +98,28 @@ def decide(config: Config, batch: Batch, model: nn.Module, device: Device, ranks
         units,
         layouts,
         parts,
-        placed(slots),
-        gradient_dtype,
+        placement,
+        slots,
         buffer_dtype,
         slots == 2,
         resume,
-        (*config.notices, *notices),
+        (*config.notices, *placement.notices, *notices),
+    )
+
+
+def _wish(config: Config) -> Wish:
+    zero, offload = config.zero_optimization, config.offload
+    param, optimizer = zero.offload_param, zero.offload_optimizer
+    return Wish(
+        _TIERS[param.device],
+        _TIERS[optimizer.device],
+        offload.host_memory,
+        offload.device_memory,
+        optimizer.ratio,
+        max(param.max_in_cpu, (param.buffer_count or 0) * (param.buffer_size or 0)),
+        zero.stage3_param_persistence_threshold,
+        zero.stage3_max_live_parameters,
+        zero.sub_group_size,
     )
 
 
@@ -251,16 +254,11 @@ def _resume(config: Config, on_disk: bool) -> bool:
 
 
 def _slots(
-    config: Config,
-    on_disk: bool,
-    trains: bool,
-    resume: bool,
-    placed: Callable[[int], Placement],
-    ranks: Ranks | None,
+    config: Config, on_disk: bool, parts: Partitions, resume: bool, placement: Placement, ranks: Ranks | None
 ) -> tuple[int, tuple[str, ...]]:
     """How many slots the store has: 2 where a step is durable, 1 in place, 0 where there is no store."""
     wish = config.offload.durability
-    if wish == "none" or not trains:
+    if wish == "none" or not any(parts.trainable_numel):
         return (1 if on_disk else 0), ()
     if wish == "step" and not config.drives:
         raise ConfigError('"durability" is step, but no nvme_path is given; set one in the "offload" block')
@@ -268,7 +266,8 @@ def _slots(
         return 2, ()
     if not on_disk:
         return 0, ()
-    short = find_shortage(config.drives, StoreSpec(placed(2).stored, 2, {}), 1 if ranks is None else ranks.here)
+    spec = StoreSpec(placement.stored(parts, 2), 2, {})
+    short = find_shortage(config.drives, spec, 1 if ranks is None else ranks.here)
     if ranks is not None:
         short = next((Shortage(*found) for found in ranks.share(short) if found is not None), None)
     if short is None:
@@ -282,11 +281,13 @@ def _slots(
 def summary(plan: Plan) -> str:
     """One line: what lives where and what it takes."""
     placement = plan.placement
-    stored = StoreSpec(placement.stored, placement.slots, {}).nbytes if placement.slots else 0
+    stored = StoreSpec(placement.stored(plan.parts, plan.slots), plan.slots, {}).nbytes if plan.slots else 0
     clip = plan.config.gradient_clipping
+    states = [state for state in plan.mode.states if state is not State.WEIGHT]
     return (
-        f"{plan.mode.name} on {plan.device.torch}: weights on {placement.weight_home.value}, states on "
-        f"{placement.state_home.value}; host {format_size(sum(placement.classes))}, device "
-        f"{format_size(placement.device_nbytes)}, swap files {format_size(stored)}"
-        f"{' (durable each step)' if plan.durable else ''}; gradients clipped at {clip or 'no'} norm"
+        f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers(State.WEIGHT) or 'nothing'}, states on "
+        f"{placement.tiers(*states) or 'nothing'}{', gradients on disk' if placement.spilled else ''}; host "
+        f"{format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
+        f"{format_size(stored)}{' (durable each step)' if plan.durable else ''}; gradients clipped at {clip or 'no'} "
+        f"norm"
     )

@@ -16,13 +16,12 @@ import torch
 
 from offload.engine.gradients import Gradients, flat
 from offload.engine.layout import UnitLayout
+from offload.engine.placement import CHUNK
 from offload.engine.ranks import Ranks
 from offload.engine.rounds import Rounds
+from offload.engine.spill import Spill
 from offload.swapper.arena import DeviceArena, HostArena
 from offload.swapper.device import Device
-
-_CHUNK = 1 << 22
-"""Elements that are added at a time: 16 MiB of fp32 beside the budget."""
 
 
 class ReducedGradients(Gradients):
@@ -38,12 +37,13 @@ class ReducedGradients(Gradients):
         arena: HostArena,
         dtype: torch.dtype,
         device: Device,
+        spill: Spill | None,
         device_arena: DeviceArena,
         bucket_dtype: torch.dtype,
         ranks: Ranks,
         rounds: Rounds,
     ) -> None:
-        super().__init__(layouts, parts, arena, dtype, device)
+        super().__init__(layouts, parts, arena, dtype, device, spill)
         self._ranks, self._rounds = ranks, rounds
         nbytes = max(layout.trainable_stop for layout in layouts) * bucket_dtype.itemsize
         pieces = [device_arena.take(nbytes) for _ in range(2)]
@@ -85,8 +85,8 @@ class ReducedGradients(Gradients):
         self._ranks.exchange(received, self._bucket[: size * len(part)].view(size, len(part)), holders)
         for position, segment in enumerate(layout.segments):
             first, last = max(segment.start, part.start), min(segment.stop, part.stop)
-            for start in range(first, last, _CHUNK):
-                stop = min(start + _CHUNK, last)
+            for start in range(first, last, CHUNK):
+                stop = min(start + CHUNK, last)
                 column = slice(start - part.start, stop - part.start)
                 total = received[0, column].to(torch.float32, copy=True)
                 for other in received[1:]:

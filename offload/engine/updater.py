@@ -22,7 +22,7 @@ import torch
 
 from offload import kernels
 from offload.engine.gradients import Gradients
-from offload.engine.placement import TILE_BUFFERS, TILE_STEP
+from offload.engine.placement import TILE_BUFFERS
 from offload.engine.weights import Edit
 from offload.sizes import align_up
 from offload.swapper.arena import HostArena, Lease
@@ -65,9 +65,8 @@ class _Piece(NamedTuple):
 class _Job:
     """A unit's update under way."""
 
-    def __init__(self, update: UnitUpdate, gradient: torch.Tensor | None, lease: Lease | None, delivered: bool) -> None:
+    def __init__(self, update: UnitUpdate, lease: Lease | None, delivered: bool) -> None:
         self.update = update
-        self.gradient = gradient
         self.lease = lease
         self.delivered = delivered
         self.next_start = 0
@@ -81,6 +80,7 @@ class _Tile(NamedTuple):
     stop: int
     buffer: Lease
     pieces: dict[State, _Piece]
+    gradient: torch.Tensor | None
     reads: list[Future]
     writes: list[Future]
 
@@ -98,6 +98,7 @@ class Updater:
         store: Store | None,
         residents: Mapping[tuple[int, State], Resident],
         gradients: Gradients,
+        tile_numel: int,
         durable: bool,
     ) -> None:
         self._mode, self._sizes, self._pager, self._device, self._store = mode, sizes, pager, device, store
@@ -112,10 +113,10 @@ class Updater:
         self._flushing = 0
         self._closing = False
         buffer_nbytes = arena.classes.tiles // TILE_BUFFERS
-        self._tile_numel = buffer_nbytes // mode.element_bytes // TILE_STEP * TILE_STEP
+        self._tile_numel = tile_numel
         leases = [arena.tiles.take(buffer_nbytes) for _ in range(TILE_BUFFERS)]
         self._free: list[Lease] = [lease for lease in leases if lease is not None]
-        assert len(self._free) == TILE_BUFFERS and self._tile_numel > 0
+        assert len(self._free) == TILE_BUFFERS and tile_numel > 0
         self._thread = threading.Thread(target=self._run, name="offload-update", daemon=True)
         self._thread.start()
 
@@ -231,14 +232,13 @@ class Updater:
             wanted = self._pager.wanted()
             update = next((u for u in self._queue if u.unit == wanted), self._queue[0])
         lease = None
-        if self._sizes[update.unit].home is not Tier.DEVICE:
+        if self._pager.delivers(update.unit):
             lease = self._pager.lease_for_update(update.unit)
             if lease is None and (self._reading or self._writing or not self._goes_on_without()):
                 return None  # what is in flight ends by itself and may free a lease
         self._queue.remove(update)
         delivered = lease is not None or self._sizes[update.unit].home is Tier.DEVICE
-        gradient = self._gradients.memory(update.unit) if update.segments else None
-        return _Job(update, gradient, lease, delivered)
+        return _Job(update, lease, delivered)
 
     def _goes_on_without(self) -> bool:
         """Whether somebody waits for this worker, who must then not wait for a lease."""
@@ -255,9 +255,13 @@ class Updater:
             end = offset + (stop - start) * dtype.itemsize
             pieces[state] = self._piece(job, state, start, stop, buffer, offset, end, reads)
             offset = align_up(end)
+        gradient = None
+        if job.update.segments:
+            gradient, more = self._gradients.stretch(job.update.unit, start, stop, buffer, offset)
+            reads += more
         if start == 0:
             self._read_frozen(job, reads)
-        return _Tile(job, start, stop, buffer, pieces, reads, [])
+        return _Tile(job, start, stop, buffer, pieces, gradient, reads, [])
 
     def _piece(
         self,
@@ -338,7 +342,7 @@ class Updater:
                 tile.writes.append(self._write(tile, piece))
         self._writing.append(tile)
         if tile.stop == job.update.numel:
-            if job.gradient is not None:
+            if tile.gradient is not None:
                 self._gradients.free(job.update.unit)
             job.computed = True
             if job.delivered:
@@ -353,11 +357,11 @@ class Updater:
         ]
         if not segments:
             return
-        assert tile.job.gradient is not None
+        assert tile.gradient is not None
         work = {state: piece.work[: tile.stop - tile.start] for state, piece in tile.pieces.items()}
-        gradient = tile.job.gradient[tile.start : tile.stop]
         moments = (work[State.EXP_AVG], work[State.EXP_AVG_SQ])
-        kernels.update(kernels.Partition(work[State.WEIGHT], gradient, moments, work.get(State.RESIDUAL)), segments)
+        partition = kernels.Partition(work[State.WEIGHT], tile.gradient, moments, work.get(State.RESIDUAL))
+        kernels.update(partition, segments)
 
     def _set(self, tile: _Tile, start: int, stop: int, values: torch.Tensor) -> None:
         """Give elements [start, stop) the values of an edit; see `Edit.values`."""

@@ -23,15 +23,14 @@ from offload.swapper.device import Device, Event
 class Space:
     """Offsets within `nbytes` bytes: best fit, neighbours coalesce, steps of 4096 bytes.
 
-    With `scatter`, each block lies at a random end of a random hole that fits. First fit returns to the
-    same address so often that a stale view goes unseen; ends only, because a block in the middle of a
-    hole would leave two halves in which the next large one does not fit.
+    With `scatter`, each block lies at a random end of a random hole that fits: first fit returns to the same address so
+    often that a stale view goes unseen.
     """
 
     def __init__(self, nbytes: int, scatter: random.Random | None = None) -> None:
         self.nbytes = nbytes
         self.used_bytes = 0
-        self._scatter = scatter
+        self.scatter = scatter
         self._holes: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # (start, stop), sorted
 
     def take(self, nbytes: int) -> int | None:
@@ -40,29 +39,37 @@ class Space:
         fitting = [hole for hole in self._holes if hole[1] - hole[0] >= nbytes]
         if not fitting:
             return None
-        if self._scatter is None:
-            start, stop = min(fitting, key=lambda hole: hole[1] - hole[0])
-            offset = start
+        if self.scatter is None:
+            offset = min(fitting, key=lambda hole: hole[1] - hole[0])[0]
         else:
-            start, stop = self._scatter.choice(fitting)
-            offset = self._scatter.choice((start, stop - nbytes))
-        self._holes.remove((start, stop))
-        for piece in ((start, offset), (offset + nbytes, stop)):
+            start, stop = self.scatter.choice(fitting)
+            offset = self.scatter.choice((start, stop - nbytes))
+        self.take_at(offset, nbytes)
+        return offset
+
+    def take_at(self, offset: int, nbytes: int) -> None:
+        """Take the block of `nbytes` at `offset`, which is free."""
+        nbytes = align_up(max(nbytes, 1))
+        hole = next(hole for hole in self._holes if hole[0] <= offset and offset + nbytes <= hole[1])
+        self._holes.remove(hole)
+        for piece in ((hole[0], offset), (offset + nbytes, hole[1])):
             if piece[0] < piece[1]:
                 insort(self._holes, piece)
         self.used_bytes += nbytes
-        return offset
+
+    def stretches(self, given: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+        """What would be free, (start, stop), if the blocks `given`, (offset, nbytes), were returned."""
+        found: list[tuple[int, int]] = []
+        for start, stop in sorted([*self._holes, *((at, at + align_up(max(size, 1))) for at, size in given)]):
+            if found and found[-1][1] == start:
+                found[-1] = (found[-1][0], stop)
+            else:
+                found.append((start, stop))
+        return found
 
     def could_take(self, nbytes: int, given: Iterable[tuple[int, int]]) -> bool:
         """Whether `take` would find a block if the blocks `given`, (offset, nbytes), were returned before."""
-        nbytes = align_up(max(nbytes, 1))
-        stretches = sorted([*self._holes, *((offset, offset + align_up(max(size, 1))) for offset, size in given)])
-        start = stop = 0
-        for first, last in stretches:
-            start, stop = (start, last) if first == stop else (first, last)
-            if stop - start >= nbytes:
-                return True
-        return False
+        return any(stop - start >= align_up(max(nbytes, 1)) for start, stop in self.stretches(given))
 
     def give(self, offset: int, nbytes: int) -> None:
         """Return a block that `take` gave, with the same `nbytes`."""
@@ -91,8 +98,9 @@ class Lease:
 
     def __init__(self, region: Region, offset: int, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.offset = offset
+        """Within its class."""
         self._region: Region | None = region
-        self._offset = offset
         start = region.start + offset
         self.buffer: memoryview = region.arena.memory[start : start + nbytes]
         self._bytes: torch.Tensor = region.arena.bytes[start : start + nbytes]
@@ -104,7 +112,7 @@ class Lease:
     def release(self) -> None:
         """Return the memory. A second call is a fault of ours, not of the user."""
         assert self._region is not None, "a lease was returned twice"
-        self._region.space.give(self._offset, self.nbytes)
+        self._region.space.give(self.offset, self.nbytes)
         self._region = None
 
     def __enter__(self) -> Lease:
@@ -134,13 +142,13 @@ class Classes(NamedTuple):
     """Bytes of each class of host leases; their sum is the host budget."""
 
     tiles: int
-    """The update pipeline: three tiles of all states that stream from disk."""
+    """The update pipeline: three tiles of all states."""
     weights: int
-    """At least two weight leases of the largest unit; what is left of the budget is cache."""
+    """Two leases of the largest unit's weights, or of pieces of them where it is too large; and the cache."""
     gradients: int
-    """The gradients of every unit."""
+    """Windows of gradients that spill."""
     homes: int
-    """Partitions whose home is HOST."""
+    """Partitions whose home is HOST, gradients among them."""
     staging: int = 0
     """Gradients on their way from a device whose memory the host cannot address."""
 
@@ -186,7 +194,7 @@ class DeviceArena:
         self.nbytes = nbytes
         self.poison = poison
         self._device = device
-        self._space = Space(nbytes, random.Random(0) if poison else None)
+        self.space = Space(nbytes, random.Random(0) if poison else None)
         self._readers: list[tuple[int, int, Event]] = []
         """Stretches that were given back, and when the last compute that reads them is done."""
         try:
@@ -200,21 +208,24 @@ class DeviceArena:
 
     @property
     def used_bytes(self) -> int:
-        return self._space.used_bytes
+        return self.space.used_bytes
 
     def take(self, nbytes: int) -> Slice | None:
-        offset = self._space.take(nbytes)
-        if offset is None:
-            return None
+        """A slice, or None where no hole is large enough."""
+        offset = self.space.take(nbytes)
+        return None if offset is None else self._slice(offset, nbytes)
+
+    def take_at(self, offset: int, nbytes: int) -> Slice:
+        """The slice at `offset`, which is free."""
+        self.space.take_at(offset, nbytes)
+        return self._slice(offset, nbytes)
+
+    def _slice(self, offset: int, nbytes: int) -> Slice:
         self._readers = [reader for reader in self._readers if not reader[2].done()]
         stop = offset + nbytes
         return Slice(
             offset, nbytes, tuple(done for first, last, done in self._readers if first < stop and offset < last)
         )
-
-    def could_take(self, nbytes: int, given: Iterable[Slice]) -> bool:
-        """Whether there would be room if the slices `given` were returned."""
-        return self._space.could_take(nbytes, ((piece.offset, piece.nbytes) for piece in given))
 
     def give(self, piece: Slice, written: Event, read: Event) -> None:
         """Return a slice; `written` and `read` end the last upload into it and the last compute that reads it."""
@@ -226,7 +237,7 @@ class DeviceArena:
         self._readers += [
             (piece.offset, piece.offset + piece.nbytes, event) for event in (written, read) if not event.done()
         ]
-        self._space.give(piece.offset, piece.nbytes)
+        self.space.give(piece.offset, piece.nbytes)
 
     def view(self, piece: Slice) -> torch.Tensor:
         """(nbytes,) uint8, the slice's own memory."""

@@ -56,6 +56,10 @@ class Device:
         self.torch = device
         self.host_addressable = True
 
+    def free_bytes(self) -> int:
+        """Bytes of memory of its own that nobody has taken; 0 where it has none but the host's."""
+        return 0
+
     def register(self, memory: torch.Tensor) -> None:
         """Let `memory`, (nbytes,) uint8 of the host, be copied without another copy on the way.
 
@@ -127,6 +131,9 @@ class CudaDevice(Device):
         self.host_addressable = False
         self._upload = torch.cuda.Stream(device)
         self._download = torch.cuda.Stream(device)
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch)[0])
 
     def register(self, memory: torch.Tensor) -> None:
         if memory.numel():

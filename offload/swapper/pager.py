@@ -28,14 +28,16 @@ from typing import NamedTuple, Protocol
 import torch
 
 from offload.errors import BudgetError, EngineFailed
-from offload.sizes import format_size
+from offload.sizes import PAGE, align_up, format_size
 from offload.swapper.arena import DeviceArena, HostArena, Lease, Slice
 from offload.swapper.device import DONE, Device, Event
 from offload.swapper.monitor import Monitor
+from offload.swapper.policy import Block, Floor, Limits, Place, find_place, keeps, next_to_bring, victims
 from offload.swapper.residency import ARROWS, Residency, Tier
 from offload.swapper.states import State
 from offload.swapper.store import Future, Store
-from offload.swapper.trace import Trace, furthest
+from offload.swapper.stream import stream
+from offload.swapper.trace import Kind, Trace
 
 
 class UnitSize(NamedTuple):
@@ -73,6 +75,16 @@ class Peers(Protocol):
 
         `share`, this rank's part, is there once `uploaded` is done; all of it is, once what is returned is.
         """
+
+
+class Counts(NamedTuple):
+    """What the uses of units came to."""
+
+    uses: int
+    on_device: int
+    """Those that found the unit there."""
+    unforeseen: int
+    """Those that came although the recorded order said another."""
 
 
 class Transfer(NamedTuple):
@@ -120,6 +132,7 @@ class Pager:
         arena: DeviceArena,
         device: Device,
         store: Store | None,
+        limits: Limits,
         peers: Peers | None = None,
     ) -> None:
         self.changed = Monitor()
@@ -130,8 +143,11 @@ class Pager:
         self.arena = arena
         self._device = device
         self._store = store
+        self._limits = limits
         self._peers = peers
         self._entries = [_Entry(index, size, _start(size)) for index, size in enumerate(sizes)]
+        self._floor: tuple[int, int] | None = None
+        self._uses = self._hits = 0
         self._starved = 0
         self._wanted: list[int] = []
         self._failure: BaseException | None = None
@@ -164,12 +180,13 @@ class Pager:
             try:
                 if entry.pins == 1:
                     self.trace.use(unit)
+                    self._uses += 1
+                    self._hits += entry.residency is Residency.DEVICE
                 if self._peers is not None and entry.residency is not Residency.DEVICE:
                     self._agree(self._peers, unit)
                 self._bring(entry)
                 if ahead:
-                    self._read_ahead()
-                    self._bring_ahead()
+                    self._look_ahead()
             except Exception:
                 entry.pins -= 1
                 self._torn = False
@@ -192,7 +209,12 @@ class Pager:
             self._device.hold(entry.read)  # of another stream, if there are several: the last read is after all of them
             entry.read = self._device.computed()
             entry.pins -= 1
+            if not entry.pins and not entry.size.stays and not self._keeps(entry):
+                self._drop(entry)
             self.notify()  # an interrupt in here is seen by the count of pins
+
+    def _keeps(self, entry: _Entry) -> bool:
+        return keeps(self.trace, entry.index, self._nbytes, self._limits)
 
     def hold(self, unit: int) -> None:
         """Let compute that the calling thread starts from now on wait for the weights of `unit`, which is pinned."""
@@ -209,7 +231,7 @@ class Pager:
         if entry.slice is None or entry.updating:
             self._bring(entry)
         else:
-            self._gather(entry, entry.slice)
+            self._gather(entry, entry.slice, entry.copied)
 
     def _agree(self, peers: Peers, unit: int) -> None:
         """Wait for the other ranks without the lock, and serve them meanwhile."""
@@ -251,12 +273,12 @@ class Pager:
             if entry.updating:
                 self._wait_for_update(entry)
             elif entry.residency is Residency.DISK:
-                if (lease := self._lease(entry)) is not None:
-                    self._start_read(entry, lease)
-                elif (ahead := self._read_to_finish()) is not None:
-                    self._finish_read(ahead)
-                else:
+                if (lease := self._lease(self._lease_nbytes(entry))) is None:
                     self._wait_for_lease()
+                elif self.streams(entry.index):
+                    self._stream(entry, lease)
+                else:
+                    self._start_read(entry, lease)
             elif entry.residency is Residency.READING:
                 self._finish_read(entry)
             elif entry.residency in (Residency.HOST, Residency.WRITING):
@@ -279,13 +301,12 @@ class Pager:
         finally:
             self._wanted.remove(entry.index)
 
-    def _read_to_finish(self) -> _Entry | None:
-        """A read ahead that has taken the room, furthest next use first: once delivered, its lease is clean."""
-        reading = (entry.index for entry in self._entries if entry.residency is Residency.READING)
-        unit = furthest(reading, self.trace)
-        return None if unit is None else self._entries[unit]
-
     def _wait_for_lease(self) -> None:
+        """Let some weight lease become free, or free to be taken."""
+        reading = [entry for entry in self._entries if entry.residency is Residency.READING]
+        if reading:  # ahead, they have taken the room; once one is delivered its lease is clean
+            self._finish_read(max(reading, key=lambda entry: (self.trace.distance(entry.index), -entry.index)))
+            return
         self._starved += 1
         self.notify()
         try:
@@ -318,7 +339,53 @@ class Pager:
             entry.transfer, entry.lease = None, transfer.lease
             self._move(entry, Residency.HOST)
 
+    def streams(self, unit: int) -> bool:
+        """Whether two leases of this unit have no room, so that it comes from DISK to the device piece by piece."""
+        size = self._entries[unit].size
+        return size.home is Tier.DISK and 2 * align_up(size.part_nbytes) > self.host.weights.space.nbytes
+
+    def _lease_nbytes(self, entry: _Entry) -> int:
+        if self.streams(entry.index):
+            return self.host.weights.space.nbytes // 2 // PAGE * PAGE
+        return entry.size.part_nbytes
+
+    def _stream(self, entry: _Entry, lease: Lease) -> None:
+        """DISK to DEVICE in pieces, through `lease` and a second one where there is room."""
+        second = self._lease(lease.nbytes)
+        leases = [lease] if second is None else [lease, second]
+        try:
+            piece = self._room_on_device(entry)
+        except BudgetError:
+            for each in leases:
+                each.release()
+            raise
+        self._move(entry, Residency.UPLOADING)
+        store = self._store
+        assert store is not None
+        slot = store.newest[entry.index]
+        whole, share = self.arena.view(piece), entry.size.share
+
+        def read(start: int, buffer: memoryview) -> Future:
+            return store.read(entry.index, State.WEIGHT, slot, start, buffer)
+
+        try:
+            entry.uploaded = self.changed.without_lock(
+                lambda: stream(read, leases, whole, share, self._device, piece.after)
+            )
+            self._gather(entry, piece, entry.uploaded)
+        except BaseException as error:  # what is under way may still write there: neither is used again
+            self._fail(error, entry)
+            raise
+        for each in leases:
+            each.release()
+        entry.slice = piece
+        self._move(entry, Residency.DEVICE)
+
     def _upload(self, entry: _Entry) -> None:
+        self._upload_into(entry, self._room_on_device(entry))
+
+    def _room_on_device(self, entry: _Entry) -> Slice:
+        """A slice for `entry`; raises `BudgetError` where what is in use leaves none."""
         piece = self._take_slice(entry)
         if piece is None:
             held = [e.size.name or "the root" for e in self._entries if e.slice is not None and e is not entry]
@@ -329,14 +396,14 @@ class Pager:
                 f"({format_size(free)} are free); "
                 f'raise "device_memory" in the "offload" block, or checkpoint smaller regions'
             )
-        self._upload_into(entry, piece)
+        return piece
 
     def _upload_into(self, entry: _Entry, piece: Slice) -> None:
         """Start the copy of this rank's part into the slice, and the gather of the others'."""
         self._move(entry, Residency.UPLOADING)
         try:
             self.changed.without_lock(lambda: self._copy_part(entry, piece))
-            self._gather(entry, piece)
+            self._gather(entry, piece, entry.copied)
         except Exception as error:  # what is under way may still write there: the slice is not used again
             self._fail(error, entry)
             raise
@@ -359,45 +426,90 @@ class Pager:
         assert entry.lease is not None
         return entry.lease.tensor(torch.uint8)
 
-    def _gather(self, entry: _Entry, piece: Slice) -> None:
+    def _gather(self, entry: _Entry, piece: Slice, copied: Event) -> None:
+        """Fill in what other ranks have, once `copied`, this rank's part, is there."""
         if self._peers is not None:
             peers, whole = self._peers, self.arena.view(piece)
-            entry.uploaded = self.changed.without_lock(lambda: peers.gather(whole, entry.size.share, entry.copied))
+            entry.uploaded = self.changed.without_lock(lambda: peers.gather(whole, entry.size.share, copied))
 
     def _take_slice(self, entry: _Entry, beyond: int = -1) -> Slice | None:
-        """Room for `entry` on the device: drops released units whose next use is beyond `beyond`, furthest first."""
-        while (piece := self.arena.take(entry.size.nbytes)) is None:
-            victim = furthest((e.index for e in self._idle()), self.trace, beyond)
-            if victim is None:
-                return None
-            self._drop(self._entries[victim])
-        return piece
+        """Room for `entry` on the device; drops released units for it that are next used after `beyond` uses."""
+        place = self._find_place(entry, beyond)
+        if place is None:
+            return None
+        for unit in place.victims:
+            self._drop(self._entries[unit])
+        return self.arena.take_at(place.offset, entry.size.nbytes)
+
+    def _find_place(self, entry: _Entry, beyond: int) -> Place | None:
+        if self._floor is None:  # all that stays on the device is there by now
+            self._floor = max(self.arena.space.stretches(), key=lambda stretch: stretch[1] - stretch[0], default=(0, 0))
+        others = (e.size.nbytes for e in self._entries if e is not entry and not e.size.stays)
+        floor = Floor(*self._floor, max(others, default=0))
+        return find_place(self.arena.space, entry.size.nbytes, self._droppable(), self.trace, floor, beyond)
+
+    def _droppable(self) -> list[Block]:
+        return [Block(e.index, e.slice.offset, e.slice.nbytes) for e in self._idle() if e.slice is not None]
 
     def _idle(self) -> Iterator[_Entry]:
         """Units on the device that nobody uses, and that may leave it."""
         return (e for e in self._entries if e.residency is Residency.DEVICE and not e.pins and not e.size.stays)
 
+    def _look_ahead(self) -> None:
+        """Begin to bring what the trace says comes next: reads first, then uploads of what is at hand."""
+        for entry in self._entries:
+            if entry.transfer is not None and entry.transfer.future.done():
+                self._finish_read(entry)
+        self._read_ahead()
+        self._bring_ahead()
+
+    def _read_ahead(self) -> None:
+        def wanting(unit: int) -> bool:
+            entry = self._entries[unit]
+            on_disk = entry.residency is Residency.DISK and entry.lease is None
+            return on_disk and not entry.updating and not self.streams(unit)
+
+        def nbytes(unit: int) -> int:
+            return self._entries[unit].size.part_nbytes
+
+        while (unit := next_to_bring(self.trace, nbytes, wanting, self._limits)) is not None:
+            lease = self._lease(nbytes(unit), self.trace.distance(unit))
+            if lease is None:
+                return
+            self._start_read(self._entries[unit], lease)
+
     def _bring_ahead(self) -> None:
-        """Start the upload of the unit that the trace says comes next, where nothing must be waited for."""
-        unit = next(self.trace.upcoming(1), None)
-        if unit is None:
+        """Start uploads of what comes next and is at hand; where there are other ranks, of the very next alone."""
+        if self._peers is not None:
+            self._bring_ahead_with(self._peers)
+            return
+        while (unit := self._next_upload()) is not None:
+            entry = self._entries[unit]
+            piece = self._take_slice(entry, self.trace.distance(unit)) if self._at_hand(entry) else None
+            if piece is None:
+                return
+            self._upload_into(entry, piece)
+
+    def _next_upload(self) -> int | None:
+        def wanting(unit: int) -> bool:
+            return self._entries[unit].residency is not Residency.DEVICE
+
+        return next_to_bring(self.trace, self._nbytes, wanting, self._limits)
+
+    def _at_hand(self, entry: _Entry) -> bool:
+        return entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
+
+    def _bring_ahead_with(self, peers: Peers) -> None:
+        unit = next(self.trace.upcoming(), None)
+        if unit is None or unit != self._next_upload():
             return
         entry, beyond = self._entries[unit], self.trace.distance(unit)
-        if entry.residency is Residency.DEVICE:
-            return
-        at_hand = entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
-        ready = at_hand and self._could_fit(entry, beyond)
-        if self._peers is None:
-            piece = self._take_slice(entry, beyond) if ready else None
-            if piece is not None:
-                self._upload_into(entry, piece)
-        elif self._agree_ahead(self._peers, entry, ready):
+        ready = self._at_hand(entry) and self._find_place(entry, beyond) is not None
+        if self._agree_ahead(peers, entry, ready):
             self._take_part(entry)
 
-    def _could_fit(self, entry: _Entry, beyond: int) -> bool:
-        """Whether there is room for it in one piece, with what is next used after `beyond` uses out of the way."""
-        later = (e.slice for e in self._idle() if self.trace.distance(e.index) > beyond and e.slice is not None)
-        return self.arena.could_take(entry.size.nbytes, later)
+    def _nbytes(self, unit: int) -> int:
+        return self._entries[unit].size.nbytes
 
     def _agree_ahead(self, peers: Peers, entry: _Entry, ready: bool) -> bool:
         torn, self._torn = self._torn, False
@@ -415,23 +527,47 @@ class Pager:
         else:
             self._move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
 
+    def begin(self, kind: Kind) -> None:
+        """A forward begins: one of a step, or one by itself."""
+        with self.lock:
+            self.trace.begin(kind)
+
+    def end_forward(self) -> None:
+        """The outermost forward is over. Of an evaluation that was all; what comes next is a step again."""
+        with self.lock:
+            if self.trace.kind is Kind.EVAL:
+                self.trace.finish()
+                self.trace.begin(Kind.TRAIN)
+
     def end_step(self) -> tuple[int, ...]:
         """The step's uses are over: their order is the prediction for the next, and returned."""
         with self.lock:
+            self.trace.begin(Kind.TRAIN)  # an evaluation that was interrupted did not end
             self.trace.finish()
             return self.trace.order
 
+    def counts(self) -> Counts:
+        """What the uses so far came to."""
+        with self.lock:
+            return Counts(self._uses, self._hits, self.trace.unforeseen)
+
     # -- leases of weights --------------------------------------------------------------------------
 
-    def _lease(self, entry: _Entry, beyond: int = -1) -> Lease | None:
-        """A weight lease for `entry`: a free one, else one whose unit is next used after `beyond` uses."""
-        while (lease := self.host.weights.take(entry.size.part_nbytes)) is None:
-            clean = (e.index for e in self._entries if self._may_take_lease_of(e))
-            victim = furthest(clean, self.trace, beyond)
-            if victim is None:
-                return None
-            self._take_lease(self._entries[victim])
-        return lease
+    def _lease(self, nbytes: int, beyond: int = -1) -> Lease | None:
+        """A weight lease: a free one, else of units that are next used after `beyond` uses."""
+        going = victims(self.host.weights.space, nbytes, self._takeable(), self.trace, beyond)
+        if going is None:
+            return None
+        for unit in going:
+            self._take_lease(self._entries[unit])
+        return self.host.weights.take(nbytes)
+
+    def _takeable(self) -> list[Block]:
+        return [
+            Block(e.index, e.lease.offset, e.lease.nbytes)
+            for e in self._entries
+            if e.lease is not None and self._may_take_lease_of(e)
+        ]
 
     def _may_take_lease_of(self, entry: _Entry) -> bool:
         """Whether its bytes are in the store and nobody reads them from the lease now."""
@@ -450,17 +586,6 @@ class Pager:
         entry.lease = None
         if entry.residency is Residency.HOST:
             self._move(entry, Residency.DISK)
-
-    def _read_ahead(self) -> None:
-        """Start reading what the trace says comes next, as far as leases go that are needed later."""
-        for unit in self.trace.upcoming(2):
-            entry = self._entries[unit]
-            if entry.updating or entry.residency is not Residency.DISK or entry.lease is not None:
-                continue
-            lease = self._lease(entry, beyond=self.trace.distance(unit))
-            if lease is None:
-                return
-            self._start_read(entry, lease)
 
     # -- the update worker --------------------------------------------------------------------------
 
@@ -493,8 +618,13 @@ class Pager:
             if self._starved:
                 return None
             urgent = unit in self._wanted
-            entry.lease = self._lease(entry, -1 if urgent else self.trace.distance(unit))
+            entry.lease = self._lease(entry.size.part_nbytes, -1 if urgent else self.trace.distance(unit))
             return entry.lease
+
+    def delivers(self, unit: int) -> bool:
+        """Whether the fresh weights of `unit` lie in a lease when it is updated: a part of it, where it streams, helps
+        nobody."""
+        return self._entries[unit].size.home is not Tier.DEVICE and not self.streams(unit)
 
     def publish(self, unit: int, delivered: bool, unwritten: bool) -> None:
         """The update of `unit` is computed: its fresh weights lie in its lease (or home) if `delivered`.

@@ -12,7 +12,8 @@ whole. The other states stay at home; an update streams them through tiles and p
                 With several ranks, a partition at home on the DEVICE is here too: at hand, not gathered.
     WRITING     A lease holds the newest copy; its write to the store is in flight. The lease stays.
     UPLOADING   The copy of a lease into a slice of the device arena, and the gather of what other ranks hold
-                of the unit, are being started by the thread that acquires.
+                of the unit, are being started by the thread that acquires. Of a unit that is too large for a
+                lease, piece after piece is being read and copied.
     DEVICE      A slice holds the newest copy, or will when the event `uploaded` is done, until when the lease
                 is read. A lease may hold it as well (`lease is not None`): the write of an update may still
                 be in flight (`unwritten`), or there was room to keep it.
@@ -24,7 +25,8 @@ whole. The other states stay at home; an update streams them through tiles and p
          ▲ │                                      ▲ ▲ │                  ▲                   │
          │ │                              written │ │ │ publish          │ upload            │
          │ │              publish                 │ │ ▼                  │                   │
-         │ └────────────────────────────────────► WRITING ───────────────┘                   │
+         │ └────────────────────────────────────► WRITING ───────────────┤                   │
+         ├──────────────────────────── stream ───────────────────────────┘                   │
          ├──────────────── take_lease ────────────── HOST                                    │
          └──────────────────────────────── drop: to WRITING or HOST where the lease is kept ◄┘
 
@@ -66,6 +68,7 @@ ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
     (_R.READING, _R.HOST): "finish_read",
     (_R.HOST, _R.UPLOADING): "upload",
     (_R.WRITING, _R.UPLOADING): "upload",
+    (_R.DISK, _R.UPLOADING): "stream",
     (_R.UPLOADING, _R.DEVICE): "upload",
     (_R.HOST, _R.DISK): "take_lease",
     (_R.WRITING, _R.HOST): "written",

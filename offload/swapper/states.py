@@ -9,12 +9,13 @@ import torch
 
 
 class State(enum.Enum):
-    """What is kept for each trainable element. The compute copy is WEIGHT."""
+    """What there is of each trainable element. The compute copy is WEIGHT; GRAD lives for one step, the others stay."""
 
     WEIGHT = "weight"
     RESIDUAL = "residual"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    GRAD = "grad"
 
 
 class Mode(NamedTuple):

@@ -245,7 +245,7 @@ class Store:
         self._commit_path = self.folders[0] / "commit"
         _make_folders(self.folders)
         self._lock = _Lock(self.folders[0])
-        _open_stores.add(self)
+        close_in_children.add(self)
 
     # -- opening ------------------------------------------------------------------------------------
 
@@ -443,12 +443,18 @@ class Store:
         return blob if len(blob) == record.blob_nbytes and crc32c(blob) == record.blob_crc else None
 
 
-_open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+class Closable(Protocol):
+    """What has open files that a forked child must not keep."""
+
+    def close_in_child(self) -> None: ...
+
+
+close_in_children: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for store in list(_open_stores):
-        store.close_in_child()
+    for each in list(close_in_children):
+        each.close_in_child()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

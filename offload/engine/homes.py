@@ -1,0 +1,152 @@
+"""The home of every partition: which tier it comes back to between uses, decided from sizes alone.
+
+    as configured ─► too much for the host budget: homes move down to DISK, one partition at a time
+                 └─► room is left in the budget: states move up to HOST, a share of them that stays there
+
+A step sweeps over all states and begins again with the first, which is what caches by recent use are worst at: so the
+share of the states that lies in HOST is fixed. Weights at home on DISK have a cache as well, which the pager fills by
+next use, since a forward and a backward are no sweep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from offload.engine.layout import UnitLayout
+from offload.sizes import align_up, format_size
+from offload.swapper.residency import Tier
+from offload.swapper.states import Mode, State
+
+Homes = tuple[Mapping[State, Tier], ...]
+"""For each unit the home of each state that this rank has of it; of GRAD, where it waits for its update."""
+
+
+class Partitions(NamedTuple):
+    """Bytes of each state of each unit that this rank holds. Units without trainable elements have a weight only."""
+
+    nbytes: tuple[Mapping[State, int], ...]
+    """GRAD in the dtype in which it waits for its update."""
+    trainable_numel: tuple[int, ...]
+    unit_nbytes: tuple[int, ...]
+    """Bytes of the weights of each unit, all ranks' parts together."""
+    largest_gradient: int
+    """Bytes of the gradients of the largest unit as a backward makes them, all ranks' parts together."""
+    gradient_dtype: torch.dtype
+    alone: bool
+    """Whether this is the only rank."""
+
+    @property
+    def largest_unit(self) -> int:
+        return max(self.unit_nbytes, default=0)
+
+
+class Wish(NamedTuple):
+    """What the config asks for. Counts are of elements, as in DeepSpeed's files; None leaves the choice to us."""
+
+    weights: Tier
+    states: Tier
+    host_memory: int | None = None
+    device_memory: int | None = None
+    states_off_device: float = 1.0
+    """The share of the states that leaves the device (`ratio`)."""
+    cached_weights: int = 0
+    """Weights that have room in HOST beside their home on DISK (`max_in_cpu`, `buffer_count` times `buffer_size`)."""
+    small_unit: int = 0
+    """Units of at most so many elements stay on the device (`stage3_param_persistence_threshold`)."""
+    live: int | None = None
+    """Elements on the device at a time, beside those at home there (`stage3_max_live_parameters`)."""
+    tile: int | None = None
+    """Elements of a tile at most (`sub_group_size`)."""
+
+
+def partitions(
+    layouts: Sequence[UnitLayout], mode: Mode, gradient_dtype: torch.dtype, rank: int, world_size: int
+) -> Partitions:
+    """This rank's bytes of every unit and state."""
+    rows: list[Mapping[State, int]] = []
+    trainable = [len(layout.trainable(rank, world_size)) for layout in layouts]
+    for layout, numel in zip(layouts, trainable, strict=True):
+        weights = numel + len(layout.frozen(rank, world_size))
+        row = {State.WEIGHT: weights * mode.weight_dtype.itemsize}
+        if numel:
+            row |= {state: numel * dtype.itemsize for state, dtype in mode.states.items() if state is not State.WEIGHT}
+            row[State.GRAD] = numel * gradient_dtype.itemsize
+        rows.append(row)
+    itemsize = mode.weight_dtype.itemsize
+    return Partitions(
+        tuple(rows),
+        tuple(trainable),
+        tuple(layout.numel * itemsize for layout in layouts),
+        max((layout.trainable_stop * itemsize for layout in layouts), default=0),
+        gradient_dtype,
+        world_size == 1,
+    )
+
+
+def configured(parts: Partitions, wish: Wish, weight_itemsize: int) -> Homes:
+    """Every partition where the config says, gradients in HOST."""
+    on_device = (1.0 - wish.states_off_device) * sum(parts.trainable_numel)
+    rows: list[Mapping[State, Tier]] = []
+    passed = 0
+    for row, numel, unit_nbytes in zip(parts.nbytes, parts.trainable_numel, parts.unit_nbytes, strict=True):
+        small = unit_nbytes <= wish.small_unit * weight_itemsize
+        states = Tier.DEVICE if passed + numel / 2 <= on_device else wish.states
+        passed += numel
+        homes = dict.fromkeys(row, states)
+        homes[State.WEIGHT] = Tier.DEVICE if small else wish.weights
+        if State.GRAD in row:
+            homes[State.GRAD] = Tier.HOST
+        rows.append(homes)
+    return tuple(rows)
+
+
+_DOWN = (State.GRAD, State.EXP_AVG_SQ, State.EXP_AVG, State.RESIDUAL, State.WEIGHT)
+"""What leaves HOST first, least used first: weights are read twice a step or more."""
+
+
+def ways_down(homes: Homes) -> Iterator[Homes]:
+    """`homes`, then with one partition more on DISK instead of in HOST each time, the last unit's first."""
+    yield homes
+    rows = [dict(row) for row in homes]
+    for state in _DOWN:
+        for row in reversed(rows):
+            if row.get(state) is Tier.HOST:
+                row[state] = Tier.DISK
+                yield tuple(dict(each) for each in rows)
+
+
+def move_up(homes: Homes, parts: Partitions, fits: Callable[[int], bool]) -> Homes:
+    """States from DISK to HOST, unit after unit, for as long as all that was moved `fits`, in bytes."""
+    rows, taken = [dict(row) for row in homes], 0
+    for row, nbytes in zip(rows, parts.nbytes, strict=True):
+        for state in (State.RESIDUAL, State.EXP_AVG, State.EXP_AVG_SQ):
+            if row.get(state) is Tier.DISK and fits(taken + align_up(nbytes[state])):
+                row[state] = Tier.HOST
+                taken += align_up(nbytes[state])
+    return tuple(rows)
+
+
+def home_nbytes(parts: Partitions, homes: Homes, tier: Tier) -> int:
+    """Bytes of all partitions at home in `tier`, in steps of 4096."""
+    return sum(
+        align_up(nbytes)
+        for row, places in zip(parts.nbytes, homes, strict=True)
+        for state, nbytes in row.items()
+        if places[state] is tier
+    )
+
+
+def differences(parts: Partitions, before: Homes, after: Homes) -> str:
+    """In words what has moved: "gradient of 3 units (1.2 GiB) to disk"; empty where nothing has."""
+    moved: dict[tuple[State, Tier], list[int]] = {}
+    for row, old, new in zip(parts.nbytes, before, after, strict=True):
+        for state, nbytes in row.items():
+            if old[state] is not new[state]:
+                moved.setdefault((state, new[state]), []).append(nbytes)
+    return ", ".join(
+        f"{state.value} of {len(sizes)} of {len(parts.nbytes)} units ({format_size(sum(sizes))}) to {tier.value}"
+        for (state, tier), sizes in moved.items()
+    )

@@ -1,0 +1,167 @@
+"""Homes follow the config while the host budget holds them; past it they move down in order, with room left up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.engine.homes import Homes, Partitions, Wish
+from offload.engine.placement import Machine, Placement, place
+from offload.errors import BudgetError
+from offload.sizes import GIB, MIB
+from offload.swapper.residency import Tier
+from offload.swapper.states import MODES, State
+
+MODE = MODES["bf16"]
+STATES = (State.RESIDUAL, State.EXP_AVG, State.EXP_AVG_SQ)
+
+
+def parts_of(numels: list[int]) -> Partitions:
+    rows = [
+        {
+            State.WEIGHT: 2 * numel,
+            State.RESIDUAL: 2 * numel,
+            State.EXP_AVG: 4 * numel,
+            State.EXP_AVG_SQ: 4 * numel,
+            State.GRAD: 2 * numel,
+        }
+        for numel in numels
+    ]
+    sizes = tuple(2 * numel for numel in numels)
+    return Partitions(tuple(rows), tuple(numels), sizes, max(sizes), torch.bfloat16, True)
+
+
+def placed(numels: list[int], wish: Wish, drives: bool = True, free: int = 1 << 50) -> Placement:
+    return place(parts_of(numels), MODE, wish, Machine(free, 0, True, drives))
+
+
+def tiers(homes: Homes, state: State) -> list[Tier]:
+    return [row[state] for row in homes]
+
+
+MEGA = 1 << 20
+BLOCKS = [8 * MEGA] * 10
+DISK = Wish(Tier.DISK, Tier.DISK)
+HOST = Wish(Tier.HOST, Tier.HOST)
+
+
+def test_with_room_everything_is_where_the_config_says() -> None:
+    found = placed(BLOCKS, Wish(Tier.DISK, Tier.HOST))
+    assert set(tiers(found.homes, State.WEIGHT)) == {Tier.DISK}
+    assert {tier for state in STATES for tier in tiers(found.homes, state)} == {Tier.HOST}
+    assert found.spilled == () and found.window_numel == 0 and found.notices == ()
+    assert found.classes.homes == 80 * MEGA * 12 and found.classes.weights == 2 * 16 * MIB
+
+
+def test_gradients_leave_the_host_first_then_moments_then_the_rest() -> None:
+    """From the ample budget down to the least, what is on DISK only grows, in this order of states."""
+    order = [State.GRAD, State.EXP_AVG_SQ, State.EXP_AVG, State.RESIDUAL, State.WEIGHT]
+    seen: list[tuple[int, ...]] = []
+    for budget in range(sum(placed(BLOCKS, HOST).classes), 0, -16 * MIB):
+        try:
+            found = placed(BLOCKS, HOST._replace(host_memory=budget))
+        except BudgetError:
+            break
+        assert sum(found.classes) <= budget
+        on_disk = tuple(tiers(found.homes, state).count(Tier.DISK) for state in order)
+        first = next((index for index, count in enumerate(on_disk) if count < len(BLOCKS)), len(order))
+        assert not any(on_disk[first + 1 :]), "a state moves only when those before it have"
+        seen.append(on_disk)
+    assert seen == sorted(seen) and seen[0] == (0, 0, 0, 0, 0) and seen[-1] == (10, 10, 10, 10, 10)
+
+
+def test_what_moved_is_said() -> None:
+    ample = sum(placed(BLOCKS, DISK).classes)
+    (notice,) = placed(BLOCKS, DISK._replace(host_memory=ample - 60 * MIB)).notices
+    assert "grad of " in notice and "to disk" in notice
+    (notice,) = placed(BLOCKS, DISK._replace(host_memory=ample + 300 * MIB)).notices
+    assert "residual of " in notice and "exp_avg_sq of " in notice and "to host" in notice
+
+
+def test_room_that_is_left_is_for_the_cache_of_weights_first_then_for_states() -> None:
+    ample = placed(BLOCKS, DISK)
+    weights = 2 * sum(BLOCKS)
+    more = placed(BLOCKS, DISK._replace(host_memory=sum(ample.classes) + weights - ample.classes.weights))
+    assert more.classes.weights == weights and more.homes == ample.homes
+    most = placed(BLOCKS, DISK._replace(host_memory=2 * GIB))
+    assert most.classes.weights == weights and set(tiers(most.homes, State.EXP_AVG_SQ)) == {Tier.HOST}
+    half = placed(BLOCKS, DISK._replace(host_memory=sum(more.classes) + 5 * 80 * MIB))
+    moved = [all(row[state] is Tier.HOST for state in STATES) for row in half.homes]
+    assert moved == [True] * 5 + [False] * 5, "a fixed share, unit by unit"
+
+
+def test_without_a_disk_nothing_moves_and_the_least_is_said() -> None:
+    need = sum(placed(BLOCKS, HOST, drives=False).classes)
+    with pytest.raises(BudgetError, match="with an nvme_path") as caught:
+        placed(BLOCKS, HOST._replace(host_memory=500 * MIB), drives=False)
+    least = int(str(caught.value).split("is 1.1 GiB (")[1].split()[0])
+    assert need - 3 * 17 * MIB < least < need - 3 * 15 * MIB, "with the smallest tiles"
+
+
+def test_the_default_budget_is_what_is_needed_at_most_80_percent_of_what_is_free() -> None:
+    ample = placed(BLOCKS, HOST)
+    assert placed(BLOCKS, HOST, free=sum(ample.classes) * 2).classes == ample.classes
+    tight = placed(BLOCKS, HOST, free=sum(ample.classes))
+    assert sum(tight.classes) <= 0.8 * sum(ample.classes) and tight.spilled
+    with pytest.raises(BudgetError, match="80 %"):
+        placed(BLOCKS, HOST, free=64 * MIB)
+
+
+def test_a_unit_that_has_no_room_for_two_leases_comes_in_pieces() -> None:
+    numels = [4 * MEGA, 400 * MEGA, 4 * MEGA]
+    whole = placed(numels, DISK._replace(host_memory=3 * GIB))
+    assert whole.classes.weights >= 2 * 800 * MIB
+    pieces = placed(numels, DISK._replace(host_memory=600 * MIB))
+    assert pieces.classes.weights < 2 * 800 * MIB and 1 in pieces.spilled
+    assert pieces.window_numel * 2 <= 32 * MIB, "nor is its gradient ever whole"
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5, 1.0])
+def test_ratio_is_the_share_of_states_that_leaves_the_device(ratio: float) -> None:
+    found = placed(BLOCKS, Wish(Tier.DEVICE, Tier.HOST, states_off_device=ratio))
+    assert tiers(found.homes, State.EXP_AVG).count(Tier.HOST) == round(10 * ratio)
+
+
+def test_deepspeeds_numbers_are_inputs() -> None:
+    assert placed([1000, *BLOCKS], DISK._replace(small_unit=1000)).homes[0][State.WEIGHT] is Tier.DEVICE
+    block = 2 * BLOCKS[0]
+    assert placed(BLOCKS, DISK).device_nbytes == 3 * block
+    assert placed(BLOCKS, DISK._replace(live=2 * BLOCKS[0])).device_nbytes == 2 * block
+    assert placed(BLOCKS, DISK._replace(live=1)).device_nbytes == block, "one unit at least"
+    assert placed(BLOCKS, DISK._replace(live=10**9)).device_nbytes == 3 * block
+    assert placed(BLOCKS, DISK._replace(tile=100_000)).tile_numel <= 102_400
+    assert placed(BLOCKS, DISK._replace(tile=10**9)).tile_numel == placed(BLOCKS, DISK).tile_numel
+    assert placed(BLOCKS, DISK._replace(cached_weights=4 * BLOCKS[0])).classes.weights == 6 * block
+    assert placed(BLOCKS, DISK._replace(cached_weights=10**9)).classes.weights == 10 * block, "no more than there are"
+
+
+numels = st.lists(st.integers(1, 40).map(lambda n: n * 2048 * 97), min_size=1, max_size=12)
+homes = st.sampled_from(list(Tier))
+
+
+@given(numels, homes, homes, st.integers(0, 2 * GIB), st.booleans())
+def test_any_budget_is_kept_or_refused_with_the_least_that_works(
+    sizes: list[int], weights: Tier, states: Tier, budget: int, drives: bool
+) -> None:
+    wish = Wish(weights, states, host_memory=budget)
+    try:
+        found = placed(sizes, wish, drives)
+    except BudgetError as error:
+        least = int(str(error).split("the least that works is ")[1].split("(")[1].split(" ")[0])
+        assert least > budget
+        with pytest.raises(BudgetError):
+            placed(sizes, wish._replace(host_memory=least - 4096), drives)
+        found = placed(sizes, wish._replace(host_memory=least), drives)
+        budget = least
+    assert sum(found.classes) <= budget
+    row_bytes = MODE.element_bytes + (2 if found.spilled else 0)
+    assert found.tile_numel > 0 and 3 * found.tile_numel * row_bytes <= found.classes.tiles
+    kept = sum(
+        -(-nbytes // 4096) * 4096
+        for row, home in zip(parts_of(sizes).nbytes, found.homes, strict=True)
+        for state, nbytes in row.items()
+        if home[state] is Tier.HOST
+    )
+    assert kept == found.classes.homes

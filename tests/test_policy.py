@@ -1,0 +1,115 @@
+"""What to bring and what must go are pure functions of order, sizes and what is where: nearest first, furthest away."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.swapper.arena import Space
+from offload.swapper.policy import Block, Floor, Limits, find_place, keeps, next_to_bring, victims
+from offload.swapper.trace import NEVER, Trace
+
+PAGE = 4096
+orders = st.lists(st.integers(0, 9), min_size=1, max_size=40)
+sizes = st.lists(st.integers(1, 9), min_size=10, max_size=10)
+
+
+def _filled(pages: list[int], present: set[int], total: int = 40) -> tuple[Space, list[Block]]:
+    space = Space(total * PAGE, random.Random(0))
+    blocks = [
+        Block(unit, offset, pages[unit] * PAGE)
+        for unit in sorted(present)
+        if (offset := space.take(pages[unit] * PAGE)) is not None
+    ]
+    return space, blocks
+
+
+@given(orders, sizes, st.sets(st.integers(0, 9)), st.integers(1, 40), st.integers(-1, 20))
+def test_victims_make_room_and_no_more_than_that(
+    order: list[int], pages: list[int], present: set[int], wish: int, beyond: int
+) -> None:
+    trace = Trace.of(order)
+    space, blocks = _filled(pages, present)
+    going = victims(space, wish * PAGE, blocks, trace, beyond)
+    later = [block for block in blocks if trace.distance(block.unit) > beyond]
+    if going is None:
+        assert not space.could_take(wish * PAGE, (block[1:] for block in later))
+        return
+    gone = [block for block in blocks if block.unit in going]
+    assert all(block in later for block in gone)
+    for block in gone:
+        others = [other[1:] for other in gone if other is not block]
+        assert not space.could_take(wish * PAGE, others), "each of them was needed"
+    for block in gone:
+        space.give(*block[1:])
+    assert space.take(wish * PAGE) is not None
+
+
+@given(orders, sizes, st.sets(st.integers(0, 9), min_size=1))
+def test_one_victim_of_equal_size_is_the_one_used_last(order: list[int], pages: list[int], present: set[int]) -> None:
+    trace = Trace.of(order)
+    space, blocks = _filled([4] * 10, present, total=4 * len(present))
+    (going,) = victims(space, 4 * PAGE, blocks, trace)
+    assert trace.distance(going) == max(trace.distance(unit) for unit in present)
+
+
+@given(orders, sizes, st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)), st.integers(1, 20), st.booleans())
+def test_a_place_is_free_once_its_victims_are_gone(
+    order: list[int], pages: list[int], present: set[int], used: set[int], wish: int, scatter: bool
+) -> None:
+    trace = Trace.of(order)
+    space, blocks = _filled(pages, present)
+    space.scatter = random.Random(1) if scatter else None
+    free = [block for block in blocks if block.unit not in used]
+    place = find_place(space, wish * PAGE, free, trace, Floor(0, 40 * PAGE, 9 * PAGE))
+    if place is None:
+        assert not space.could_take(wish * PAGE, (block[1:] for block in free))
+        return
+    going = [block for block in free if block.unit in place.victims]
+    assert len(going) == len(place.victims)
+    for block in going:
+        space.give(*block[1:])
+    space.take_at(place.offset, wish * PAGE)
+
+
+@given(st.lists(st.integers(0, 5), max_size=60), st.booleans())
+def test_with_room_for_two_units_any_two_can_be_in_use(uses: list[int], scatter: bool) -> None:
+    """Whatever came and went before; the arena is no larger than the two largest."""
+    pages = [2, 3, 5, 6, 8, 9]
+    space = Space(17 * PAGE, random.Random(2) if scatter else None)
+    trace = Trace.of(uses)
+    at: dict[int, int] = {}
+    held: list[int] = []
+    for unit in uses:
+        if unit not in at:
+            free = [Block(other, offset, pages[other] * PAGE) for other, offset in at.items() if other not in held]
+            floor = Floor(0, 17 * PAGE, max(size for other, size in enumerate(pages) if other != unit) * PAGE)
+            place = find_place(space, pages[unit] * PAGE, free, trace, floor)
+            assert place is not None
+            for victim in place.victims:
+                space.give(at.pop(victim), pages[victim] * PAGE)
+            space.take_at(place.offset, pages[unit] * PAGE)
+            at[unit] = place.offset
+        held = [unit]  # the next one comes while this one is in use
+
+
+def test_the_nearest_that_is_not_there_comes_first() -> None:
+    trace = Trace.of([0, 1, 2, 3])
+
+    def brought(ahead: int | None, here: set[int]) -> int | None:
+        return next_to_bring(trace, lambda unit: 2 * PAGE, lambda unit: unit not in here, Limits(ahead))
+
+    assert brought(None, {0, 1, 2}) == 3 and brought(None, {0, 1, 2, 3}) is None
+    assert brought(4 * PAGE, {0}) == 1 and brought(4 * PAGE, {0, 1}) is None, "the limit is of bytes"
+    assert brought(1, set()) == 0 and brought(1, {0}) is None, "one unit at least"
+    assert brought(0, set()) is None
+
+
+@given(orders, st.integers(0, 9), st.integers(0, 30))
+def test_a_unit_stays_where_its_next_use_is_near(order: list[int], unit: int, reuse: int) -> None:
+    trace = Trace.of(order)
+    near = trace.distance(unit) < NEVER and trace.distance(unit) * PAGE <= reuse * PAGE
+    assert keeps(trace, unit, lambda _: PAGE, Limits(reuse=reuse * PAGE)) == near
+    assert keeps(trace, unit, lambda _: PAGE, Limits())

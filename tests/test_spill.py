@@ -1,0 +1,201 @@
+"""Gradients without room in host memory wait on DISK, and units too large for a lease come in pieces: same bits."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import offload
+from offload.engine import gradients, placement, reduction
+from offload.engine.gradients import borders
+from offload.engine.layout import lay_out
+from offload.engine.spill import windows
+from offload.errors import BudgetError, EngineFailed, IoError, StoreError
+from offload.swapper import scratch
+from tests import models
+from tests.faults import LateQueue
+from tests.oracle import Job, Result, assert_same, run, start, train_step
+
+DISK = ("nvme", "nvme")
+
+
+def least_host_memory(job: Job, folder: Path, placement: tuple[str, str] = DISK, **options: Any) -> int:
+    """The smallest budget that works, as the error says it."""
+    with pytest.raises(BudgetError) as caught:
+        start(job, placement, folder, host_memory=1, **options)
+    found = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(caught.value))
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models here are tiny: so are the pieces of a gradient, of a unit that streams, and of an update."""
+    for module in (placement, gradients, reduction):
+        monkeypatch.setattr(module, "CHUNK", 1024)
+    monkeypatch.setattr(placement, "_WINDOW_NBYTES", 8192)
+    monkeypatch.setattr(placement, "_STREAM_NBYTES", 8192)
+    monkeypatch.setattr(placement, "_TILE_NBYTES", range(16_000, 48_000))
+
+
+def _run_in(folder: Path, job: Job, host_memory: int, **options: Any) -> tuple[Result, str]:
+    engine = start(job, DISK, folder, host_memory=host_memory, **options)
+    losses, norms = [], []
+    try:
+        for step in range(job.steps):
+            losses.append(train_step(engine, job, step))
+            norms.append(engine.get_global_grad_norm())
+        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        assert engine.host_memory <= host_memory
+    finally:
+        engine.destroy(remove=True)
+    return Result(losses, norms, weights), "\n".join(engine.notices)
+
+
+JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", JOBS)
+def test_with_the_least_host_memory_the_bits_are_the_same(
+    name: str, dtype: str, accumulation: int, tmp_path: Path
+) -> None:
+    job = JOBS[name]._replace(dtype=dtype, accumulation=accumulation, steps=4)
+    ample = run(job, ("none", "none"), tmp_path)
+    tight, notices = _run_in(tmp_path, job, least_host_memory(job, tmp_path))
+    assert "grad of " in notices
+    assert_same(ample, tight, "in memory and with the least host memory")
+
+
+def test_any_budget_gives_the_same_bits(tmp_path: Path) -> None:
+    """From the least on: whatever spills, streams or stays."""
+    job = models.MIXTURE._replace(steps=3, dtype="bf16")
+    ample = run(job, ("none", "none"), tmp_path)
+    least = least_host_memory(job, tmp_path)
+    for more in (4096, 20_000, 70_000, 150_000, 400_000, 2_000_000):
+        tight, _ = _run_in(tmp_path, job, least + more)
+        assert_same(ample, tight, f"with {more} bytes more than the least")
+
+
+def test_late_io_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = models.GPT2._replace(steps=4, dtype="bf16", accumulation=2)
+    ample = run(job, ("none", "none"), tmp_path)
+    least = least_host_memory(job, tmp_path)
+    monkeypatch.setattr(offload.engine.initialize, "IoQueue", lambda *_, **__: LateQueue(1, 0.01))
+    tight, _ = _run_in(tmp_path, job, least)
+    assert_same(ample, tight, "in memory and with late I/O")
+
+
+def test_a_step_that_is_dropped_leaves_nothing_of_its_gradients(tmp_path: Path) -> None:
+    job = models.GPT2._replace(steps=3, dtype="bf16")
+    plain = run(job, ("none", "none"), tmp_path)
+    engine = start(job, DISK, tmp_path, host_memory=least_host_memory(job, tmp_path))
+    losses = []
+    for step in range(job.steps):
+        engine.backward(job.loss(engine, 7 - step, 0))
+        engine.zero_grad()
+        losses.append(train_step(engine, job, step))
+    engine.destroy(remove=True)
+    assert losses == plain.losses
+
+
+def test_spill_files_have_no_name_and_are_gone_at_the_end(tmp_path: Path) -> None:
+    job = models.GPT2._replace(dtype="bf16")
+    engine = start(job, DISK, tmp_path, host_memory=least_host_memory(job, tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["default"]
+    open_files = [str(path.resolve()) for path in Path("/proc/self/fd").iterdir()]
+    assert any("offload-spill" in name for name in open_files)
+    engine.destroy(remove=True)
+    open_files = [str(path.resolve()) for path in Path("/proc/self/fd").iterdir()]
+    assert not any("offload-spill" in name for name in open_files)
+
+
+def test_gradients_spill_beside_states_in_memory(tmp_path: Path) -> None:
+    """No store is kept for their sake: what outlives a step is in memory."""
+    job = models.GPT2._replace(dtype="bf16", steps=3)
+    ample = run(job, ("none", "none"), tmp_path)
+    need = least_host_memory(job, tmp_path, ("none", "none"))
+    engine = start(job, ("none", "none"), tmp_path, host_memory=need)
+    assert "grad of " in "\n".join(engine.notices) and engine.resumable is None
+    losses = [train_step(engine, job, step) for step in range(job.steps)]
+    assert engine.io_bytes().written > 0
+    engine.destroy()
+    assert losses == ample.losses and list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_too_small_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = models.GPT2._replace(dtype="bf16")
+    least = least_host_memory(job, tmp_path, ("none", "none"))
+    real = scratch.DirectFile.reserve
+
+    def refuse(file: Any, nbytes: int) -> None:
+        raise IoError(file.path, 0, nbytes, 28, "reserve")
+
+    monkeypatch.setattr(scratch.DirectFile, "reserve", refuse)
+    with pytest.raises(StoreError, match="gradients that have no room in host memory need"):
+        start(job, ("none", "none"), tmp_path, host_memory=least)
+    monkeypatch.setattr(scratch.DirectFile, "reserve", real)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gradient_that_cannot_be_written_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = models.GPT2._replace(dtype="bf16")
+    engine = start(job, DISK, tmp_path, host_memory=least_host_memory(job, tmp_path))
+    train_step(engine, job, 0)
+
+    class Failed:
+        def done(self) -> bool:
+            return True
+
+        def wait(self, timeout: float | None = None) -> int:
+            raise IoError("spill", 0, 4096, 5, "write")
+
+    monkeypatch.setattr(scratch.Scratch, "write", lambda *_: Failed())
+    with pytest.raises((IoError, EngineFailed)):
+        for step in range(1, 4):
+            train_step(engine, job, step)
+    with pytest.raises(EngineFailed, match="spill"):
+        engine.step()
+    engine.destroy()
+
+
+@given(
+    st.lists(st.integers(1, 9000), min_size=1, max_size=12),
+    st.integers(1, 3),
+    st.integers(1024 * 2 + 2048 * 3 + 32, 20_000),
+)
+def test_windows_cover_a_gradient_and_cut_it_between_chunks(numels: list[int], ranks: int, longest: int) -> None:
+    parameters = [(f"p{i}", torch.nn.Parameter(torch.empty(numel, device="meta"))) for i, numel in enumerate(numels)]
+    layout = lay_out("unit", parameters, ranks)
+    for rank in range(ranks):
+        part = layout.trainable(rank, ranks)
+        at = borders(layout, part)
+        found = windows(at, longest)
+        assert [n for window in found for n in (window.start, window.stop)][:: 2 * len(found) - 1] == [0, len(part)]
+        assert all(before.stop == after.start for before, after in itertools.pairwise(found))
+        assert all(len(window) <= longest and window.start in at and window.stop in at for window in found)
+
+
+def test_two_engines_that_spill_to_one_folder(tmp_path: Path) -> None:
+    """Their files have no names that could meet."""
+    job = models.GPT2._replace(dtype="bf16", steps=3)
+    ample = run(job, ("none", "none"), tmp_path)
+    least = least_host_memory(job, tmp_path)
+    engines = [start(job, DISK, tmp_path, host_memory=least, run=name) for name in ("one", "other")]
+    losses: list[list[float]] = [[], []]
+    for step in range(job.steps):
+        for engine, mine in zip(engines, losses, strict=True):
+            torch.manual_seed(step)
+            mine.append(train_step(engine, job, step))
+    for engine in engines:
+        engine.destroy(remove=True)
+    assert losses[0] == losses[1]
+    assert losses[0][0] == ample.losses[0]
