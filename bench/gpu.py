@@ -247,7 +247,7 @@ def copies(work: Work, save: Save) -> None:
     ours = lease.tensor(torch.uint8).random_(0, 256)
     pinned = torch.ones(nbytes, dtype=torch.uint8, pin_memory=work.device.type == "cuda")
     away = torch.empty(nbytes, dtype=torch.uint8, device=work.device)
-    figures: dict[str, Any] = {"nbytes": nbytes}
+    figures: dict[str, Any] = {"nbytes": nbytes, "host_bytes": arena.nbytes, "pinned_bytes": arena.pinned_bytes}
 
     def upload() -> None:
         device.upload(away, ours).wait()
@@ -600,7 +600,8 @@ def _copies_words(figures: Mapping[str, Any]) -> str:
             row = figures[way]
             numbers = [row["gigabytes_per_second"], row["pinned_gigabytes_per_second"], row["fraction_of_pinned"]]
             rows.append([way, *(f"{number:.2f}" for number in numbers), "" if row["right"] else "WRONG BYTES"])
-    return columns(rows)
+    pinned, host = format_size(figures["pinned_bytes"]), format_size(figures["host_bytes"])
+    return f"{columns(rows)}\n{pinned} of the engine's {host} are pinned"
 
 
 def _steps_words(report: Mapping[str, Any], measured: Mapping[str, Mapping[str, Any]]) -> str:

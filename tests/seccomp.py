@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-CALLS = {"io_setup": {"x86_64": 206, "aarch64": 0}, "io_uring_setup": {"x86_64": 425, "aarch64": 425}}
+CALLS = {
+    "io_setup": {"x86_64": 206, "aarch64": 0},
+    "io_uring_setup": {"x86_64": 425, "aarch64": 425},
+    "mbind": {"x86_64": 237, "aarch64": 235},
+}
 
 # A seccomp filter that answers the system calls of `refused` with an errno, as a container's profile does.
 FILTER = """

@@ -1,10 +1,14 @@
-"""Host memory is aligned, on huge pages where there are any, and not there in a forked child. CRC-32C is CRC-32C."""
+"""Host memory is aligned, on huge pages where there are any, on the NUMA node that was asked for, and not there in a
+forked child. CRC-32C is CRC-32C.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+import platform
 import re
 import signal
 from pathlib import Path
@@ -13,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.aio import _native, aligned_empty, crc32c, huge_page_share
+from offload.aio import _native, aligned_empty, crc32c, huge_page_share, prefer_node
+from tests.seccomp import refusing
 
 HUGE = 2 << 20
 
@@ -61,6 +66,74 @@ def test_huge_pages() -> None:
 
 def test_memory_that_is_not_there_has_no_huge_page() -> None:
     assert huge_page_share(aligned_empty(4 * HUGE)) == 0
+
+
+def _policy(address: int) -> tuple[int, int]:
+    """What the kernel says of the page at `address`: the mode, and the nodes as bits."""
+    call = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
+    if call is None:
+        pytest.skip("the number of get_mempolicy is not known here")
+    mode, nodes = ctypes.c_int(), (ctypes.c_uint64 * 16)()
+    arguments = (ctypes.addressof(mode), ctypes.addressof(nodes), 1025, address, 2)  # MPOL_F_ADDR
+    if ctypes.CDLL(None).syscall(*map(ctypes.c_long, (call, *arguments))) != 0:
+        pytest.skip("the kernel does not tell")
+    return mode.value, sum(bits << 64 * index for index, bits in enumerate(nodes))
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, HUGE, 3 * HUGE + 5])
+def test_memory_prefers_a_node(nbytes: int) -> None:
+    buffer = aligned_empty(nbytes)
+    start = _address(buffer)
+    stop, before = start + -(-nbytes // HUGE) * HUGE, _policy(start)
+    if not prefer_node(buffer, 0):
+        pytest.skip("this kernel, or this container, does not let us choose")
+    assert _policy(start) == _policy(stop - 1) == (1, 1), "MPOL_PREFERRED, node 0"
+    assert _policy(stop) == before, "and nothing behind"
+    buffer[-1] = 7
+    assert buffer[-1] == 7
+
+
+def test_a_part_of_memory_prefers_a_node() -> None:
+    buffer = aligned_empty(4 * HUGE)
+    start = _address(buffer)
+    if not prefer_node(buffer[HUGE + 4096 : HUGE + 8192], 0):
+        pytest.skip("this kernel, or this container, does not let us choose")
+    assert [_policy(start + index * HUGE)[0] for index in range(4)] == [0, 1, 0, 0]
+    assert huge_page_share(buffer) == 0 and not any(buffer[: 2 * HUGE])
+
+
+def test_huge_pages_of_a_node() -> None:
+    buffer = aligned_empty(32 * HUGE)
+    prefer_node(buffer, 0)
+    buffer[:] = bytes(len(buffer))
+    if huge_page_share(buffer) == 0:
+        pytest.skip("the kernel had no huge page to give")
+    assert huge_page_share(buffer) >= 0.5
+
+
+@pytest.mark.parametrize("node", [-1, 63, 1000, 1023, 1024, 10**12])
+def test_a_node_that_does_not_exist_changes_nothing(node: int) -> None:
+    if Path(f"/sys/devices/system/node/node{node}").exists():
+        pytest.skip("it does exist")
+    buffer = aligned_empty(HUGE)
+    before = _policy(_address(buffer))
+    assert prefer_node(buffer, node) is False
+    assert _policy(_address(buffer)) == before
+
+
+def test_no_bytes_prefer_no_node() -> None:
+    assert prefer_node(aligned_empty(0), 0) is False
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
+def test_a_kernel_that_refuses_nodes_is_no_error(error: int, tmp_path: Path) -> None:
+    code = "from offload.aio import aligned_empty, prefer_node\nprint(prefer_node(aligned_empty(4096), 0))"
+    assert refusing(tmp_path, {"mbind": error}, code) == ["False"]
+
+
+def test_a_machine_whose_calls_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert prefer_node(aligned_empty(4096), 0) is False
 
 
 def test_a_forked_child_does_not_have_it() -> None:

@@ -142,6 +142,8 @@ def test_copies(tmp_path: Path) -> None:
     gpu.copies(small(tmp_path), seen.append)
     for way in ("upload", "download"):
         assert seen[-1][way]["right"] and seen[-1][way]["fraction_of_pinned"] > 0
+    assert (seen[-1]["host_bytes"], seen[-1]["pinned_bytes"]) == (seen[-1]["nbytes"], 0), "a CPU pins nothing"
+    assert "0 B of the engine's" in gpu._copies_words(seen[-1])
 
 
 def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ class HostArena:
         self.memory = aligned_empty(max(self.nbytes, 1))
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self._device = device
-        device.register(self.bytes)
+        self.pinned_bytes = device.register(self.bytes)
         starts = [sum(classes[:index]) for index in range(len(classes))]
         self.tiles, self.weights, self.gradients, self.homes, self.staging = (
             Region(self, start, nbytes) for start, nbytes in zip(starts, classes, strict=True)

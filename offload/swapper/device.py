@@ -16,13 +16,22 @@ calls copy at once, and compute waits by blocking the thread that is about to st
 from __future__ import annotations
 
 import contextlib
+import logging
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from offload.errors import BudgetError
-from offload.sizes import format_size
+from offload.aio import prefer_node
+from offload.sizes import GIB, PAGE, align_up, format_size
+
+logger = logging.getLogger("offload")
+
+PIECE = GIB
+"""Bytes of host memory that CUDA is asked to pin at a time: where it refuses one, what it granted before stays."""
 
 
 class Event(Protocol):
@@ -60,14 +69,15 @@ class Device:
         """Bytes of memory of its own that nobody has taken; 0 where it has none but the host's."""
         return 0
 
-    def register(self, memory: torch.Tensor) -> None:
-        """Let `memory`, (nbytes,) uint8 of the host, be copied without another copy on the way.
+    def register(self, memory: torch.Tensor) -> int:
+        """Prepare `memory`, (nbytes,) uint8 of `aligned_empty` that nobody has touched yet, for copies.
 
-        Raises `BudgetError` where it cannot be pinned.
+        Returns how many bytes, from its start, are pinned now: on a CPU none, and none need to be.
         """
+        return 0
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Undo `register`, before the memory is freed."""
+        """Wait for copies under way and undo `register`, before the memory is freed."""
 
     def upload(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
         """destination[:] = source, (nbytes,) uint8 of device and host, once `after` are done."""
@@ -124,47 +134,118 @@ class _CudaEvent:
 
 
 class CudaDevice(Device):
-    """A CUDA GPU. Copies between it and host memory go at the speed of the bus where `register` was called."""
+    """A CUDA GPU. Copies between it and host memory that `register` pinned go at the speed of the bus.
+
+    Copies of other host memory are right too; they take longer, and the thread that starts one may wait for it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.host_addressable = False
         self._upload = torch.cuda.Stream(device)
         self._download = torch.cuda.Stream(device)
+        self._pinned: dict[int, list[tuple[int, int]]] = {}
+        """The pinned pieces, (first, last) address, of each registered memory by its address."""
+        self._borders: tuple[int, ...] = ()
+        """Addresses where a pinned piece begins or ends, ascending."""
 
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch)[0])
 
-    def register(self, memory: torch.Tensor) -> None:
-        if memory.numel():
-            cudart: Any = torch.cuda.cudart()
-            try:
-                torch.cuda.check_error(int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
-            except RuntimeError as error:
-                raise BudgetError(
-                    f'CUDA cannot pin {format_size(memory.numel())} of host memory: {error}; lower "host_memory" in '
-                    f'the "offload" block, or raise the limit of locked memory (ulimit -l)'
-                ) from error
+    def register(self, memory: torch.Tensor) -> int:
+        """Lay `memory` on the NUMA node of the GPU and pin it; one warning where CUDA refuses a part of it."""
+        start, nbytes = memory.data_ptr(), memory.numel()
+        if not nbytes:
+            return 0
+        assert start % PAGE == 0 and start not in self._pinned, "memory of whole pages is registered once"
+        node = memory_node(torch.cuda.get_device_properties(self.torch))
+        if node is not None:
+            prefer_node(memory.numpy().data, node)  # before pinning, which is the first touch
+        cudart: Any = torch.cuda.cudart()
+        pieces = self._pinned[start] = []
+        refusal = None
+        try:
+            for first, last in cut(start, start + align_up(nbytes), range(start, start + nbytes, PIECE)):
+                pieces.append((first, last))  # before it is pinned: Ctrl-C may come between any two lines
+                refusal = self._refusal(cudart.cudaHostRegister(first, last - first, 0))
+                if refusal is not None:
+                    pieces.pop()
+                    break
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self.unregister(memory)
+            raise
+        self._find_borders()
+        pinned = min(nbytes, sum(last - first for first, last in pieces))
+        if refusal is not None:
+            logger.warning(
+                "CUDA pins %s of %s of host memory and refuses the other %s: %s. Copies of what is not pinned go "
+                "through a buffer of the driver, typically at a third to a half of the speed of the bus, and block the "
+                "thread that starts them, so that they do not run beside compute. Raise the limit of locked memory "
+                '(ulimit -l) or lower "host_memory" in the "offload" block.',
+                format_size(pinned),
+                format_size(nbytes),
+                format_size(nbytes - pinned),
+                refusal,
+            )
+        return pinned
 
     def unregister(self, memory: torch.Tensor) -> None:
-        if memory.numel():
+        """Raises `RuntimeError` after a fault of the GPU, or where CUDA refuses, when all pieces were tried."""
+        if not memory.numel():
+            return
+        refusals = []
+        try:
             self.synchronize()  # the end of an engine: a copy that nobody waits for may still be under way
+        finally:
             cudart: Any = torch.cuda.cudart()
-            torch.cuda.check_error(int(cudart.cudaHostUnregister(memory.data_ptr())))
+            pieces = self._pinned.get(memory.data_ptr(), [])
+            while pieces:
+                first, _ = pieces.pop()
+                refusal = self._refusal(cudart.cudaHostUnregister(first))
+                if refusal is not None:
+                    refusals.append(refusal)
+            self._pinned.pop(memory.data_ptr(), None)
+            self._find_borders()
+        if refusals:
+            raise RuntimeError(f"CUDA does not unpin {len(refusals)} pieces of host memory: {refusals[0]}")
+
+    def _refusal(self, result: Any) -> str | None:
+        """CUDA's words for the `result` of a call of its runtime; None where it did what it was asked."""
+        if int(result) == 0:
+            return None
+        # CUDA keeps the error for whoever asks next for the last one: torch after its next kernel, which would seem to
+        # have failed. So that kernel is one of no use.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self.torch)
+        cudart: Any = torch.cuda.cudart()
+        return f"{cudart.cudaGetErrorString(result)} (CUDA error {int(result)})"
+
+    def _find_borders(self) -> None:
+        self._borders = tuple(sorted({end for pieces in self._pinned.values() for piece in pieces for end in piece}))
 
     def upload(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
-        return self._copy(self._upload, destination, source, after)
+        return self._copy(self._upload, destination, source, after, source)
 
     def download(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
-        return self._copy(self._download, destination, source, after)
+        return self._copy(self._download, destination, source, after, destination)
 
     def _copy(
-        self, stream: torch.cuda.Stream, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event]
+        self,
+        stream: torch.cuda.Stream,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Event],
+        host: torch.Tensor,
     ) -> Event:
+        address = host.data_ptr()
         with torch.cuda.stream(stream):
             for event in after:
                 self._order(stream, event)
-            destination.copy_(source, non_blocking=True)
+            # CUDA refuses a copy whose host memory lies in two pinned pieces, or in one and beside it.
+            for first, last in cut(address, address + host.nbytes, self._borders):
+                part = slice(first - address, last - address)
+                destination.view(torch.uint8)[part].copy_(source.view(torch.uint8)[part], non_blocking=True)
         return _CudaEvent(stream)
 
     def computed(self) -> Event:
@@ -193,6 +274,25 @@ class CudaDevice(Device):
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.torch)  # else the thread is on the first GPU, and makes a context there
+
+
+def cut(start: int, stop: int, borders: Sequence[int]) -> list[tuple[int, int]]:
+    """The stretches that make up [start, stop), none of which has one of `borders`, ascending, inside of it."""
+    inside = borders[bisect_right(borders, start) : bisect_left(borders, stop)]
+    return list(pairwise((start, *inside, stop)))
+
+
+def memory_node(gpu: Any, folder: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """The NUMA node that is next to a GPU, of which torch's properties are given.
+
+    None on a machine of one node, and where the system or an older torch does not say.
+    """
+    try:
+        place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        node = int((folder / place / "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    return node if node >= 0 else None
 
 
 def open_device(device: torch.device) -> Device:

@@ -1,0 +1,433 @@
+"""Host memory is pinned in pieces: what CUDA refuses stays ordinary memory, what it granted is given back once."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.aio import aligned_empty
+from offload.swapper import device as device_module
+from offload.swapper.arena import Classes, HostArena
+from offload.swapper.device import PIECE, CudaDevice, Device, cut, memory_node
+from tests import models
+from tests.late_device import use_device
+from tests.oracle import assert_same, run
+
+PAGE = 4096
+SMALL = 4 * PAGE
+WORDS = {1: "invalid argument", 2: "out of memory", 713: "memory is not registered"}
+
+
+class FakeCuda:
+    """CUDA's runtime, and what of `torch.cuda` needs it, on a machine without a GPU.
+
+    `refuse` has the numbers of the calls of cudaHostRegister that are refused, the first is 0.
+    """
+
+    def __init__(self, refuse: Callable[[int], bool] = lambda call: False) -> None:
+        self._refuse = refuse
+        self.calls: list[tuple[str, int]] = []
+        self.pinned: dict[int, int] = {}
+        """Address and bytes of each registration."""
+        self.asked = 0
+        self.left_error = 0
+        self.faults: set[int] = set()
+        """Registrations that CUDA does not give back."""
+        self.synchronize: Callable[..., None] = lambda *_: None
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert address % PAGE == 0 and nbytes % PAGE == 0 and nbytes > 0 and flags == 0
+        assert all(address >= first + size or address + nbytes <= first for first, size in self.pinned.items())
+        self.calls.append(("register", address))
+        self.asked += 1
+        if self._refuse(self.asked - 1):
+            self.left_error = 2
+            return 2
+        self.pinned[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        if address in self.faults or address not in self.pinned:
+            self.left_error = 713
+            return 713
+        del self.pinned[address]
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return WORDS[code]
+
+    def ones(self, *size: int, device: torch.device) -> torch.Tensor:
+        """As torch does after each of its kernels: whose error that is it cannot know."""
+        if self.left_error:
+            self.left_error = 0
+            raise RuntimeError("CUDA error")
+        return torch.empty(size).fill_(1.0)
+
+    def copy_(self, destination: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        """Refuses what lies in more than one registration, or in one and beside it."""
+        if non_blocking:
+            assert destination.nbytes == source.nbytes
+            for tensor in (destination, source):
+                start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+                for first, last in self.touched(tensor):
+                    if not first <= start <= stop <= last:
+                        raise RuntimeError("CUDA error: invalid argument")
+        return torch._C.TensorBase.copy_(destination, source)
+
+    def touched(self, tensor: torch.Tensor) -> list[tuple[int, int]]:
+        """The registrations, (first, last) address, that `tensor` lies in, or in part."""
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return [
+            (first, first + nbytes) for first, nbytes in self.pinned.items() if start < first + nbytes and first < stop
+        ]
+
+
+class FakeStream:
+    def __init__(self, *_: Any) -> None: ...
+
+    def record_event(self, event: Any) -> Any:
+        return event
+
+    def wait_event(self, event: Any) -> None: ...
+
+
+class FakeEvent:
+    def __init__(self, blocking: bool = False) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaDevice, FakeCuda]]:
+    """Gives a device over a fake CUDA, which pins `piece` bytes at a time."""
+
+    def make(refuse: Callable[[int], bool] = lambda call: False, piece: int = SMALL) -> tuple[CudaDevice, FakeCuda]:
+        cuda, stream = FakeCuda(refuse), FakeStream()
+        monkeypatch.setattr(device_module, "PIECE", piece)
+        monkeypatch.setattr(torch, "ones", cuda.ones)
+        monkeypatch.setattr(torch.Tensor, "copy_", lambda *given, **named: cuda.copy_(*given, **named))
+        for name, value in {
+            "cudart": lambda: cuda,
+            "Stream": FakeStream,
+            "Event": FakeEvent,
+            "stream": lambda _: contextlib.nullcontext(),
+            "current_stream": lambda *_: stream,
+            "synchronize": lambda *given: cuda.synchronize(*given),
+            "set_device": lambda *_: None,
+            "get_device_properties": lambda *_: SimpleNamespace(),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+        def copy(device: CudaDevice, destination: torch.Tensor, source: torch.Tensor) -> None:
+            """The real one goes by the kind of device, and here both are the CPU."""
+            (device.download if cuda.touched(destination) else device.upload)(destination, source).wait()
+
+        monkeypatch.setattr(CudaDevice, "copy", copy)
+        return CudaDevice(torch.device("cpu")), cuda
+
+    return make
+
+
+Install = Callable[..., tuple[CudaDevice, FakeCuda]]
+
+
+def host_memory(nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(aligned_empty(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+
+def pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+SIZES = [1, PAGE, SMALL - PAGE, SMALL - 1, SMALL, SMALL + 1, SMALL + PAGE, 3 * SMALL, 3 * SMALL + PAGE + 1]
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_all_of_it_is_pinned_in_pieces_and_given_back(
+    nbytes: int, install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, cuda = install()
+    memory = host_memory(nbytes)
+    assert device.register(memory) == nbytes
+    assert list(cuda.pinned) == list(range(memory.data_ptr(), memory.data_ptr() + nbytes, SMALL))
+    assert sum(cuda.pinned.values()) == pages(nbytes) and max(cuda.pinned.values()) <= SMALL
+    registered = list(cuda.pinned)
+    device.unregister(memory)
+    assert not cuda.pinned and not cuda.left_error
+    assert sorted(address for name, address in cuda.calls if name == "unregister") == registered, "each piece once"
+    device.unregister(memory)
+    assert len(cuda.calls) == 2 * len(registered)
+    assert device.register(memory) == nbytes, "and once more"
+    assert not caplog.records
+
+
+def test_no_bytes(install: Install) -> None:
+    device, cuda = install()
+    memory = host_memory(0)
+    assert device.register(memory) == 0
+    device.unregister(memory)
+    assert cuda.calls == []
+
+
+@pytest.mark.parametrize("nbytes", [SMALL - 1, 4 * SMALL - PAGE, 4 * SMALL])
+@pytest.mark.parametrize("granted", range(4))
+def test_what_is_refused_stays_ordinary_memory(
+    granted: int, nbytes: int, install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, cuda = install(lambda call: call >= granted)
+    memory = host_memory(nbytes)
+    expected = min(granted * SMALL, nbytes)
+    assert device.register(memory) == expected == min(sum(cuda.pinned.values()), nbytes)
+    assert cuda.asked == min(granted + 1, -(-nbytes // SMALL)), "nothing is asked for after a refusal"
+    assert not cuda.left_error, "the next kernel of torch does not find an error that is none of its own"
+    assert len(caplog.records) == (expected < nbytes)
+    device.unregister(memory)
+    assert not cuda.pinned and not cuda.left_error
+    assert sum(name == "unregister" for name, _ in cuda.calls) == min(granted, -(-nbytes // SMALL))
+
+
+def test_the_warning_says_how_much_why_what_it_costs_and_what_to_do(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, _ = install(lambda call: call == 2)
+    device.register(host_memory(5 * SMALL))
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("offload", logging.WARNING)
+    said = record.getMessage()
+    for word in ("pins 32.0 KiB of 80.0 KiB", "other 48.0 KiB: out of memory (CUDA error 2)", "a third to a half"):
+        assert word in said
+    for word in ("beside compute", "ulimit -l", '"host_memory"'):
+        assert word in said
+
+
+def test_two_memories(install: Install) -> None:
+    device, cuda = install(lambda call: call == 4)
+    one, other = host_memory(3 * SMALL), host_memory(3 * SMALL)
+    assert device.register(one) == 3 * SMALL and device.register(other) == SMALL
+    device.unregister(one)
+    assert list(cuda.pinned) == [other.data_ptr()]
+    away = torch.zeros(3 * SMALL, dtype=torch.uint8)
+    device.upload(away, other.random_(0, 256))
+    assert torch.equal(away, other)
+    device.unregister(other)
+    assert not cuda.pinned
+
+
+def test_a_piece_that_is_not_given_back_does_not_keep_the_others(install: Install) -> None:
+    device, cuda = install()
+    memory = host_memory(4 * SMALL)
+    device.register(memory)
+    cuda.faults = {memory.data_ptr(), memory.data_ptr() + 2 * SMALL}
+    with pytest.raises(RuntimeError, match=r"does not unpin 2 pieces.*memory is not registered"):
+        device.unregister(memory)
+    assert set(cuda.pinned) == cuda.faults and not cuda.left_error
+    device.unregister(memory)
+    assert sum(name == "unregister" for name, _ in cuda.calls) == 4, "each piece is tried once"
+
+
+def test_a_fault_of_the_gpu_does_not_keep_memory_pinned(install: Install) -> None:
+    device, cuda = install()
+    memory = host_memory(2 * SMALL)
+    device.register(memory)
+
+    def fault(*_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    cuda.synchronize = fault
+    with pytest.raises(RuntimeError, match="illegal"):
+        device.unregister(memory)
+    assert not cuda.pinned
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before it is pinned", "after"])
+def test_ctrl_c_while_pinning_leaves_nothing_pinned(after: bool, install: Install) -> None:
+    device, cuda = install()
+    plain, memory = cuda.cudaHostRegister, host_memory(4 * SMALL)
+
+    def interrupted(address: int, nbytes: int, flags: int) -> int:
+        if cuda.asked == 2 and not after:
+            raise KeyboardInterrupt
+        result = plain(address, nbytes, flags)
+        if cuda.asked == 3:
+            raise KeyboardInterrupt
+        return result
+
+    cuda.cudaHostRegister = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        device.register(memory)
+    assert not cuda.pinned and not cuda.left_error
+
+
+# -- copies -------------------------------------------------------------------------------------------
+
+addresses = st.integers(0, 60)
+
+
+@given(addresses, addresses, st.sets(addresses))
+def test_stretches_make_up_the_whole_and_cross_no_border(start: int, nbytes: int, borders: set[int]) -> None:
+    stretches = cut(start, start + nbytes, sorted(borders))
+    assert stretches[0][0] == start and stretches[-1][1] == start + nbytes
+    assert all(one[1] == other[0] for one, other in pairwise(stretches))
+    assert not any(first < border < last for first, last in stretches for border in borders)
+    inside = {border for border in borders if start < border < start + nbytes}
+    assert len(stretches) == len(inside) + 1, "and no more than that"
+
+
+@pytest.mark.parametrize("granted", range(5))
+def test_a_copy_over_borders_is_whole(granted: int, install: Install) -> None:
+    device, _ = install(lambda call: call >= granted)
+    memory, away = host_memory(4 * SMALL), torch.zeros(4 * SMALL, dtype=torch.uint8)
+    device.register(memory)
+    ends = [0, 1, PAGE, SMALL - 1, SMALL, SMALL + 1, 2 * SMALL, 3 * SMALL + 5, 4 * SMALL]
+    for start in ends:
+        for stop in (end for end in ends if end >= start):
+            memory.random_(0, 256)
+            device.upload(away[start:stop], memory[start:stop])
+            assert torch.equal(away[start:stop], memory[start:stop])
+            away.random_(0, 256)
+            device.download(memory[start:stop], away[start:stop])
+            assert torch.equal(away[start:stop], memory[start:stop])
+
+
+def test_a_copy_over_borders_of_other_than_bytes(install: Install) -> None:
+    device, _ = install()
+    memory = host_memory(3 * SMALL)
+    device.register(memory)
+    here, away = memory.view(torch.float32), torch.randn(3 * SMALL // 4)
+    device.copy(here[1:-1], away[1:-1])
+    assert torch.equal(here[1:-1], away[1:-1])
+
+
+def test_an_uncut_copy_over_borders_would_be_refused(install: Install) -> None:
+    """Or the tests here show nothing."""
+    device, _ = install()
+    memory = host_memory(2 * SMALL)
+    device.register(memory)
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        torch.zeros(2 * PAGE, dtype=torch.uint8).copy_(memory[SMALL - PAGE : SMALL + PAGE], non_blocking=True)
+
+
+@pytest.mark.parametrize("granted", [0, 7, 10**6])
+@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme"), ("nvme", "none")])
+def test_training_does_not_see_what_is_pinned(
+    granted: int, placement: tuple[str, str], install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = models.GPT2._replace(steps=2, dtype="bf16")
+    use_device(monkeypatch, lambda: Device(torch.device("cpu")))
+    expected = run(job, ("none", "none"), tmp_path / "plain")
+    device, cuda = install(lambda call: call >= granted)
+    use_device(monkeypatch, lambda: device)
+    assert_same(expected, run(job, placement, tmp_path / "pieces"))
+    assert not cuda.pinned and cuda.asked > (8 if granted > 8 else granted)
+
+
+# -- where it lies ------------------------------------------------------------------------------------
+
+
+def test_the_arena_says_how_much_is_pinned(install: Install) -> None:
+    device, _ = install(lambda call: call == 1)
+    arena = HostArena(Classes(SMALL, SMALL, PAGE, 0), device)
+    assert (arena.nbytes, arena.pinned_bytes) == (2 * SMALL + PAGE, SMALL)
+    arena.close()
+    assert HostArena(Classes(PAGE, 0, 0, 0), Device(torch.device("cpu"))).pinned_bytes == 0
+
+
+def test_pieces_are_of_whole_huge_pages() -> None:
+    assert PIECE % (2 << 20) == 0
+
+
+GPU = SimpleNamespace(pci_domain_id=0x10000, pci_bus_id=0xDC, pci_device_id=3)
+
+
+@pytest.mark.parametrize(("said", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("", None), (None, None)])
+def test_the_node_of_a_gpu(said: str | None, node: int | None, tmp_path: Path) -> None:
+    if said is not None:
+        (tmp_path / "10000:dc:03.0").mkdir()
+        (tmp_path / "10000:dc:03.0" / "numa_node").write_text(said)
+    assert memory_node(GPU, tmp_path) == node
+    assert memory_node(SimpleNamespace(), tmp_path) is None, "an older torch"
+
+
+def test_memory_is_laid_on_the_node_before_it_is_pinned(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, cuda = install()
+    seen: list[tuple[int, int, int, int]] = []
+
+    def prefer_node(buffer: memoryview, node: int) -> bool:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        seen.append((address, len(buffer), node, cuda.asked))
+        return False
+
+    monkeypatch.setattr(device_module, "prefer_node", prefer_node)
+    memory = host_memory(3 * SMALL + 1)
+    device.register(memory)
+    assert seen == [], "nobody says which node"
+    device.unregister(memory)
+    asked = cuda.asked
+    monkeypatch.setattr(device_module, "memory_node", lambda _: 1)
+    assert device.register(memory) == len(memory), "and a kernel that refuses is no reason not to pin"
+    assert seen == [(memory.data_ptr(), len(memory), 1, asked)]
+
+
+# -- a GPU --------------------------------------------------------------------------------------------
+
+REAL = 2 << 20
+
+
+@pytest.mark.gpu
+def test_pieces_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "PIECE", REAL)
+    device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+    memory = host_memory(3 * REAL + PAGE + 1)
+    assert device.register(memory) == len(memory)
+    for first in range(0, len(memory), REAL):
+        assert memory[first:].is_pinned()
+    away = torch.zeros(len(memory), dtype=torch.uint8, device=device.torch)
+    device.upload(away, memory.random_(0, 256)).wait()
+    assert torch.equal(away.cpu(), memory)
+    away.copy_(memory.flip(0))
+    device.download(memory[1:], away[1:], (device.computed(),)).wait()
+    assert torch.equal(away.cpu()[1:], memory[1:])
+    device.unregister(memory)
+    assert not memory.is_pinned() and not memory[REAL:].is_pinned()
+
+
+@pytest.mark.gpu
+def test_a_refusal_of_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """CUDA does not pin twice what somebody else has pinned."""
+    monkeypatch.setattr(device_module, "PIECE", REAL)
+    device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+    memory = host_memory(4 * REAL)
+    cudart = torch.cuda.cudart()
+    assert int(cudart.cudaHostRegister(memory.data_ptr() + 2 * REAL, REAL, 0)) == 0
+    assert device.register(memory) == 2 * REAL
+    assert "(CUDA error 712)" in caplog.text and len(caplog.records) == 1
+    assert torch.full((3,), 2.0, device=device.torch).sum().item() == 6.0, "no kernel finds an error of ours"
+    assert int(cudart.cudaHostUnregister(memory.data_ptr() + 2 * REAL)) == 0
+    away = torch.zeros(len(memory), dtype=torch.uint8, device=device.torch)
+    device.upload(away, memory.random_(0, 256)).wait()
+    assert torch.equal(away.cpu(), memory)
+    device.download(memory, away.flip(0), (device.computed(),)).wait()
+    assert torch.equal(away.cpu().flip(0), memory)
+    device.unregister(memory)
+    assert not memory.is_pinned()
+
+
+@pytest.mark.gpu
+def test_the_node_of_a_real_gpu() -> None:
+    node = memory_node(torch.cuda.get_device_properties(torch.cuda.current_device()))
+    assert node is None or Path(f"/sys/devices/system/node/node{node}").exists()
