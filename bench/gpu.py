@@ -41,8 +41,8 @@ from offload import kernels
 from offload.engine import initialize
 from offload.presets import build, require_transformers
 from offload.sizes import GIB, MIB, format_size, parse_size
-from offload.swapper.arena import Classes, HostArena
 from offload.swapper.device import CudaDevice, Device, Event, open_device
+from offload.swapper.host import Classes, HostArena
 from offload.swapper.monitor import Monitor
 
 _T = TypeVar("_T")

@@ -283,7 +283,8 @@ class OffloadBlock(Block):
         "auto", description="compute device; auto takes cuda where there is one"
     )
     host_memory: Size | None = Field(
-        None, description="host budget, as '16GiB'; default: what is needed, at most 80 % of free"
+        None,
+        description="host budget of the process, as '16GiB'; default: what is needed, at most 80 % of what is free",
     )
     device_memory: Size | None = Field(
         None, description="device budget for weights; default: states at home there and three of the largest unit"

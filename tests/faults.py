@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from offload.aio import DirectFile, IoQueue
+from offload.aio import DirectFile, IoQueue, Priority
 from offload.engine import initialize
 from offload.errors import IoError
 
@@ -41,11 +41,11 @@ class LateQueue:
         self.backend, self.refusals = self._inner.backend, self._inner.refusals
         self._chance, self._delay, self._fails = random.Random(seed), delay, fails
 
-    def read(self, file: DirectFile, offset: int, buffer: memoryview) -> _Late:
+    def read(self, file: DirectFile, offset: int, buffer: memoryview, priority: Priority = Priority.NORMAL) -> _Late:
         buffer[:] = b"\xff" * len(buffer)
         return self._later("read", file, offset, buffer)
 
-    def write(self, file: DirectFile, offset: int, buffer: memoryview) -> _Late:
+    def write(self, file: DirectFile, offset: int, buffer: memoryview, priority: Priority = Priority.NORMAL) -> _Late:
         return self._later("write", file, offset, buffer)
 
     def _later(self, operation: str, file: DirectFile, offset: int, buffer: memoryview) -> _Late:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from offload.errors import BudgetError
 from offload.sizes import align_up
-from offload.swapper.arena import Classes, DeviceArena, HostArena, Space, check_budget
+from offload.swapper.arena import DeviceArena, check_budget
 from offload.swapper.device import DONE, Device
+from offload.swapper.host import Classes, HostArena
+from offload.swapper.space import Space
 
 CPU = Device(torch.device("cpu"))
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from offload.aio import aligned_empty
 from offload.swapper import device as device_module
-from offload.swapper.arena import Classes, HostArena
 from offload.swapper.device import PIECE, CudaDevice, Device, cut, memory_node
+from offload.swapper.host import Classes, HostArena
 from tests import models
 from tests.late_device import use_device
 from tests.oracle import assert_same, run
@@ -138,6 +138,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaDevice, 
             (device.download if cuda.touched(destination) else device.upload)(destination, source).wait()
 
         monkeypatch.setattr(CudaDevice, "copy", copy)
+        monkeypatch.setattr(CudaDevice, "free_bytes", lambda self: 0)
         return CudaDevice(torch.device("cpu")), cuda
 
     return make

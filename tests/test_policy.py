@@ -7,8 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.swapper.arena import Space
 from offload.swapper.policy import Block, Floor, Limits, find_place, keeps, next_to_bring, victims
+from offload.swapper.space import Space
 from offload.swapper.trace import NEVER, Trace
 
 PAGE = 4096

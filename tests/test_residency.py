@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from offload.swapper import pager as pager_module
-from offload.swapper.arena import Classes, DeviceArena, HostArena
+from offload.swapper.arena import DeviceArena
 from offload.swapper.device import Device
+from offload.swapper.host import Classes, HostArena
 from offload.swapper.pager import Pager, UnitSize
 from offload.swapper.policy import Limits
 from offload.swapper.residency import ARROWS, Residency, Tier

@@ -182,20 +182,3 @@ def test_windows_cover_a_gradient_and_cut_it_between_chunks(numels: list[int], r
         assert [n for window in found for n in (window.start, window.stop)][:: 2 * len(found) - 1] == [0, len(part)]
         assert all(before.stop == after.start for before, after in itertools.pairwise(found))
         assert all(len(window) <= longest and window.start in at and window.stop in at for window in found)
-
-
-def test_two_engines_that_spill_to_one_folder(tmp_path: Path) -> None:
-    """Their files have no names that could meet."""
-    job = models.GPT2._replace(dtype="bf16", steps=3)
-    ample = run(job, ("none", "none"), tmp_path)
-    least = least_host_memory(job, tmp_path)
-    engines = [start(job, DISK, tmp_path, host_memory=least, run=name) for name in ("one", "other")]
-    losses: list[list[float]] = [[], []]
-    for step in range(job.steps):
-        for engine, mine in zip(engines, losses, strict=True):
-            torch.manual_seed(step)
-            mine.append(train_step(engine, job, step))
-    for engine in engines:
-        engine.destroy(remove=True)
-    assert losses[0] == losses[1]
-    assert losses[0][0] == ample.losses[0]

@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from offload import kernels
-from offload.aio import IoQueue
 from offload.engine.bindings import Bindings
 from offload.engine.gradients import Gradients
 from offload.engine.hooks import Hooks, inside_backward
@@ -44,8 +43,9 @@ from offload.engine.rounds import Rounds
 from offload.engine.updater import UnitUpdate, Updater
 from offload.engine.weights import Edit, Weights
 from offload.errors import NumericsError, OffloadError, UsageError
-from offload.swapper.arena import HostArena
-from offload.swapper.pager import Pager
+from offload.swapper.host import HostArena
+from offload.swapper.pager import Counts, Pager
+from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.store import Store
 
 logger = logging.getLogger("offload")
@@ -90,7 +90,7 @@ class Parts(NamedTuple):
     """None where this process is alone; so are `rounds`."""
     rounds: Rounds | None
     store: Store | None
-    queue: IoQueue | None
+    queue: SharedQueue | None
     arena: HostArena
     layouts: tuple[UnitLayout, ...]
     trainable: tuple[range, ...]
@@ -141,6 +141,7 @@ class Engine:
         self._closed = False
         self._restore: Mapping[str, torch.Tensor] | None = None
         self._grad_norm: float | None = None
+        self._unforeseen = 0
         self._backwards_before = 0
         """Backwards before the last boundary."""
         self._backwards_at_step = 0
@@ -156,6 +157,7 @@ class Engine:
             parts.weights.apply, parts.weights.settle = self._edit, parts.bindings.settle
             parts.gradients.settle = self._await_updates
         parts.weights.several_ranks = parts.rounds is not None
+        parts.arena.give_cache = self._give_cache
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -273,7 +275,7 @@ class Engine:
 
     @property
     def host_memory(self) -> int:
-        """Bytes of the host arena: the host budget."""
+        """Bytes of the host arena: this engine's part of the host budget."""
         return self._parts.arena.nbytes
 
     @property
@@ -285,6 +287,10 @@ class Engine:
         """Bytes read and written so far by the engine."""
         queue = self._parts.queue
         return IoBytes(0, 0) if queue is None else IoBytes(queue.read_bytes, queue.written_bytes)
+
+    def use_counts(self) -> Counts:
+        """How often units were used so far, found on the device, and used otherwise than foreseen."""
+        return self._parts.pager.counts()
 
     # -- the boundary -------------------------------------------------------------------------------
 
@@ -313,6 +319,10 @@ class Engine:
             parts.pager.fail(error)
             raise
         norm = decision.norm
+        unforeseen = parts.pager.counts().unforeseen - self._unforeseen
+        if unforeseen:
+            self._unforeseen += unforeseen
+            logger.debug("step %d: %d uses of units came otherwise than foreseen", self.global_steps + 1, unforeseen)
         try:
             applied = self._apply(parts.updater, norm, decision.present, parts.pager.end_step())
         except BaseException as error:  # Ctrl-C: half of a boundary is none, and the last commit is whole
@@ -370,6 +380,14 @@ class Engine:
             raise
         self._edited = True
         parts.updater.finish(commit=False)
+
+    def _give_cache(self) -> None:
+        """Another engine of the process starts, and the host budget has no room but in this one's cache."""
+        parts = self._parts
+        if not parts.pager.failed:
+            if parts.updater is not None:
+                parts.updater.give_cache()
+            parts.pager.give_cache()
 
     def _await_updates(self) -> None:
         """Called by autograd's threads too."""

@@ -12,10 +12,12 @@ from offload.aio import aligned_empty
 from offload.engine.birth import materialize
 from offload.engine.homes import Homes, Partitions
 from offload.engine.layout import UnitLayout
+from offload.engine.placement import Placement
 from offload.engine.ranks import Ranks
 from offload.engine.updater import Resident
-from offload.swapper.arena import DeviceArena, HostArena, Lease
+from offload.swapper.arena import DeviceArena
 from offload.swapper.device import Device
+from offload.swapper.host import HostArena, Lease
 from offload.swapper.pager import Pager
 from offload.swapper.residency import Tier
 from offload.swapper.states import Mode, State
@@ -23,18 +25,20 @@ from offload.swapper.store import Future, Store
 
 
 def make_residents(
-    parts: Partitions, mode: Mode, homes: Homes, host: HostArena, device: DeviceArena
+    parts: Partitions, mode: Mode, placement: Placement, host: HostArena, device: DeviceArena
 ) -> dict[tuple[int, State], Resident]:
     """Memory for every state but weight and gradient whose home is not DISK; moments are zero."""
+    homes = placement.homes
     residents: dict[tuple[int, State], Resident] = {}
     for unit, row in enumerate(parts.nbytes):
         for state, nbytes in row.items():
             if state in (State.WEIGHT, State.GRAD) or homes[unit][state] is Tier.DISK:
                 continue
             if homes[unit][state] is Tier.HOST:
-                lease = host.homes.take(nbytes)
-                assert lease is not None, "the class of homes was sized for every home"
-                resident = Resident(lease.tensor(mode.states[state]), lease.buffer)
+                raised = (unit, state) in placement.raised
+                lease = (host.weights if raised else host.homes).take(nbytes)
+                assert lease is not None, "the class of homes was sized for every home, the cache for what was raised"
+                resident = Resident(lease.tensor(mode.states[state]), lease.buffer, lease if raised else None)
             else:
                 piece = device.take(nbytes)
                 assert piece is not None, "the device arena was sized for every home"

@@ -22,8 +22,8 @@ from offload import kernels
 from offload.engine.layout import UnitLayout
 from offload.engine.placement import CHUNK, STAGING_BUFFERS
 from offload.engine.spill import Spill
-from offload.swapper.arena import HostArena, Lease
 from offload.swapper.device import Device, Event
+from offload.swapper.host import HostArena, Lease
 from offload.swapper.store import Future
 
 

@@ -10,7 +10,7 @@ next use, since a forward and a backward are no sweep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -118,14 +118,22 @@ def ways_down(homes: Homes) -> Iterator[Homes]:
                 yield tuple(dict(each) for each in rows)
 
 
-def move_up(homes: Homes, parts: Partitions, fits: Callable[[int], bool]) -> Homes:
-    """States from DISK to HOST, unit after unit, for as long as all that was moved `fits`, in bytes."""
-    rows, taken = [dict(row) for row in homes], 0
-    for row, nbytes in zip(rows, parts.nbytes, strict=True):
+def to_raise(homes: Homes, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
+    """The states at home on DISK, unit after unit, for which `room` bytes in HOST are enough."""
+    found: list[tuple[int, State]] = []
+    for unit, (row, nbytes) in enumerate(zip(homes, parts.nbytes, strict=True)):
         for state in (State.RESIDUAL, State.EXP_AVG, State.EXP_AVG_SQ):
-            if row.get(state) is Tier.DISK and fits(taken + align_up(nbytes[state])):
-                row[state] = Tier.HOST
-                taken += align_up(nbytes[state])
+            if row.get(state) is Tier.DISK and align_up(nbytes[state]) <= room:
+                found.append((unit, state))
+                room -= align_up(nbytes[state])
+    return tuple(found)
+
+
+def with_home(homes: Homes, partitions: Iterable[tuple[int, State]], tier: Tier) -> Homes:
+    """`homes` with some of them changed."""
+    rows = [dict(row) for row in homes]
+    for unit, state in partitions:
+        rows[unit][state] = tier
     return tuple(rows)
 
 

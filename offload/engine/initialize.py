@@ -35,11 +35,13 @@ from offload.engine.spill import Spill, windows
 from offload.engine.updater import Updater
 from offload.engine.weights import Weights
 from offload.errors import ConfigError, StoreError
-from offload.swapper.arena import DeviceArena, HostArena
+from offload.swapper.arena import DeviceArena
 from offload.swapper.device import Device, open_device
+from offload.swapper.host import HostArena, process_memory
 from offload.swapper.pager import Pager, UnitSize
 from offload.swapper.policy import Limits
 from offload.swapper.scratch import Scratch
+from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.states import State
 from offload.swapper.store import Commit, Store, StoreSpec
 
@@ -188,8 +190,9 @@ def _trainable_only(given: Iterable[Any] | None, trainable: Sequence[nn.Paramete
 # -- acting -------------------------------------------------------------------------------------------
 
 
-def _queue(config: Config) -> IoQueue:
-    return IoQueue(
+def _queue(config: Config) -> SharedQueue:
+    return SharedQueue(
+        IoQueue,
         config.offload.io_backend,
         block_bytes=config.aio.block_size,
         depth=config.aio.queue_depth,
@@ -197,7 +200,7 @@ def _queue(config: Config) -> IoQueue:
     )
 
 
-def _io_notices(queue: IoQueue | None) -> tuple[str, ...]:
+def _io_notices(queue: SharedQueue | None) -> tuple[str, ...]:
     """A line where the system refuses what is fastest."""
     return () if queue is None or not queue.refusals else (f"I/O by {queue.backend}: {'; '.join(queue.refusals)}",)
 
@@ -293,9 +296,9 @@ def _check_fits(progress: Progress, model: nn.Module, optimizer: Optimizer) -> N
         )
 
 
-def _fill(plan: Plan, model: nn.Module, queue: IoQueue | None, store: Store | None, resume: bool) -> Parts:
+def _fill(plan: Plan, model: nn.Module, queue: SharedQueue | None, store: Store | None, resume: bool) -> Parts:
     """Map the arenas, take the model's weights over, start the worker, install the hooks."""
-    host = HostArena(plan.placement.classes, plan.device)
+    host = HostArena(plan.placement.classes, plan.device, process_memory())
     try:
         return _fill_from(plan, model, host, queue, store, resume)
     except BaseException:
@@ -304,7 +307,7 @@ def _fill(plan: Plan, model: nn.Module, queue: IoQueue | None, store: Store | No
 
 
 def _fill_from(
-    plan: Plan, model: nn.Module, host: HostArena, queue: IoQueue | None, store: Store | None, resume: bool
+    plan: Plan, model: nn.Module, host: HostArena, queue: SharedQueue | None, store: Store | None, resume: bool
 ) -> Parts:
     placement, device = plan.placement, plan.device
     arena = DeviceArena(placement.device_nbytes, device, plan.config.offload.debug.poison)
@@ -313,7 +316,7 @@ def _fill_from(
     pager = Pager(sizes, host, arena, device, store, _limits(plan), rounds)
     if rounds is not None:
         rounds.give_weights = pager.take_part
-    residents = make_residents(plan.parts, plan.mode, placement.homes, host, arena)
+    residents = make_residents(plan.parts, plan.mode, placement, host, arena)
     device.synchronize()  # torch may still fill the arena's memory, or use what it was; uploads must come after
     filler = Filler(plan.mode, plan.parts, placement.homes, pager, residents, device, store, plan.shares, plan.ranks)
     if resume:
@@ -364,7 +367,7 @@ def _gradients(
     trainable: Sequence[range],
     host: HostArena,
     arena: DeviceArena,
-    queue: IoQueue | None,
+    queue: SharedQueue | None,
     pager: Pager,
     rounds: Rounds | None,
 ) -> Gradients:
@@ -383,7 +386,7 @@ def _gradients(
         raise
 
 
-def _spill(plan: Plan, trainable: Sequence[range], host: HostArena, queue: IoQueue, pager: Pager) -> Spill:
+def _spill(plan: Plan, trainable: Sequence[range], host: HostArena, queue: SharedQueue, pager: Pager) -> Spill:
     placement, parts = plan.placement, plan.parts
     itemsize = parts.gradient_dtype.itemsize
     leases = [host.gradients.take(placement.window_numel * itemsize) for _ in range(WINDOWS)]

@@ -11,10 +11,21 @@ from typing import NamedTuple
 
 import psutil
 
-from offload.engine.homes import Homes, Partitions, Wish, configured, differences, home_nbytes, move_up, ways_down
+from offload.engine.homes import (
+    Homes,
+    Partitions,
+    Wish,
+    configured,
+    differences,
+    home_nbytes,
+    to_raise,
+    ways_down,
+    with_home,
+)
 from offload.errors import BudgetError
 from offload.sizes import MIB, PAGE, align_up, format_size
-from offload.swapper.arena import Classes, check_budget
+from offload.swapper.arena import check_budget
+from offload.swapper.host import Classes
 from offload.swapper.residency import Tier
 from offload.swapper.states import Mode, State
 
@@ -46,12 +57,16 @@ class Machine(NamedTuple):
     """Whether the host can work on the device's memory."""
     drives: bool
     """Whether there is a disk to which homes may move."""
+    other_engines: int = 0
+    """Bytes of the host budget that engines of this process need already."""
 
 
 class Placement(NamedTuple):
     """The homes of this rank's partitions, and the memory that they and the work on them take."""
 
     homes: Homes
+    raised: tuple[tuple[int, State], ...]
+    """Partitions whose home was moved up, into the memory of the cache: they go when another engine needs it."""
     classes: Classes
     device_nbytes: int
     tile_numel: int
@@ -61,8 +76,9 @@ class Placement(NamedTuple):
 
     @property
     def on_disk(self) -> bool:
-        """Whether anything that outlives a step is at home there."""
-        return any(tier is Tier.DISK for row in self.homes for state, tier in row.items() if state is not State.GRAD)
+        """Whether anything that outlives a step is at home there, or would be without room to spare."""
+        at_home = (tier is Tier.DISK for row in self.homes for state, tier in row.items() if state is not State.GRAD)
+        return bool(self.raised) or any(at_home)
 
     @property
     def spilled(self) -> tuple[int, ...]:
@@ -74,6 +90,12 @@ class Placement(NamedTuple):
         return " and ".join(
             tier.value for tier in Tier if any(row.get(state) is tier for row in self.homes for state in states)
         )
+
+    def settled(self, parts: Partitions) -> Placement:
+        """For a store that does not keep what is at home above it: what was raised stays where it is."""
+        nbytes = sum(align_up(parts.nbytes[unit][state]) for unit, state in self.raised)
+        classes = self.classes._replace(homes=self.classes.homes + nbytes, cache=self.classes.cache - nbytes)
+        return self._replace(classes=classes, raised=())
 
     def stored(self, parts: Partitions, slots: int) -> tuple[Mapping[State, int], ...]:
         """Bytes of each state that a store of so many slots keeps: 2 durable, 1 in place, 0 where there is none."""
@@ -101,7 +123,9 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
 
     Raises `BudgetError` with the least that works.
     """
-    budget = int(_HOST_SHARE * machine.free_host) if wish.host_memory is None else wish.host_memory // PAGE * PAGE
+    budget = int(_HOST_SHARE * machine.free_host)
+    if wish.host_memory is not None:
+        budget = max(wish.host_memory - machine.other_engines, 0) // PAGE * PAGE
     if budget > machine.free_host:
         raise BudgetError(
             f'"host_memory" is {format_size(budget)}, but only {format_size(machine.free_host)} is free on this '
@@ -112,17 +136,20 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
     notices: list[str] = []
     if moved := differences(parts, asked, homes):
         notices.append(f"host memory of {format_size(budget)} has no room for all that is at home there: {moved}")
+    need = _needs(parts, mode, wish, machine, homes)
+    classes = _cut(parts, wish, mode, homes, need, budget)
+    raised: tuple[tuple[int, State], ...] = ()
     if wish.host_memory is not None:
-        most = _needs(parts, mode, wish, machine, homes).most
-        spare = budget - sum(most) - _cacheable(parts, homes, most.weights)
-        higher = move_up(homes, parts, lambda nbytes: nbytes <= spare)
+        raised = to_raise(homes, parts, budget - sum(classes))
+        higher = with_home(homes, raised, Tier.HOST)
         if moved := differences(parts, homes, higher):
             notices.append(f"host memory of {format_size(budget)} has room for more: {moved}")
         homes = higher
-    need = _needs(parts, mode, wish, machine, homes)
-    classes = _cut(parts, wish, mode, homes, need, budget)
+        more = sum(align_up(parts.nbytes[unit][state]) for unit, state in raised)
+        classes = classes._replace(cache=classes.cache + more)
     return Placement(
         homes,
+        raised,
         classes,
         _cut_device(parts, mode, wish, machine, homes),
         classes.tiles // TILE_BUFFERS // _tile_element_bytes(parts, mode, homes) // TILE_STEP * TILE_STEP,
@@ -160,9 +187,11 @@ def _too_small(wish: Wish, budget: int, machine: Machine, least: Classes) -> Bud
             f"{format_size(machine.free_host)} is free, of which at most 80 % may be taken: {what}; move states to "
             f'nvme, or take more by setting "host_memory" in the "offload" block'
         )
+    others = f", less {format_size(machine.other_engines)} for other engines" if machine.other_engines else ""
+    need = sum(least) + machine.other_engines
     return BudgetError(
-        f'"host_memory" is {format_size(budget)} ({budget} bytes), the least that works is {format_size(sum(least))} '
-        f"({sum(least)} bytes): {what}"
+        f'"host_memory" is {format_size(wish.host_memory)} ({wish.host_memory} bytes){others}, the least that works is '
+        f"{format_size(need)} ({need} bytes): {what}"
     )
 
 
@@ -197,8 +226,8 @@ def _cut(parts: Partitions, wish: Wish, mode: Mode, homes: Homes, need: _Need, b
     room -= tiles - least.tiles
     cache = _cacheable(parts, homes, weights)
     if wish.host_memory is None:
-        cache = min(cache, wish.cached_weights * mode.weight_dtype.itemsize)
-    return least._replace(tiles=tiles, weights=weights + min(cache, room) // PAGE * PAGE)
+        cache = min(cache, max(wish.cached_weights * mode.weight_dtype.itemsize - weights, 0))
+    return least._replace(tiles=tiles, weights=weights, cache=min(cache, room) // PAGE * PAGE)
 
 
 def _tile_element_bytes(parts: Partitions, mode: Mode, homes: Homes) -> int:

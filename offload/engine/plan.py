@@ -22,6 +22,7 @@ from offload.engine.units import Units, find_units
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.sizes import format_size
 from offload.swapper.device import Device
+from offload.swapper.host import process_memory
 from offload.swapper.residency import Tier
 from offload.swapper.states import MODES, Mode, State
 from offload.swapper.store import Shortage, StoreSpec, find_shortage, run_status
@@ -80,7 +81,13 @@ def decide(config: Config, batch: Batch, model: nn.Module, device: Device, ranks
     _check_batch_norm(model, mode, device.torch, buffer_dtype)
     if ranks is not None:
         _check_same(ranks, config, batch, mode, layouts, model)
-    machine = Machine(free_host_memory() // here, device.free_bytes(), device.host_addressable, bool(config.drives))
+    machine = Machine(
+        free_host_memory() // here,
+        device.free_bytes(),
+        device.host_addressable,
+        bool(config.drives),
+        process_memory().needed_bytes,
+    )
     placement = place(parts, mode, _wish(config), machine)
     on_disk = placement.on_disk
     if ranks is not None:
@@ -89,6 +96,9 @@ def decide(config: Config, batch: Batch, model: nn.Module, device: Device, ranks
     if ranks is not None:
         resume = any(ranks.share(resume))
     slots, notices = _slots(config, on_disk, parts, resume, placement, ranks)
+    if slots < 2:
+        placement = placement.settled(parts)
+        slots = slots if placement.on_disk else 0
     return Plan(
         config,
         batch,

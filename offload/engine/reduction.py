@@ -20,8 +20,9 @@ from offload.engine.placement import CHUNK
 from offload.engine.ranks import Ranks
 from offload.engine.rounds import Rounds
 from offload.engine.spill import Spill
-from offload.swapper.arena import DeviceArena, HostArena
+from offload.swapper.arena import DeviceArena
 from offload.swapper.device import Device
+from offload.swapper.host import HostArena
 
 
 class ReducedGradients(Gradients):

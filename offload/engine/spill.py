@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from offload.swapper.arena import Lease
+from offload.swapper.host import Lease
 from offload.swapper.scratch import Scratch
 from offload.swapper.store import Future
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,8 +25,8 @@ from offload.engine.gradients import Gradients
 from offload.engine.placement import TILE_BUFFERS
 from offload.engine.weights import Edit
 from offload.sizes import align_up
-from offload.swapper.arena import HostArena, Lease
 from offload.swapper.device import Device
+from offload.swapper.host import HostArena, Lease
 from offload.swapper.pager import Pager, UnitSize
 from offload.swapper.residency import Tier
 from offload.swapper.states import Mode, State
@@ -49,6 +49,8 @@ class Resident(NamedTuple):
 
     tensor: torch.Tensor
     buffer: memoryview | None
+    spare: Lease | None = None
+    """The lease of a partition that lies on DISK as well, and may be given back between steps."""
 
 
 class _Piece(NamedTuple):
@@ -96,7 +98,7 @@ class Updater:
         arena: HostArena,
         device: Device,
         store: Store | None,
-        residents: Mapping[tuple[int, State], Resident],
+        residents: dict[tuple[int, State], Resident],
         gradients: Gradients,
         tile_numel: int,
         durable: bool,
@@ -164,6 +166,15 @@ class Updater:
                 self._pager.check()
             finally:
                 self._flushing -= 1
+
+    def give_cache(self) -> None:
+        """Give back the memory of states that lie on DISK as well: from now on they are read from there."""
+        self.finish(commit=False)
+        with self._pager.lock:
+            for key, resident in list(self._residents.items()):
+                if resident.spare is not None:
+                    del self._residents[key]
+                    resident.spare.release()
 
     def close(self) -> None:
         """Finish what is scheduled, or what an error left of it, and join the thread."""

@@ -16,6 +16,7 @@ calls copy at once, and compute waits by blocking the thread that is about to st
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -295,6 +296,7 @@ def memory_node(gpu: Any, folder: Path = Path("/sys/bus/pci/devices")) -> int | 
     return node if node >= 0 else None
 
 
+@functools.cache
 def open_device(device: torch.device) -> Device:
-    """The device object of a torch device."""
+    """The device object of a torch device, the same one for all engines of a process."""
     return CudaDevice(device) if device.type == "cuda" else Device(device)

@@ -27,10 +27,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from offload.aio import Priority
 from offload.errors import BudgetError, EngineFailed
 from offload.sizes import PAGE, align_up, format_size
-from offload.swapper.arena import DeviceArena, HostArena, Lease, Slice
+from offload.swapper.arena import DeviceArena, Slice
 from offload.swapper.device import DONE, Device, Event
+from offload.swapper.host import HostArena, Lease
 from offload.swapper.monitor import Monitor
 from offload.swapper.policy import Block, Floor, Limits, Place, find_place, keeps, next_to_bring, victims
 from offload.swapper.residency import ARROWS, Residency, Tier
@@ -278,7 +280,7 @@ class Pager:
                 elif self.streams(entry.index):
                     self._stream(entry, lease)
                 else:
-                    self._start_read(entry, lease)
+                    self._start_read(entry, lease, Priority.URGENT)
             elif entry.residency is Residency.READING:
                 self._finish_read(entry)
             elif entry.residency in (Residency.HOST, Residency.WRITING):
@@ -314,10 +316,10 @@ class Pager:
         finally:
             self._starved -= 1
 
-    def _start_read(self, entry: _Entry, lease: Lease) -> None:
+    def _start_read(self, entry: _Entry, lease: Lease, priority: Priority) -> None:
         assert self._store is not None
         slot = self._store.newest[entry.index]
-        future = self._store.read(entry.index, State.WEIGHT, slot, 0, lease.buffer)
+        future = self._store.read(entry.index, State.WEIGHT, slot, 0, lease.buffer, priority)
         entry.transfer = Transfer(lease, future)
         self._move(entry, Residency.READING)
 
@@ -366,7 +368,7 @@ class Pager:
         whole, share = self.arena.view(piece), entry.size.share
 
         def read(start: int, buffer: memoryview) -> Future:
-            return store.read(entry.index, State.WEIGHT, slot, start, buffer)
+            return store.read(entry.index, State.WEIGHT, slot, start, buffer, Priority.URGENT)
 
         try:
             entry.uploaded = self.changed.without_lock(
@@ -476,7 +478,7 @@ class Pager:
             lease = self._lease(nbytes(unit), self.trace.distance(unit))
             if lease is None:
                 return
-            self._start_read(self._entries[unit], lease)
+            self._start_read(self._entries[unit], lease, Priority.NORMAL)
 
     def _bring_ahead(self) -> None:
         """Start uploads of what comes next and is at hand; where there are other ranks, of the very next alone."""
@@ -722,6 +724,20 @@ class Pager:
         if self._failure is None:
             self._failure = error
         self.notify()
+
+    def give_cache(self) -> None:
+        """Take every lease of weights away, for another engine of the process. No update may be under way."""
+        with self.lock:
+            while not self._failure and self.host.weights.space.used_bytes:
+                for entry in self._entries:
+                    if entry.residency is Residency.READING:
+                        self._finish_read(entry)
+                    if self._may_take_lease_of(entry):
+                        self._take_lease(entry)
+                if self.host.weights.space.used_bytes:
+                    self.changed.wait()  # a thread that runs the model streams a unit
+            if not self._failure:
+                self.host.drop_cache()
 
     def close(self) -> None:
         """Wait for reads in flight and give everything back. The update worker must have ended."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from offload.sizes import align_up
-from offload.swapper.arena import Space
+from offload.swapper.space import Space
 from offload.swapper.trace import NEVER, Trace
 
 

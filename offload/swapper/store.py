@@ -30,7 +30,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from offload.aio import DirectFile, crc32c
+from offload.aio import DirectFile, Priority, crc32c
 from offload.errors import IoError, StoreError
 from offload.sizes import PAGE, format_size
 from offload.swapper.states import State
@@ -52,8 +52,8 @@ class Future(Protocol):
 class Queue(Protocol):
     """What the store needs of an I/O queue; `aio.IoQueue` is one, tests put faults in front of it."""
 
-    def read(self, file: DirectFile, offset: int, buffer: memoryview) -> Future: ...
-    def write(self, file: DirectFile, offset: int, buffer: memoryview) -> Future: ...
+    def read(self, file: DirectFile, offset: int, buffer: memoryview, *, priority: Priority = ...) -> Future: ...
+    def write(self, file: DirectFile, offset: int, buffer: memoryview, *, priority: Priority = ...) -> Future: ...
 
 
 class Extent(NamedTuple):
@@ -347,11 +347,19 @@ class Store:
             return 0
         return 0 if self.durable is None else 1 - self.durable.slots[unit]
 
-    def read(self, unit: int, state: State, slot: int, start: int, buffer: memoryview) -> Future:
+    def read(
+        self,
+        unit: int,
+        state: State,
+        slot: int,
+        start: int,
+        buffer: memoryview,
+        priority: Priority = Priority.NORMAL,
+    ) -> Future:
         """Fill `buffer` from byte `start` of a slot."""
         extent = self._extents[unit][state][slot]
         assert start + len(buffer) <= extent.nbytes
-        return self._queue.read(self._files[extent.drive], extent.offset + start, buffer)
+        return self._queue.read(self._files[extent.drive], extent.offset + start, buffer, priority=priority)
 
     def write(self, unit: int, state: State, slot: int, start: int, buffer: memoryview) -> Future:
         """Write `buffer` at byte `start` of a slot; it must stay unchanged until the future is done."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from offload.swapper.arena import Lease
 from offload.swapper.device import Device, Event
+from offload.swapper.host import Lease
 from offload.swapper.store import Future
 
 

@@ -1,0 +1,78 @@
+"""Offsets within a stretch of memory: what is free, what could be."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+from offload.sizes import align_up
+
+
+class Space:
+    """Offsets within `nbytes` bytes: best fit, neighbours coalesce, steps of 4096 bytes.
+
+    With `scatter`, each block lies at a random end of a random hole that fits: first fit returns to the same address so
+    often that a stale view goes unseen.
+    """
+
+    def __init__(self, nbytes: int, scatter: random.Random | None = None) -> None:
+        self.nbytes = nbytes
+        self.used_bytes = 0
+        self.scatter = scatter
+        self._holes: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # (start, stop), sorted
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of a free block, or None where no hole is large enough."""
+        nbytes = align_up(max(nbytes, 1))
+        fitting = [hole for hole in self._holes if hole[1] - hole[0] >= nbytes]
+        if not fitting:
+            return None
+        if self.scatter is None:
+            offset = min(fitting, key=lambda hole: hole[1] - hole[0])[0]
+        else:
+            start, stop = self.scatter.choice(fitting)
+            offset = self.scatter.choice((start, stop - nbytes))
+        self.take_at(offset, nbytes)
+        return offset
+
+    def take_at(self, offset: int, nbytes: int) -> None:
+        """Take the block of `nbytes` at `offset`, which is free."""
+        nbytes = align_up(max(nbytes, 1))
+        hole = next(hole for hole in self._holes if hole[0] <= offset and offset + nbytes <= hole[1])
+        self._holes.remove(hole)
+        for piece in ((hole[0], offset), (offset + nbytes, hole[1])):
+            if piece[0] < piece[1]:
+                insort(self._holes, piece)
+        self.used_bytes += nbytes
+
+    def stretches(self, given: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+        """What would be free, (start, stop), if the blocks `given`, (offset, nbytes), were returned."""
+        found: list[tuple[int, int]] = []
+        for start, stop in sorted([*self._holes, *((at, at + align_up(max(size, 1))) for at, size in given)]):
+            if found and found[-1][1] == start:
+                found[-1] = (found[-1][0], stop)
+            else:
+                found.append((start, stop))
+        return found
+
+    def could_take(self, nbytes: int, given: Iterable[tuple[int, int]]) -> bool:
+        """Whether `take` would find a block if the blocks `given`, (offset, nbytes), were returned before."""
+        return any(stop - start >= align_up(max(nbytes, 1)) for start, stop in self.stretches(given))
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Return a block that `take` gave, with the same `nbytes`."""
+        nbytes = align_up(max(nbytes, 1))
+        start, stop = offset, offset + nbytes
+        position = bisect_left(self._holes, (start, stop))
+        before = self._holes[position - 1] if position else (-1, -1)
+        after = self._holes[position] if position < len(self._holes) else (-1, -1)
+        assert before[1] <= start and (after[0] == -1 or stop <= after[0]), "a block was returned twice"
+        if after[0] == stop:
+            stop = after[1]
+            del self._holes[position]
+        if before[1] == start:
+            start = before[0]
+            del self._holes[position - 1]
+        insort(self._holes, (start, stop))
+        self.used_bytes -= nbytes

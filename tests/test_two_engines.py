@@ -1,0 +1,161 @@
+"""Engines of one process share one host budget and one I/O queue, and each trains as if it were alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload
+from offload.engine import placement
+from offload.errors import BudgetError
+from offload.swapper import shared_queue
+from offload.swapper.host import process_memory
+from tests import models
+from tests.oracle import config, run, start, train_step
+
+DISK = ("nvme", "nvme")
+JOB = models.GPT2._replace(dtype="bf16", steps=4)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_TILE_NBYTES", range(16_000, 48_000))  # else tiles are most of a tiny budget
+    assert process_memory().needed_bytes == 0, "an engine of another test is still there"
+
+
+def enough_for_all(folder: Path) -> int:
+    """A budget in which one engine has all of its states in memory."""
+    engine = start(JOB, DISK, folder, host_memory=64 << 20, run="measure")
+    engine.destroy(remove=True)
+    return engine.host_memory
+
+
+def test_one_budget_for_both(tmp_path: Path) -> None:
+    """The first has all of the budget, states in memory too, until the second needs some of it."""
+    alone = run(JOB, ("none", "none"), tmp_path)
+    budget = enough_for_all(tmp_path)
+    one = start(JOB, DISK, tmp_path, host_memory=budget, run="one")
+    assert "has room for more" in "\n".join(one.notices)
+    before = one.host_memory
+    losses = [train_step(one, JOB, step) for step in range(2)]
+    other = start(JOB, DISK, tmp_path, host_memory=budget, run="other")
+    assert one.host_memory + other.host_memory <= budget and one.host_memory < before
+    generator = torch.get_rng_state()
+    others = [train_step(other, JOB, step) for step in range(JOB.steps)]
+    torch.set_rng_state(generator)
+    losses += [train_step(one, JOB, step) for step in range(2, JOB.steps)]
+    for engine in (one, other):
+        engine.destroy(remove=True)
+    assert losses == others == alone.losses
+    assert process_memory().needed_bytes == 0
+
+
+def test_the_cache_is_given_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    """Between a forward and its backward, with updates of the step before under way."""
+    alone, budget = run(JOB, DISK, tmp_path), enough_for_all(tmp_path)
+    one = start(JOB, DISK, tmp_path, host_memory=budget, run="one")
+    losses = []
+    for step in range(JOB.steps):
+        loss = JOB.loss(one, step, 0)
+        if step == 2:
+            other = start(JOB, DISK, tmp_path, host_memory=budget, run="other")
+            assert one.host_memory + other.host_memory <= budget
+        one.backward(loss)
+        one.step()
+        losses.append(float(loss.detach()))
+    weights = {name: value.clone() for name, value in one.module.state_dict().items()}
+    one.destroy(remove=True)
+    train_step(other, JOB, 0)
+    other.destroy(remove=True)
+    assert losses == alone.losses
+    assert all(torch.equal(value, alone.weights[name]) for name, value in weights.items())
+
+
+def test_turns_between_forwards_and_backwards(tmp_path: Path) -> None:
+    """A teacher and a student: both graphs are alive at a time."""
+    alone = run(JOB, DISK, tmp_path)
+    engines = [start(JOB, DISK, tmp_path, run=name) for name in ("one", "other")]
+    losses: list[list[float]] = [[], []]
+    for step in range(JOB.steps):
+        found = [JOB.loss(engine, step, 0) for engine in engines]
+        for engine, loss, mine in zip(engines, found, losses, strict=True):
+            engine.backward(loss)
+            engine.step()
+            mine.append(float(loss.detach()))
+    for engine in engines:
+        engine.destroy(remove=True)
+    assert losses[0] == losses[1] == alone.losses
+
+
+def test_one_queue_and_counts_for_each(tmp_path: Path) -> None:
+    before = set(shared_queue._open)
+    one = start(JOB, DISK, tmp_path, run="one")
+    other = start(JOB, DISK, tmp_path, run="other")
+    (key,) = set(shared_queue._open) - before
+    assert shared_queue._open[key][1] == 2
+    at_start = other.io_bytes()
+    train_step(one, JOB, 0)
+    assert other.io_bytes() == at_start and one.io_bytes().read > at_start.read
+    one.destroy(remove=True)
+    train_step(other, JOB, 0)
+    other.destroy(remove=True)
+    assert set(shared_queue._open) == before
+
+
+def test_a_budget_that_others_have_used_up_says_so(tmp_path: Path) -> None:
+    one = start(JOB, ("cpu", "cpu"), tmp_path, run="one")
+    need = one.host_memory
+    with pytest.raises(BudgetError, match=r"less [\d.]+ [KM]iB for other engines, the least that works is"):
+        start(JOB, ("cpu", "cpu"), tmp_path, run="other", host_memory=need, nvme_path=[])
+    train_step(one, JOB, 0)
+    one.destroy()
+
+
+def test_memory_that_an_engine_gave_back_is_used_again(tmp_path: Path) -> None:
+    budget = enough_for_all(tmp_path)
+    keeper = start(JOB, DISK, tmp_path, host_memory=budget, run="keeper")
+    mappings = len(process_memory()._mappings)
+    for _ in range(5):
+        other = start(JOB, DISK, tmp_path, host_memory=budget, run="other")
+        assert len(process_memory()._mappings) == mappings
+        train_step(other, JOB, 0)
+        other.destroy(remove=True)
+    keeper.destroy(remove=True)
+    assert process_memory()._mappings == []
+
+
+def test_a_reference_model_beside_the_one_that_trains(tmp_path: Path) -> None:
+    """As in DPO: the same weights, frozen, evaluated between forward and backward."""
+    alone = run(JOB, DISK, tmp_path)
+    torch.manual_seed(JOB.seed)
+    frozen = JOB.model().requires_grad_(False)
+    reference = offload.initialize(model=frozen, config=config(JOB, DISK, tmp_path, run="reference"))[0]
+    policy = start(JOB, DISK, tmp_path, run="policy")
+    losses = []
+    for step in range(JOB.steps):
+        loss = JOB.loss(policy, step, 0)
+        with torch.no_grad():
+            expected = JOB.loss(reference, step, 0)
+        if step == 0:
+            assert float(expected) == float(loss.detach())
+        policy.backward(loss)
+        policy.step()
+        losses.append(float(loss.detach()))
+    assert losses == alone.losses
+    counts = reference.use_counts()
+    assert counts.unforeseen == 0 and counts.uses > 0
+    policy.destroy(remove=True)
+    reference.destroy(remove=True)
+
+
+def test_a_forked_child_has_a_budget_of_its_own(tmp_path: Path) -> None:
+    one = start(JOB, DISK, tmp_path, run="one")
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if process_memory().needed_bytes == 0 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert process_memory().needed_bytes == one.host_memory
+    one.destroy(remove=True)
