@@ -124,39 +124,11 @@ def make_plan(
 
     `in_memory` None measures compute in memory where there is room for it.
     """
-    times = tuple(dict.fromkeys(compute_ms or (50.0,)))
-    for name, value in (("units", units), ("steps", steps), ("rounds", rounds), ("accumulation", accumulation)):
-        if value < 1:
-            raise ConfigError(f"expected {name} >= 1, got {value}")
-    for each in times:
-        if not 0 <= each <= 1e6:
-            raise ConfigError(f"expected compute-ms from 0 to 1000000, got {each:g}")
-    for name, nbytes in (("unit-size", unit_bytes), ("probe-size", probe_bytes)):
-        if nbytes < PAGE:
-            raise ConfigError(f"expected {name} of at least {PAGE} bytes, got {nbytes}")
-    for name, word, words in (
-        ("weights", weights, TIERS),
-        ("states", states, TIERS),
-        ("durability", durability, DURABILITIES),
-        ("backend", backend, ("auto", *BACKENDS)),
-    ):
-        if word not in words:
-            raise ConfigError(f"there is no {name} {word!r}: expected {', '.join(words)}")
-    refused = refusals().get(backend)
-    if refused:
-        raise ConfigError(f"{refused}; take another backend")
-    if "nvme" not in (weights, states) and durability != "step":
-        raise ConfigError(
-            "nothing would be swapped: give --weights nvme, --states nvme, or --durability step, which writes a "
-            "copy of all states each step"
-        )
-    if not folders:
-        raise ConfigError("give at least one folder, on the drive to measure")
     plan = Plan(
         tuple(folders),
         units,
         unit_bytes // PAGE * PAGE,
-        times,
+        tuple(dict.fromkeys(compute_ms or (50.0,))),
         steps,
         rounds,
         accumulation,
@@ -173,13 +145,44 @@ def make_plan(
         depth,
         align_up(probe_bytes),
     )
+    _check_numbers(plan, unit_bytes, probe_bytes)
+    _check_words(plan)
     _check_room(plan)
     return plan._replace(in_memory=_fits_in_memory(plan, in_memory))
 
 
+def _check_numbers(plan: Plan, unit_bytes: int, probe_bytes: int) -> None:
+    for name in ("units", "steps", "rounds", "accumulation"):
+        if getattr(plan, name) < 1:
+            raise ConfigError(f"expected {name} >= 1, got {getattr(plan, name)}")
+    for each in plan.compute_ms:
+        if not 0 <= each <= 1e6:
+            raise ConfigError(f"expected compute-ms from 0 to 1000000, got {each:g}")
+    for name, nbytes in (("unit-size", unit_bytes), ("probe-size", probe_bytes)):
+        if nbytes < PAGE:
+            raise ConfigError(f"expected {name} of at least {PAGE} bytes, got {nbytes}")
+
+
+def _check_words(plan: Plan) -> None:
+    known = {"weights": TIERS, "states": TIERS, "durability": DURABILITIES, "backend": ("auto", *BACKENDS)}
+    for name, words in known.items():
+        if getattr(plan, name) not in words:
+            raise ConfigError(f"there is no {name} {getattr(plan, name)!r}: expected {', '.join(words)}")
+    refused = refusals().get(plan.backend)
+    if refused:
+        raise ConfigError(f"{refused}; take another backend")
+    if "nvme" not in (plan.weights, plan.states) and plan.durability != "step":
+        raise ConfigError(
+            "nothing would be swapped: give --weights nvme, --states nvme, or --durability step, which writes a "
+            "copy of all states each step"
+        )
+
+
 def _check_room(plan: Plan) -> None:
-    in_place = plan.update_read_bytes
-    need = 2 * (_WEIGHT + _STATES) * plan.parameters if plan.durability == "step" else in_place
+    if not plan.folders:
+        raise ConfigError("give at least one folder, on the drive to measure")
+    two_slots, in_place = 2 * (_WEIGHT + _STATES) * plan.parameters, plan.update_read_bytes
+    need = two_slots if plan.durability == "step" else in_place
     share = -(-(need + plan.probe_bytes) // len(plan.folders))
     asked: dict[int, int] = {}
     for folder in plan.folders:
@@ -199,13 +202,11 @@ def _fits_in_memory(plan: Plan, wanted: bool | None) -> bool:
     """Whether the same model has room in memory beside the one that is swapped; `ConfigError` where neither has."""
     available = psutil.virtual_memory().available
     gradients = plan.parameters * (2 if plan.accumulation == 1 else 4)
-    above_disk = _WEIGHT * (plan.weights != "nvme") + _STATES * (plan.states != "nvme")
-    budgets = gradients + above_disk * plan.parameters
-    budgets += _TILES + (2 + _DEVICE_UNITS) * plan.unit_bytes
-    if plan.host_memory is not None:
-        budgets += max(plan.host_memory - gradients, 0)
-    if plan.device_memory is not None:
-        budgets += plan.device_memory
+    at_home = {
+        tier: (_WEIGHT * (plan.weights == tier) + _STATES * (plan.states == tier)) * plan.parameters for tier in TIERS
+    }
+    host = plan.host_memory or gradients + at_home["cpu"] + _TILES + 2 * plan.unit_bytes
+    budgets = host + (plan.device_memory or at_home["none"] + _DEVICE_UNITS * plan.unit_bytes)
     working = plan.probe_bytes + 6 * plan.unit_bytes  # the drive's probe, a gradient, weights while they are made
     beside = (_WEIGHT + _STATES) * plan.parameters + gradients + _TILES
     if available < budgets + working:
@@ -362,30 +363,32 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
     load = Load(plan.unit_numel, plan.busy)
     swapped: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}
     in_memory: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}
-    found: list[Rates] = []
+    rates: dict[float, list[Rates]] = {each: [] for each in plan.compute_ms}
     with contextlib.ExitStack() as stack:
         tell(f"{plan.units} units of {format_size(plan.unit_bytes)} into their homes")
         engine = stack.enter_context(_engine(plan, load))
         beside = stack.enter_context(_engine(_in_memory(plan), load)) if plan.in_memory else None
         drive = stack.enter_context(_drive(plan))
         for turn in range(plan.rounds):
-            tell(f"round {turn + 1} of {plan.rounds}: the drive by itself")
-            found.append(drive())
             for each in plan.compute_ms:
                 load.seconds = each / 1e3
+                tell(f"round {turn + 1} of {plan.rounds}: the drive by itself")
+                rates[each].append(drive())
                 tell(f"round {turn + 1} of {plan.rounds}: {each:g} ms a unit, swapped")
                 swapped[each].append(_turn(engine, plan))
                 if beside is not None:
                     tell(f"round {turn + 1} of {plan.rounds}: {each:g} ms a unit, in memory")
                     in_memory[each].append(_turn(beside, plan))
-        rates = Rates(*(statistics.median(each) for each in zip(*found, strict=True)))
         return Result(
             _bytes_in_files(plan),
             engine.host_memory,
             engine.device_memory,
             engine.resumable is not None,
-            rates,
-            tuple(make_row(plan, each, rates, swapped[each], in_memory[each]) for each in plan.compute_ms),
+            _median_rates([each for turns in rates.values() for each in turns]),
+            tuple(
+                make_row(plan, each, _median_rates(rates[each]), swapped[each], in_memory[each])
+                for each in plan.compute_ms
+            ),
         )
 
 
@@ -520,7 +523,7 @@ def make_row(
     updates = rates.seconds(updates_read, written)
     weights = (read - updates_read) / rates.read
     first = max(updates, forward) if plan.overlap else updates + forward
-    order = max(first + max(pure - forward, weights), compute)
+    order = max(first + max(compute - forward, weights), compute)
     exposed = max(step - compute, 0.0)
     hidden = min(max(io - exposed, 0.0), io)
     passes_after = (1 + _BACKWARD) * plan.accumulation - 1
@@ -551,6 +554,10 @@ def find_limit(step: float, compute: float, io: float, order: float) -> str:
     if step > order * (1 + 4 * _NEAR):
         return "budgets"
     return "drive" if max(io, compute) == io and io >= order * (1 - _NEAR) else "order"
+
+
+def _median_rates(rates: Sequence[Rates]) -> Rates:
+    return Rates(*(statistics.median(each) for each in zip(*rates, strict=True)))
 
 
 def _median_step(turns: Sequence[Turn]) -> float:
@@ -614,7 +621,7 @@ def in_words(plan: Plan, row: Row) -> str:
     """What limits the step, and what would change it."""
     start = f"at {row.compute_ms:g} ms a unit"
     if row.limit == "compute":
-        return f"{start} compute limits: the I/O is hidden"
+        return f"{start} compute limits: the I/O is hidden ({row.exposed_seconds:.2f} s are not)"
     enough = (
         "" if row.hiding_compute_ms is None else f"; from about {row.hiding_compute_ms:.0f} ms on all could be hidden"
     )
@@ -629,7 +636,7 @@ def in_words(plan: Plan, row: Row) -> str:
         )
     return (
         f"{start} budgets limit: compute and drive would allow {order}, the step takes {row.step_seconds:.2f} s; try a "
-        f"larger host or device budget (where it does not help, cores are short)"
+        f"larger --host-memory (where it does not help, something besides uses the cores)"
     )
 
 
