@@ -200,12 +200,12 @@ def bench_swap(
 
     Example: offload bench swap /mnt/nvme --units 32 --unit-size 400MiB --compute-ms 100 --compute-ms 400
     """
-    from offload.bench import swap
+    from offload.bench import swap, swap_figures, swap_plan
     from offload.info import machine
 
     console = Console(stderr=json_output, highlight=False)
     with _errors(_BAD_INPUT):
-        plan = swap.make_plan(
+        plan = swap_plan.make_plan(
             paths,
             units=units,
             unit_bytes=parse_size(unit_size),
@@ -229,13 +229,13 @@ def bench_swap(
     with _errors(_FAILED), _signals(), _telling(console) as tell:
         result = swap.measure(plan, tell)
     if json_output:
-        print(json.dumps(swap.as_json(machine(), plan, result)), flush=True)
+        print(json.dumps(swap_figures.as_json(machine(), plan, result)), flush=True)
         return
-    for line in swap.heading(plan, result):
+    for line in swap_figures.heading(plan, result):
         console.print(line, soft_wrap=True)
     console.print(_swap_table(result.rows))
     for row in result.rows:
-        console.print(swap.in_words(plan, row), soft_wrap=True)
+        console.print(swap_figures.in_words(plan, row), soft_wrap=True)
 
 
 def _swap_table(rows: Sequence[Any]) -> Table:

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 import offload
 from offload.bench import swap
-from offload.bench.swap import Plan, Rates, Row, Turn, find_limit, in_words, make_plan, make_row
+from offload.bench.swap_figures import Rates, Row, Turn, find_limit, in_words, make_row
+from offload.bench.swap_plan import Plan, make_plan
 from offload.cli import app
 from offload.errors import ConfigError
 
