@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from offload.errors import ConfigError, OffloadError
+from offload.errors import BudgetError, ConfigError, OffloadError
 from offload.sizes import format_size, parse_size
 
 _BAD_INPUT, _FAILED = 2, 1
@@ -155,6 +155,105 @@ def bench_adam(
             adam.plot(found, plot)
 
 
+@bench.command("swap")
+def bench_swap(
+    paths: Annotated[list[str], typer.Argument(help="Folders for swap files, one for each drive.")],
+    units: Annotated[int, typer.Option(help="Layers of the model that is not there.")] = 16,
+    unit_size: Annotated[str, typer.Option(help="Bytes of a layer's weights, two for each parameter.")] = "64MiB",
+    compute_ms: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Milliseconds that a layer computes in a forward; its backward takes twice as long. May repeat. "
+            "[default: 50]"
+        ),
+    ] = None,
+    accumulation: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
+    weights: Annotated[str, typer.Option(help="Home of the weights: none, cpu, nvme.")] = "nvme",
+    states: Annotated[str, typer.Option(help="Home of the optimizer states: none, cpu, nvme.")] = "nvme",
+    durability: Annotated[
+        str, typer.Option(help="step: two slots of all states; none: one, in place; auto: step where it fits.")
+    ] = "auto",
+    host_memory: Annotated[str | None, typer.Option(help="Host budget. [default: what is needed]")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Device budget. [default: three layers]")] = None,
+    overlap: Annotated[
+        bool, typer.Option("--overlap/--no-overlap", help="Run updates beside the next forward, or before it.")
+    ] = True,
+    busy: Annotated[
+        bool, typer.Option("--busy", help="Compute with one core, as on a CPU, instead of asleep.")
+    ] = False,
+    in_memory: Annotated[
+        bool | None,
+        typer.Option(
+            "--in-memory/--no-in-memory",
+            help="Measure compute by the same model in memory, or add it up. [default: where it fits]",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each round that count; two before them do not.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Times that each is run, in turns.")] = 3,
+    backend: Annotated[str, typer.Option(help="auto, io_uring, libaio, threads.")] = "auto",
+    block_size: Annotated[str | None, typer.Option(help="Bytes of a block. [default: the backend's]")] = None,
+    depth: Annotated[int | None, typer.Option(help="Blocks in flight. [default: the backend's]")] = None,
+    probe_size: Annotated[str, typer.Option(help="Bytes of the file by which the drive is measured.")] = "256MiB",
+    json_output: Json = False,
+) -> None:
+    """Measure how much of the paging a drive and two budgets hide behind compute, without a model.
+
+    Example: offload bench swap /mnt/nvme --units 32 --unit-size 400MiB --compute-ms 100 --compute-ms 400
+    """
+    from offload.bench import swap, swap_figures, swap_plan
+    from offload.info import machine
+
+    console = Console(stderr=json_output, highlight=False)
+    with _errors(_BAD_INPUT):
+        plan = swap_plan.make_plan(
+            paths,
+            units=units,
+            unit_bytes=parse_size(unit_size),
+            compute_ms=compute_ms or (),
+            steps=steps,
+            rounds=rounds,
+            accumulation=accumulation,
+            weights=weights,
+            states=states,
+            durability=durability,
+            host_memory=None if host_memory is None else parse_size(host_memory),
+            device_memory=None if device_memory is None else parse_size(device_memory),
+            overlap=overlap,
+            busy=busy,
+            in_memory=in_memory,
+            backend=backend,
+            block_bytes=None if block_size is None else parse_size(block_size),
+            depth=depth,
+            probe_bytes=parse_size(probe_size),
+        )
+    with _errors(_FAILED), _signals(), _telling(console) as tell:
+        result = swap.measure(plan, tell)
+    if json_output:
+        print(json.dumps(swap_figures.as_json(machine(), plan, result)), flush=True)
+        return
+    for line in swap_figures.heading(plan, result):
+        console.print(line, soft_wrap=True)
+    console.print(_swap_table(result.rows))
+    for row in result.rows:
+        console.print(swap_figures.in_words(plan, row), soft_wrap=True)
+
+
+def _swap_table(rows: Sequence[Any]) -> Table:
+    table = Table(box=None)
+    for name in ("ms/unit", "step", "compute", "I/O", "exposed", "hidden", "hidden %", "efficiency", "B/param"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        seconds = (row.step_seconds, row.compute_seconds, row.io_seconds, row.exposed_seconds, row.hidden_seconds)
+        table.add_row(
+            f"{row.compute_ms:g}",
+            *(f"{each:.2f}" for each in seconds),
+            "" if row.hidden_percent is None else f"{row.hidden_percent:.0f}",
+            f"{row.efficiency:.2f}",
+            f"{row.bytes_per_parameter:.1f}",
+        )
+    return table
+
+
 def _adam_table(rows: list[Any]) -> Table:
     table = Table("", "weights", "gradients", "threads", "isa", "ms", "GB/s", "of probe", "Mparam/s", box=None)
     for row in rows:
@@ -269,7 +368,7 @@ def _errors(code: int) -> Iterator[None]:
         yield
     except (OffloadError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(_BAD_INPUT if isinstance(error, ConfigError) else code) from None
+        raise typer.Exit(_BAD_INPUT if isinstance(error, ConfigError | BudgetError) else code) from None
 
 
 @contextmanager

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deepnvme": {"errors", "sizes", "aio"},
     "train": {"errors", "config", "engine", "swapper", "presets", "text"},
     "info": {"errors", "sizes", "aio"},
-    "bench": {"errors", "sizes", "aio", "kernels"},
+    "bench": {"errors", "sizes", "aio", "kernels", "<root>"},
     "tune": {"errors", "sizes", "config", "aio", "bench"},
     "cli_machine": {"errors", "sizes", "config", "aio", "bench", "info", "tune", "<root>"},
     "cli": {"errors", "sizes", "config", "train", "swapper", "cli_machine", "<root>"},

@@ -1,0 +1,251 @@
+"""Training without a model: how much of the paging a drive and two memory budgets can hide behind compute.
+
+N units of S bytes of weights, each of which "computes" for T ms in a forward and twice as long in a backward. All else
+is real: the engine reads, uploads, takes gradients, updates by its AdamW kernel, writes and commits. The same model in
+memory and the drive by itself take turns with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import offload
+from offload.aio import IoQueue, StripedFile, aligned_empty
+from offload.aio.measure import move, remove
+from offload.bench.python_ways import fill_with_noise
+from offload.bench.swap_figures import Rates, Result, Turn, make_row, median_rates
+from offload.bench.swap_plan import BACKWARD, Plan
+from offload.errors import OffloadError
+from offload.sizes import MIB, align_up, format_size
+
+UNCOUNTED = 2
+"""Steps at the start of each turn: the first has no updates beside it, and shows the engine the order of uses."""
+
+_REQUEST_BYTES = 16 * MIB
+_NOISE = 1 << 20
+
+
+class Load:
+    """Takes the time of compute: asleep, as a CPU beside a GPU, or with one core busy."""
+
+    def __init__(self, numel: int, busy: bool) -> None:
+        self.seconds = 0.0
+        """Of a unit's forward."""
+        noise = torch.randn(min(numel, _NOISE), generator=torch.Generator().manual_seed(0)).mul_(1e-3)
+        # Drives may compress what repeats itself within less than these 2 MiB.
+        self.gradient = noise.to(torch.bfloat16).repeat(-(-numel // _NOISE))[:numel].contiguous()
+        """(numel,) bf16: of every unit and step."""
+        self._busy = busy
+        self._values, self._result = torch.zeros(1 << 14), torch.empty(1 << 14)  # so few that torch takes one thread
+
+    def take(self, seconds: float) -> None:
+        if not self._busy:
+            time.sleep(seconds)
+            return
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            torch.exp(self._values, out=self._result)
+
+
+class _Compute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, load: Load) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.load = load
+        load.take(load.seconds)
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        weight = ctx.saved_tensors  # held to the end, as by what reads it
+        load: Load = ctx.load
+        load.take(BACKWARD * load.seconds)
+        del weight
+        return gradients[0], load.gradient.view(-1), None  # a new view, which autograd takes over without a copy
+
+
+class _Unit(nn.Module):
+    def __init__(self, load: Load) -> None:
+        super().__init__()
+        self._load = load
+        self.weight = nn.Parameter(torch.empty(load.gradient.numel(), dtype=torch.bfloat16))
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            torch.mul(self._load.gradient, 20, out=self.weight)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = _Compute.apply(inputs, self.weight, self._load)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _Model(nn.Module):
+    def __init__(self, units: int, load: Load) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(_Unit(load) for _ in range(units))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for unit in self.units:
+            inputs = unit(inputs)
+        return inputs
+
+
+# -- measuring ----------------------------------------------------------------------------------------
+
+
+def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
+    """Run the workload. The files are removed at the end. `tell` is told what is going on."""
+    load = Load(plan.unit_numel, plan.busy)
+    swapped: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}
+    in_memory: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}
+    rates: dict[float, list[Rates]] = {each: [] for each in plan.compute_ms}
+    with contextlib.ExitStack() as stack:
+        tell(f"{plan.units} units of {format_size(plan.unit_bytes)} into their homes")
+        engine = stack.enter_context(_engine(plan, load))
+        beside = stack.enter_context(_engine(_in_memory(plan), load)) if plan.in_memory else None
+        drive = stack.enter_context(_drive(plan))
+        for turn in range(plan.rounds):
+            for each in plan.compute_ms:
+                load.seconds = each / 1e3
+                tell(f"round {turn + 1} of {plan.rounds}: the drive by itself")
+                rates[each].append(drive())
+                tell(f"round {turn + 1} of {plan.rounds}: {each:g} ms a unit, swapped")
+                swapped[each].append(_turn(engine, plan))
+                if beside is not None:
+                    tell(f"round {turn + 1} of {plan.rounds}: {each:g} ms a unit, in memory")
+                    in_memory[each].append(_turn(beside, plan))
+        return Result(
+            _bytes_in_files(plan),
+            engine.host_memory,
+            engine.device_memory,
+            engine.resumable is not None,
+            median_rates([each for turns in rates.values() for each in turns]),
+            tuple(
+                make_row(plan, each, median_rates(rates[each]), swapped[each], in_memory[each])
+                for each in plan.compute_ms
+            ),
+        )
+
+
+def _in_memory(plan: Plan) -> Plan:
+    return plan._replace(
+        folders=(), weights="none", states="none", durability="none", host_memory=None, device_memory=None, overlap=True
+    )
+
+
+def _run() -> str:
+    return f"offload-bench-swap.{os.getpid()}"
+
+
+@contextlib.contextmanager
+def _engine(plan: Plan, load: Load) -> Iterator[offload.Engine]:
+    config = {
+        "bf16": {"enabled": True},
+        "gradient_accumulation_steps": plan.accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": plan.weights},
+            "offload_optimizer": {"device": plan.states},
+        },
+        "aio": {"block_size": plan.block_bytes, "queue_depth": plan.depth},
+        "offload": {
+            "nvme_path": list(plan.folders),
+            "run": _run(),
+            "device": "cpu",
+            "host_memory": plan.host_memory,
+            "device_memory": plan.device_memory,
+            "durability": plan.durability,
+            "io_backend": plan.backend,
+            "debug": {"overlap": plan.overlap},
+        },
+    }
+    try:
+        with offload.init(config):
+            model = _Model(plan.units, load)
+        engine = offload.initialize(model=model, config=config)[0]
+        try:
+            yield engine
+        except BaseException:
+            with contextlib.suppress(OffloadError, OSError):  # the first error is the one to tell
+                engine.destroy(remove=True)
+            raise
+        engine.destroy(remove=True)
+    finally:
+        for folder in plan.folders:
+            shutil.rmtree(Path(folder) / _run(), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _drive(plan: Plan) -> Iterator[Callable[[], Rates]]:
+    """A function that measures the drives, by a queue and files like the engine's."""
+    paths = [Path(folder) / f"{_run()}.probe" for folder in plan.folders]
+    buffer = aligned_empty(plan.probe_bytes)
+    fill_with_noise(buffer)
+    try:
+        with (
+            StripedFile(paths, create=True) as file,
+            IoQueue(plan.backend, block_bytes=plan.block_bytes, depth=plan.depth) as queue,
+        ):
+            file.reserve(len(buffer))
+            move(queue, file, buffer, "write", _REQUEST_BYTES)  # the first write of a block does more
+
+            def rate(operation: str) -> float:
+                request_bytes = min(_REQUEST_BYTES, align_up(len(buffer) // 2))
+                passes = [move(queue, file, buffer, operation, request_bytes) for _ in range(3)]
+                return statistics.median(each.nbytes / each.seconds for each in passes)
+
+            yield lambda: Rates(rate("read"), rate("write"), rate("mixed"))
+    finally:
+        for path in paths:
+            remove(path)
+
+
+def _turn(engine: offload.Engine, plan: Plan) -> Turn:
+    for _ in range(UNCOUNTED):
+        _step(engine, plan)
+    seconds: list[float] = []
+    moved, kernel = engine.io_bytes(), _kernel_bytes()
+    for _ in range(plan.steps):
+        start = time.perf_counter()
+        _step(engine, plan)
+        seconds.append(time.perf_counter() - start)
+    read, written = (after - before for before, after in zip(moved, engine.io_bytes(), strict=True))
+    counted: list[float | None] = [None, None]
+    if kernel is not None and (now := _kernel_bytes()) is not None:
+        counted = [(after - before) / plan.steps for before, after in zip(kernel, now, strict=True)]
+    for parameter in engine.module.parameters():
+        with offload.gathered(parameter):
+            pass  # waits for the unit's update, so that the next turn has the machine to itself
+    return Turn(tuple(seconds), read / plan.steps, written / plan.steps, *counted)
+
+
+def _step(engine: offload.Engine, plan: Plan) -> None:
+    for _ in range(plan.accumulation):
+        engine.backward(engine(torch.zeros(1)).sum())
+        engine.step()
+
+
+def _kernel_bytes() -> tuple[int, int] | None:
+    """Bytes that this process has read from and written to drives, by the kernel's count."""
+    try:
+        lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(lines["read_bytes"]), int(lines["write_bytes"])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _bytes_in_files(plan: Plan) -> int:
+    return sum(
+        path.stat().st_size for folder in plan.folders for path in (Path(folder) / _run()).rglob("*") if path.is_file()
+    )

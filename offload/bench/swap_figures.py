@@ -1,0 +1,224 @@
+"""What was measured by `offload bench swap`, and what it means. Pure functions.
+
+Three bounds stand beside a step: compute, the same step in memory; the drive, the step's bytes by themselves; and what
+follows from both, since a step has an order:
+
+    forward    a unit's update must come before its use: the updates' I/O hides behind the first forward alone
+    the rest   what is computed after that hides the reads of weights, and nothing else
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from offload.bench.swap_plan import BACKWARD, Plan
+from offload.sizes import format_size
+
+_NEAR = 0.05
+"""Of a bound: what is within it has reached it."""
+
+
+class Rates(NamedTuple):
+    """Bytes a second of the drives by themselves: reading, writing, and half of each at once."""
+
+    read: float
+    write: float
+    mixed: float
+
+    def seconds(self, read_bytes: float, written_bytes: float) -> float:
+        """The least that so many bytes take: one after the other, or both at once, whichever is faster."""
+        both = min(read_bytes, written_bytes)
+        at_once = 2 * both / self.mixed + (read_bytes - both) / self.read + (written_bytes - both) / self.write
+        return min(at_once, read_bytes / self.read + written_bytes / self.write)
+
+
+class Turn(NamedTuple):
+    """Some steps in a row. Bytes are those of one step."""
+
+    seconds: tuple[float, ...]
+    read_bytes: float
+    written_bytes: float
+    kernel_read_bytes: float | None
+    """By /proc/self/io: what this process has had fetched from and sent to drives; None where that is not told."""
+    kernel_written_bytes: float | None
+
+
+class Row(NamedTuple):
+    """A step at one `compute_ms`: medians of all counted steps of all rounds, bytes are means."""
+
+    compute_ms: float
+    step_seconds: float
+    compute_seconds: float
+    """Of the same step in memory; where that was not measured, of its forwards and backwards."""
+    io_seconds: float
+    """Of the step's bytes by themselves."""
+    order_seconds: float
+    """The least that a step can take, since updates come before their use; see the top of this file."""
+    exposed_seconds: float
+    """That the step takes longer than compute."""
+    hidden_seconds: float
+    hidden_percent: float | None
+    """Of `io_seconds`."""
+    efficiency: float
+    """The larger of compute and I/O alone over the step: 1 where one hides all of the other."""
+    read_bytes: float
+    written_bytes: float
+    bytes_per_parameter: float
+    kernel_read_bytes: float | None
+    kernel_written_bytes: float | None
+    hiding_compute_ms: float | None
+    """From which on the order of a step allows all I/O to be hidden; None without overlap, where it never does."""
+    limit: str
+    """compute, drive, order, or budgets: what made the step as long as it was."""
+
+
+class Result(NamedTuple):
+    """What was measured."""
+
+    file_bytes: int
+    host_memory: int
+    device_memory: int
+    durable: bool
+    rates: Rates
+    rows: tuple[Row, ...]
+
+
+# -- judging ------------------------------------------------------------------------------------------
+
+
+def make_row(
+    plan: Plan, compute_ms: float, rates: Rates, swapped: Sequence[Turn], in_memory: Sequence[Turn] = ()
+) -> Row:
+    """From what was measured to what it means. Without `in_memory`, compute is added up."""
+    step = _median_step(swapped)
+    pure, forward = plan.pure_seconds(compute_ms), plan.forward_seconds(compute_ms)
+    compute = max(_median_step(in_memory), pure) if in_memory else pure
+    read = statistics.mean(turn.read_bytes for turn in swapped)
+    written = statistics.mean(turn.written_bytes for turn in swapped)
+    io = rates.seconds(read, written)
+    updates_read = min(read, plan.update_read_bytes)
+    updates = rates.seconds(updates_read, written)
+    weights = (read - updates_read) / rates.read
+    first = max(updates, forward) if plan.overlap else updates + forward
+    order = max(first + max(compute - forward, weights), compute)
+    exposed = max(step - compute, 0.0)
+    hidden = min(max(io - exposed, 0.0), io)
+    passes_after = (1 + BACKWARD) * plan.accumulation - 1
+    return Row(
+        compute_ms=compute_ms,
+        step_seconds=step,
+        compute_seconds=compute,
+        io_seconds=io,
+        order_seconds=order,
+        exposed_seconds=exposed,
+        hidden_seconds=hidden,
+        hidden_percent=100 * hidden / io if io else None,
+        efficiency=max(compute, io) / step,
+        read_bytes=read,
+        written_bytes=written,
+        bytes_per_parameter=(read + written) / plan.parameters,
+        kernel_read_bytes=_mean_where_told([turn.kernel_read_bytes for turn in swapped]),
+        kernel_written_bytes=_mean_where_told([turn.kernel_written_bytes for turn in swapped]),
+        hiding_compute_ms=1e3 * max(updates, weights / passes_after) / plan.units if plan.overlap else None,
+        limit=find_limit(step, compute, io, order),
+    )
+
+
+def find_limit(step: float, compute: float, io: float, order: float) -> str:
+    """What made a step as long as it was; all in seconds."""
+    if step <= compute * (1 + _NEAR):
+        return "compute"
+    if step > order * (1 + 4 * _NEAR):
+        return "budgets"
+    return "drive" if max(io, compute) == io and io >= order * (1 - _NEAR) else "order"
+
+
+def median_rates(rates: Sequence[Rates]) -> Rates:
+    return Rates(*(statistics.median(each) for each in zip(*rates, strict=True)))
+
+
+def _median_step(turns: Sequence[Turn]) -> float:
+    return statistics.median(seconds for turn in turns for seconds in turn.seconds)
+
+
+def _mean_where_told(values: Sequence[float | None]) -> float | None:
+    told = [value for value in values if value is not None]
+    return statistics.mean(told) if told else None
+
+
+# -- telling ------------------------------------------------------------------------------------------
+
+
+def as_json(machine: dict[str, Any], plan: Plan, result: Result) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "machine": machine,
+        "paths": list(plan.folders),
+        "parameters": plan.parameters,
+        "units": plan.units,
+        "unit_bytes": plan.unit_bytes,
+        "accumulation": plan.accumulation,
+        "weights": plan.weights,
+        "states": plan.states,
+        "durability": "step" if result.durable else "none",
+        "overlap": plan.overlap,
+        "busy": plan.busy,
+        "host_memory": result.host_memory,
+        "device_memory": result.device_memory,
+        "file_bytes": result.file_bytes,
+        "steps": plan.steps,
+        "rounds": plan.rounds,
+        "compute_measured": plan.in_memory,
+        "drive": {
+            f"{name}_gb_per_s": rounded(value / 1e9) for name, value in zip(Rates._fields, result.rates, strict=True)
+        },
+        "rows": [{key: rounded(value) for key, value in row._asdict().items()} for row in result.rows],
+    }
+
+
+def heading(plan: Plan, result: Result) -> list[str]:
+    """What stands above the table."""
+    rates, row = result.rates, result.rows[0]
+    counted = ""
+    if row.kernel_read_bytes is not None and row.kernel_written_bytes is not None:
+        counted = f" (the kernel counts {format_size(row.kernel_read_bytes)}, {format_size(row.kernel_written_bytes)})"
+    return [
+        f"{plan.units} units of {format_size(plan.unit_bytes)}, {plan.parameters / 1e6:.0f} M parameters; weights on "
+        f"{plan.weights}, states on {plan.states}",
+        f"{format_size(result.file_bytes)} in files, durability {'step' if result.durable else 'none'}; host budget "
+        f"{format_size(result.host_memory)}, device budget {format_size(result.device_memory)}",
+        f"the drive by itself reads {rates.read / 1e9:.1f}, writes {rates.write / 1e9:.1f}, both at once "
+        f"{rates.mixed / 1e9:.1f} GB/s; a step reads {format_size(row.read_bytes)}, writes "
+        f"{format_size(row.written_bytes)}{counted}",
+        f"compute is {'that of the same model in memory' if plan.in_memory else 'added up'}; seconds of a step:",
+    ]
+
+
+def in_words(plan: Plan, row: Row) -> str:
+    """What limits the step, and what would change it."""
+    start = f"at {row.compute_ms:g} ms a unit"
+    if row.limit == "compute":
+        return f"{start} compute limits: the I/O is hidden ({row.exposed_seconds:.2f} s are not)"
+    enough = (
+        "" if row.hiding_compute_ms is None else f"; from about {row.hiding_compute_ms:.0f} ms on all could be hidden"
+    )
+    compute, io, order = (f"{each:.2f} s" for each in (row.compute_seconds, row.io_seconds, row.order_seconds))
+    if row.limit == "drive":
+        return f"{start} the drive limits: {io} of I/O beside {compute} of compute{enough}"
+    if row.limit == "order":
+        forward = plan.forward_seconds(row.compute_ms)
+        return (
+            f"{start} the drive limits: updates must come before the weights are used, so the first forward, "
+            f"{forward:.2f} s, hides what it can, and {order} is the least{enough}"
+        )
+    return (
+        f"{start} budgets limit: compute and drive would allow {order}, the step takes {row.step_seconds:.2f} s; try a "
+        f"larger --host-memory (where it does not help, something besides uses the cores)"
+    )
+
+
+def rounded(value: Any) -> Any:
+    """Four digits of a float."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -1,0 +1,284 @@
+"""`offload bench swap` moves the bytes of training, says what was hidden, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+import offload
+from offload.bench import swap
+from offload.bench.swap_figures import Rates, Row, Turn, find_limit, in_words, make_row
+from offload.bench.swap_plan import Plan, make_plan
+from offload.cli import app
+from offload.errors import ConfigError
+
+MIB = 1 << 20
+UNITS, UNIT_BYTES = 32, 1 << 18
+NUMEL = UNITS * UNIT_BYTES // 2
+SMALL = (
+    *("--units", str(UNITS), "--unit-size", "256KiB", "--compute-ms", "0"),
+    *("--steps", "2", "--rounds", "1", "--probe-size", "1MiB"),
+)
+TIGHT = ("--host-memory", "13MiB", "--device-memory", "256KiB")
+"""Three tiles, two leases, all gradients; one unit."""
+
+
+def _json(*arguments: str) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["bench", "swap", *arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def _refused(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["bench", "swap", *arguments])
+    assert done.exit_code == 2 and done.stdout == "", done.output
+    return done.stderr
+
+
+def test_bytes_are_those_of_training(tmp_path: Path) -> None:
+    """26 for each parameter where budgets hold next to nothing, 24 of files for two slots."""
+    answer = _json(str(tmp_path), *SMALL, *TIGHT)
+    assert (answer["parameters"], answer["units"], answer["unit_bytes"]) == (NUMEL, UNITS, UNIT_BYTES)
+    assert (answer["host_memory"], answer["device_memory"]) == (13 * MIB, UNIT_BYTES)
+    assert answer["durability"] == "step" and answer["compute_measured"] and answer["overlap"]
+    assert 24 * NUMEL <= answer["file_bytes"] < 24.1 * NUMEL
+    assert all(answer["drive"][f"{name}_gb_per_s"] > 0 for name in ("read", "write", "mixed"))
+    (row,) = answer["rows"]
+    assert set(row) == set(Row._fields)
+    assert row["bytes_per_parameter"] == pytest.approx(26, rel=0.04)
+    assert row["written_bytes"] == pytest.approx(12 * NUMEL, rel=0.01)
+    assert row["read_bytes"] + row["written_bytes"] == pytest.approx(row["bytes_per_parameter"] * NUMEL, rel=0.01)
+    assert row["step_seconds"] > 0 and row["limit"] in ("compute", "drive", "order", "budgets")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(swap._kernel_bytes() is None, reason="the kernel does not tell")
+def test_the_kernel_counts_the_same(tmp_path: Path) -> None:
+    """What the process wrote, where the folder is on a drive and not in memory."""
+    (row,) = _json(str(tmp_path), *SMALL, *TIGHT, "--no-in-memory")["rows"]
+    if row["kernel_written_bytes"] == 0:
+        pytest.skip("the folder is in memory")
+    assert row["kernel_written_bytes"] == pytest.approx(row["written_bytes"], rel=0.05)
+    assert row["kernel_read_bytes"] >= 0.9 * row["read_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "nbytes"),
+    [
+        (("--no-overlap",), 28),
+        (("--durability", "none"), 26),
+        (("--weights", "cpu", "--host-memory", "21MiB"), 22),
+        (("--weights", "none", "--device-memory", "8MiB", "--host-memory", "13MiB"), 22),
+        (("--weights", "none", "--durability", "none", "--device-memory", "8MiB"), 20),
+        (("--states", "cpu", "--host-memory", "53MiB", "--durability", "none"), 6),
+        (("--weights", "cpu", "--states", "cpu", "--durability", "step"), 12),
+        (("--accumulation", "2", "--host-memory", "21MiB"), 30),
+        (("--busy",), 26),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bytes_of_other_choices(tmp_path: Path, options: tuple[str, ...], nbytes: int) -> None:
+    budgets = () if "cpu" in options and "step" in options else TIGHT
+    answer = _json(str(tmp_path), *SMALL, *budgets, "--no-in-memory", *options)
+    (row,) = answer["rows"]
+    assert row["bytes_per_parameter"] == pytest.approx(nbytes, rel=0.06)
+    assert not answer["compute_measured"] and answer["overlap"] == ("--no-overlap" not in options)
+    assert answer["busy"] == ("--busy" in options)
+    assert answer["durability"] == ("none" if "none" in options and "--durability" in options else "step")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_over_several_folders(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    answer = _json(*map(str, folders), *SMALL, "--compute-ms", "0.5", "--rounds", "2", "--backend", "threads")
+    assert [row["compute_ms"] for row in answer["rows"]] == [0, 0.5]
+    assert answer["paths"] == [str(folder) for folder in folders] and answer["file_bytes"] >= 24 * NUMEL
+    assert not any(list(folder.iterdir()) for folder in folders)
+
+
+def test_a_table_and_a_sentence(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "swap", str(tmp_path), *SMALL, "--no-in-memory"])
+    assert done.exit_code == 0, done.output
+    assert "exposed" in done.stdout and "host budget" in done.stdout
+    assert "at 0 ms a unit" in done.stdout and "limit" in done.stdout
+
+
+# -- errors -------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_named_before_a_file_is_made(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    for arguments, words in (
+        ((str(tmp_path / "none"),), "there is no folder"),
+        ((folder, "--units", "0"), "units >= 1"),
+        ((folder, "--steps", "0"), "steps >= 1"),
+        ((folder, "--rounds", "0"), "rounds >= 1"),
+        ((folder, "--accumulation", "0"), "accumulation >= 1"),
+        ((folder, "--compute-ms", "-1"), "compute-ms from 0"),
+        ((folder, "--compute-ms", "nan"), "compute-ms from 0"),
+        ((folder, "--unit-size", "1"), "unit-size of at least 4096"),
+        ((folder, "--unit-size", "much"), "expected a size"),
+        ((folder, "--probe-size", "1"), "probe-size of at least 4096"),
+        ((folder, "--weights", "gpu"), "none, cpu, nvme"),
+        ((folder, "--states", "gpu"), "none, cpu, nvme"),
+        ((folder, "--durability", "every"), "auto, step, none"),
+        ((folder, "--backend", "gds"), "io_uring, libaio, threads"),
+        ((folder, "--weights", "cpu", "--states", "cpu"), "nothing would be swapped"),
+        ((folder, "--units", "1000000000"), "free, the files take"),
+        ((folder, *SMALL, "--host-memory", "1MiB"), '"host_memory"'),
+        ((folder, *SMALL, "--device-memory", "4096"), '"device_memory"'),
+    ):
+        assert words in _refused(*arguments), arguments
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_memory_is_named_before_any_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room for the copy in memory compute is added up; without room for the budgets nothing is begun."""
+
+    def plan(free: int, **options: Any) -> Plan:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+        return make_plan([str(tmp_path)], **options)
+
+    assert plan(1 << 36).in_memory and not plan(1 << 36, in_memory=False).in_memory
+    assert not plan(4 << 30).in_memory
+    with pytest.raises(ConfigError, match="leave --in-memory out"):
+        plan(4 << 30, in_memory=True)
+    with pytest.raises(ConfigError, match="budgets and gradients take"):
+        plan(1 << 30)
+    with pytest.raises(ConfigError, match="smaller budgets"):
+        plan(4 << 30, host_memory=5 << 30)
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    """Room that was there when it was looked at, and then was not."""
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512 << 10, before[1]))
+    try:
+        done = CliRunner().invoke(app, ["bench", "swap", str(tmp_path), *SMALL])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert done.exit_code == 1 and "error: " in done.stderr, done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_in_a_step_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").write_bytes(b"kept")
+
+    def fail(self: offload.Engine) -> None:
+        raise OSError(5, "on purpose")
+
+    monkeypatch.setattr(offload.Engine, "step", fail)
+    done = CliRunner().invoke(app, ["bench", "swap", str(tmp_path), *SMALL])
+    assert done.exit_code == 1 and "on purpose" in done.stderr, done.output
+    assert os.listdir(tmp_path) == ["mine"] and (tmp_path / "mine").read_bytes() == b"kept"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("after", [0.0, 1.0])
+def test_a_signal_leaves_no_file(tmp_path: Path, number: signal.Signals, after: float) -> None:
+    command = [sys.executable, "-m", "offload", "bench", "swap", str(tmp_path)]
+    command += ["--units", "8", "--unit-size", "1MiB", "--compute-ms", "20", "--rounds", "1000"]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not list(tmp_path.iterdir()):
+        assert child.poll() is None
+        time.sleep(0.02)
+    time.sleep(after)
+    child.send_signal(number)
+    assert child.wait(timeout=60) == 128 + number
+    assert not list(tmp_path.iterdir())
+
+
+# -- what the figures mean ----------------------------------------------------------------------------
+
+RATES = Rates(read=2e9, write=4e9, mixed=3e9)
+
+
+def _plan(**options: Any) -> Plan:
+    return make_plan([str(Path(__file__).parent)], units=10, unit_bytes=2 << 20, in_memory=False, **options)
+
+
+def _turn(plan: Plan, *seconds: float, weights_read: int = 2) -> Turn:
+    """Steps of everything on disk."""
+    return Turn(seconds, (12 + weights_read) * plan.parameters, 12 * plan.parameters, None, None)
+
+
+def test_what_a_drive_needs_is_the_faster_of_two_ways() -> None:
+    assert RATES.seconds(2e9, 0) == 1 and RATES.seconds(0, 4e9) == 1
+    assert RATES.seconds(3e9, 3e9) == 2, "at once"
+    assert RATES.seconds(5e9, 3e9) == 3, "at once, and what is left"
+    assert RATES._replace(mixed=1e9).seconds(2e9, 4e9) == 2, "one after the other"
+
+
+def test_exposed_is_what_compute_does_not_explain_and_hidden_is_the_rest() -> None:
+    plan = _plan()
+    in_memory = [Turn((3.0, 1.0, 2.0), 0, 0, None, None)]
+    rates = Rates(*(26 * plan.parameters / 1.5 for _ in range(3)))  # 1.5 s of I/O
+    row = make_row(plan, 10, rates, [_turn(plan, 9, 2, 2.5), _turn(plan, 2.4, 2.4)], in_memory)
+    assert (row.step_seconds, row.compute_seconds) == (2.4, 2)
+    assert row.io_seconds == pytest.approx(1.5) and row.exposed_seconds == pytest.approx(0.4)
+    assert row.hidden_seconds == pytest.approx(1.1) and row.hidden_percent == pytest.approx(100 * 1.1 / 1.5)
+    assert row.efficiency == pytest.approx(2 / 2.4)
+    assert row.bytes_per_parameter == 26
+    # More than all of it cannot be exposed, nor hidden.
+    assert make_row(plan, 10, rates, [_turn(plan, 9)], in_memory).hidden_seconds == 0
+    assert make_row(plan, 10, rates, [_turn(plan, 1.9)], in_memory).hidden_percent == 100
+
+
+def test_without_a_copy_in_memory_compute_is_added_up() -> None:
+    plan = _plan(accumulation=2)
+    row = make_row(plan, 50, RATES, [_turn(plan, 4)])
+    assert row.compute_seconds == pytest.approx(10 * 0.05 * 3 * 2)
+
+
+def test_updates_hide_behind_the_first_forward_alone() -> None:
+    plan = _plan()
+    nbytes = plan.parameters
+    rates = Rates(2 * nbytes, 12 * nbytes, 24 * nbytes)  # updates take a second, weights another
+    row = make_row(plan, 50, rates, [_turn(plan, 3)])
+    assert row.order_seconds == pytest.approx(1 + 1), "0.5 s of forward beside 1 s of updates, 1 s of backward"
+    assert row.hiding_compute_ms == pytest.approx(100)
+    serial = make_row(plan._replace(overlap=False), 50, rates, [_turn(plan, 3)])
+    assert serial.order_seconds == pytest.approx(1 + 0.5 + 1) and serial.hiding_compute_ms is None
+    assert make_row(plan, 200, rates, [_turn(plan, 6)]).order_seconds == pytest.approx(6)
+
+
+@pytest.mark.parametrize(
+    ("step", "compute", "io", "order", "limit"),
+    [
+        (1.04, 1.0, 0.5, 1.0, "compute"),
+        (2.1, 1.0, 2.0, 2.0, "drive"),
+        (2.6, 2.0, 1.9, 2.5, "order"),
+        (3.2, 1.0, 2.0, 2.5, "budgets"),
+    ],
+)
+def test_what_limits(step: float, compute: float, io: float, order: float, limit: str) -> None:
+    assert find_limit(step, compute, io, order) == limit
+
+
+def test_every_limit_has_words() -> None:
+    plan = _plan()
+    row = make_row(plan, 50, RATES, [_turn(plan, 3)])
+    for limit, words in (
+        ("compute", "is hidden"),
+        ("drive", "the drive limits"),
+        ("order", "first forward"),
+        ("budgets", "budgets limit"),
+    ):
+        assert words in in_words(plan, row._replace(limit=limit))
