@@ -118,6 +118,8 @@ class _Entry:
     """Uses on the device that have begun and not ended; a pinned unit is never dropped."""
     updating: bool = False
     """An update is scheduled and not delivered: nobody may read these weights."""
+    in_update: bool = False
+    """The update worker has begun with it: the lease must stay."""
     unwritten: bool = False
     """The lease's write to the store is in flight: the lease must stay."""
     updates: int = 0
@@ -578,7 +580,7 @@ class Pager:
             and entry.size.home is Tier.DISK
             and entry.residency in (Residency.HOST, Residency.DEVICE)
             and not entry.unwritten
-            and not entry.updating
+            and not entry.in_update
         )
 
     def _take_lease(self, entry: _Entry) -> None:
@@ -615,12 +617,10 @@ class Pager:
             while entry.residency is Residency.READING:  # a read ahead from before step()
                 self.check()
                 self._finish_read(entry)
-            if entry.lease is not None:
-                return entry.lease
-            if self._starved:
-                return None
-            urgent = unit in self._wanted
-            entry.lease = self._lease(entry.size.part_nbytes, -1 if urgent else self.trace.distance(unit))
+            if entry.lease is None and not self._starved:
+                urgent = unit in self._wanted
+                entry.lease = self._lease(entry.size.part_nbytes, -1 if urgent else self.trace.distance(unit))
+            entry.in_update = entry.lease is not None
             return entry.lease
 
     def delivers(self, unit: int) -> bool:
@@ -641,7 +641,7 @@ class Pager:
                 fresh = Residency.WRITING if unwritten else Residency.HOST
                 if entry.residency is not fresh:
                     self._move(entry, fresh)
-            entry.updating = False
+            entry.updating = entry.in_update = False
             self.notify()
 
     def written(self, unit: int) -> None:

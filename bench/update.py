@@ -1,0 +1,149 @@
+"""An update from DISK to DISK against the slower of its I/O and its kernel alone: `python -m bench.update FOLDER`.
+
+Nothing else runs: forward and backward take no time, and `step()` waits for its updates. Bound of the bytes: an update
+reads 12 and writes 12 for each parameter (weight 2, residual 2, moments 8), of which up to 2 are read before, for the
+backward. I/O alone is the faster of all reads and then all writes, and both at once, by the same queue on the same
+drive; the kernel alone is the same kernel on memory, tile after tile. All take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import offload
+from bench.measure import report, seconds
+from offload import kernels
+from offload.aio import DirectFile, IoQueue, aligned_empty
+from offload.aio.measure import move, remove
+from offload.sizes import GIB, MIB
+
+_BYTES = 24
+"""Of I/O for each parameter."""
+_TILE = 32 * MIB // 12
+_REQUEST = 16 * MIB
+
+
+class _Gradient(torch.autograd.Function):
+    """A gradient of every element that costs nothing to compute."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], ctx.gradient.view(-1), None
+
+
+class _Unit(nn.Module):
+    def __init__(self, gradient: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(len(gradient), dtype=torch.bfloat16))
+        self.gradient = gradient
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return _Gradient.apply(inputs, self.weight, self.gradient)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--parameters", type=float, default=500e6)
+    parser.add_argument("--units", type=int, default=20)
+    parser.add_argument("--host-memory", default="2GiB")
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args(arguments)
+    numel = int(given.parameters) // given.units // 2048 * 2048
+    engine = _engine(given, numel)
+    file = given.folder / "bench-update.rates"
+    buffer = aligned_empty(GIB)
+    torch.frombuffer(buffer, dtype=torch.int32).random_()
+    updates, ios, steps = [], [], []
+    try:
+        with IoQueue() as queue, DirectFile(file, create=True) as drive:
+            drive.reserve(GIB)
+            tile = _tile()
+            for turn in range(given.rounds + 1):
+                update = _update(engine)
+                rates = {name: GIB / move(queue, drive, buffer, name, _REQUEST).seconds for name in ("write", "read")}
+                rates["mixed"] = GIB / move(queue, drive, buffer, "mixed", _REQUEST).seconds
+                kernel = seconds(lambda: _step(tile)) / _TILE
+                if turn:
+                    half = _BYTES / 2
+                    total = numel * given.units
+                    updates.append(update)
+                    io = min(half / rates["read"] + half / rates["write"], _BYTES / rates["mixed"])
+                    ios.append(io * total)
+                    steps.append(kernel * total)
+    finally:
+        remove(file)
+        engine.destroy(remove=True)
+    report(
+        "update",
+        {
+            "parameters": numel * given.units,
+            "units": given.units,
+            "host_memory": engine.host_memory,
+            "seconds": statistics.median(updates),
+            "io_alone_seconds": statistics.median(ios),
+            "kernel_alone_seconds": statistics.median(steps),
+            "of_the_bound": statistics.median(
+                max(io, step) / update for update, io, step in zip(updates, ios, steps, strict=True)
+            ),
+            "rounds": [round(max(io, step) / update, 3) for update, io, step in zip(updates, ios, steps, strict=True)],
+        },
+    )
+
+
+def _engine(given: argparse.Namespace, numel: int) -> offload.Engine:
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)).mul_(1e-3).to(torch.bfloat16)
+    settings: dict[str, Any] = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme"},
+            "offload_optimizer": {"device": "nvme"},
+        },
+        "offload": {
+            "nvme_path": str(given.folder),
+            "run": "bench-update",
+            "device": "cpu",
+            "host_memory": given.host_memory,
+            "debug": {"overlap": False},
+        },
+    }
+    model = nn.Sequential(*(_Unit(gradient) for _ in range(given.units)))
+    return offload.initialize(model=model, config=settings)[0]
+
+
+def _update(engine: offload.Engine) -> float:
+    """Seconds in which all updates of a step are read, computed and written."""
+    engine.backward(engine(torch.zeros(1, requires_grad=True)).sum())
+    start = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - start
+
+
+def _tile() -> kernels.Partition:
+    half, whole = torch.zeros(_TILE, dtype=torch.bfloat16), torch.zeros(_TILE)
+    return kernels.Partition(half, half.clone(), (whole, whole.clone()), torch.zeros(_TILE, dtype=torch.int16))
+
+
+def _step(tile: kernels.Partition) -> None:
+    step = kernels.AdamWStep(
+        lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=2, grad_scale=1.0, decoupled=True
+    )
+    kernels.update(tile, [kernels.Segment(0, _TILE, step)])
+
+
+if __name__ == "__main__":
+    main()
