@@ -73,15 +73,19 @@ class Choice(NamedTuple):
 def choose(wishes: Sequence[Wish]) -> Choice | None:
     """What comes next, for the wishes of all ranks in their order; None where nothing can.
 
-    Every rank with a wish that was not chosen asks again, but for AHEAD, which is given up where nobody serves it.
+    AHEAD is given up where not all wish the same; every other rank with a wish that was not chosen asks again. What is
+    reduced together, and so in which order gradients are added, depends on what the ranks reduce alone: not on what
+    they must gather first, which is another thing in every placement.
     """
     if all(wish.same(wishes[0]) for wish in wishes):
         return Choice(wishes[0])
-    for kind in (Kind.REDUCE, Kind.GATHER):
+    if any(wish.kind is Kind.AHEAD for wish in wishes):
+        return Choice(None)
+    for kind in (Kind.GATHER, Kind.REDUCE):
         first = next((wish for wish in wishes if wish.kind is kind), None)
         if first is not None:
             return Choice(first)
-    return Choice(None) if any(wish.kind is Kind.AHEAD for wish in wishes) else None
+    return None
 
 
 _FACTS = struct.Struct("<dqqq")  # sum of squares, micro-batches, steps, checksum of the optimizer's settings
@@ -122,8 +126,8 @@ class Rounds:
             self._reach(Kind.GATHER, unit)
             self._agreed = unit
 
-    def agree_ahead(self, unit: int, ready: bool) -> bool:
-        """Whether every rank is about to gather `unit` ahead of its use."""
+    def agree_ahead(self, unit: int, ready: Callable[[], bool]) -> bool:
+        """Whether every rank is about to gather `unit` ahead of its use, and is `ready`, which is asked each time."""
         wishes = self._reach(Kind.AHEAD, unit, ready)
         if not all(wish.kind is Kind.AHEAD and wish.unit == unit and wish.ready for wish in wishes):
             return False
@@ -207,7 +211,7 @@ class Rounds:
 
     # -- the round ----------------------------------------------------------------------------------
 
-    def _reach(self, kind: Kind, unit: int, ready: bool = False) -> list[Wish]:
+    def _reach(self, kind: Kind, unit: int, ready: bool | Callable[[], bool] = False) -> list[Wish]:
         """Serve other ranks until all are about to do this; the wishes of the last round.
 
         AHEAD comes back as well where it is given up.
@@ -218,7 +222,7 @@ class Rounds:
             if self._asking:
                 raise self._ranks.fail("it was interrupted while it waited for the others")
             while True:
-                mine = Wish(kind, unit, ready, self.holds())
+                mine = Wish(kind, unit, ready if isinstance(ready, bool) else ready(), self.holds())
                 numbers = [int(field) for field in mine]
                 with self._question():
                     rows = self._ranks.collect(numbers, _words(mine, self._names))

@@ -69,8 +69,8 @@ class Peers(Protocol):
     def agree(self, unit: int) -> None:
         """Return when every rank is about to gather `unit`, as this one is."""
 
-    def agree_ahead(self, unit: int, ready: bool) -> bool:
-        """Whether every rank is about to gather `unit` before it is used; each says whether it is `ready`."""
+    def agree_ahead(self, unit: int, ready: Callable[[], bool]) -> bool:
+        """Whether every rank is about to gather `unit` before it is used; each is asked whether it is `ready`."""
 
     def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
         """Fill in what the other ranks have of `whole`, (nbytes,) uint8 on the device.
@@ -508,14 +508,18 @@ class Pager:
         if unit is None or unit != self._next_upload():
             return
         entry, beyond = self._entries[unit], self.trace.distance(unit)
-        ready = self._at_hand(entry) and self._find_place(entry, beyond) is not None
+
+        def ready() -> bool:
+            with self.lock:
+                return self._at_hand(entry) and self._find_place(entry, beyond) is not None
+
         if self._agree_ahead(peers, entry, ready):
             self._take_part(entry)
 
     def _nbytes(self, unit: int) -> int:
         return self._entries[unit].size.nbytes
 
-    def _agree_ahead(self, peers: Peers, entry: _Entry, ready: bool) -> bool:
+    def _agree_ahead(self, peers: Peers, entry: _Entry, ready: Callable[[], bool]) -> bool:
         torn, self._torn = self._torn, False
         agreed = self.changed.without_lock(lambda: peers.agree_ahead(entry.index, ready))
         self._torn = torn
