@@ -18,6 +18,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -156,6 +157,17 @@ def start(job: Job, placement: tuple[str, str], folder: Path, **options: Any) ->
     torch.manual_seed(job.seed)
     model = job.model()
     return offload.initialize(model=model, config=config(job, placement, folder, **options))[0]
+
+
+def least_host_memory(job: Job, folder: Path, placement: tuple[str, str] = ("nvme", "nvme"), **options: Any) -> int:
+    """The smallest budget that works, as the error says it."""
+    try:
+        start(job, placement, folder, host_memory=1, **options)
+    except offload.errors.BudgetError as error:
+        found = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(error))
+        assert found is not None
+        return int(found[1])
+    raise AssertionError("one byte was enough")
 
 
 def train_step(engine: offload.Engine | PlainEngine, job: Job, step: int) -> float:

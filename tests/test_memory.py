@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import transformers
 import offload
 from offload.presets import build
 from offload.sizes import MIB
-from tests.oracle import DiskBytes, Job, config, peak_memory, train_step
+from tests.oracle import DiskBytes, Job, config, least_host_memory, peak_memory, train_step
 
 ALLOWANCE = 512 * MIB
 BATCH, LENGTH = 1, 64
@@ -22,6 +23,13 @@ def middle() -> torch.nn.Module:
     """About 57M parameters, most of them in blocks."""
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_layer=8, n_embd=768, n_head=12, vocab_size=512, n_positions=128, use_cache=False)
+    )
+
+
+def narrow() -> torch.nn.Module:
+    """9M parameters in many blocks, so that few of them are on the device or in a lease at a time."""
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=20, n_embd=192, n_head=4, vocab_size=512, n_positions=64, use_cache=False)
     )
 
 
@@ -84,3 +92,34 @@ def test_peak_and_bytes_are_the_formula(model: Callable[[], torch.nn.Module], tm
     # weights that an update finds in a lease.
     assert 22 <= mine["own_bytes"] / parameters <= 26.1
     assert mine["disk_bytes"] >= 0.9 * mine["own_bytes"], "the page cache did not do it"
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "expected"),
+    [
+        pytest.param("nvme", {}, 26, id="everything on disk"),
+        pytest.param("nvme", {"host_memory": "least"}, 30, id="gradients spill"),
+        pytest.param("cpu", {}, 22, id="weights in host memory"),
+        pytest.param("cpu", {"durability": "none"}, 20, id="and nothing written through"),
+    ],
+)
+def test_bytes_of_a_step(weights: str, options: dict[str, Any], expected: int, tmp_path: Path) -> None:
+    """By the kernel's own count of what this process has read and written, for each parameter."""
+    job = Job(narrow, loss, steps=10, dtype="bf16")
+    if options.get("host_memory") == "least":
+        options = {"host_memory": least_host_memory(job, tmp_path), "device_memory": "2MiB"}
+    with offload.init(None):
+        net = job.model()
+    engine = offload.initialize(model=net, config=config(job, (weights, "nvme"), tmp_path, **options))[0]
+    for step in range(2):
+        train_step(engine, job, step)
+    disk = DiskBytes()
+    for step in range(2, job.steps):
+        train_step(engine, job, step)
+    moved = (disk.read + disk.written) / engine.parameter_count / (job.steps - 2)
+    spilled = "grad of " in "\n".join(engine.notices)
+    engine.destroy(remove=True)
+    print(f"bytes for each parameter: {moved:.2f}")
+    assert spilled == ("host_memory" in options)
+    assert moved <= 1.02 * expected
+    assert moved >= 0.85 * expected, "less than that is not this case"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,13 @@ from offload.engine import gradients, placement, reduction
 from offload.engine.gradients import borders
 from offload.engine.layout import lay_out
 from offload.engine.spill import windows
-from offload.errors import BudgetError, EngineFailed, IoError, StoreError
+from offload.errors import EngineFailed, IoError, StoreError
 from offload.swapper import scratch
 from tests import models
 from tests.faults import LateQueue
-from tests.oracle import Job, Result, assert_same, run, start, train_step
+from tests.oracle import Job, Result, assert_same, least_host_memory, run, start, train_step
 
 DISK = ("nvme", "nvme")
-
-
-def least_host_memory(job: Job, folder: Path, placement: tuple[str, str] = DISK, **options: Any) -> int:
-    """The smallest budget that works, as the error says it."""
-    with pytest.raises(BudgetError) as caught:
-        start(job, placement, folder, host_memory=1, **options)
-    found = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(caught.value))
-    assert found is not None
-    return int(found[1])
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,102 @@
+"""Peak RSS of training against its formula, with states many times the host budget: `python -m bench.memory FOLDER`.
+
+Formula: RSS before `offload.initialize`, plus host budget, device budget (the device is the CPU here), and 512 MiB
+for activations, libraries and one unit on its way into the files. Each row is a process of its own, of which the kernel
+tells the peak; the last steps' bytes are those that the kernel has counted for it (/proc/self/io).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+
+import offload
+from bench.measure import report
+from offload.sizes import GIB, MIB
+
+ALLOWANCE = 512 * MIB
+ROWS = [(1, 1), (1, 4), (2, 1), (2, 4), (4, 1), (4, 4), (1, 10)]
+"""Host budget in GiB, and how many times it the states are."""
+_STATE_BYTES = 12
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rows", default=" ".join(f"{gib}x{times}" for gib, times in ROWS))
+    given = parser.parse_args(arguments)
+    context = multiprocessing.get_context("spawn")
+    for row in given.rows.split():
+        gib, times = (int(number) for number in row.split("x"))
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=_train, args=(send, str(given.folder), gib * GIB, times, given.steps))
+        process.start()
+        send.close()
+        figures: dict[str, Any] = receive.recv()
+        process.join()
+        over = figures["peak"] - figures["base"] - figures["host_memory"] - figures["device_memory"]
+        report("memory", {"budget_gib": gib, "times": times, **figures, "over": over, "kept": over <= ALLOWANCE})
+
+
+def _train(send: Any, folder: str, budget: int, times: int, steps: int) -> None:
+    parameters = budget * times // _STATE_BYTES
+    width = 1024 if parameters < 300e6 else 2048
+    layers = max(1, round(parameters / (12 * width**2)))
+    settings = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme"},
+            "offload_optimizer": {"device": "nvme"},
+        },
+        "offload": {
+            "nvme_path": folder,
+            "run": "bench-memory",
+            "device": "cpu",
+            "host_memory": budget,
+            "durability": "none" if budget * times > 8 * GIB else "auto",
+        },
+    }
+    with offload.init(settings):
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                n_layer=layers, n_embd=width, n_head=16, vocab_size=512, n_positions=128, use_cache=False
+            )
+        )
+    base = psutil.Process().memory_info().rss
+    engine = offload.initialize(model=model, config=settings)[0]
+    ids = torch.randint(512, (1, 64), generator=torch.Generator().manual_seed(0))
+    io: list[Any] = []
+    for _ in range(steps):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        io.append(psutil.Process().io_counters())
+    count = engine.parameter_count
+    engine.destroy(remove=True)
+    last, before = io[-1], io[-2]
+    moved = last.read_bytes - before.read_bytes + last.write_bytes - before.write_bytes
+    send.send(
+        {
+            "parameters": count,
+            "base": base,
+            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "host_memory": engine.host_memory,
+            "device_memory": engine.device_memory,
+            "bytes_per_parameter": moved / count,
+            "notices": json.dumps([notice for notice in engine.notices if "host memory" in notice]),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()
