@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--device-memory", default=None)
+    parser.add_argument("--no-overlap", action="store_true", help="on disk, step() waits for its updates: to compare")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args(arguments)
     disk, memory = (_engine(given, tier) for tier in ("nvme", "none"))
@@ -53,6 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         "parameters": disk.parameter_count,
         "tokens_per_micro_batch": given.batch_size * given.seq_len,
         "accumulation": 1,
+        "overlap": not given.no_overlap,
         "host_memory": disk.host_memory,
         "device_memory": disk.device_memory,
         "seconds_on_disk": statistics.median(on_disk) / _STEPS,
@@ -77,8 +79,10 @@ def _engine(given: argparse.Namespace, tier: str) -> offload.Engine:
         },
         "offload": {"nvme_path": str(given.folder), "run": f"bench-{tier}", "device": "cpu"},
     }
-    if given.device_memory and tier == "nvme":
-        settings["offload"]["device_memory"] = given.device_memory
+    if tier == "nvme":
+        settings["offload"]["debug"] = {"overlap": not given.no_overlap}
+        if given.device_memory:
+            settings["offload"]["device_memory"] = given.device_memory
     with offload.init(settings):
         model = build(given.model)
     return offload.initialize(model=model, config=settings)[0]
