@@ -35,6 +35,7 @@ from offload.swapper.monitor import Monitor
 from offload.swapper.residency import ARROWS, Residency, Tier
 from offload.swapper.states import State
 from offload.swapper.store import Future, Store
+from offload.swapper.timeline import OFF, Row, Timeline
 from offload.swapper.trace import Trace, furthest
 
 
@@ -47,6 +48,11 @@ class UnitSize(NamedTuple):
     home: Tier
     share: tuple[range, ...]
     """Which of these bytes are this rank's WEIGHT partition, in the order in which they lie there."""
+
+    @property
+    def title(self) -> str:
+        """The name, for words."""
+        return self.name or "the root"
 
     @property
     def part_nbytes(self) -> int:
@@ -126,6 +132,7 @@ class Pager:
         self.lock = self.changed.lock
         self.version = 0  # counts changes, so that a waiter can tell whether it missed one
         self.trace = Trace()
+        self.timeline: Timeline = OFF
         self.host = host
         self.arena = arena
         self._device = device
@@ -256,26 +263,27 @@ class Pager:
                 elif (ahead := self._read_to_finish()) is not None:
                     self._finish_read(ahead)
                 else:
-                    self._wait_for_lease()
+                    self._wait_for_lease(entry)
             elif entry.residency is Residency.READING:
                 self._finish_read(entry)
             elif entry.residency in (Residency.HOST, Residency.WRITING):
                 self._upload(entry)
             else:  # UPLOADING on another thread
-                self._wait()
+                self._wait(f"waits for upload of {entry.size.title}")
         self.check()
 
-    def _wait(self) -> None:
-        """Wait for a change. The lock is held; what it guards is whole meanwhile."""
+    def _wait(self, what: str) -> None:
+        """Wait for a change; `what` is for the time line. The lock is held; what it guards is whole meanwhile."""
         self._torn = False
-        self.changed.wait()
+        with self.timeline.span(Row.WAITS, what):
+            self.changed.wait()
         self._torn = True
 
     def _wait_for_update(self, entry: _Entry) -> None:
         self._wanted.append(entry.index)
         self.notify()
         try:
-            self._wait()
+            self._wait(f"waits for update of {entry.size.title}")
         finally:
             self._wanted.remove(entry.index)
 
@@ -285,11 +293,11 @@ class Pager:
         unit = furthest(reading, self.trace)
         return None if unit is None else self._entries[unit]
 
-    def _wait_for_lease(self) -> None:
+    def _wait_for_lease(self, entry: _Entry) -> None:
         self._starved += 1
         self.notify()
         try:
-            self._wait()
+            self._wait(f"waits for a lease for {entry.size.title}")
         finally:
             self._starved -= 1
 
@@ -307,7 +315,8 @@ class Pager:
         torn, self._torn = self._torn, False
         failure: Exception | None = None
         try:
-            self.changed.without_lock(transfer.future.wait)
+            with self.timeline.span(Row.WAITS, f"waits for read of {entry.size.title}"):
+                self.changed.without_lock(transfer.future.wait)
         except Exception as error:  # after a Ctrl-C the read goes on, and somebody else will deliver it
             failure = error
         if failure is not None:
@@ -335,7 +344,8 @@ class Pager:
         """Start the copy of this rank's part into the slice, and the gather of the others'."""
         self._move(entry, Residency.UPLOADING)
         try:
-            self.changed.without_lock(lambda: self._copy_part(entry, piece))
+            with self.timeline.span(Row.UPLOADS, entry.size.title, entry.size.part_nbytes):
+                self.changed.without_lock(lambda: self._copy_part(entry, piece))
             self._gather(entry, piece)
         except Exception as error:  # what is under way may still write there: the slice is not used again
             self._fail(error, entry)
@@ -510,6 +520,7 @@ class Pager:
                 if entry.residency is not fresh:
                     self._move(entry, fresh)
             entry.updating = False
+            self.timeline.end(Row.UPDATES, entry.size.title)
             self.notify()
 
     def written(self, unit: int) -> None:
