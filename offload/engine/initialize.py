@@ -32,12 +32,14 @@ from offload.engine.reduction import ReducedGradients
 from offload.engine.rounds import Rounds
 from offload.engine.saved import SavedTensors
 from offload.engine.updater import Updater
+from offload.engine.watch import watch
 from offload.engine.weights import Weights
 from offload.errors import ConfigError, StoreError
 from offload.swapper.arena import DeviceArena, HostArena
 from offload.swapper.device import Device, open_device
 from offload.swapper.pager import Pager, UnitSize
 from offload.swapper.store import Commit, Store, StoreSpec
+from offload.swapper.timeline import open_timeline
 
 logger = logging.getLogger("offload")
 
@@ -200,6 +202,7 @@ def _io_notices(queue: IoQueue | None) -> tuple[str, ...]:
 
 def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any) -> Engine:
     """Make files, memory, threads and hooks. What fails on the way closes what was made before."""
+    timeline = open_timeline(plan.config.offload.trace, plan.rank, plan.world_size)
     queue = _queue(plan.config) if plan.placement.slots else None
     store: Store | None = None
     try:
@@ -219,6 +222,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         if store is not None:
             store.remove() if not plan.resume else store.close()
         raise
+    parts = watch(parts, timeline, model, plan.units.sites, plan.device)
     choices = Choices(
         plan.batch.micro,
         plan.batch.accumulation,
@@ -236,7 +240,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         lr_scheduler,
         choices,
         plan.durable,
-        (*plan.notices, *_io_notices(queue), summary(plan)),
+        (*plan.notices, *_io_notices(queue), summary(plan), *timeline.notices),
     )
     try:
         if progress is not None:
