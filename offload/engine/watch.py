@@ -148,7 +148,8 @@ def _watch_compute(
     def added(add: Callable[..., None], unit: int, segment: int, gradient: torch.Tensor) -> None:
         compute.leave_for(unit)
         compute.turn_to(unit)
-        with timeline.span(Row.DOWNLOADS, f"gradient of {names[unit]}", gradient.nbytes):
+        nbytes = gradient.numel() * gradient.element_size()  # as it is stored; a sparse one has no `nbytes`
+        with timeline.span(Row.DOWNLOADS, f"gradient of {names[unit]}", nbytes):
             add(unit, segment, gradient)
 
     def ended(end_backward: Callable[[], None]) -> None:
