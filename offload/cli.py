@@ -150,6 +150,10 @@ def train(
         Path | None,
         typer.Option(help="Write a JSON object a step. A resumed run goes on with the file, another starts it over."),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a time line of the run, for ui.perfetto.dev; zipped where it ends in .gz."),
+    ] = None,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print one JSON object as the last line; all else goes to stderr.")
     ] = False,
@@ -177,6 +181,7 @@ def train(
         resume=None if resume is None else resume.value,
         keep=keep,
         log=log if rank == 0 else None,
+        trace=None if trace is None else str(trace),
     )
     console = Console(stderr=json_output, highlight=False, soft_wrap=True, quiet=rank > 0)
     _Training(console, json_output and rank == 0).go(options)

@@ -303,6 +303,9 @@ class OffloadBlock(Block):
         "auto", description="how swap files are reached; auto takes the first that the system grants"
     )
     units: Names = Field((), description="names or classes of modules that are one unit each")
+    trace: Annotated[Name, BeforeValidator(_path)] | None = Field(
+        None, description="file for a time line of the run; see guides/timeline.md"
+    )
     on_nonfinite: Literal["raise", "skip"] = Field("raise", description="what a gradient norm of inf or NaN does")
     debug: Debug = Field(Debug(), description="see below")
 

@@ -27,6 +27,7 @@ from offload.engine.initialize import initialize
 from offload.errors import ConfigError, StoreError
 from offload.presets import PRESETS, build, check_name, require_transformers
 from offload.swapper.store import run_status
+from offload.swapper.timeline import path_of
 
 DEFAULT_LR = 3e-4
 DEFAULT_BATCH_SIZE = 8
@@ -53,6 +54,7 @@ class Options(NamedTuple):
     resume: str | None = None
     keep: bool = False
     log: Path | None = None
+    trace: str | None = None
 
 
 class StepReport(NamedTuple):
@@ -97,6 +99,7 @@ _KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("seed", ("offload", "seed"), None),
     ("run", ("offload", "run"), None),
     ("resume", ("offload", "resume"), None),
+    ("trace", ("offload", "trace"), None),
 )
 
 
@@ -226,6 +229,8 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     for line in lines:
         say(line)
     _check_log(options.log)
+    if config.offload.trace is not None:
+        path_of(config.offload.trace, rank, world_size)
     files = text.find_files(options.text or text.standard_library())
     require_transformers()
     folder = _model_folder(options.model)

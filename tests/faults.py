@@ -27,6 +27,9 @@ class _Late:
     def wait(self, timeout: float | None = None) -> int:
         return self._future.result(timeout)
 
+    def add_done_callback(self, function: Callable[[_Late], object]) -> None:
+        self._future.add_done_callback(lambda _: function(self))
+
 
 class LateQueue:
     """Starts every request up to `delay` seconds late; until then a read's buffer holds NaN.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -210,9 +211,24 @@ def test_nothing_that_a_callback_raises_ends_the_others(
 
     called = threading.Event()
     with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
-        queue.write(file, 0, aligned_empty(4 << 20)).add_done_callback(fail)
+        with contextlib.suppress(KeyboardInterrupt):  # where it is called at once, on this thread, that is a Ctrl-C
+            queue.write(file, 0, aligned_empty(4 << 20)).add_done_callback(fail)
         queue.write(file, 0, aligned_empty(4 << 20)).add_done_callback(lambda _: called.set())
         assert called.wait(30)
+
+
+def test_ctrl_c_in_a_callback_on_the_main_thread_is_not_lost(backend: str, tmp_path: Path) -> None:
+    def interrupted(_: IoFuture) -> None:
+        raise KeyboardInterrupt
+
+    seen: list[IoFuture] = []
+    with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
+        future = queue.write(file, 0, aligned_empty(4096))
+        future.wait()
+        with pytest.raises(KeyboardInterrupt):
+            future.add_done_callback(interrupted)
+        future.add_done_callback(seen.append)
+    assert seen == [future]
 
 
 def test_a_callback_that_is_added_while_the_queue_closes(backend: str, tmp_path: Path) -> None:

@@ -89,8 +89,8 @@ def _steps(engine: offload.Engine, first: int) -> dict[int, float]:
     return {step: train_step(engine, JOB, step) for step in range(first, STEPS)}
 
 
-def _moments(folder: Path) -> int:
-    engine = start(JOB, ("nvme", "nvme"), folder)
+def _moments(folder: Path, **options: Any) -> int:
+    engine = start(JOB, ("nvme", "nvme"), folder, **options)
     interrupt = Interrupt(-1)
     train_step(engine, JOB, 0)
     sys.settrace(interrupt)
@@ -100,9 +100,9 @@ def _moments(folder: Path) -> int:
     return interrupt.seen
 
 
-def _interrupted(interrupt: Interrupt, folder: Path, expected: dict[int, float]) -> str | None:
+def _interrupted(interrupt: Interrupt, folder: Path, expected: dict[int, float], **options: Any) -> str | None:
     """Interrupt the second or third step and go on; what was wrong, or None."""
-    engine = start(JOB, ("nvme", "nvme"), folder)
+    engine = start(JOB, ("nvme", "nvme"), folder, **options)
     train_step(engine, JOB, 0)
     sys.settrace(interrupt)
     try:
@@ -136,16 +136,16 @@ def _whole(folder: Path) -> dict[int, float]:
     return found
 
 
-def _try(seed: int, count: int, folder: Path) -> None:
+def _try(seed: int, count: int, folder: Path, **options: Any) -> None:
     threads = threading.active_count()
-    expected, moments = _whole(folder / "whole"), _moments(folder / "moments")
+    expected, moments = _whole(folder / "whole"), _moments(folder / "moments", **options)
     chance = random.Random(seed)
     wrong = []
     for trial in range(count):
         at = chance.randrange(1, 2 * moments)
         interrupt = Interrupt(at)
         try:
-            wrong.append(_interrupted(interrupt, folder / str(trial), expected))
+            wrong.append(_interrupted(interrupt, folder / str(trial), expected, **options))
         except Exception as error:
             wrong.append(f"{at} at {interrupt.where}: {type(error).__name__} {error}")
     wrong = [words for words in wrong if words]
@@ -161,6 +161,10 @@ def test_interrupts(tmp_path: Path) -> None:
 def test_interrupts_on_a_device_with_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_device(monkeypatch, lambda: LateDevice(0, 0.5))
     _try(0, 40, tmp_path)
+
+
+def test_interrupts_beside_a_time_line(tmp_path: Path) -> None:
+    _try(0, 40, tmp_path, trace=str(tmp_path / "trace.json"))
 
 
 @pytest.mark.slow

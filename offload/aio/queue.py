@@ -224,14 +224,22 @@ def _call(future: IoFuture, function: Callback) -> None:
     if _calls.later is not None:
         _calls.later.append((future, function))
         return
+    interrupt: KeyboardInterrupt | None = None
     _calls.later = deque([(future, function)])
-    while _calls.later:
-        future, function = _calls.later.popleft()
-        try:
-            function(future)
-        except BaseException:
-            log.exception("a callback of an I/O request raised")
-    _calls.later = None
+    try:
+        while _calls.later:
+            future, function = _calls.later.popleft()
+            try:
+                function(future)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                    interrupt = error  # Ctrl-C is for who asked for the callback, and no fault of it
+                else:
+                    log.exception("a callback of an I/O request raised")
+    finally:
+        _calls.later = None
+    if interrupt is not None:
+        raise interrupt
 
 
 class IoQueue:

@@ -47,6 +47,7 @@ from offload.swapper.host import HostArena
 from offload.swapper.pager import Counts, Pager
 from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.store import Store
+from offload.swapper.timeline import OFF, Row, Timeline
 
 logger = logging.getLogger("offload")
 
@@ -95,6 +96,7 @@ class Parts(NamedTuple):
     layouts: tuple[UnitLayout, ...]
     trainable: tuple[range, ...]
     """The elements of each unit that this rank updates."""
+    timeline: Timeline = OFF
 
 
 class _ZeroGrad:
@@ -296,6 +298,10 @@ class Engine:
 
     def _boundary(self) -> None:
         """Finish the step before, decide on this one, schedule it."""
+        with self._parts.timeline.span(Row.COMPUTE, f"step {self.global_steps + 1}"):
+            self._end_step()
+
+    def _end_step(self) -> None:
         parts = self._parts
         self._enter()  # a call of `optimizer.step()` comes in here
         if parts.updater is None:
@@ -567,6 +573,12 @@ class Engine:
 
     def _close(self, remove: bool, note: Mapping[str, Any] | None) -> None:
         """Give everything back. The store stays where it can be resumed from, unless it is to be removed."""
+        try:
+            self._close_parts(remove, note)
+        finally:
+            self._parts.timeline.close()
+
+    def _close_parts(self, remove: bool, note: Mapping[str, Any] | None) -> None:
         parts = self._parts
         atexit.unregister(self.at_exit)
         self.module.__dict__.pop("zero_grad", None)

@@ -71,7 +71,7 @@ class Gradients:
     ) -> None:
         """`spill` has the units whose gradients wait on DISK; the others get a lease each."""
         self.dtype = dtype
-        self._spill = spill
+        self.spill = spill
         self._layouts = layouts
         self._parts = parts
         self._device = device
@@ -149,14 +149,14 @@ class Gradients:
 
     def _part(self, unit: int, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a unit's gradient, in HOST until the next call."""
-        if self._spill is not None and self._spills(unit):
-            return self._spill.part(unit, start, stop)
+        if self.spill is not None and self._spills(unit):
+            return self.spill.part(unit, start, stop)
         memory = self._memory[unit]
         assert memory is not None
         return memory[start:stop]
 
     def _spills(self, unit: int) -> bool:
-        return self._spill is not None and unit in self._spill
+        return self.spill is not None and unit in self.spill
 
     def known(self) -> Known:
         """What a step is decided on. Waits for what is on its way from the device."""
@@ -173,8 +173,8 @@ class Gradients:
 
     def give(self, units: Sequence[int]) -> None:
         """The gradients of `units` belong to their updates from now until `free`; none may be added meanwhile."""
-        if self._spill is not None:
-            self._spill.flush()
+        if self.spill is not None:
+            self.spill.flush()
         with self._lock:
             for unit in units:
                 self._reading.add(unit)
@@ -188,9 +188,9 @@ class Gradients:
         Those of a unit that spills are read into `room`, from byte `offset` on.
         """
         assert unit in self._reading
-        if self._spill is not None and self._spills(unit):
+        if self.spill is not None and self._spills(unit):
             end = offset + (stop - start) * self.dtype.itemsize
-            read = self._spill.read(unit, start, stop, room.buffer[offset:end])
+            read = self.spill.read(unit, start, stop, room.buffer[offset:end])
             return room.tensor(torch.uint8)[offset:end].view(self.dtype), (read,)
         memory = self._memory[unit]
         assert memory is not None
@@ -198,15 +198,15 @@ class Gradients:
 
     def free(self, unit: int) -> None:
         """The update has read the gradient: the memory may take the next one."""
-        if self._spill is not None and self._spills(unit):
-            self._spill.forget(unit)
+        if self.spill is not None and self._spills(unit):
+            self.spill.forget(unit)
         with self._lock:
             self._reading.discard(unit)
 
     def drop(self, unit: int) -> None:
         """Forget the gradients of one unit."""
-        if self._spill is not None and self._spills(unit):
-            self._spill.forget(unit)
+        if self.spill is not None and self._spills(unit):
+            self.spill.forget(unit)
         with self._lock:
             self._squares[unit] = {}
 
@@ -225,8 +225,8 @@ class Gradients:
 
     def close(self) -> None:
         """Give room on the drives back. The update worker must have ended."""
-        if self._spill is not None:
-            self._spill.close()
+        if self.spill is not None:
+            self.spill.close()
 
 
 def borders(layout: UnitLayout, part: range) -> list[int]:

@@ -33,6 +33,7 @@ from offload.engine.rounds import Rounds
 from offload.engine.saved import SavedTensors
 from offload.engine.spill import Spill, windows
 from offload.engine.updater import Updater
+from offload.engine.watch import watch
 from offload.engine.weights import Weights
 from offload.errors import ConfigError, StoreError
 from offload.swapper.arena import DeviceArena
@@ -44,6 +45,7 @@ from offload.swapper.scratch import Scratch
 from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.states import State
 from offload.swapper.store import Commit, Store, StoreSpec
+from offload.swapper.timeline import open_timeline
 
 logger = logging.getLogger("offload")
 
@@ -207,6 +209,7 @@ def _io_notices(queue: SharedQueue | None) -> tuple[str, ...]:
 
 def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any) -> Engine:
     """Make files, memory, threads and hooks. What fails on the way closes what was made before."""
+    timeline = open_timeline(plan.config.offload.trace, plan.rank, plan.world_size)
     queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
     store: Store | None = None
     try:
@@ -226,6 +229,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         if store is not None:
             store.remove() if not plan.resume else store.close()
         raise
+    parts = watch(parts, timeline, model, plan.units.sites)
     choices = Choices(
         plan.batch.micro,
         plan.batch.accumulation,
@@ -243,7 +247,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         lr_scheduler,
         choices,
         plan.durable,
-        (*plan.notices, *_io_notices(queue), summary(plan)),
+        (*plan.notices, *_io_notices(queue), summary(plan), *timeline.notices),
     )
     try:
         if progress is not None:

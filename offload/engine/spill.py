@@ -50,7 +50,7 @@ class Spill:
         fail: Callable[[BaseException], None],
     ) -> None:
         self._windows = windows
-        self._dtype, self._scratch, self._fail = dtype, scratch, fail
+        self._dtype, self.scratch, self._fail = dtype, scratch, fail
         self._lock = threading.Lock()
         self._free = list(leases)
         self._here: dict[tuple[int, int], Lease] = {}
@@ -87,7 +87,7 @@ class Spill:
         with self._lock:
             for key in [key for key in self._writing if key[0] == unit]:
                 self._end_write(key)
-        return self._scratch.read(unit, start * self._dtype.itemsize, buffer)
+        return self.scratch.read(unit, start * self._dtype.itemsize, buffer)
 
     def forget(self, unit: int) -> None:
         """The bytes of a unit mean nothing any more."""
@@ -106,7 +106,7 @@ class Spill:
                     future.wait()
                 except OSError:
                     pass
-            self._scratch.close()
+            self.scratch.close()
 
     # -- under the lock -----------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class Spill:
         else:
             lease = self._take()
             if key in self._written:
-                self._scratch.read(key[0], self._offset(key), lease.buffer[: self._nbytes(key)]).wait()
+                self.scratch.read(key[0], self._offset(key), lease.buffer[: self._nbytes(key)]).wait()
         for other in list(self._here):
             self._write(other)
         self._here[key] = lease
@@ -135,7 +135,7 @@ class Spill:
 
     def _write(self, key: tuple[int, int]) -> None:
         lease = self._here.pop(key)
-        future = self._scratch.write(key[0], self._offset(key), lease.buffer[: self._nbytes(key)])
+        future = self.scratch.write(key[0], self._offset(key), lease.buffer[: self._nbytes(key)])
         self._writing[key] = (lease, future)
         self._written.add(key)
 

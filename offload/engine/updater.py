@@ -31,6 +31,7 @@ from offload.swapper.pager import Pager, UnitSize
 from offload.swapper.residency import Tier
 from offload.swapper.states import Mode, State
 from offload.swapper.store import Future, Store
+from offload.swapper.timeline import OFF, Row, Timeline
 
 
 class UnitUpdate(NamedTuple):
@@ -105,6 +106,7 @@ class Updater:
     ) -> None:
         self._mode, self._sizes, self._pager, self._device, self._store = mode, sizes, pager, device, store
         self._residents, self._gradients, self._durable = residents, gradients, durable
+        self.timeline: Timeline = OFF
         self._queue: deque[UnitUpdate] = deque()
         self._job: _Job | None = None
         self._reading: deque[_Tile] = deque()
@@ -162,7 +164,8 @@ class Updater:
             try:
                 while self._busy or (commit and self._commit_epoch is not None):
                     self._pager.check()
-                    self._pager.changed.wait()
+                    with self.timeline.span(Row.WAITS, f"waits for {'all updates' if self._busy else 'the commit'}"):
+                        self._pager.changed.wait()
                 self._pager.check()
             finally:
                 self._flushing -= 1
@@ -205,7 +208,8 @@ class Updater:
             self._compute(self._reading.popleft())
             return True
         if self._writing:
-            self._retire(wait=True)
+            with self.timeline.span(Row.WORKER, f"waits for writes of {self._title(self._writing[0].job)}"):
+                self._retire(wait=True)
             return True
         if self._job is None and not self._queue and self._commit():
             return True
@@ -248,6 +252,7 @@ class Updater:
             if lease is None and (self._reading or self._writing or not self._goes_on_without()):
                 return None  # what is in flight ends by itself and may free a lease
         self._queue.remove(update)
+        self.timeline.begin(Row.UPDATES, self._sizes[update.unit].title)
         delivered = lease is not None or self._sizes[update.unit].home is Tier.DEVICE
         return _Job(update, lease, delivered)
 
@@ -335,20 +340,22 @@ class Updater:
 
     def _compute(self, tile: _Tile) -> None:
         """Wait for a tile's reads, run the kernel on each segment in it, start its writes."""
-        for read in tile.reads:
-            read.wait()
         job = tile.job
+        with self.timeline.span(Row.WORKER, f"waits for reads of {self._title(job)}"):
+            for read in tile.reads:
+                read.wait()
         for piece in tile.pieces.values():
             if piece.away is not None:
-                self._device.copy(piece.work, piece.away)
-        self._kernel(tile)
+                self._copy(piece.work, piece.away)
+        with self.timeline.span(Row.WORKER, f"kernel of {self._title(job)}"):
+            self._kernel(tile)
         for edit in job.update.edits:
             start, stop = max(edit.start, tile.start), min(edit.stop, tile.stop)
             if start < stop:
                 self._set(tile, start, stop, edit.values[start - edit.start : stop - edit.start])
         for piece in tile.pieces.values():
             if piece.away is not None:
-                self._device.copy(piece.away, piece.work)
+                self._copy(piece.away, piece.work)
             if piece.buffer is not None:
                 tile.writes.append(self._write(tile, piece))
         self._writing.append(tile)
@@ -358,6 +365,13 @@ class Updater:
             job.computed = True
             if job.delivered:
                 self._pager.publish(job.update.unit, True, any(t.job is job and t.writes for t in self._writing))
+
+    def _title(self, job: _Job) -> str:
+        return self._sizes[job.update.unit].title
+
+    def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        with self.timeline.span(Row.WORKER, "copy of states", destination.nbytes):
+            self._device.copy(destination, source)
 
     def _kernel(self, tile: _Tile) -> None:
         """Do the steps of all segments in the tile, in one pass."""

@@ -39,6 +39,7 @@ from offload.swapper.residency import ARROWS, Residency, Tier
 from offload.swapper.states import State
 from offload.swapper.store import Future, Store
 from offload.swapper.stream import stream
+from offload.swapper.timeline import OFF, Row, Timeline
 from offload.swapper.trace import Kind, Trace
 
 
@@ -51,6 +52,11 @@ class UnitSize(NamedTuple):
     home: Tier
     share: tuple[range, ...]
     """Which of these bytes are this rank's WEIGHT partition, in the order in which they lie there."""
+
+    @property
+    def title(self) -> str:
+        """The name, for words."""
+        return self.name or "the root"
 
     @property
     def part_nbytes(self) -> int:
@@ -143,6 +149,7 @@ class Pager:
         self.lock = self.changed.lock
         self.version = 0  # counts changes, so that a waiter can tell whether it missed one
         self.trace = Trace()
+        self.timeline: Timeline = OFF
         self.host = host
         self.arena = arena
         self._device = device
@@ -278,7 +285,7 @@ class Pager:
                 self._wait_for_update(entry)
             elif entry.residency is Residency.DISK:
                 if (lease := self._lease(self._lease_nbytes(entry))) is None:
-                    self._wait_for_lease()
+                    self._wait_for_lease(entry)
                 elif self.streams(entry.index):
                     self._stream(entry, lease)
                 else:
@@ -288,25 +295,26 @@ class Pager:
             elif entry.residency in (Residency.HOST, Residency.WRITING):
                 self._upload(entry)
             else:  # UPLOADING on another thread
-                self._wait()
+                self._wait(f"waits for upload of {entry.size.title}")
         self.check()
 
-    def _wait(self) -> None:
-        """Wait for a change. The lock is held; what it guards is whole meanwhile."""
+    def _wait(self, what: str) -> None:
+        """Wait for a change; `what` is for the time line. The lock is held; what it guards is whole meanwhile."""
         self._torn = False
-        self.changed.wait()
+        with self.timeline.span(Row.WAITS, what):
+            self.changed.wait()
         self._torn = True
 
     def _wait_for_update(self, entry: _Entry) -> None:
         self._wanted.append(entry.index)
         self.notify()
         try:
-            self._wait()
+            self._wait(f"waits for update of {entry.size.title}")
         finally:
             self._wanted.remove(entry.index)
 
-    def _wait_for_lease(self) -> None:
-        """Let some weight lease become free, or free to be taken."""
+    def _wait_for_lease(self, entry: _Entry) -> None:
+        """Let some weight lease become free for `entry`, or free to be taken."""
         reading = [entry for entry in self._entries if entry.residency is Residency.READING]
         if reading:  # ahead, they have taken the room; once one is delivered its lease is clean
             self._finish_read(max(reading, key=lambda entry: (self.trace.distance(entry.index), -entry.index)))
@@ -314,7 +322,7 @@ class Pager:
         self._starved += 1
         self.notify()
         try:
-            self._wait()
+            self._wait(f"waits for a lease for {entry.size.title}")
         finally:
             self._starved -= 1
 
@@ -332,7 +340,8 @@ class Pager:
         torn, self._torn = self._torn, False
         failure: Exception | None = None
         try:
-            self.changed.without_lock(transfer.future.wait)
+            with self.timeline.span(Row.WAITS, f"waits for read of {entry.size.title}"):
+                self.changed.without_lock(transfer.future.wait)
         except Exception as error:  # after a Ctrl-C the read goes on, and somebody else will deliver it
             failure = error
         if failure is not None:
@@ -373,9 +382,10 @@ class Pager:
             return store.read(entry.index, State.WEIGHT, slot, start, buffer, Priority.URGENT)
 
         try:
-            entry.uploaded = self.changed.without_lock(
-                lambda: stream(read, leases, whole, share, self._device, piece.after)
-            )
+            with self.timeline.span(Row.UPLOADS, f"{entry.size.title} in pieces", entry.size.part_nbytes):
+                entry.uploaded = self.changed.without_lock(
+                    lambda: stream(read, leases, whole, share, self._device, piece.after)
+                )
             self._gather(entry, piece, entry.uploaded)
         except BaseException as error:  # what is under way may still write there: neither is used again
             self._fail(error, entry)
@@ -406,7 +416,8 @@ class Pager:
         """Start the copy of this rank's part into the slice, and the gather of the others'."""
         self._move(entry, Residency.UPLOADING)
         try:
-            self.changed.without_lock(lambda: self._copy_part(entry, piece))
+            with self.timeline.span(Row.UPLOADS, entry.size.title, entry.size.part_nbytes):
+                self.changed.without_lock(lambda: self._copy_part(entry, piece))
             self._gather(entry, piece, entry.copied)
         except Exception as error:  # what is under way may still write there: the slice is not used again
             self._fail(error, entry)
@@ -646,6 +657,7 @@ class Pager:
                 if entry.residency is not fresh:
                     self._move(entry, fresh)
             entry.updating = entry.in_update = False
+            self.timeline.end(Row.UPDATES, entry.size.title)
             self.notify()
 
     def written(self, unit: int) -> None:
