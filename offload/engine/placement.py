@@ -147,11 +147,18 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
         homes = higher
         more = sum(align_up(parts.nbytes[unit][state]) for unit, state in raised)
         classes = classes._replace(cache=classes.cache + more)
+    device_nbytes = _cut_device(parts, mode, wish, machine, homes)
+    if machine.host_addressable and sum(classes) + device_nbytes > machine.free_host:
+        raise BudgetError(
+            f"the compute device is the CPU, so its budget of {format_size(device_nbytes)} is host memory beside the "
+            f"host budget of {format_size(sum(classes))}; {format_size(machine.free_host)} is free: lower "
+            f'"device_memory" or "host_memory", or move homes from the device to cpu or nvme'
+        )
     return Placement(
         homes,
         raised,
         classes,
-        _cut_device(parts, mode, wish, machine, homes),
+        device_nbytes,
         classes.tiles // TILE_BUFFERS // _tile_element_bytes(parts, mode, homes) // TILE_STEP * TILE_STEP,
         _window_nbytes(parts, homes) // parts.gradient_dtype.itemsize,
         tuple(notices),
