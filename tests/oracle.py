@@ -30,6 +30,8 @@ import torch
 from torch import nn
 
 import offload
+from offload.engine.layout import lay_out
+from offload.engine.units import find_units
 
 TIERS = ("none", "cpu", "nvme")
 PLACEMENTS = tuple(itertools.product(TIERS, TIERS))
@@ -157,6 +159,17 @@ def start(job: Job, placement: tuple[str, str], folder: Path, **options: Any) ->
     torch.manual_seed(job.seed)
     model = job.model()
     return offload.initialize(model=model, config=config(job, placement, folder, **options))[0]
+
+
+def room_for(job: Job, units: int) -> int:
+    """Bytes of the `units` largest units on the device."""
+    model = job.model()
+    itemsize = {"fp32": 4, "bf16": 2}[job.dtype]
+    layouts = [
+        lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], 1)
+        for unit in find_units(model).units
+    ]
+    return sum(sorted(layout.numel * itemsize for layout in layouts)[-units:])
 
 
 def least_host_memory(job: Job, folder: Path, placement: tuple[str, str] = ("nvme", "nvme"), **options: Any) -> int:

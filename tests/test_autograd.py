@@ -23,9 +23,8 @@ import offload
 from offload.errors import UsageError
 from tests import models
 from tests.faults import LateQueue, use_queue
-from tests.oracle import Job, PlainEngine, config, run, start, train_step
+from tests.oracle import Job, PlainEngine, config, room_for, run, start, train_step
 from tests.test_modules import DISK, MEMORY, WIDTH, Layers
-from tests.test_placements import room_for
 
 Loop = Callable[[Any, Job], list[float]]
 

@@ -16,8 +16,7 @@ from offload.errors import EngineFailed
 from offload.swapper.pager import Pager
 from tests import models
 from tests.late_device import LateDevice, Ticks, use_device
-from tests.oracle import PLACEMENTS, Job, Result, assert_same, start, train_step
-from tests.test_placements import room_for
+from tests.oracle import PLACEMENTS, Job, Result, assert_same, room_for, start, train_step
 
 JOB = models.GPT2._replace(steps=3, accumulation=2, dtype="bf16")
 

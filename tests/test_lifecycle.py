@@ -24,8 +24,7 @@ import offload
 from offload.errors import UsageError
 from tests import models
 from tests.faults import LateQueue, use_queue
-from tests.oracle import Job, config, run, start, train_step
-from tests.test_placements import room_for
+from tests.oracle import Job, config, room_for, run, start, train_step
 
 DISK = ("nvme", "nvme")
 MIB = 1 << 20

@@ -21,8 +21,7 @@ import offload
 from offload.engine.placeholder import Paged, PagedAlias
 from offload.errors import UsageError
 from tests import models
-from tests.oracle import Job, PlainEngine, run, start, train_step
-from tests.test_placements import room_for
+from tests.oracle import Job, PlainEngine, room_for, run, start, train_step
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests import models
-from tests.oracle import Job, assert_same, plain_loop, run, start, train_step
-from tests.test_placements import image_loss, room_for
+from tests.oracle import Job, assert_same, plain_loop, room_for, run, start, train_step
+from tests.test_placements import image_loss
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
 WIDTH = 32

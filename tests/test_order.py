@@ -8,8 +8,7 @@ import pytest
 
 from tests import models
 from tests.faults import LateQueue, use_queue
-from tests.oracle import Job, assert_same, run
-from tests.test_placements import room_for
+from tests.oracle import Job, assert_same, room_for, run
 
 JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT._replace(accumulation=2)}
 

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.engine.layout import lay_out
-from offload.engine.units import find_units
 from tests import models
-from tests.oracle import PLACEMENTS, Job, assert_same, run, same_bits
+from tests.oracle import PLACEMENTS, Job, assert_same, room_for, run, same_bits
 
 
 def image_loss(model: torch.nn.Module, step: int, micro: int) -> torch.Tensor:
@@ -38,17 +36,6 @@ JOBS = {
     "swin": Job(models.swin, image_loss),
     "resnet": Job(models.resnet, image_loss, buffers="same"),
 }
-
-
-def room_for(job: Job, units: int) -> int:
-    """Bytes of the `units` largest units on the device."""
-    model = job.model()
-    itemsize = {"fp32": 4, "bf16": 2}[job.dtype]
-    layouts = [
-        lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], 1)
-        for unit in find_units(model).units
-    ]
-    return sum(sorted(layout.numel * itemsize for layout in layouts)[-units:])
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,8 @@ import offload
 from offload.errors import ConfigError, EngineFailed, NumericsError, RankError, UsageError
 from tests import models
 from tests.faults import LateQueue
-from tests.oracle import PLACEMENTS, Job, Result, assert_same, config
+from tests.oracle import PLACEMENTS, Job, Result, assert_same, config, room_for
 from tests.rank_pool import RankPool, pool, rank_and_size, start, train
-from tests.test_placements import room_for
 
 DISK = ("nvme", "nvme")
 

@@ -14,9 +14,8 @@ from torch import nn
 import offload
 from offload.errors import BudgetError
 from tests import models
-from tests.oracle import Job, run, start, train_step
+from tests.oracle import Job, room_for, run, start, train_step
 from tests.test_modules import DISK, AdaptersRecomputed, ReentrantRegion, Region
-from tests.test_placements import room_for
 
 
 class Boom(Exception):

@@ -170,7 +170,7 @@ class Hooks:
             self.entered()
             self._thread = threading.current_thread()
             if not inside_backward():
-                self._pager.begin(Kind.TRAIN if torch.is_grad_enabled() else Kind.EVAL)
+                self._pager.begin(Kind.TRAIN if self._trainable and torch.is_grad_enabled() else Kind.EVAL)
         frame = _Frame(module, [], self._saved.push(), inside_backward(), _module_call())
         local.frames.append(frame)
         try:

@@ -102,7 +102,7 @@ class Transfer(NamedTuple):
     future: Future
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
     """One unit's weights. Only `Pager` touches it, under the lock."""
 
@@ -220,12 +220,9 @@ class Pager:
             self._device.hold(entry.read)  # of another stream, if there are several: the last read is after all of them
             entry.read = self._device.computed()
             entry.pins -= 1
-            if not entry.pins and not entry.size.stays and not self._keeps(entry):
+            if entry in self._idle() and not keeps(self.trace, unit, self._nbytes, self._limits):
                 self._drop(entry)
             self.notify()  # an interrupt in here is seen by the count of pins
-
-    def _keeps(self, entry: _Entry) -> bool:
-        return keeps(self.trace, entry.index, self._nbytes, self._limits)
 
     def hold(self, unit: int) -> None:
         """Let compute that the calling thread starts from now on wait for the weights of `unit`, which is pinned."""
