@@ -172,6 +172,17 @@ def room_for(job: Job, units: int) -> int:
     return sum(sorted(layout.numel * itemsize for layout in layouts)[-units:])
 
 
+def small_pieces(monkeypatch: Any) -> None:
+    """For tiny models: tiny pieces of a gradient, of a unit that streams, and of an update."""
+    from offload.engine import gradients, placement, reduction
+
+    for module in (placement, gradients, reduction):
+        monkeypatch.setattr(module, "CHUNK", 1024)
+    monkeypatch.setattr(placement, "_WINDOW_NBYTES", 8192)
+    monkeypatch.setattr(placement, "_STREAM_NBYTES", 8192)
+    monkeypatch.setattr(placement, "_TILE_NBYTES", range(16_000, 48_000))
+
+
 def least_host_memory(job: Job, folder: Path, placement: tuple[str, str] = ("nvme", "nvme"), **options: Any) -> int:
     """The smallest budget that works, as the error says it."""
     try:

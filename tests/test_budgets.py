@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import offload
-from offload.engine import gradients, placement, reduction
 from offload.sizes import align_up
 from offload.swapper.host import process_memory
-from tests.oracle import PLACEMENTS, Result, assert_same, least_host_memory, run, start, train_step
+from tests.oracle import PLACEMENTS, Result, assert_same, least_host_memory, run, small_pieces, start, train_step
 from tests.trees import TREES, Tree, job_of, room
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of torch, with a frozen embedding
@@ -22,13 +21,8 @@ _HEALTH = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.functio
 
 
 @pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models here are tiny: so are the pieces of a gradient, of a unit that streams, and of an update."""
-    for module in (placement, gradients, reduction):
-        monkeypatch.setattr(module, "CHUNK", 1024)
-    monkeypatch.setattr(placement, "_WINDOW_NBYTES", 8192)
-    monkeypatch.setattr(placement, "_STREAM_NBYTES", 8192)
-    monkeypatch.setattr(placement, "_TILE_NBYTES", range(16_000, 48_000))
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_pieces(monkeypatch)
 
 
 def assert_no_lease_is_lost(engine: offload.Engine) -> None:

@@ -16,7 +16,17 @@ from offload.errors import EngineFailed
 from offload.swapper.pager import Pager
 from tests import models
 from tests.late_device import LateDevice, Ticks, use_device
-from tests.oracle import PLACEMENTS, Job, Result, assert_same, room_for, start, train_step
+from tests.oracle import (
+    PLACEMENTS,
+    Job,
+    Result,
+    assert_same,
+    least_host_memory,
+    room_for,
+    small_pieces,
+    start,
+    train_step,
+)
 
 JOB = models.GPT2._replace(steps=3, accumulation=2, dtype="bf16")
 
@@ -63,6 +73,18 @@ def test_random_lateness_changes_no_bit(
         result, device = runs(monkeypatch, tmp_path / f"{seed}-{lateness}", seed, lateness, placement, **options)
         assert_same(expected, result)
         assert device.broken == [] and device.copies > 100
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_the_least_host_memory(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients spill, and units come in pieces that are copied while the next are read."""
+    small_pieces(monkeypatch)
+    expected, _ = runs(monkeypatch, tmp_path / "memory", 0, 0.0, ("none", "none"))
+    use_device(monkeypatch, lambda: LateDevice(0, 0.0))
+    least = least_host_memory(JOB, tmp_path / "least")
+    result, device = runs(monkeypatch, tmp_path / "disk", seed, 0.9, ("nvme", "nvme"), host_memory=least)
+    assert_same(expected, result)
+    assert device.broken == [] and device.copies > 100
 
 
 def hold_nothing(self: LateDevice, event: Any) -> None:

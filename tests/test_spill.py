@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offload
-from offload.engine import gradients, placement, reduction
 from offload.engine.gradients import borders
 from offload.engine.layout import lay_out
 from offload.engine.spill import windows
@@ -20,19 +19,14 @@ from offload.errors import EngineFailed, IoError, StoreError
 from offload.swapper import scratch
 from tests import models
 from tests.faults import LateQueue
-from tests.oracle import Job, Result, assert_same, least_host_memory, run, start, train_step
+from tests.oracle import Job, Result, assert_same, least_host_memory, run, small_pieces, start, train_step
 
 DISK = ("nvme", "nvme")
 
 
 @pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models here are tiny: so are the pieces of a gradient, of a unit that streams, and of an update."""
-    for module in (placement, gradients, reduction):
-        monkeypatch.setattr(module, "CHUNK", 1024)
-    monkeypatch.setattr(placement, "_WINDOW_NBYTES", 8192)
-    monkeypatch.setattr(placement, "_STREAM_NBYTES", 8192)
-    monkeypatch.setattr(placement, "_TILE_NBYTES", range(16_000, 48_000))
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_pieces(monkeypatch)
 
 
 def _run_in(folder: Path, job: Job, host_memory: int, **options: Any) -> tuple[Result, str]:

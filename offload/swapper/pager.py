@@ -469,6 +469,8 @@ class Pager:
 
     def _look_ahead(self) -> None:
         """Begin to bring what the trace says comes next: reads first, then uploads of what is at hand."""
+        if all(entry.size.stays for entry in self._entries):
+            return
         for entry in self._entries:
             if entry.transfer is not None and entry.transfer.future.done():
                 self._finish_read(entry)
