@@ -170,15 +170,16 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
 
 def _that_fit(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, asked: Homes, budget: int) -> Homes:
     """`asked`, or the nearest below them that the budget holds; the largest unit comes in pieces only at the last."""
-    ways = list(ways_down(asked)) if machine.drives else [asked]
-    needs = [_needs(parts, mode, wish, machine, homes) for homes in ways]
-    for homes, need in zip(ways, needs, strict=True):
+    tried: list[tuple[Homes, Classes]] = []
+    for homes in ways_down(asked) if machine.drives else (asked,):
+        need = _needs(parts, mode, wish, machine, homes)
         if sum(need.least._replace(weights=need.most.weights)) <= budget:
             return homes
-    for homes, need in zip(ways, needs, strict=True):
-        if sum(need.least) <= budget:
+        tried.append((homes, need.least))
+    for homes, least in tried:
+        if sum(least) <= budget:
             return homes
-    raise _too_small(wish, budget, machine, min((need.least for need in needs), key=sum))
+    raise _too_small(wish, budget, machine, min((least for _, least in tried), key=sum))
 
 
 def _too_small(wish: Wish, budget: int, machine: Machine, least: Classes) -> BudgetError:
