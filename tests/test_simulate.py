@@ -27,7 +27,9 @@ from offload.swapper.clock import Clock
 from offload.swapper.pager import UnitSize
 from offload.swapper.policy import Limits
 from offload.swapper.residency import Tier
-from offload.swapper.simulate import Budgets, Moved, Rates, Simulation, UpdateCost, Use, Waited, simulate
+from offload.swapper.simulate import Budgets, Simulation, Use, simulate
+from offload.swapper.simulate_machine import Moved, Rates, Waited
+from offload.swapper.simulate_updater import UpdateCost
 from offload.swapper.states import State
 from tests import models
 from tests.oracle import Job, start, train_step
