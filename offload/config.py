@@ -170,7 +170,7 @@ class ZeroOptimization(Block):
     offload_optimizer: OffloadOptimizer = Field(OffloadOptimizer(), description="see below")
     leaf_module: LeafModule = Field(LeafModule(), description="see below")
     sub_group_size: Count | None = Field(
-        None, description="elements of a tile of the update at most; default: 32 MiB of all states"
+        None, description="elements of a tile of the update at most; default: 16 MiB of all states"
     )
     stage3_prefetch_bucket_size: Elements | None = Field(
         None, description="elements brought ahead at most, one unit at least; 0: none; default: what memory allows"

@@ -32,7 +32,7 @@ def test_victims_make_room_and_no_more_than_that(
 ) -> None:
     trace = Trace.of(order)
     space, blocks = _filled(pages, present)
-    going = victims(space, wish * PAGE, blocks, trace, beyond)
+    going = victims(space, wish * PAGE, blocks, trace.distance, beyond)
     later = [block for block in blocks if trace.distance(block.unit) > beyond]
     if going is None:
         assert not space.could_take(wish * PAGE, (block[1:] for block in later))
@@ -51,7 +51,7 @@ def test_victims_make_room_and_no_more_than_that(
 def test_one_victim_of_equal_size_is_the_one_used_last(order: list[int], pages: list[int], present: set[int]) -> None:
     trace = Trace.of(order)
     space, blocks = _filled([4] * 10, present, total=4 * len(present))
-    (going,) = victims(space, 4 * PAGE, blocks, trace)
+    (going,) = victims(space, 4 * PAGE, blocks, trace.distance)
     assert trace.distance(going) == max(trace.distance(unit) for unit in present)
 
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import offload
-from offload.engine import placement
 from offload.errors import BudgetError
 from offload.swapper import shared_queue
 from offload.swapper.host import process_memory
 from tests import models
-from tests.oracle import config, run, start, train_step
+from tests.oracle import config, run, small_pieces, start, train_step
 
 DISK = ("nvme", "nvme")
 JOB = models.GPT2._replace(dtype="bf16", steps=4)
@@ -22,7 +21,7 @@ JOB = models.GPT2._replace(dtype="bf16", steps=4)
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "_TILE_NBYTES", range(16_000, 48_000))  # else tiles are most of a tiny budget
+    small_pieces(monkeypatch)
     assert process_memory().needed_bytes == 0, "an engine of another test is still there"
 
 

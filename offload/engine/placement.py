@@ -25,11 +25,10 @@ from offload.engine.homes import (
 from offload.errors import BudgetError
 from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.swapper.arena import check_budget
-from offload.swapper.host import Classes
+from offload.swapper.host import TILE_BUFFERS, Classes
 from offload.swapper.residency import Tier
 from offload.swapper.states import Mode, State
 
-TILE_BUFFERS = 3
 STAGING_BUFFERS = 3
 WINDOWS = 3
 """Buffers of gradients that spill: one is filled while the others are written."""
@@ -41,7 +40,7 @@ CHUNK = 1 << 22
 _STREAM_NBYTES = 16 * MIB
 """A lease of weights where there is no room for two of the largest unit, which then comes piece by piece."""
 _WINDOW_NBYTES = 32 * MIB
-_TILE_NBYTES = range(16 * MIB, 32 * MIB + 1)
+_TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
 _DEVICE_UNITS = 3
 _HOST_SHARE = 0.8
 _DEVICE_SHARE = 0.25

@@ -1,6 +1,6 @@
 """The update worker: one thread that reads states, runs the kernel and writes states, tile by tile.
 
-Three tile buffers make the pipeline: while one tile is computed, the next is read and the one before is
+A few tile buffers make the pipeline: while one tile is computed, the next are read and those before are
 written, across the borders of units. `step()` schedules; whoever needs a unit's weights waits in the pager.
 
     schedule ─► queue ─► reading ─► compute ─► writing ─► written ─► (last one) commit
@@ -22,11 +22,10 @@ import torch
 
 from offload import kernels
 from offload.engine.gradients import Gradients
-from offload.engine.placement import TILE_BUFFERS
 from offload.engine.weights import Edit
 from offload.sizes import align_up
 from offload.swapper.device import Device
-from offload.swapper.host import HostArena, Lease
+from offload.swapper.host import TILE_BUFFERS, HostArena, Lease
 from offload.swapper.pager import Pager, UnitSize
 from offload.swapper.residency import Tier
 from offload.swapper.states import Mode, State

@@ -23,12 +23,15 @@ from offload.sizes import align_up
 from offload.swapper.device import Device
 from offload.swapper.space import Space
 
+TILE_BUFFERS = 8
+"""Tiles of an update that are read, computed or written at a time: so many keep a drive busy both ways."""
+
 
 class Classes(NamedTuple):
     """Bytes of each class of host leases; their sum is an engine's part of the host budget."""
 
     tiles: int
-    """The update pipeline: three tiles of all states."""
+    """The update pipeline: `TILE_BUFFERS` tiles of all states."""
     weights: int
     """Two leases of the largest unit's weights, or of pieces of them where it is too large."""
     gradients: int

@@ -573,12 +573,17 @@ class Pager:
 
     def _lease(self, nbytes: int, beyond: int = -1) -> Lease | None:
         """A weight lease: a free one, else of units that are next used after `beyond` uses."""
-        going = victims(self.host.weights.space, nbytes, self._takeable(), self.trace, beyond)
+        going = victims(self.host.weights.space, nbytes, self._takeable(), self._distance, beyond)
         if going is None:
             return None
         for unit in going:
             self._take_lease(self._entries[unit])
         return self.host.weights.take(nbytes)
+
+    def _distance(self, unit: int) -> int:
+        """Uses between now and the next use; 0 of a unit that somebody is about to bring, whose use has been told."""
+        entry = self._entries[unit]
+        return 0 if entry.pins and entry.residency is not Residency.DEVICE else self.trace.distance(unit)
 
     def _takeable(self) -> list[Block]:
         return [
@@ -687,8 +692,8 @@ class Pager:
         return self._entries[unit].residency is Residency.HOST
 
     def wanted(self) -> int | None:
-        """A unit that somebody waits for, if any. The lock is held by the caller."""
-        return self._wanted[0] if self._wanted else None
+        """A unit whose update somebody waits for, if any. The lock is held by the caller."""
+        return next((unit for unit in self._wanted if self._entries[unit].updating), None)
 
     @property
     def starved(self) -> bool:

@@ -9,7 +9,7 @@ The pager carries them out on memory, `simulate` on numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from offload.sizes import align_up
@@ -50,16 +50,16 @@ class Floor(NamedTuple):
 
 
 def victims(
-    space: Space, nbytes: int, takeable: Iterable[Block], trace: Trace, beyond: int = -1
+    space: Space, nbytes: int, takeable: Sequence[Block], distance: Callable[[int], int], beyond: int = -1
 ) -> tuple[int, ...] | None:
     """Units that must give their blocks so that `nbytes` fit in one piece, of those next used after `beyond` uses.
 
-    As few as do, furthest next use first; ties go to the lowest index, so that equal traces give equal choices. None
-    where not even all of them would do.
+    `distance` says after how many uses that is, of each unit. As few as do, furthest next use first; ties go to the
+    lowest index, so that equal traces give equal choices. None where not even all of them would do.
     """
     if space.could_take(nbytes, ()):
         return ()
-    distances = {block.unit: trace.distance(block.unit) for block in takeable}
+    distances = {block.unit: distance(block.unit) for block in takeable}
     going: list[Block] = []
     for block in sorted(takeable, key=lambda block: (-distances[block.unit], block.unit)):
         if distances[block.unit] <= beyond:

@@ -18,7 +18,7 @@ class Space:
 
     def __init__(self, nbytes: int, scatter: random.Random | None = None) -> None:
         self.nbytes = nbytes
-        self.used_bytes = 0
+        self.used_bytes = self.peak_bytes = 0
         self.scatter = scatter
         self._holes: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # (start, stop), sorted
 
@@ -45,6 +45,7 @@ class Space:
             if piece[0] < piece[1]:
                 insort(self._holes, piece)
         self.used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def stretches(self, given: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
         """What would be free, (start, stop), if the blocks `given`, (offset, nbytes), were returned."""

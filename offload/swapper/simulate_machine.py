@@ -1,0 +1,114 @@
+"""What takes time and is counted when the pager and the update worker are played: drives, links, cores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from typing import NamedTuple, TypeVar
+
+from offload.aio import Priority
+from offload.swapper.clock import Clock, Work
+
+_T = TypeVar("_T")
+Acting = Generator[Callable[[], bool], None, _T]
+"""An actor, or a part of what it does: it yields a condition, and goes on once that is true."""
+
+
+class Rates(NamedTuple):
+    """How fast everything is; infinite where it is not said."""
+
+    read: float = math.inf
+    """Bytes in a second from the drives, which do one thing at a time: reads before writes."""
+    written: float = math.inf
+    """Bytes in a second to the drives."""
+    upload: float = math.inf
+    """Bytes in a second to the device."""
+    kernel: float = math.inf
+    """Elements updated in a second."""
+    on_cpu: bool = False
+    """The device is the CPU: compute and kernel share its cores, and the thread that runs the model copies itself."""
+
+
+class Moved(NamedTuple):
+    """Bytes between HOST and DISK."""
+
+    weights_read: int = 0
+    """Brought for a use."""
+    updates_read: int = 0
+    updates_written: int = 0
+    gradients_read: int = 0
+    gradients_written: int = 0
+
+    @property
+    def read(self) -> int:
+        return self.weights_read + self.updates_read + self.gradients_read
+
+    @property
+    def written(self) -> int:
+        return self.updates_written + self.gradients_written
+
+
+class Waited(NamedTuple):
+    """Seconds in which the thread that runs the model stood still."""
+
+    update: float = 0.0
+    read: float = 0.0
+    upload: float = 0.0
+    room: float = 0.0
+    """For a lease of weights."""
+
+
+class Machine:
+    """Begins what takes time, and counts what it comes to."""
+
+    def __init__(self, rates: Rates) -> None:
+        self.clock = Clock()
+        self.on_cpu = rates.on_cpu
+        self._rates = rates
+        self._drive, self._kernel = self.clock.server("drive"), self.clock.server("cores")
+        self._compute = self.clock.server("cores" if rates.on_cpu else "device")
+        self._link = self.clock.server("cores" if rates.on_cpu else "link")
+        self._moved = dict.fromkeys(Moved._fields, 0)
+        self._waited = dict.fromkeys(Waited._fields, 0.0)
+
+    @property
+    def moved(self) -> Moved:
+        return Moved(**self._moved)
+
+    @property
+    def waited(self) -> Waited:
+        return Waited(**self._waited)
+
+    def read(self, row: str, cause: str, unit: int, nbytes: int, priority: Priority) -> Work:
+        """Read from the drive; `cause` is a field of `Moved`."""
+        self._moved[cause] += nbytes
+        return self.clock.begin(self._drive, row, unit, nbytes / self._rates.read, priority)
+
+    def write(self, row: str, cause: str, unit: int, nbytes: int) -> Work:
+        """Write to the drive; `cause` is a field of `Moved`."""
+        self._moved[cause] += nbytes
+        return self.clock.begin(self._drive, row, unit, nbytes / self._rates.written, Priority.BACKGROUND)
+
+    def upload(self, unit: int, nbytes: int) -> Work:
+        return self.clock.begin(self._link, "upload", unit, nbytes / self._rates.upload)
+
+    def update(self, unit: int, numel: int) -> Work:
+        """Run the optimizer's kernel."""
+        return self.clock.begin(self._kernel, "kernel", unit, numel / self._rates.kernel)
+
+    def compute(self, unit: int, seconds: float) -> Work:
+        """Run a part of the model."""
+        return self.clock.begin(self._compute, "model", unit, seconds)
+
+    def counted(self, cause: str, acting: Acting[_T]) -> Acting[_T]:
+        """Let the thread that runs the model do what may wait; for how long counts as `cause`, a field of `Waited`."""
+        start = self.clock.now
+        result = yield from acting
+        self._waited[cause] += self.clock.now - start
+        return result
+
+
+def until(work: Work | None) -> Acting[None]:
+    """Wait for the end of a work."""
+    while work is not None and not work.done:
+        yield lambda: work.done

@@ -1,0 +1,471 @@
+"""The simulated pager and update worker: bounds for any run, the real engine's figures, and closed forms of time.
+
+What is equal to the engine and what is only near it: with updates before the next forward (`overlap` off) and a drive
+that has answered when the call returns, nothing in the engine is left to chance, and every figure is equal, step by
+step. With either of them real, threads race for leases: then bytes written are equal, peaks keep the budgets, uses are
+the same, and bytes read lie near.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.aio import IoQueue
+from offload.engine import initialize
+from offload.errors import BudgetError
+from offload.sizes import align_up
+from offload.swapper import scratch
+from offload.swapper.clock import Clock
+from offload.swapper.pager import UnitSize
+from offload.swapper.policy import Limits
+from offload.swapper.residency import Tier
+from offload.swapper.simulate import Budgets, Simulation, Use, simulate
+from offload.swapper.simulate_machine import Moved, Rates, Waited
+from offload.swapper.simulate_updater import UpdateCost
+from offload.swapper.states import State
+from tests import models
+from tests.oracle import Job, small_pieces, start, train_step
+from tests.test_placements import room_for
+from tests.test_spill import least_host_memory
+
+PAGE = 4096
+
+
+def unit(pages: int, home: Tier = Tier.DISK) -> UnitSize:
+    return UnitSize(f"{pages} pages", pages * PAGE, home, (range(pages * PAGE),))
+
+
+def cost(pages: int, home: Tier = Tier.DISK, spills: bool = False) -> UpdateCost:
+    """Of a bf16 unit all of whose states have one home."""
+    numel, on_disk = pages * PAGE // 2, home is Tier.DISK
+    return UpdateCost(numel, *((2 * numel, 10 * numel, 12 * numel) if on_disk else (0, 0, 0)), 2 * numel * spills)
+
+
+# -- any run ------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    uses: list[Use]
+    sizes: list[UnitSize]
+    updates: list[UpdateCost | None]
+    tile_numel: int | None
+    limits: Limits
+
+    @property
+    def moving(self) -> list[int]:
+        """Bytes of the units that are not at home on the device."""
+        return sorted(size.nbytes for size in self.sizes if not size.stays) or [0]
+
+    @property
+    def on_disk(self) -> list[int]:
+        return sorted(size.nbytes for size in self.sizes if size.home is Tier.DISK) or [0]
+
+    def run(self, host: int, device: int, **options: Any) -> Simulation:
+        budgets = Budgets(host, device)
+        return simulate(
+            self.uses, self.sizes, self.updates, budgets, self.limits, tile_numel=self.tile_numel, **options
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn, homes: tuple[Tier, ...] = (Tier.DISK, Tier.DISK, Tier.HOST, Tier.DEVICE)) -> Case:
+    """Two units at most are in use at a time."""
+    pages = draw(st.lists(st.integers(1, 8), min_size=1, max_size=7))
+    tiers = [draw(st.sampled_from(homes)) for _ in pages]
+    numbers = st.integers(0, len(pages) - 1)
+    seconds = st.floats(0.0, 3.0)
+    uses = draw(st.lists(st.builds(Use, numbers, seconds, st.integers(1, 2)), min_size=1, max_size=20))
+    spills = draw(st.booleans())
+    return Case(
+        uses,
+        [unit(n, tier) for n, tier in zip(pages, tiers, strict=True)],
+        [cost(n, tier, spills) if draw(st.integers(0, 5)) else None for n, tier in zip(pages, tiers, strict=True)],
+        draw(st.sampled_from((None, 2048, 5000))),
+        Limits(*(draw(st.none() | st.integers(0, 20 * PAGE)) for _ in range(2))),
+    )
+
+
+rates = st.none() | st.builds(
+    Rates,
+    *(st.sampled_from((PAGE / 3, 1.0 * PAGE, 10.0 * PAGE, 1e30)) for _ in range(3)),
+    st.sampled_from((1000.0, 4096.0, 1e30)),
+    st.booleans(),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases(), st.integers(2, 60), st.integers(0, 40), rates, st.booleans(), st.integers(1, 4))
+def test_every_run_ends_within_its_budgets(
+    case: Case, host: int, more: int, rates: Rates | None, overlap: bool, steps: int
+) -> None:
+    """From two pages of leases and room for two units on; nobody waits in a circle."""
+    device = sum(case.moving[-2:]) + more * PAGE
+    found = case.run(host * PAGE, device, rates=rates, overlap=overlap, steps=steps)
+    assert found.host_peak <= host * PAGE and found.device_peak <= device
+    assert found.hits <= found.uses <= len(case.uses)
+    assert (found.seconds == 0) or rates is not None or any(use.seconds for use in case.uses)
+    used = {use.unit for use in case.uses}
+    costs = [update for update in case.updates if update is not None]
+    if not overlap or steps > 1:
+        assert found.moved.updates_written == sum(update.written_nbytes for update in costs)
+        least = sum(update.state_nbytes for update in costs)
+        most = least + sum(size.nbytes for size, update in zip(case.sizes, case.updates, strict=True) if update)
+        if not overlap or rates is None or steps > 2:
+            assert found.moved.updates_read >= least
+        assert found.moved.updates_read <= most
+    if steps == 1:
+        first_reads = sum(case.sizes[u].nbytes for u in used if case.sizes[u].home is Tier.DISK)
+        assert found.moved.weights_read >= first_reads
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.integers(2, 60), st.integers(0, 40), rates, st.booleans())
+def test_the_thread_that_runs_the_model_computes_or_waits(
+    case: Case, host: int, more: int, rates: Rates | None, overlap: bool
+) -> None:
+    rates = (rates or Rates())._replace(on_cpu=False)
+    found = case.run(host * PAGE, sum(case.moving[-2:]) + more * PAGE, rates=rates, overlap=overlap)
+    compute = sum(use.seconds for use in case.uses)
+    assert found.seconds == pytest.approx(compute + sum(found.waited), abs=1e-9)
+    computing = [span for span in found.spans if span.row == "model"]
+    assert sum(span.end - span.start for span in computing) == pytest.approx(compute)
+    assert all(before.end <= after.start + 1e-9 for before, after in itertools.pairwise(computing))
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.integers(2, 60), st.integers(0, 40), st.booleans())
+def test_with_room_for_everything_no_weights_are_read_and_with_less_never_fewer_bytes(
+    case: Case, host: int, more: int, overlap: bool
+) -> None:
+    """More memory that is still too little may read more, in one of some hundred random cases: what is kept is the
+    furthest choice of each moment, blocks of different sizes leave holes, and a lease more lets an update be delivered
+    that costs another its place. Between a budget and room for everything it never does."""
+    case = case._replace(limits=Limits())
+    everything = 2 * sum(case.on_disk) + 2 * PAGE
+    some = case.run(host * PAGE, sum(case.moving[-2:]) + more * PAGE, overlap=overlap)
+    ample = case.run(everything, sum(case.moving) + 2 * case.moving[-1], overlap=overlap)
+    assert ample.moved.weights_read == 0 and ample.undelivered == 0
+    assert ample.moved.read <= some.moved.read and ample.moved.written == some.moved.written
+
+
+def test_the_least_memory_streams() -> None:
+    """Leases of a page for units of eight: every use reads, every update reads the old weights too."""
+    found = simulate(
+        [Use(0), Use(1), Use(1), Use(0)], [unit(8), unit(8)], [cost(8), cost(8)], Budgets(2 * PAGE, 8 * PAGE)
+    )
+    assert found.moved == Moved(3 * 8 * PAGE, 2 * 6 * 8 * PAGE, 2 * 6 * 8 * PAGE)
+    assert (found.uses, found.hits, found.undelivered, found.host_peak) == (4, 1, 2, 2 * PAGE)
+
+
+def test_twenty_six_bytes_for_each_parameter() -> None:
+    """Everything on disk, two leases, room for two units on the device: what the design says a step costs."""
+    n, pages = 20, 4
+    found = simulate(
+        passes(n, 0.0, 0.0), [unit(pages)] * n, [cost(pages)] * n, Budgets(2 * pages * PAGE, 2 * pages * PAGE)
+    )
+    weights = pages * PAGE
+    ahead = 2 * weights  # the turn finds two units in place, and two updates find the old weights in their leases
+    assert found.moved == Moved(n * weights - ahead, n * 6 * weights - ahead, n * 6 * weights)
+    assert (found.undelivered, found.uses, found.hits) == (0, 2 * n, 2 * n - 2)
+
+
+def test_a_region_that_has_no_room_is_an_error() -> None:
+    uses = [Use(0, held=3), Use(1, held=2), Use(2)]
+    with pytest.raises(BudgetError, match="1 pages needs"):
+        simulate(uses, [unit(1)] * 3, [None] * 3, Budgets(9 * PAGE, 2 * PAGE))
+    assert simulate(uses, [unit(1)] * 3, [None] * 3, Budgets(9 * PAGE, 3 * PAGE)).device_peak == 3 * PAGE
+
+
+# -- the engine ---------------------------------------------------------------------------------------
+
+
+class PromptQueue:
+    """A queue whose requests are done when it has taken them."""
+
+    def __init__(self) -> None:
+        self._inner = IoQueue()
+        self.backend, self.refusals = self._inner.backend, self._inner.refusals
+
+    def read(self, *args: Any, **kwargs: Any) -> Any:
+        future = self._inner.read(*args, **kwargs)
+        future.wait()
+        return future
+
+    def write(self, *args: Any, **kwargs: Any) -> Any:
+        future = self._inner.write(*args, **kwargs)
+        future.wait()
+        return future
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Figures(NamedTuple):
+    """Of one step; peaks since the first. Gradients that spill are left out."""
+
+    read: int
+    written: int
+    uses: int
+    hits: int
+    host_peak: int
+    device_peak: int
+
+
+class Recorded(NamedTuple):
+    """A run of the engine, and all that its simulation needs."""
+
+    case: Case
+    budgets: Budgets
+    steps: list[Figures]
+    spilled: tuple[int, ...]
+
+    def simulated(self, steps: int, overlap: bool) -> Simulation:
+        return self.case.run(*self.budgets, overlap=overlap, steps=steps)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_pieces(monkeypatch)
+
+
+@pytest.fixture
+def spilled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """Bytes of gradients that were read and written."""
+    counts = {"read": 0, "write": 0}
+
+    def count(name: str, real: Any) -> None:
+        def counted(file: Any, *args: Any) -> Any:
+            counts[name] += len(args[-1])
+            return real(file, *args)
+
+        monkeypatch.setattr(scratch.Scratch, name, counted)
+
+    for name in counts:
+        count(name, getattr(scratch.Scratch, name))
+    yield counts
+
+
+def record(job: Job, folder: Path, overlap: bool, spilled: dict[str, int], steps: int = 4, **options: Any) -> Recorded:
+    """Train `job` with everything on disk; what the uses were, what they came to."""
+    engine = start(job, ("nvme", "nvme"), folder, debug={"overlap": overlap}, **options)
+    parts = engine._parts
+    pager, updater, store = parts.pager, parts.updater, parts.store
+    assert updater is not None and store is not None
+    calls: list[tuple[str, int]] = []
+
+    def log(name: str, real: Any) -> None:
+        def called(unit: int, *args: Any, **kwargs: Any) -> Any:
+            calls.append((name, unit))
+            return real(unit, *args, **kwargs)
+
+        setattr(pager, name, called)
+
+    for name in ("acquire", "release"):
+        log(name, getattr(pager, name))
+    sizes = [entry.size for entry in pager._entries]
+    costs: list[UpdateCost | None] = []
+    for index, part in enumerate(parts.trainable):
+        of = {s: len(part) * d.itemsize for s, d in updater._mode.states.items() if store.keeps(index, s)}
+        read = sum(n for s, n in of.items() if s is not State.WEIGHT and (index, s) not in updater._residents)
+        costs.append(UpdateCost(len(part), of.get(State.WEIGHT, 0), read, sum(of.values())) if part else None)
+    raised, home = pager.host.weights.space.used_bytes, pager.arena.used_bytes
+    budgets = Budgets(pager.host.weights.space.nbytes - raised, pager.arena.nbytes - home)
+
+    def totals() -> list[int]:
+        moved, counts = engine.io_bytes(), engine.use_counts()
+        return [moved.read - spilled["read"], moved.written - spilled["write"], counts.uses, counts.on_device]
+
+    figures, before, uses = [], totals(), None
+    for step in range(steps):
+        calls.clear()
+        train_step(engine, job, step)
+        if step == steps - 1:
+            updater.finish(commit=False)
+        after = totals()
+        peaks = pager.host.weights.space.peak_bytes - raised, pager.arena.space.peak_bytes - home
+        figures.append(Figures(*(new - old for new, old in zip(after, before, strict=True)), *peaks))
+        assert uses in (None, uses_of(calls)), "a step is like the one before"
+        before, uses = after, uses_of(calls)
+    assert uses is not None
+    trained = {use.unit for use in uses}
+    case = Case(
+        uses,
+        sizes,
+        [each if index in trained else None for index, each in enumerate(costs)],
+        updater._tile_numel,
+        pager._limits,
+    )
+    spill = parts.gradients.spill
+    found = Recorded(case, budgets, figures, () if spill is None else tuple(spill._windows))
+    engine.destroy(remove=True)
+    return found
+
+
+def uses_of(calls: list[tuple[str, int]]) -> list[Use]:
+    """Of pins that were taken and given back, in order."""
+    uses: list[Use] = []
+    begun: dict[int, list[int]] = {}
+    for name, unit in calls:
+        if name == "acquire":
+            begun.setdefault(unit, []).append(len(uses))
+            uses.append(Use(unit))
+        else:
+            position = begun[unit].pop()
+            uses[position] = Use(unit, held=len(uses) - position)
+    assert not any(begun.values())
+    return uses
+
+
+JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT._replace(accumulation=2)}
+
+
+@pytest.mark.parametrize("more", [0, 20_000, 400_000, 2_000_000])
+@pytest.mark.parametrize("units", [2, 3])
+@pytest.mark.parametrize("name", JOBS)
+def test_without_chance_every_figure_is_the_engines(
+    name: str, units: int, more: int, tmp_path: Path, spilled: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes, hits and both peaks of each step, from the least host memory, where units stream, to enough for all."""
+    monkeypatch.setattr(initialize, "IoQueue", lambda *_, **__: PromptQueue())
+    job = JOBS[name]._replace(dtype="bf16")
+    device = room_for(job, units) + 4096 * (units - 2)
+    budget = least_host_memory(job, tmp_path, device_memory=device) + more
+    real = record(job, tmp_path, False, spilled, host_memory=budget, device_memory=device)
+    for number, figures in enumerate(real.steps, start=1):
+        found = real.simulated(number, overlap=False)
+        assert figures == Figures(
+            found.moved.read, found.moved.written, found.uses, found.hits, found.host_peak, found.device_peak
+        ), f"step {number}"
+    streamed = any(2 * align_up(size.part_nbytes) > real.budgets.host for size in real.case.sizes)
+    if more in (0, 2_000_000):
+        assert streamed == bool(real.spilled) == (more == 0)
+
+
+@pytest.mark.parametrize("more", [0, 20_000, 150_000, 800_000])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "mixture"])
+def test_with_real_threads_and_drives_the_figures_are_near(
+    name: str, overlap: bool, more: int, tmp_path: Path, spilled: dict[str, int]
+) -> None:
+    job = JOBS[name]._replace(dtype="bf16")
+    budget = least_host_memory(job, tmp_path, device_memory=room_for(job, 2)) + more
+    real = record(job, tmp_path, overlap, spilled, host_memory=budget, device_memory=room_for(job, 2))
+    steps = len(real.steps)
+    found = [real.simulated(number, overlap) for number in range(1, steps + 1)]
+    last = real.simulated(steps + 1, overlap).moved if overlap else Moved()  # the last updates come after the last step
+    read = sum(each.moved.read for each in found) + last.updates_read
+    assert sum(each.written for each in real.steps) == sum(each.moved.written for each in found) + last.updates_written
+    assert sum(each.read for each in real.steps) == pytest.approx(read, rel=0.25)
+    assert [each.uses for each in real.steps] == [each.uses for each in found]
+    assert real.steps[-1].host_peak <= real.budgets.host and real.steps[-1].device_peak <= real.budgets.device
+
+
+# -- time ---------------------------------------------------------------------------------------------
+
+
+def passes(n: int, forward: float, backward: float) -> list[Use]:
+    return [*(Use(u, forward) for u in range(n)), *(Use(u, backward) for u in reversed(range(n)))]
+
+
+def test_a_step_in_memory_takes_its_compute() -> None:
+    n = 5
+    found = simulate(passes(n, 2.0, 4.0), [unit(3, Tier.HOST)] * n, [None] * n, Budgets(0, 6 * PAGE), rates=Rates())
+    assert found.seconds == n * 6.0 and found.waited == Waited()
+    assert {span.row for span in found.spans} == {"model"} and found.spans[-1].end == found.seconds
+
+
+def test_one_unit_on_disk_is_waited_for() -> None:
+    """Read, kernel, then compute beside the write: closed form of one unit and one tile."""
+    for compute in (1.0, 100.0):
+        rates = Rates(read=2.0 * PAGE, written=1.0 * PAGE, kernel=2048.0)
+        found = simulate([Use(0, compute)], [unit(4)], [cost(4)], Budgets(8 * PAGE, 4 * PAGE), rates=rates)
+        kept, kernel, write = 20 / 2.0, 4.0, 24.0  # the old weights are in their lease
+        assert found.seconds == pytest.approx(kept + kernel + max(compute, write))
+        assert found.waited.update == pytest.approx(kept + kernel + max(write - compute, 0.0))
+
+
+def test_a_unit_that_comes_from_the_device_waits_for_its_upload() -> None:
+    n, pages = 4, 2
+    rates = Rates(upload=PAGE / 2)
+    uses = [Use(u, 1.0) for u in range(n)]
+    found = simulate(uses, [unit(pages, Tier.HOST)] * n, [None] * n, Budgets(0, 2 * pages * PAGE), rates=rates)
+    assert found.seconds == pytest.approx(n * 4.0, abs=4.0) and found.waited.upload == pytest.approx(n * 3.0, abs=4.0)
+
+
+def first_pass(updates: list[float], forward: list[float]) -> float:
+    """max over k of (update time of the units up to the k-th + the forward from the k-th on)."""
+    return max(sum(updates[: k + 1]) + sum(forward[k:]) for k in range(len(updates)))
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.floats(0.1, 9.0)), min_size=1, max_size=8))
+def test_what_can_be_hidden_of_the_updates(units: list[tuple[int, float]]) -> None:
+    """T_step where kernels are what takes time, with its large first unit; on the CPU all of it adds up."""
+    pages, compute = [n for n, _ in units], [seconds for _, seconds in units]
+    sizes, costs = [unit(n, Tier.HOST) for n in pages], [cost(n, Tier.HOST) for n in pages]
+    uses = [
+        *(Use(u, seconds) for u, seconds in enumerate(compute)),
+        *(Use(u, 2 * compute[u]) for u in reversed(range(len(units)))),
+    ]
+    kernels = [n * PAGE / 2 / 1024 for n in pages]
+    budgets = Budgets(0, sum(pages) * PAGE)
+    found = simulate(uses, sizes, costs, budgets, rates=Rates(kernel=1024.0))
+    rest = 2 * sum(compute)
+    assert found.seconds == pytest.approx(max(first_pass(kernels, compute) + rest, sum(kernels)))
+    alone = simulate(uses, sizes, costs, budgets, rates=Rates(kernel=1024.0), overlap=False)
+    assert alone.seconds == pytest.approx(sum(kernels) + sum(compute) + rest)
+    shared = simulate(uses, sizes, costs, budgets, rates=Rates(kernel=1024.0, on_cpu=True))
+    assert shared.seconds == pytest.approx(alone.seconds), "cores are one resource"
+
+
+@pytest.mark.parametrize("forward", [0.1, 1.0, 3.0, 10.0, 40.0])
+def test_the_step_of_a_model_on_disk(forward: float) -> None:
+    """T_step = max over k (…) + max(compute, weight reads) of the backward, to within a unit at each end of a pass."""
+    n, pages, rate = 12, 4, 2.0 * PAGE
+    rates = Rates(read=rate, written=rate)
+    budgets = Budgets(3 * pages * PAGE, 3 * pages * PAGE)
+    found = simulate(passes(n, forward, 2 * forward), [unit(pages)] * n, [cost(pages)] * n, budgets, rates=rates)
+    update = (6 + 6) * pages * PAGE / rate
+    first = first_pass([update] * n, [forward] * n)
+    reads = found.moved.weights_read / rate
+    expected = first + max(n * 2 * forward, reads)
+    assert found.seconds == pytest.approx(expected, abs=2 * (update + 3 * forward))
+    assert found.seconds >= max(n * 3 * forward, (found.moved.read + found.moved.written) / rate) - update
+
+
+def test_urgent_work_comes_in_between() -> None:
+    clock = Clock()
+    drive, cores, others = clock.server("drive"), clock.server("cores"), clock.server("cores")
+    slow = clock.begin(drive, "write", 0, 4.0, 2)
+    half = clock.begin(cores, "kernel", 0, 1.0)
+    clock.begin(others, "model", 0, 3.0)
+    assert clock.begin(drive, "nothing", 0, 0.0).done
+    assert clock.advance() and half.done and clock.now == 2.0 and not slow.done, (
+        "two on the same cores are half as fast"
+    )
+    urgent = clock.begin(drive, "read", 1, 1.0, 0)
+    assert clock.advance() and urgent.done and clock.now == 3.0
+    while clock.advance():
+        pass
+    assert {span.row: (span.start, span.end) for span in clock.spans} == {
+        "kernel": (0.0, 2.0),
+        "read": (2.0, 3.0),
+        "model": (0.0, 4.0),
+        "write": (0.0, 5.0),
+    }
+    assert clock.now == 5.0
+
+
+def test_equal_arguments_give_equal_figures() -> None:
+    chance = random.Random(3)
+    uses = [Use(chance.randrange(6), chance.random()) for _ in range(30)]
+    sizes, costs = [unit(n) for n in (1, 2, 3, 4, 5, 6)], [cost(n) for n in (1, 2, 3, 4, 5, 6)]
+    budgets, rates = Budgets(14 * PAGE, 12 * PAGE), Rates(1e4, 1e4, 1e5, 1e4)
+    assert simulate(uses, sizes, costs, budgets, rates=rates) == simulate(uses, sizes, costs, budgets, rates=rates)
