@@ -235,7 +235,7 @@ MUTANTS = (
         "offload.swapper.pager",
         "            and not entry.in_update\n",
         "",
-        "tests/test_budgets.py",
+        "tests/test_pager.py",
     ),
     Mutant(
         "put what is in use in the middle of the device",

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 import offload
 from offload.engine.gradients import borders
 from offload.engine.layout import lay_out
-from offload.engine.spill import windows
+from offload.engine.spill import Spill, windows
 from offload.errors import EngineFailed, IoError, StoreError
 from offload.swapper import scratch
+from offload.swapper.device import Device
+from offload.swapper.host import Classes, HostArena
 from tests import models
 from tests.faults import LateQueue
 from tests.oracle import Job, Result, assert_same, least_host_memory, run, small_pieces, start, train_step
@@ -149,6 +151,64 @@ def test_a_gradient_that_cannot_be_written_stops_the_engine(tmp_path: Path, monk
     with pytest.raises(EngineFailed, match="spill"):
         engine.step()
     engine.destroy()
+
+
+class Waiting:
+    """A write that is done when somebody waits for it: until then it has not looked at its buffer."""
+
+    def __init__(self, file: bytearray, start: int, buffer: memoryview) -> None:
+        self._act = lambda: file.__setitem__(slice(start, start + len(buffer)), bytes(buffer))
+        self._left = True
+
+    def done(self) -> bool:
+        return not self._left
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._left:
+            self._left = False
+            self._act()
+        return 0
+
+
+class MemoryScratch:
+    """Files of spilled gradients in memory, written as late as can be."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.file = bytearray(nbytes)
+
+    def write(self, key: int, start: int, buffer: memoryview) -> Waiting:
+        return Waiting(self.file, start, buffer)
+
+    def read(self, key: int, start: int, buffer: memoryview) -> Waiting:
+        buffer[:] = self.file[start : start + len(buffer)]
+        done = Waiting(self.file, 0, memoryview(b""))
+        done.wait()
+        return done
+
+    def close(self) -> None: ...
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
+def test_a_window_holds_what_was_added_whoever_writes_it_when(order: list[int]) -> None:
+    """Windows in any order, each added to again and again, while writes end only when they are waited for."""
+    numel, itemsize = 1024, 4
+    arena = HostArena(Classes(0, 0, 3 * numel * itemsize, 0), Device(torch.device("cpu")))
+    leases = [lease for _ in range(3) if (lease := arena.gradients.take(numel * itemsize)) is not None]
+    stretches = {0: tuple(range(start, start + numel) for start in range(0, 6 * numel, numel))}
+    failures: list[BaseException] = []
+    spill = Spill(stretches, torch.float32, leases, MemoryScratch(6 * numel * itemsize), failures.append)  # type: ignore[arg-type]
+    expected = [0.0] * 6
+    for number in order:
+        part = spill.part(0, number * numel, (number + 1) * numel)
+        part.fill_(0.0) if expected[number] == 0.0 else None
+        part.add_(1.0)
+        expected[number] += 1.0
+    spill.flush()
+    found = torch.empty(6 * numel)
+    spill.read(0, 0, 6 * numel, memoryview(found.numpy()).cast("B")).wait()
+    for number in set(order):
+        assert bool((found[number * numel : (number + 1) * numel] == expected[number]).all())
+    assert failures == []
 
 
 @given(

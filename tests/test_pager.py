@@ -1,0 +1,109 @@
+"""The pager alone, over a store in memory: whose lease may be taken, and what a unit that streams looks like."""
+
+from __future__ import annotations
+
+import torch
+
+from offload.sizes import PAGE
+from offload.swapper.arena import DeviceArena
+from offload.swapper.device import Device
+from offload.swapper.host import Classes, HostArena
+from offload.swapper.pager import Pager, UnitSize
+from offload.swapper.policy import Limits
+from offload.swapper.residency import Residency, Tier
+from offload.swapper.trace import Kind, Trace
+
+CPU = Device(torch.device("cpu"))
+
+
+class Done:
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self._nbytes
+
+
+class MemoryStore:
+    """Every byte of unit n is n + 1; `reads` are the units that were read, and from which byte on."""
+
+    def __init__(self, units: int) -> None:
+        self.newest = [0] * units
+        self.reads: list[tuple[int, int]] = []
+
+    def read(self, unit: int, state: object, slot: int, start: int, buffer: memoryview, priority: object) -> Done:
+        self.reads.append((unit, start))
+        buffer[:] = bytes([unit + 1]) * len(buffer)
+        return Done(len(buffer))
+
+
+def pager_of(pages: list[int], weights: int, device: int, trace: list[int] | None = None) -> tuple[Pager, MemoryStore]:
+    store = MemoryStore(len(pages))
+    sizes = [UnitSize(str(n), size * PAGE, Tier.DISK, (range(size * PAGE),)) for n, size in enumerate(pages)]
+    host = HostArena(Classes(0, weights * PAGE, 0, 0), CPU)
+    pager = Pager(sizes, host, DeviceArena(device * PAGE, CPU), CPU, store, Limits())  # type: ignore[arg-type]
+    if trace:
+        pager.trace = Trace.of(trace, Kind.TRAIN)
+    return pager, store
+
+
+def test_the_lease_of_an_update_that_has_begun_stays() -> None:
+    pager, store = pager_of([1, 1, 1], weights=2, device=3)
+    pager.acquire(0)
+    pager.release(0)
+    pager.begin_updates([0])
+    lease = pager.lease_for_update(0)
+    assert lease is not None and pager.holds_weights(0)
+    for unit in (1, 2, 1, 2):
+        assert bool((pager.acquire(unit) == unit + 1).all())
+        pager.release(unit)
+    assert pager._entries[0].lease is lease
+    pager.publish(0, True, False)
+    pager.acquire(0)
+    assert [unit for unit, _ in store.reads].count(0) == 1
+
+
+def test_the_lease_of_an_update_that_has_not_begun_may_go() -> None:
+    """It is only old weights; the update that comes first needs the memory."""
+    pager, _ = pager_of([1, 1, 1], weights=2, device=3, trace=[0, 1, 2, 2, 1, 0])
+    for unit in (1, 2):
+        pager.acquire(unit, ahead=False)
+        pager.release(unit)
+    pager.end_step()
+    pager.trace = Trace.of([0, 1, 2, 2, 1, 0])
+    pager.begin_updates([0, 1, 2])
+    assert pager.lease_for_update(0) is not None
+    assert pager.residency(2) is Residency.DISK, "used last"
+    assert pager.holds_weights(1)
+
+
+def test_a_unit_that_somebody_is_about_to_use_keeps_its_lease() -> None:
+    """Its use has been told to the trace, which looks beyond it already."""
+    pager, _ = pager_of([1, 1, 1], weights=2, device=3)
+    for unit in (0, 1):
+        pager.acquire(unit, ahead=False)
+        pager.release(unit)
+    pager.trace = Trace.of([0, 1, 2, 1, 2, 0])
+    pager.begin_updates([0, 1, 2])
+    for unit in (0, 1):
+        assert pager.lease_for_update(unit) is not None
+        pager.publish(unit, True, False)
+    entry = pager._entries[0]
+    entry.pins += 1  # a thread waits in `acquire`, and has not gone on yet
+    pager.trace.use(0)
+    assert pager.trace.distance(0) > pager.trace.distance(2), "the trace alone would take it"
+    assert pager.lease_for_update(2) is None
+    assert entry.lease is not None
+    entry.pins -= 1
+
+
+def test_a_unit_larger_than_a_lease_comes_in_pieces() -> None:
+    pager, store = pager_of([7, 1], weights=4, device=8)
+    assert pager.streams(0) and not pager.streams(1) and not pager.delivers(0)
+    assert bool((pager.acquire(0) == 1).all())
+    assert store.reads == [(0, start * PAGE) for start in (0, 2, 4, 6)]
+    assert pager.host.weights.space.used_bytes == 0
+    assert bool((pager.acquire(1) == 2).all())
