@@ -154,7 +154,7 @@ def test_a_gradient_that_cannot_be_written_stops_the_engine(tmp_path: Path, monk
 
 
 class Waiting:
-    """A write that is done when somebody waits for it: until then it has not looked at its buffer."""
+    """A write that has not looked at its buffer until somebody waits for it, or till the file is read."""
 
     def __init__(self, file: bytearray, start: int, buffer: memoryview) -> None:
         self._act = lambda: file.__setitem__(slice(start, start + len(buffer)), bytes(buffer))
@@ -175,11 +175,15 @@ class MemoryScratch:
 
     def __init__(self, nbytes: int) -> None:
         self.file = bytearray(nbytes)
+        self.writes: list[Waiting] = []
 
     def write(self, key: int, start: int, buffer: memoryview) -> Waiting:
-        return Waiting(self.file, start, buffer)
+        self.writes.append(Waiting(self.file, start, buffer))
+        return self.writes[-1]
 
     def read(self, key: int, start: int, buffer: memoryview) -> Waiting:
+        for write in self.writes:
+            write.wait()
         buffer[:] = self.file[start : start + len(buffer)]
         done = Waiting(self.file, 0, memoryview(b""))
         done.wait()
