@@ -101,8 +101,9 @@ class OffloadParam(Block):
 
     device: Tier = Field("none", description="home of the weights: none (compute device), cpu, nvme")
     nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
-    max_in_cpu: Elements = Field(
-        0, description="elements of weights on nvme that have room in host memory too; default: what host_memory leaves"
+    max_in_cpu: Elements | None = Field(
+        None,
+        description="elements of weights on nvme that have room in host memory too; default: what host_memory leaves",
     )
     buffer_count: Count | None = Field(None, description="with buffer_size: another way to say max_in_cpu")
     buffer_size: Count | None = Field(None, description="elements; units may be larger than that")

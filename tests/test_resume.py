@@ -125,11 +125,20 @@ def test_a_finished_run_leaves_a_note_and_starts_over(tmp_path: Path) -> None:
     start(models.GPT2, DISK, tmp_path).destroy()
 
 
-def test_a_run_is_not_started_over_from_memory(tmp_path: Path) -> None:
-    """The same run asked for with homes that keep no store: an error, not a second beginning."""
-    start(models.GPT2, DISK, tmp_path).destroy()
+def test_a_run_goes_on_with_homes_that_would_keep_no_store(tmp_path: Path) -> None:
+    """With more memory than it had, say: it keeps the store that it has, and goes on bit for bit."""
+    job = models.GPT2
+    unbroken = run(job, DISK, tmp_path / "unbroken")
+    first = start(job, DISK, tmp_path)
+    losses = [train_step(first, job, step) for step in range(2)]
+    first.destroy()
     with pytest.raises(StoreError, match="keeps no store"):
-        start(models.GPT2, ("cpu", "cpu"), tmp_path, resume="auto")
+        start(job, ("cpu", "cpu"), tmp_path, resume="auto", durability="none")
+    second = start(job, ("cpu", "cpu"), tmp_path, resume="auto")
+    losses += [train_step(second, job, step) for step in range(2, job.steps)]
+    assert second.resumable is not None
+    second.destroy(remove=True)
+    assert losses == unbroken.losses
 
 
 def test_schedules_that_move_the_betas(tmp_path: Path) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import offload
-from offload.errors import BudgetError
+from offload.errors import BudgetError, EngineFailed
 from offload.swapper import shared_queue
-from offload.swapper.host import process_memory
+from offload.swapper.host import Lease, process_memory
 from tests import models
-from tests.oracle import config, run, small_pieces, start, train_step
+from tests.oracle import config, least_host_memory, run, small_pieces, start, train_step
 
 DISK = ("nvme", "nvme")
 JOB = models.GPT2._replace(dtype="bf16", steps=4)
@@ -107,7 +109,7 @@ def test_one_queue_and_counts_for_each(tmp_path: Path) -> None:
 def test_a_budget_that_others_have_used_up_says_so(tmp_path: Path) -> None:
     one = start(JOB, ("cpu", "cpu"), tmp_path, run="one")
     need = one.host_memory
-    with pytest.raises(BudgetError, match=r"less [\d.]+ [KM]iB for other engines, the least that works is"):
+    with pytest.raises(BudgetError, match=r"less [\d.]+ [KM]iB for other engines of this process .destroy.. gives"):
         start(JOB, ("cpu", "cpu"), tmp_path, run="other", host_memory=need, nvme_path=[])
     train_step(one, JOB, 0)
     one.destroy()
@@ -158,3 +160,75 @@ def test_a_forked_child_has_a_budget_of_its_own(tmp_path: Path) -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert process_memory().needed_bytes == one.host_memory
     one.destroy(remove=True)
+
+
+def test_a_small_engine_takes_nothing_where_the_budget_has_room(tmp_path: Path) -> None:
+    """The first keeps its cache, and its states in memory."""
+    budget = enough_for_all(tmp_path)
+    one = start(JOB, DISK, tmp_path, host_memory=2 * budget, run="one")
+    before = one.host_memory
+    other = start(JOB, DISK, tmp_path, host_memory=2 * budget, run="other")
+    assert one.host_memory == before and before + other.host_memory <= 2 * budget
+    for engine in (one, other):
+        engine.destroy(remove=True)
+
+
+def test_what_is_taken_stays_within_the_budget_whoever_comes_and_goes(tmp_path: Path) -> None:
+    budget = 2 * enough_for_all(tmp_path)
+    chance = random.Random(0)
+    engines: list[offload.Engine] = []
+    for number in range(30):
+        if engines and chance.random() < 0.5:
+            engines.pop(chance.randrange(len(engines))).destroy(remove=True)
+        else:
+            try:
+                engines.append(start(JOB, DISK, tmp_path, host_memory=budget, run=f"run{number}"))
+            except BudgetError:
+                assert engines
+        assert sum(engine.host_memory for engine in engines) <= budget
+    for engine in engines:
+        train_step(engine, JOB, 0)
+        engine.destroy(remove=True)
+
+
+def test_ctrl_c_while_a_cache_is_given_stops_its_engine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = enough_for_all(tmp_path)
+    one = start(JOB, DISK, tmp_path, host_memory=budget, run="one")
+    train_step(one, JOB, 0)
+    real = Lease.release
+
+    def release(lease: Lease) -> None:
+        monkeypatch.setattr(Lease, "release", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Lease, "release", release)
+    with pytest.raises(KeyboardInterrupt):
+        start(JOB, DISK, tmp_path, host_memory=budget, run="other")
+    with pytest.raises(EngineFailed):
+        train_step(one, JOB, 1)
+    with pytest.raises(BudgetError, match=r"destroy\(\)"):
+        start(JOB, DISK, tmp_path, host_memory=budget, run="third")
+    one.destroy()
+    last = start(JOB, DISK, tmp_path, host_memory=budget, run="last")
+    train_step(last, JOB, 0)
+    last.destroy(remove=True)
+
+
+def test_two_threads_do_not_start_within_the_same_room(tmp_path: Path) -> None:
+    budget = least_host_memory(JOB, tmp_path) + 1000
+    found: list[object] = []
+
+    def begin(run: str) -> None:
+        try:
+            found.append(start(JOB, DISK, tmp_path, host_memory=budget, run=run))
+        except BudgetError as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=begin, args=(name,)) for name in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    engines = [each for each in found if isinstance(each, offload.Engine)]
+    assert len(engines) == 1 and len(found) == 2
+    engines[0].destroy(remove=True)

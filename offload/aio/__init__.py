@@ -15,7 +15,7 @@ from offload.aio._native import crc32c as _crc32c
 from offload.aio.backend import BACKENDS
 from offload.aio.file import DirectFile
 from offload.aio.measure import Bandwidth, bandwidths
-from offload.aio.memory import aligned_empty, huge_page_share, prefer_node
+from offload.aio.memory import aligned_empty, huge_page_share, prefer_node, release_pages
 from offload.aio.queue import IoFuture, IoQueue, Priority
 from offload.aio.stripes import StripedFile
 
@@ -35,6 +35,7 @@ __all__ = [
     "crc32c",
     "huge_page_share",
     "prefer_node",
+    "release_pages",
 ]
 
 

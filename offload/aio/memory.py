@@ -10,6 +10,8 @@ import platform
 import re
 import weakref
 
+from offload.sizes import PAGE
+
 _HUGE_PAGE = 2 << 20
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """The number of the system call, which has no function in the C library."""
@@ -34,6 +36,17 @@ def aligned_empty(nbytes: int) -> memoryview:
     start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE
     _mappings.add(mapping)
     return memoryview(mapping)[start : start + nbytes]
+
+
+def release_pages(buffer: memoryview) -> None:
+    """Give the whole pages in `buffer`, memory of `aligned_empty`, back to the system; they read as zero then."""
+    mapping = buffer.obj
+    assert isinstance(mapping, mmap.mmap), "memory of aligned_empty"
+    base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    offset = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) - base if buffer else 0
+    start, stop = -(-offset // PAGE) * PAGE, (offset + len(buffer)) // PAGE * PAGE
+    if start < stop:
+        mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
 def prefer_node(buffer: memoryview, node: int) -> bool:

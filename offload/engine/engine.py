@@ -43,6 +43,7 @@ from offload.engine.rounds import Rounds
 from offload.engine.updater import UnitUpdate, Updater
 from offload.engine.weights import Edit, Weights
 from offload.errors import NumericsError, OffloadError, UsageError
+from offload.sizes import format_size
 from offload.swapper.host import HostArena
 from offload.swapper.pager import Counts, Pager
 from offload.swapper.shared_queue import SharedQueue
@@ -390,10 +391,15 @@ class Engine:
     def _give_cache(self) -> None:
         """Another engine of the process starts, and the host budget has no room but in this one's cache."""
         parts = self._parts
-        if not parts.pager.failed:
-            if parts.updater is not None:
-                parts.updater.give_cache()
-            parts.pager.give_cache()
+        parts.pager.check_whole()
+        if parts.pager.failed:
+            return
+        logger.info(
+            "%s of host memory go from one engine of this process to another", format_size(parts.arena.classes.cache)
+        )
+        if parts.updater is not None:
+            parts.updater.finish(commit=False)
+        parts.pager.give_cache(parts.updater.drop_spare if parts.updater is not None else lambda: None)
 
     def _await_updates(self) -> None:
         """Called by autograd's threads too."""

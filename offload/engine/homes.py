@@ -52,7 +52,7 @@ class Wish(NamedTuple):
     device_memory: int | None = None
     states_off_device: float = 1.0
     """The share of the states that leaves the device (`ratio`)."""
-    cached_weights: int = 0
+    cached_weights: int | None = None
     """Weights that have room in HOST beside their home on DISK (`max_in_cpu`, `buffer_count` times `buffer_size`)."""
     small_unit: int = 0
     """Units of at most so many elements stay on the device (`stage3_param_persistence_threshold`)."""
@@ -108,14 +108,18 @@ _DOWN = (State.GRAD, State.EXP_AVG_SQ, State.EXP_AVG, State.RESIDUAL, State.WEIG
 
 
 def ways_down(homes: Homes) -> Iterator[Homes]:
-    """`homes`, then with one partition more on DISK instead of in HOST each time, the last unit's first."""
+    """`homes`, then with one partition more on DISK instead of in HOST each time, the last unit's first.
+
+    Then the same with gradients in HOST: the windows through which they spill may take more than they save.
+    """
     yield homes
-    rows = [dict(row) for row in homes]
-    for state in _DOWN:
-        for row in reversed(rows):
-            if row.get(state) is Tier.HOST:
-                row[state] = Tier.DISK
-                yield tuple(dict(each) for each in rows)
+    for order in (_DOWN, _DOWN[1:]):
+        rows = [dict(row) for row in homes]
+        for state in order:
+            for row in reversed(rows):
+                if row.get(state) is Tier.HOST:
+                    row[state] = Tier.DISK
+                    yield tuple(dict(each) for each in rows)
 
 
 def to_raise(homes: Homes, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from offload.aio import IoQueue
-from offload.config import Config, load_config, resolve_batch
+from offload.config import Batch, Config, load_config, resolve_batch
 from offload.engine.bindings import Bindings
 from offload.engine.engine import Choices, Engine, Parts
 from offload.engine.fill import Filler, make_residents
@@ -115,6 +116,28 @@ def _initialize(
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> Initialized:
     batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
+    with _starting:
+        return _start(
+            loaded, batch, model, device, ranks, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
+        )
+
+
+_starting = threading.RLock()
+"""One engine at a time: what it decides on must still be there when it acts."""
+
+
+def _start(
+    loaded: Config,
+    batch: Batch,
+    model: nn.Module,
+    device: Device,
+    ranks: Ranks | None,
+    optimizer: Any,
+    model_parameters: Any,
+    training_data: Dataset[Any] | None,
+    lr_scheduler: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+) -> Initialized:
     plan = decide(loaded, batch, model, device, ranks)
     chosen = _optimizer(plan, model, optimizer, model_parameters)
     schedule = lr_scheduler(chosen) if _is_factory(lr_scheduler) else lr_scheduler
@@ -302,7 +325,7 @@ def _check_fits(progress: Progress, model: nn.Module, optimizer: Optimizer) -> N
 
 def _fill(plan: Plan, model: nn.Module, queue: SharedQueue | None, store: Store | None, resume: bool) -> Parts:
     """Map the arenas, take the model's weights over, start the worker, install the hooks."""
-    host = HostArena(plan.placement.classes, plan.device, process_memory())
+    host = HostArena(plan.placement.classes, plan.device, process_memory(), plan.config.offload.host_memory)
     try:
         return _fill_from(plan, model, host, queue, store, resume)
     except BaseException:

@@ -184,9 +184,9 @@ def _that_fit(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, asked
 def _too_small(wish: Wish, budget: int, machine: Machine, least: Classes) -> BudgetError:
     advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
     what = (
-        f"{format_size(least.tiles)} for the update pipeline, {format_size(least.weights)} for leases of weights, "
-        f"{format_size(least.gradients + least.staging)} for gradients on their way, {format_size(least.homes)} for "
-        f"gradients and states at home there{advice}"
+        f"{format_size(least.tiles)} for the update pipeline (sub_group_size makes it smaller), "
+        f"{format_size(least.weights)} for leases of weights, {format_size(least.gradients + least.staging)} for "
+        f"gradients on their way, {format_size(least.homes)} for gradients and states at home there{advice}"
     )
     if wish.host_memory is None:
         return BudgetError(
@@ -194,7 +194,12 @@ def _too_small(wish: Wish, budget: int, machine: Machine, least: Classes) -> Bud
             f"{format_size(machine.free_host)} is free, of which at most 80 % may be taken: {what}; move states to "
             f'nvme, or take more by setting "host_memory" in the "offload" block'
         )
-    others = f", less {format_size(machine.other_engines)} for other engines" if machine.other_engines else ""
+    others = ""
+    if machine.other_engines:
+        others = (
+            f", less {format_size(machine.other_engines)} for other engines of this process (destroy() gives back what "
+            f"one has)"
+        )
     need = sum(least) + machine.other_engines
     return BudgetError(
         f'"host_memory" is {format_size(wish.host_memory)} ({wish.host_memory} bytes){others}, the least that works is '
@@ -232,8 +237,8 @@ def _cut(parts: Partitions, wish: Wish, mode: Mode, homes: Homes, need: _Need, b
     tiles = min(most.tiles, (least.tiles + room) // step * step)
     room -= tiles - least.tiles
     cache = _cacheable(parts, homes, weights)
-    if wish.host_memory is None:
-        cache = min(cache, max(wish.cached_weights * mode.weight_dtype.itemsize - weights, 0))
+    if wish.host_memory is None or wish.cached_weights is not None:
+        cache = min(cache, max((wish.cached_weights or 0) * mode.weight_dtype.itemsize - weights, 0))
     return least._replace(tiles=tiles, weights=weights, cache=min(cache, room) // PAGE * PAGE)
 
 
@@ -282,9 +287,9 @@ def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, hom
             fixed + largest,
             "it must hold the states at home there, the largest unit and, with several ranks, twice its gradients",
         )
-        return max(fixed, wish.device_memory // PAGE * PAGE)
-    room = _DEVICE_UNITS * largest
-    room = max(room, min(sum(moving), int(_DEVICE_SHARE * machine.free_device) - fixed))
+        room = max(0, wish.device_memory // PAGE * PAGE - fixed)
+    else:
+        room = max(_DEVICE_UNITS * largest, min(sum(moving), int(_DEVICE_SHARE * machine.free_device) - fixed))
     if wish.live is not None:
         room = min(room, max(largest, align_up(wish.live * mode.weight_dtype.itemsize)))
     return fixed + room

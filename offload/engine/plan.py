@@ -126,11 +126,21 @@ def _wish(config: Config) -> Wish:
         offload.host_memory,
         offload.device_memory,
         optimizer.ratio,
-        max(param.max_in_cpu, (param.buffer_count or 0) * (param.buffer_size or 0)),
+        _cached_weights(config),
         zero.stage3_param_persistence_threshold,
         zero.stage3_max_live_parameters,
         zero.sub_group_size,
     )
+
+
+def _cached_weights(config: Config) -> int | None:
+    """What DeepSpeed's files say of weights in host memory, with its own default for half of a pair."""
+    param = config.zero_optimization.offload_param
+    buffers = None
+    if param.buffer_count is not None or param.buffer_size is not None:
+        buffers = (param.buffer_count or 5) * (param.buffer_size or 10**8)
+    given = [count for count in (param.max_in_cpu, buffers) if count is not None]
+    return max(given) if given else None
 
 
 def compute_device(name: str) -> torch.device:
@@ -241,6 +251,8 @@ def _resume(config: Config, on_disk: bool) -> bool:
         if offload.resume == "must":
             raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
         if offload.resume == "auto" and config.drives and run_status(config.drives, offload.run).exists:
+            if offload.durability == "auto":
+                return True  # with more memory than it had, or other homes: it goes on with its store
             raise StoreError(
                 f"{os.path.join(config.drives[0], offload.run)} holds a run, but this configuration keeps no "
                 f'store: give it the homes that the run had, or set "durability": "step", or choose another run name'

@@ -169,14 +169,15 @@ class Updater:
             finally:
                 self._flushing -= 1
 
-    def give_cache(self) -> None:
-        """Give back the memory of states that lie on DISK as well: from now on they are read from there."""
-        self.finish(commit=False)
-        with self._pager.lock:
-            for key, resident in list(self._residents.items()):
-                if resident.spare is not None:
-                    del self._residents[key]
-                    resident.spare.release()
+    def drop_spare(self) -> None:
+        """Give back the memory of states that lie on DISK as well: from now on they are read from there.
+
+        The pager's lock is held, and no update is under way.
+        """
+        for key, resident in list(self._residents.items()):
+            if resident.spare is not None:
+                del self._residents[key]
+                resident.spare.release()
 
     def close(self) -> None:
         """Finish what is scheduled, or what an error left of it, and join the thread."""

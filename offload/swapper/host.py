@@ -4,8 +4,9 @@
     HostArena    one engine's part of it, cut into classes that do not lend to each other
     Lease        a stretch of one class, for a transfer or for as long as the engine lives
 
-A mapping is made when an engine starts and never grows. An engine that starts beside others takes what their caches of
-weights have, before it maps more. `HostMemory` has a lock of its own; of an arena, the pager's lock guards every call.
+A mapping is made when an engine starts and never grows. Where the budget has no room for an engine that starts beside
+others, their caches of weights give it. `HostMemory` has a lock of its own; of an arena, the pager's lock guards every
+call.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import NamedTuple
 
 import torch
 
-from offload.aio import aligned_empty
-from offload.sizes import align_up
+from offload.aio import aligned_empty, release_pages
+from offload.errors import BudgetError
+from offload.sizes import PAGE, align_up, format_size
 from offload.swapper.device import Device
 from offload.swapper.space import Space
 
@@ -53,6 +55,12 @@ class Mapping:
         self.device = device
         self.space = Space(nbytes)
         self.pinned_bytes = device.register(self.bytes)
+
+    def give(self, start: int, nbytes: int) -> None:
+        """Return a stretch. Where it is not pinned the system has its pages again, so that what is taken counts."""
+        self.space.give(start, nbytes)
+        if not self.pinned_bytes:
+            release_pages(self.memory[start : start + nbytes])
 
 
 class Lease:
@@ -107,17 +115,21 @@ class Region:
 class HostArena:
     """The host memory of one engine. Weights and their cache are one class, the last in its stretch."""
 
-    def __init__(self, classes: Classes, device: Device, memory: HostMemory | None = None) -> None:
+    def __init__(
+        self, classes: Classes, device: Device, memory: HostMemory | None = None, budget: int | None = None
+    ) -> None:
+        """Raises `BudgetError` where all engines of `memory` would have more than `budget`."""
         self.classes = classes
+        self.give_cache: Callable[[], None] | None = None
+        """Empties the class of weights and calls `drop_cache`; called by another engine's thread."""
         self._memory = HostMemory() if memory is None else memory
-        self._mapping, self._start = self._memory._take(self, self._taken_bytes, device)
+        self._mapping, self._start = self._memory._take(self._taken_bytes, device, budget)
         sizes = (classes.tiles, classes.gradients, classes.homes, classes.staging, classes.weights + classes.cache)
         starts = [self._start + sum(sizes[:index]) for index in range(len(sizes))]
         self.tiles, self.gradients, self.homes, self.staging, self.weights = (
             Region(self._mapping, start, nbytes) for start, nbytes in zip(starts, sizes, strict=True)
         )
-        self.give_cache: Callable[[], None] | None = None
-        """Empties the class of weights and calls `drop_cache`; called by another engine's thread."""
+        self._memory._join(self)  # last: what Ctrl-C leaves unfinished is none that others count on
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +152,7 @@ class HostArena:
         self.classes = self.classes._replace(cache=0)
         self.weights = Region(self._mapping, self.weights.start, self.classes.weights)
         if self._taken_bytes < before:
-            self._mapping.space.give(self._start + self._taken_bytes, before - self._taken_bytes)
+            self._mapping.give(self._start + self._taken_bytes, before - self._taken_bytes)
 
     def close(self) -> None:
         """Give all of it back, copies in flight awaited; leases that are out stay mapped until nobody has them."""
@@ -161,21 +173,34 @@ class HostMemory:
         with self._lock:
             return sum(arena.nbytes - arena.classes.cache for arena in self._arenas)
 
-    def _take(self, arena: HostArena, nbytes: int, device: Device) -> tuple[Mapping, int]:
-        """Room for an arena: in what is mapped, else in what caches give back, else newly mapped."""
+    def _take(self, nbytes: int, device: Device, budget: int | None) -> tuple[Mapping, int]:
+        """Room for an arena: in what is mapped and free, else newly mapped. Caches of others give what is needed."""
         with self._lock:
+            for other in sorted(self._arenas, key=lambda arena: -arena.classes.cache):
+                if budget is not None and self._taken_bytes + nbytes > align_up(budget):
+                    if other.classes.cache and other.give_cache is not None:
+                        other.give_cache()
+            if budget is not None and self._taken_bytes + nbytes > align_up(budget) + PAGE * len(self._arenas):
+                raise BudgetError(
+                    f'"host_memory" is {format_size(budget)}, of which engines of this process hold '
+                    f"{format_size(self._taken_bytes)}, and {format_size(nbytes)} are needed; call destroy() on "
+                    f"engines that have failed or are not used any more"
+                )
             found = self._find(nbytes, device)
-            for other in list(self._arenas):
-                if found is None and other.classes.cache >= nbytes and other.give_cache is not None:
-                    other.give_cache()
-                    found = self._find(nbytes, device)
             if found is None:
                 mapping = Mapping(nbytes, device)
                 mapping.space.take(nbytes)
                 self._mappings.append(mapping)
                 found = mapping, 0
-            self._arenas.append(arena)
             return found
+
+    def _join(self, arena: HostArena) -> None:
+        with self._lock:
+            self._arenas.append(arena)
+
+    @property
+    def _taken_bytes(self) -> int:
+        return sum(arena._taken_bytes for arena in self._arenas)
 
     def _find(self, nbytes: int, device: Device) -> tuple[Mapping, int] | None:
         for mapping in self._mappings:
@@ -185,8 +210,9 @@ class HostMemory:
 
     def _give(self, arena: HostArena, mapping: Mapping, start: int, nbytes: int) -> None:
         with self._lock:
-            self._arenas.remove(arena)
-            mapping.space.give(start, nbytes)
+            if arena in self._arenas:
+                self._arenas.remove(arena)
+            mapping.give(start, nbytes)
             if mapping.space.used_bytes == 0:
                 self._mappings.remove(mapping)
                 mapping.device.unregister(mapping.bytes)

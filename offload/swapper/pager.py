@@ -745,9 +745,14 @@ class Pager:
             self._failure = error
         self.notify()
 
-    def give_cache(self) -> None:
-        """Take every lease of weights away, for another engine of the process. No update may be under way."""
+    def give_cache(self, drop_spare: Callable[[], None]) -> None:
+        """Take every lease of weights away, for another engine of the process. No update may be under way.
+
+        `drop_spare` gives back what else lies in their class. Called by the thread that starts the other engine.
+        """
         with self.lock:
+            self._torn = True
+            drop_spare()
             while not self._failure and self.host.weights.space.used_bytes:
                 for entry in self._entries:
                     if entry.residency is Residency.READING:
@@ -755,9 +760,10 @@ class Pager:
                     if self._may_take_lease_of(entry):
                         self._take_lease(entry)
                 if self.host.weights.space.used_bytes:
-                    self.changed.wait()  # a thread that runs the model streams a unit
+                    self._wait("waits for a unit that is streamed")
             if not self._failure:
                 self.host.drop_cache()
+            self._torn = False
 
     def close(self) -> None:
         """Wait for reads in flight and give everything back. The update worker must have ended."""
