@@ -424,10 +424,13 @@ class Store:
         """Compare what is asked of each file system with what is free, before anything is written."""
         short = find_shortage([folder.parent.parent for folder in self.folders], self.spec)
         if short is not None:
+            half = (
+                ', or set "durability": "none" in the "offload" block (one slot instead of two: half the room, no '
+                "resume after a kill)"
+            )
             raise StoreError(
                 f"the swap files need {format_size(short.need)}, {short.path} has {format_size(short.free)} "
-                f'free; free some room, add a drive to nvme_path, or set "durability": "none" in the '
-                f'"offload" block (one slot instead of two: half the room, no resume after a kill)'
+                f"free; free some room, or add a drive to nvme_path{half if self.spec.slots == 2 else ''}"
             )
 
     def _manifest(self) -> dict[str, Any]:
