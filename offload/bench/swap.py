@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -211,29 +211,43 @@ def _drive(plan: Plan) -> Iterator[Callable[[], Rates]]:
             remove(path)
 
 
+class _Moved(NamedTuple):
+    """Bytes read and written so far: what the engine has asked for, and what the kernel has counted."""
+
+    engine: tuple[int, int]
+    kernel: tuple[int, int] | None
+
+
 def _turn(engine: offload.Engine, plan: Plan) -> Turn:
     for _ in range(UNCOUNTED):
-        _step(engine, plan)
+        before = _step(engine, plan)
     seconds: list[float] = []
-    moved, kernel = engine.io_bytes(), _kernel_bytes()
     for _ in range(plan.steps):
         start = time.perf_counter()
-        _step(engine, plan)
+        after = _step(engine, plan)
         seconds.append(time.perf_counter() - start)
-    read, written = (after - before for before, after in zip(moved, engine.io_bytes(), strict=True))
+    read, written = (now - then for then, now in zip(before.engine, after.engine, strict=True))
     counted: list[float | None] = [None, None]
-    if kernel is not None and (now := _kernel_bytes()) is not None:
-        counted = [(after - before) / plan.steps for before, after in zip(kernel, now, strict=True)]
+    if before.kernel is not None and after.kernel is not None:
+        counted = [(now - then) / plan.steps for then, now in zip(before.kernel, after.kernel, strict=True)]
     for parameter in engine.module.parameters():
         with offload.gathered(parameter):
             pass  # waits for the unit's update, so that the next turn has the machine to itself
     return Turn(tuple(seconds), read / plan.steps, written / plan.steps, *counted)
 
 
-def _step(engine: offload.Engine, plan: Plan) -> None:
-    for _ in range(plan.accumulation):
+def _step(engine: offload.Engine, plan: Plan) -> _Moved:
+    """Make a step. The bytes are those at the end of its last backward.
+
+    Every unit was used by then, so all updates of the step before have been asked for, and none of this one's: between
+    two such moments lie the bytes of whole steps, however far the worker is when `step()` returns.
+    """
+    for micro in range(plan.accumulation):
         engine.backward(engine(torch.zeros(1)).sum())
+        if micro == plan.accumulation - 1:
+            moved = _Moved(engine.io_bytes(), _kernel_bytes())
         engine.step()
+    return moved
 
 
 def _kernel_bytes() -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from offload.aio import IoQueue
-from offload.config import Batch, Config, load_config, resolve_batch
+from offload.config import Config, load_config, resolve_batch
 from offload.engine.bindings import Bindings
 from offload.engine.engine import Choices, Engine, Parts
 from offload.engine.fill import Filler, make_residents
@@ -49,6 +49,9 @@ from offload.swapper.store import Commit, Store, StoreSpec
 from offload.swapper.timeline import open_timeline
 
 logger = logging.getLogger("offload")
+
+_starting = threading.RLock()
+"""One engine of a process starts at a time: the memory on which its plan counts must still be free when it acts."""
 
 
 class Initialized(NamedTuple):
@@ -95,9 +98,10 @@ def initialize(
         raise
     ranks = join_ranks(device)
     try:
-        return _initialize(
-            loaded, model, device, ranks, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
-        )
+        with _starting:
+            return _initialize(
+                loaded, model, device, ranks, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
+            )
     except BaseException as error:
         if ranks is not None:
             ranks.close(f"{type(error).__name__}: {error}")  # the others wait for this one
@@ -116,28 +120,6 @@ def _initialize(
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> Initialized:
     batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
-    with _starting:
-        return _start(
-            loaded, batch, model, device, ranks, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
-        )
-
-
-_starting = threading.RLock()
-"""One engine at a time: what it decides on must still be there when it acts."""
-
-
-def _start(
-    loaded: Config,
-    batch: Batch,
-    model: nn.Module,
-    device: Device,
-    ranks: Ranks | None,
-    optimizer: Any,
-    model_parameters: Any,
-    training_data: Dataset[Any] | None,
-    lr_scheduler: Any,
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> Initialized:
     plan = decide(loaded, batch, model, device, ranks)
     chosen = _optimizer(plan, model, optimizer, model_parameters)
     schedule = lr_scheduler(chosen) if _is_factory(lr_scheduler) else lr_scheduler

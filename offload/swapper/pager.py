@@ -220,7 +220,7 @@ class Pager:
             self._device.hold(entry.read)  # of another stream, if there are several: the last read is after all of them
             entry.read = self._device.computed()
             entry.pins -= 1
-            if entry in self._idle() and not keeps(self.trace, unit, self._nbytes, self._limits):
+            if not keeps(self.trace, unit, self._nbytes, self._limits) and entry in self._idle():
                 self._drop(entry)
             self.notify()  # an interrupt in here is seen by the count of pins
 

@@ -154,15 +154,18 @@ class _Loop:
                 self._pager.release(ends.pop(position, ()))
                 yield from self._pager.acquire(use.unit)
                 ends.setdefault(position + use.held, []).append(use.unit)
-                computed = self._machine.compute(use.unit, use.seconds)
-                self._computing = True
-                yield lambda work=computed: work.done  # type: ignore[misc]  # the default binds this one
-                self._computing = False
+                yield from self._compute(use)
                 if position == self._last_use[use.unit]:
                     self._updater.spill(use.unit)
             self._pager.release(unit for units in ends.values() for unit in units)
             yield from self._step()
             self.marks.append(self._figures())
+
+    def _compute(self, use: Use) -> Acting[None]:
+        computed = self._machine.compute(use.unit, use.seconds)
+        self._computing = True
+        yield lambda: computed.done  # also where that is so already: the worker has a turn
+        self._computing = False
 
     def _step(self) -> Acting[None]:
         yield from self._machine.counted("update", self._updater.finish())

@@ -265,10 +265,10 @@ class SimulatedPager:
     def notify(self) -> None:
         self.version += 1
 
-    def change(self) -> Acting[None]:
-        """Wait until something has changed."""
-        seen = self.version
-        yield lambda: self.version != seen
+    def change(self, seen: int | None = None) -> Acting[None]:
+        """Wait until something has changed, since it was at version `seen`."""
+        since = self.version if seen is None else seen
+        yield lambda: self.version != since
 
     # -- the update worker --------------------------------------------------------------------------
 

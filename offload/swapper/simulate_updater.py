@@ -109,7 +109,7 @@ class SimulatedUpdater:
                 self._busy = False
                 self._pager.notify()
             else:
-                yield lambda seen=seen: self._pager.version != seen  # type: ignore[misc]  # the default binds this one
+                yield from self._pager.change(seen)
 
     def _retire(self) -> None:
         """Take back tiles whose writes are done, oldest first."""
