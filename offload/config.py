@@ -269,6 +269,12 @@ class Debug(Block):
     overlap: bool = Field(True, description="run updates while the next forward does")
 
 
+class Every(Block):
+    """How often a step is committed, in place of a word."""
+
+    every: Count = Field(description="steps from one commit to the next: a kill loses those since the last")
+
+
 class OffloadBlock(Block):
     """All keys that DeepSpeed does not have."""
 
@@ -290,9 +296,10 @@ class OffloadBlock(Block):
     device_memory: Size | None = Field(
         None, description="device budget for weights; default: states at home there and three of the largest unit"
     )
-    durability: Literal["auto", "step", "none"] = Field(
+    durability: Literal["auto", "step", "none"] | Every = Field(
         "auto",
-        description="step: every step survives a kill; none: half the disk, no resume; auto: step where it fits",
+        description='step: every step survives a kill; {"every": 10}: every tenth; none: half the disk, no resume; '
+        "auto: step where it fits",
     )
     resume: Literal["never", "auto", "must"] = Field(
         "never", description="whether to go on with the run that the swap files hold"
@@ -309,6 +316,16 @@ class OffloadBlock(Block):
     )
     on_nonfinite: Literal["raise", "skip"] = Field("raise", description="what a gradient norm of inf or NaN does")
     debug: Debug = Field(Debug(), description="see below")
+
+    @property
+    def wants_store(self) -> bool:
+        """Whether a store is asked for, whatever is at home on disk."""
+        return self.durability == "step" or isinstance(self.durability, Every)
+
+    @property
+    def commit_every(self) -> int:
+        """Steps from one commit to the next where there is a store with two slots."""
+        return self.durability.every if isinstance(self.durability, Every) else 1
 
 
 class _NoEffect(NamedTuple):
@@ -386,7 +403,7 @@ class Config(Block):
         """One line for each kind of key that has no effect here."""
         zero, tuning, unsupported = self.zero_optimization, *self._no_effect
         named = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
-        on_disk = "nvme" in (self.weight_tier, self.optimizer_tier) or self.offload.durability == "step"
+        on_disk = "nvme" in (self.weight_tier, self.optimizer_tier) or self.offload.wants_store
         lines = (
             (tuning, f"decided by this library itself, so without effect: {', '.join(sorted(tuning))}"),
             (unsupported, f"not supported and ignored: {', '.join(sorted(unsupported))}"),
@@ -594,19 +611,27 @@ _EXPECTED = {"model_type": "should be a block, as {...}", "tuple_type": "should 
 _ADVICE = {
     "gradient_clipping": "0 switches clipping off",
     "offload.run": "it names a folder: letters, digits, '.', '_' and '-', the first a letter or digit",
-    "offload.durability": '"every" is not supported yet, "step" commits each step',
+    "offload.durability": 'give "auto", "step", "none", or {"every": 10}, which commits every tenth step',
     "optimizer.type": "set one of these, or pass optimizer= to offload.initialize",
 }
 
 
 def _explain(error: pydantic.ValidationError) -> str:
     """The first error in words: the key's dotted path, what was expected, what came, and what to do."""
-    first = error.errors(include_url=False)[0]
-    key, got = ".".join(str(part) for part in first["loc"]), first["input"]
+    errors = error.errors(include_url=False)
+    # Of a field that is a word or a block there is one for each: a block was meant where one came.
+    first = errors[1] if len(errors) > 1 and isinstance(errors[0]["input"], Mapping) else errors[0]
+    key = ".".join(str(part) for part in first["loc"] if not _is_choice(part))
+    got = first["input"]
     expected = re.sub("^(Value error, |Input |String )", "", first["msg"])
     expected = _EXPECTED.get(first["type"], expected)
     advice = next((f"; {words}" for name, words in _ADVICE.items() if key == name or key.startswith(f"{name}.")), "")
     return f"{key} {expected}{'' if repr(got) in expected else f', got {got!r}'}{advice}"
+
+
+def _is_choice(part: object) -> bool:
+    """Whether a part of a location is no key but one of the types that a value may have."""
+    return isinstance(part, str) and (part.startswith("literal[") or part == Every.__name__)
 
 
 # -- documentation ------------------------------------------------------------------------------------
@@ -651,7 +676,8 @@ def document() -> str:
 def _table(model: type[Block]) -> str:
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in model.model_fields.items():
-        default = "" if _inner(model, name) else f"`{json.dumps(field.default)}`"
+        block = isinstance(field.default, Block) or field.is_required()
+        default = "" if block else f"`{json.dumps(field.default)}`"
         rows.append(f"| `{name}` | {default} | {field.description} |")
     return "\n".join(rows) + "\n"
 

@@ -330,7 +330,7 @@ def _check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:
 def _finished(config: Config) -> Finished | None:
     """What to say where `--resume auto` finds nothing to do; `StoreError` for must."""
     drives, run, resume = config.drives, config.offload.run, config.offload.resume
-    has_store = "nvme" in (config.weight_tier, config.optimizer_tier) or config.offload.durability == "step"
+    has_store = "nvme" in (config.weight_tier, config.optimizer_tier) or config.offload.wants_store
     if not (drives and has_store) or resume == "never":
         return None
     status = run_status(drives, run)

@@ -99,8 +99,8 @@ MUTANTS = (
     ),
     Mutant(
         "commit before the data is durable",
-        "offload.swapper.store",
-        "        for file in self._files:\n            file.sync()\n        which",
+        "offload.swapper.store.store",
+        "        self._file.sync()\n        which",
         "        which",
         "tests/test_store.py",
     ),
@@ -162,8 +162,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave the record of a commit that was taken back",
-        "offload.swapper.store",
-        "for later in records[: records.index(record)]:",
+        "offload.swapper.store.store",
+        "for later in found.valid:",
         "for later in ():",
         "tests/test_store.py",
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.aio import DirectFile, IoQueue, StripedFile, _native, aligned_empty, crc32c
+from offload.aio import DirectFile, IoQueue, StripedFile, _native, aligned_empty, crc32c, crc32c_joined, crc32c_of_zeros
 from offload.errors import IoError
 
 
@@ -68,3 +68,14 @@ def test_long_stretches_are_those_of_the_table() -> None:
         for nbytes in (3 * 4096 - 1, 3 * 4096, 3 * 4096 + 1, 6 * 4096 + 9, 99_000):
             view = memoryview(data)[start : start + nbytes]
             assert {_native.crc32c_by(way, view, 5) for way in _native.crc32c_ways()} == {crc32c(view, 5)}
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (0, 5), (5, 0), (4096, 1), (100_003, 70_001)])
+def test_the_sum_of_two_stretches_comes_from_theirs(first: int, second: int) -> None:
+    left, right = os.urandom(first), os.urandom(second)
+    assert crc32c_joined(crc32c(left), crc32c(right), second) == crc32c(left + right)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 1_000_003])
+def test_the_sum_of_zeros_needs_no_zeros(nbytes: int) -> None:
+    assert crc32c_of_zeros(nbytes) == crc32c(bytes(nbytes))

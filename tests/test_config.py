@@ -236,7 +236,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "true for a number": ({"train_batch_size": True}, "train_batch_size should be a number, got True"),
     "a learning rate of inf": ({"optimizer": {"params": {"lr": float("inf")}}}, r"optimizer\.params\.lr.*finite"),
     "a clip of null": ({"gradient_clipping": None}, "gradient_clipping.*0 switches clipping off"),
-    "a durability to come": ({"offload": {"durability": {"every": 5}}}, r'offload\.durability.*"every".*not.*yet'),
+    "a durability that is none": ({"offload": {"durability": "always"}}, r'offload\.durability.*always.*"every": 10'),
+    "no step between commits": (
+        {"offload": {"durability": {"every": 0}}},
+        r"offload\.durability.*every.*greater than 0",
+    ),
+    "a durability misspelt": (
+        {"offload": {"durability": {"evry": 3}}},
+        r'unknown key offload\.durability\.evry.*"every"',
+    ),
     "a size without an end": ({"offload": {"host_memory": "1e400"}}, r"offload\.host_memory"),
     "a seed without an end": ({"offload": {"seed": 1e300}}, r"offload\.seed"),
     "a path that is a number": ({"zero_optimization": {"offload_param": {"nvme_path": 5}}}, "nvme_path.*list.*5"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.aio import DirectFile
+from offload.aio import File
 from offload.errors import EngineFailed, IoError
 from tests import models
 from tests.faults import LateQueue, use_queue
@@ -21,7 +21,7 @@ def failing(operation: str, after: int) -> object:
     seen = 0
     lock = threading.Lock()
 
-    def fails(what: str, file: DirectFile, offset: int) -> bool:
+    def fails(what: str, file: File, offset: int) -> bool:
         nonlocal seen
         with lock:
             seen += what == operation

@@ -109,11 +109,11 @@ def _die_at(epoch: int) -> None:
     """Kill this process when it is about to commit `epoch`: the other rank may have committed it."""
     commit = Store.commit
 
-    def commit_or_die(self: Store, number: int, blob: bytes) -> None:
+    def commit_or_die(self: Store, number: int, contents: Any) -> None:
         if number == epoch:
             time.sleep(0.3)  # the other one commits
             os.kill(os.getpid(), signal.SIGKILL)
-        commit(self, number, blob)
+        commit(self, number, contents)
 
     Store.commit = commit_or_die  # type: ignore[method-assign]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -11,15 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.aio import DirectFile, IoQueue, aligned_empty
-from offload.errors import StoreError
+from offload.errors import IoError, StoreError
 from offload.sizes import PAGE
-from offload.swapper import store as store_module
 from offload.swapper.states import State
-from offload.swapper.store import MAX_UNITS, Commit, Record, Store, StoreSpec, remove_run, run_status
+from offload.swapper.store import Store, StoreSpec, remove_run, run_status
+from offload.swapper.store import store as store_module
+from offload.swapper.store.drives import shares
+from offload.swapper.store.record import MAX_UNITS, Record
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}
 SPEC = StoreSpec((SIZES, SIZES, {State.WEIGHT: 4096}), 2, {"model": "test"})
@@ -43,16 +47,31 @@ def created(folder: Path, queue: IoQueue, spec: StoreSpec = SPEC) -> Store:
     return store
 
 
-def opened(folder: Path, queue: IoQueue, spec: StoreSpec = SPEC) -> tuple[Store, bytes]:
+def opened(folder: Path, queue: IoQueue, spec: StoreSpec = SPEC) -> tuple[Store, str]:
+    """The store at its last commit, and the text that was committed."""
     store = Store([folder], "run", 0, spec, queue)
-    return store, store.open()
+    return store, text_of(store.open())
+
+
+def blob(text: str) -> dict[str, torch.Tensor]:
+    return {"text": torch.tensor(list(text.encode()), dtype=torch.uint8)}
+
+
+def text_of(contents: dict[str, torch.Tensor]) -> str:
+    assert list(contents) == ["text"], "what the store adds is taken out"
+    return bytes(contents["text"].tolist()).decode()
 
 
 def update(store: Store, unit: int, value: int) -> None:
-    """Write a new copy of the unit's weight, as the update worker does."""
+    """Write a new copy of the unit, as the update worker does: here only the weight changes."""
     slot = store.target(unit)
-    store.write(unit, State.WEIGHT, slot, 0, filled(8192, value)).wait()
-    store.newest[unit] = slot
+    first, second = filled(4096, value), filled(4096, value)
+    writes = [
+        (0, store.write(unit, State.WEIGHT, slot, 0, first)),
+        (4096, store.write(unit, State.WEIGHT, slot, 4096, second)),
+    ]
+    moments = store.write(unit, State.EXP_AVG, slot, 0, filled(16384, value))
+    store.wrote(unit, slot, {State.WEIGHT: writes, State.EXP_AVG: [(0, moments)]})
 
 
 def weight(store: Store, unit: int) -> int:
@@ -62,16 +81,16 @@ def weight(store: Store, unit: int) -> int:
     return buffer[0]
 
 
-@given(st.integers(0, 2**60), st.lists(st.integers(0, 1), max_size=300), st.integers(0, 1), st.integers(0, 2**40))
+@given(st.integers(1, 2**60), st.lists(st.integers(0, 1), max_size=300), st.integers(0, 1), st.integers(0, 2**40))
 def test_a_record_comes_back_as_it_went(epoch: int, slots: list[int], blob: int, nbytes: int) -> None:
-    record = Record(epoch, tuple(slots), blob, nbytes, 12345)
+    record = Record(epoch + 3, epoch, tuple(slots), blob, nbytes, 12345, 678)
     page = record.pack()
     assert len(page) == PAGE and Record.unpack(page) == record
 
 
 @given(st.integers(0, PAGE * 8 - 1))
 def test_any_flipped_bit_is_noticed(bit: int) -> None:
-    page = bytearray(Record(7, (0, 1, 1), 1, 100, 5).pack())
+    page = bytearray(Record(9, 7, (0, 1, 1), 1, 100, 5).pack())
     page[bit // 8] ^= 1 << (bit % 8)
     assert Record.unpack(bytes(page)) is None
 
@@ -80,10 +99,10 @@ def test_a_commit_is_what_open_finds(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
     for epoch in range(5):
         update(store, epoch % 2, 10 + epoch)
-        store.commit(epoch, f"blob {epoch}".encode())
+        store.commit(epoch, blob(f"blob {epoch}"))
     store.close()
-    store, blob = opened(tmp_path, queue)
-    assert blob == b"blob 4" and store.durable is not None and store.durable.epoch == 4
+    store, text = opened(tmp_path, queue)
+    assert text == "blob 4" and store.durable is not None and store.durable.epoch == 4
     assert (weight(store, 0), weight(store, 1)) == (14, 13)
     store.close()
 
@@ -91,12 +110,12 @@ def test_a_commit_is_what_open_finds(tmp_path: Path, queue: IoQueue) -> None:
 def test_what_was_not_committed_is_forgotten(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
     update(store, 0, 1)
-    store.commit(1, b"one")
+    store.commit(1, blob("one"))
     for value in (2, 3, 4):  # all to the slot that the record does not name
         update(store, 0, value)
     store.close()
-    store, blob = opened(tmp_path, queue)
-    assert blob == b"one" and weight(store, 0) == 1
+    store, text = opened(tmp_path, queue)
+    assert text == "one" and weight(store, 0) == 1
     store.close()
 
 
@@ -110,12 +129,12 @@ def test_a_torn_record_gives_the_commit_before(tmp_path: Path, queue: IoQueue) -
     store = created(tmp_path, queue)
     for epoch in (1, 2):
         update(store, 0, epoch)
-        store.commit(epoch, f"blob {epoch}".encode() * 100)
+        store.commit(epoch, blob(f"blob {epoch}" * 100))
     which = store.durable.blob
     store.close()
     _damage(tmp_path / "run" / "rank0" / "commit", which * PAGE, 512)
-    store, blob = opened(tmp_path, queue)
-    assert blob == b"blob 1" * 100 and weight(store, 0) == 1
+    store, text = opened(tmp_path, queue)
+    assert text == "blob 1" * 100 and weight(store, 0) == 1
     store.close()
 
 
@@ -124,18 +143,32 @@ def test_a_damaged_blob_is_an_error_and_no_way_back(tmp_path: Path, queue: IoQue
     store = created(tmp_path, queue)
     for epoch in (1, 2):
         update(store, 0, epoch)
-        store.commit(epoch, f"blob {epoch}".encode() * 100)
+        store.commit(epoch, blob(f"blob {epoch}" * 100))
     update(store, 0, 3)
     which = store.durable.blob
     store.close()
     _damage(tmp_path / "run" / "rank0" / f"blob.{which}", 0, 64)
-    with pytest.raises(StoreError, match=r"blob\.[01] is damaged: epoch 2"):
+    with pytest.raises(StoreError, match=r"epoch 1 is not either: weight of unit 0, slot [AB]: 4096 bytes at offset"):
         opened(tmp_path, queue)
+
+
+def test_a_damaged_blob_of_a_store_that_was_closed_gives_the_commit_before(tmp_path: Path, queue: IoQueue) -> None:
+    store = created(tmp_path, queue)
+    for epoch in (1, 2):
+        update(store, 0, epoch)
+        store.commit(epoch, blob(f"blob {epoch}"))
+    which = store.durable.blob
+    store.close()
+    _damage(tmp_path / "run" / "rank0" / f"blob.{which}", 0, 64)
+    store, text = opened(tmp_path, queue)
+    assert text == "blob 1" and weight(store, 0) == 1
+    assert "epoch 1 was checked and is taken" in store.notices[0]
+    store.close()
 
 
 def test_two_torn_records_are_an_error(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
-    store.commit(1, b"one")
+    store.commit(1, blob("one"))
     store.close()
     _damage(tmp_path / "run" / "rank0" / "commit", 0, 2 * PAGE)
     assert run_status([tmp_path], "run").exists, "it is not started over in silence"
@@ -148,41 +181,36 @@ def test_data_is_durable_before_its_record(tmp_path: Path, queue: IoQueue, monke
     store = Store([tmp_path / "a", tmp_path / "b"], "run", 0, SPEC, queue)
     store.create()
     events: list[str] = []
-    sync, write = DirectFile.sync, store_module._write_in_place
+    sync, write = DirectFile.sync, store_module.write_in_place
     monkeypatch.setattr(
         DirectFile, "sync", lambda file: (sync(file), events.append(f"sync {Path(file.path).parts[-4]}"))[0]
     )
     monkeypatch.setattr(
-        store_module, "_write_in_place", lambda path, *args: (write(path, *args), events.append(path.name))[0]
+        store_module, "write_in_place", lambda path, *args: (write(path, *args), events.append(path.name))[0]
     )
-    store.commit(1, b"one")
+    store.commit(1, blob("one"))
     assert events == ["sync a", "sync b", "blob.0", "commit"]
-    store.commit(2, b"two")
+    store.commit(2, blob("two"))
     assert events[4:] == ["sync a", "sync b", "blob.1", "commit"]
     store.close()
 
 
-def test_a_cut_file_and_a_corrupt_manifest_are_errors(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_cut_file_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
-    store.commit(1, b"one")
+    store.commit(1, blob("one"))
     store.close()
     rank = tmp_path / "run" / "rank0"
     os.truncate(rank / "states", 4096)
     with pytest.raises(StoreError, match="cut short"):
         opened(tmp_path, queue)
-    (rank / "manifest.json").write_text("{")
-    with pytest.raises(StoreError, match=r"manifest\.json"):
-        opened(tmp_path, queue)
 
 
-def test_extents_never_overlap_and_fill_the_drives_evenly() -> None:
-    table = SPEC.extents(2)
-    extents = sorted({extent for row in table for slots in row.values() for extent in slots})
+def test_extents_lie_one_behind_the_other() -> None:
+    extents = sorted({extent for row in SPEC.extents() for slots in row.values() for extent in slots})
+    assert extents[0].offset == 0
     for left, right in itertools.pairwise(extents):
-        assert left.drive != right.drive or left.offset + left.nbytes <= right.offset
+        assert left.offset + left.nbytes == right.offset
     assert sum(extent.nbytes for extent in extents) == SPEC.nbytes == 2 * 2 * (8192 + 16384) + 4096
-    ends = [sum(e.nbytes for e in extents if e.drive == drive) for drive in (0, 1)]
-    assert abs(ends[0] - ends[1]) <= 16384
 
 
 def test_too_many_units_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
@@ -193,7 +221,7 @@ def test_too_many_units_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
 
 def test_files_are_private(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
-    store.commit(1, b"one")
+    store.commit(1, blob("one"))
     rank = tmp_path / "run" / "rank0"
     assert rank.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in rank.iterdir()} == {0o600}
@@ -208,7 +236,7 @@ def test_remove_run_wants_a_run_folder_that_nobody_holds(tmp_path: Path, queue: 
         remove_run(tmp_path / "mine")
     store = Store([tmp_path / "a", tmp_path / "b"], "run", 0, SPEC, queue)
     store.create()
-    store.commit(1, b"one")
+    store.commit(1, blob("one"))
     with pytest.raises(StoreError, match=str(os.getpid())):
         remove_run(tmp_path / "a" / "run")
     store.close()
@@ -219,7 +247,7 @@ def test_remove_run_wants_a_run_folder_that_nobody_holds(tmp_path: Path, queue: 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"drives": 3}', "\x00"])
 def test_a_run_whose_notes_are_broken_can_still_be_removed(damage: str, tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
-    store.commit(1, b"one")
+    store.commit(1, blob("one"))
     store.close()
     (tmp_path / "run" / "rank0" / "manifest.json").write_text(damage)
     remove_run(tmp_path / "run")
@@ -237,7 +265,7 @@ def test_a_broken_note_of_a_finished_run_is_no_obstacle(tmp_path: Path, queue: I
 
 def test_finished_says_the_steps_and_the_date(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
-    store.commit(1, b"one")
+    store.commit(1, blob("one"))
     store.remove({"steps": 12})
     note = json.loads((tmp_path / "run" / "finished.json").read_text())
     assert note["steps"] == 12 and note["date"].endswith("+00:00")
@@ -268,7 +296,7 @@ def test_a_full_disk(tmp_path: Path, queue: IoQueue) -> None:
         store = Store([mount], "run", 0, StoreSpec(({State.WEIGHT: 12 << 20},), 2, {}), queue)
         # One extent: a frozen unit. Take the check's word away, so that the reservation itself must fail.
         (mount / "filler").write_bytes(os.urandom(8 << 20))
-        store._check_room = lambda: None  # type: ignore[method-assign]
+        store._check_room = lambda _: None  # type: ignore[method-assign]
         with pytest.raises(OSError, match="No space left"):
             store.create()
         (mount / "filler").unlink()
@@ -286,17 +314,17 @@ def two_commits(folder: Path, queue: IoQueue) -> None:
     store = created(folder, queue)
     update(store, 0, 10)
     update(store, 1, 10)
-    store.commit(1, b"one")
+    store.commit(1, blob("one"))
     update(store, 0, 20)
-    store.commit(2, b"two")
+    store.commit(2, blob("two"))
     store.close()
 
 
 def test_the_commit_before_can_be_opened_while_nothing_was_written_since(tmp_path: Path, queue: IoQueue) -> None:
     two_commits(tmp_path, queue)
     store = Store([tmp_path], "run", 0, SPEC, queue)
-    assert store.newest_commit() == Commit(2, 0)
-    assert store.open(Commit(1, 0)) == b"one"
+    assert store.newest_serial() == 2
+    assert text_of(store.open(1)) == "one"
     assert [weight(store, unit) for unit in (0, 1)] == [10, 10]
     store.close()
 
@@ -305,30 +333,224 @@ def test_a_commit_that_was_taken_back_never_returns(tmp_path: Path, queue: IoQue
     """Else its slots, half overwritten by another second step, would count again after the next kill."""
     two_commits(tmp_path, queue)
     store = Store([tmp_path], "run", 0, SPEC, queue)
-    store.open(Commit(1, 0))
+    store.open(1)
     update(store, 0, 99)  # a kill now
     store.close()
-    store, blob = opened(tmp_path, queue)
-    assert (blob, weight(store, 0)) == (b"one", 10)
+    store, text = opened(tmp_path, queue)
+    assert (text, weight(store, 0)) == ("one", 10)
     update(store, 0, 21)
-    store.commit(2, b"two again")
+    store.commit(2, blob("two again"))
     store.close()
-    store, blob = opened(tmp_path, queue)
-    assert (blob, weight(store, 0)) == (b"two again", 21)
+    store, text = opened(tmp_path, queue)
+    assert (text, weight(store, 0)) == ("two again", 21)
     store.close()
 
 
 def test_a_commit_that_is_not_there_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
     two_commits(tmp_path, queue)
     store = Store([tmp_path], "run", 0, SPEC, queue)
-    with pytest.raises(StoreError, match="holds epochs 2, 1, but the last that all ranks hold is 0"):
-        store.open(Commit(0, 0))
-    store, blob = opened(tmp_path, queue)
-    assert blob == b"two", "and nothing was taken back"
+    with pytest.raises(StoreError, match="holds commits 2, 1, but the last that all ranks hold is 7"):
+        store.open(7)
+    store, text = opened(tmp_path, queue)
+    assert text == "two", "and nothing was taken back"
     store.close()
 
 
 def test_no_commit_yet(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
-    assert store.newest_commit() is None
+    assert store.newest_serial() is None
+    store.close()
+
+
+# -- the manifest -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"{", b"[]", b"\xff\x00"])
+def test_a_manifest_that_is_lost_comes_back_from_the_commit(
+    damage: bytes | None, tmp_path: Path, queue: IoQueue
+) -> None:
+    store = created(tmp_path, queue)
+    update(store, 1, 5)
+    store.commit(1, blob("one"))
+    store.close()
+    path = tmp_path / "run" / "rank0" / "manifest.json"
+    before = path.read_bytes()
+    path.unlink() if damage is None else path.write_bytes(damage)
+    store, text = opened(tmp_path, queue)
+    assert (text, weight(store, 1)) == ("one", 5)
+    assert "manifest.json" in store.notices[0] and path.read_bytes() == before
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (SPEC._replace(fingerprint={"model": "other"}), r'layout/model is "test" there and "other" here'),
+        (SPEC._replace(fingerprint={"model": "test", "more": 1}), "layout/more is in only one of the two"),
+        (SPEC._replace(slots=1), "slots is 2 there and 1 here"),
+        (
+            SPEC._replace(partitions=(SIZES, {**SIZES, State.EXP_AVG: 4096}, {State.WEIGHT: 4096})),
+            "partitions/1/exp_avg",
+        ),
+        (SPEC._replace(partitions=(SIZES, SIZES)), "another model: it has 3 units, this one 2"),
+    ],
+)
+def test_another_model_is_refused_with_the_difference(
+    spec: StoreSpec, words: str, tmp_path: Path, queue: IoQueue
+) -> None:
+    store = created(tmp_path, queue)
+    store.commit(1, blob("one"))
+    store.close()
+    with pytest.raises(StoreError, match=words):
+        opened(tmp_path, queue, spec)
+    opened(tmp_path, queue)[0].close()
+
+
+def test_a_store_of_another_number_of_ranks_says_what_to_do(tmp_path: Path, queue: IoQueue) -> None:
+    store = created(tmp_path, queue, SPEC._replace(fingerprint={"world_size": 2}))
+    store.commit(1, blob("one"))
+    store.close()
+    with pytest.raises(
+        StoreError, match=r"world_size is 2 there and 1 here; go on with as many ranks.*load_checkpoint"
+    ):
+        opened(tmp_path, queue, SPEC._replace(fingerprint={"world_size": 1}))
+
+
+def test_another_format_is_refused(tmp_path: Path, queue: IoQueue) -> None:
+    store = created(tmp_path, queue)
+    store.commit(1, blob("one"))
+    store.close()
+    path = tmp_path / "run" / "rank0" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    with pytest.raises(StoreError, match=r"is of format 99, this version of offload reads format 2"):
+        remove_run_reads(path)
+
+
+def remove_run_reads(path: Path) -> None:
+    store_module.read_manifest(path)
+
+
+# -- several drives -----------------------------------------------------------------------------------
+
+
+def test_a_store_over_three_drives_comes_back(tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_STRIPE_BYTES", 4096)
+    paths = [tmp_path / name for name in "abc"]
+    store = Store(paths, "run", 0, SPEC, queue)
+    store.create()
+    for value in (1, 2):
+        update(store, 0, value)
+        update(store, 1, 10 + value)
+        store.commit(value, blob(str(value)))
+    store.close()
+    sizes = [(path / "run" / "rank0" / "states").stat().st_size for path in paths]
+    assert sum(sizes) == SPEC.nbytes and min(sizes) > 0
+    store = Store(paths, "run", 0, SPEC, queue)
+    assert text_of(store.open()) == "2" and (weight(store, 0), weight(store, 1)) == (2, 12)
+    store.close()
+    store = Store([paths[0], paths[2], paths[1]], "run", 0, SPEC, queue)
+    with pytest.raises(StoreError, match=r"holds drive 2 of store .* expected drive 1"):
+        store.open()
+    with pytest.raises(StoreError, match="lies on 3 drives"):
+        Store(paths[:2], "run", 0, SPEC, queue).open()
+
+
+GIB = 1 << 30
+
+
+def test_drives_share_by_speed_as_far_as_their_room_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.swapper.store import drives
+
+    def given(free: list[tuple[int, int]], speeds: list[float], need: int) -> list[int]:
+        monkeypatch.setattr(drives, "_free_bytes", lambda _: free)
+        return [round(share) for share in shares(["x"] * len(free), speeds, need)]
+
+    assert given([(1, 9 * GIB), (2, 9 * GIB)], [3e9, 1e9], 4 * GIB) == [3 * GIB, GIB]
+    assert given([(1, GIB), (2, 9 * GIB)], [3e9, 1e9], 4 * GIB) == [GIB, 3 * GIB]
+    assert given([(1, 4 * GIB), (1, 4 * GIB), (2, 4 * GIB)], [1e9, 1e9, 1e9], 8 * GIB) == [2 * GIB, 2 * GIB, 4 * GIB]
+
+
+# -- checksums ----------------------------------------------------------------------------------------
+
+
+def read_in(store: Store, unit: int, state: State, nbytes: int) -> None:
+    """Read the newest slot in pieces of `nbytes`, the last one shorter."""
+    total = SIZES[state]
+    for start in range(0, total, nbytes):
+        store.read(unit, state, store.newest[unit], start, aligned_empty(min(nbytes, total - start))).wait()
+
+
+@pytest.mark.parametrize("piece", [512, 4096, 3000, 6000, 8192, 16384])
+def test_a_flipped_bit_is_noticed_however_it_is_read(piece: int, tmp_path: Path, queue: IoQueue) -> None:
+    store = created(tmp_path, queue)
+    update(store, 0, 7)
+    store.commit(1, blob("one"))
+    read_in(store, 0, State.WEIGHT, piece)
+    slot = store.newest[0]
+    at = store._extents[0][State.WEIGHT][slot].offset + 5000
+    with (tmp_path / "run" / "rank0" / "states").open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([7 ^ 4]))
+    with pytest.raises(IoError, match=r"use weight of unit 0, slot [AB],") as caught:
+        read_in(store, 0, State.WEIGHT, piece)
+    assert caught.value.errno == errno.EBADMSG
+    read_in(store, 0, State.EXP_AVG, piece)
+    read_in(store, 1, State.WEIGHT, piece)
+    store.close()
+
+
+def test_swapped_extents_are_noticed(tmp_path: Path, queue: IoQueue) -> None:
+    store = created(tmp_path, queue)
+    for unit in (0, 1):
+        update(store, unit, 20 + unit)
+    store.commit(1, blob("one"))
+    offsets = [store._extents[unit][State.EXP_AVG][store.newest[unit]].offset for unit in (0, 1)]
+    store.close()
+    path = tmp_path / "run" / "rank0" / "states"
+    data = bytearray(path.read_bytes())
+    left, right = (slice(offset, offset + 16384) for offset in offsets)
+    data[left], data[right] = data[right], data[left]
+    path.write_bytes(data)
+    store, _ = opened(tmp_path, queue)
+    with pytest.raises(IoError, match="use exp_avg of unit 1"):
+        read_in(store, 1, State.EXP_AVG, 4096)
+    store.close()
+
+
+def test_room_that_was_never_written_is_checked_too(tmp_path: Path, queue: IoQueue) -> None:
+    store = created(tmp_path, queue)
+    store.commit(0, blob("zero"))
+    store.close()
+    offset = SPEC.extents()[1][State.EXP_AVG][0].offset
+    _damage(tmp_path / "run" / "rank0" / "states", offset + 100, 8)
+    store, _ = opened(tmp_path, queue)
+    read_in(store, 0, State.EXP_AVG, 4096)
+    with pytest.raises(IoError, match="use exp_avg of unit 1, slot A"):
+        read_in(store, 1, State.EXP_AVG, 6000)
+    store.close()
+
+
+def test_a_stale_slot_is_noticed(tmp_path: Path, queue: IoQueue) -> None:
+    """A drive that says that it has written and has not."""
+    store = created(tmp_path, queue)
+    update(store, 0, 1)
+    store.commit(1, blob("one"))
+    path = tmp_path / "run" / "rank0" / "states"
+    lost = path.read_bytes()
+    update(store, 0, 2)
+    store.commit(2, blob("two"))
+    store.close()
+    path.write_bytes(lost)
+    store, _ = opened(tmp_path, queue)
+    with pytest.raises(IoError, match="use weight of unit 0"):
+        read_in(store, 0, State.WEIGHT, 8192)
+    store.close()
+
+
+def test_without_durability_nothing_is_compared(tmp_path: Path, queue: IoQueue) -> None:
+    """One slot is written in place, and no resume ever reads it."""
+    store = created(tmp_path, queue, SPEC._replace(slots=1))
+    update(store, 0, 3)
+    _damage(tmp_path / "run" / "rank0" / "states", 0, 64)
+    store.read(0, State.WEIGHT, 0, 0, aligned_empty(8192)).wait()
     store.close()

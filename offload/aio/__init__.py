@@ -12,11 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offload.aio._native import crc32c as _crc32c
+from offload.aio._native import crc32c_joined as _crc32c_joined
+from offload.aio._native import crc32c_of_zeros as _crc32c_of_zeros
 from offload.aio.backend import BACKENDS
 from offload.aio.file import DirectFile
 from offload.aio.measure import Bandwidth, bandwidths
 from offload.aio.memory import aligned_empty, huge_page_share, prefer_node, release_pages
-from offload.aio.queue import IoFuture, IoQueue, Priority
+from offload.aio.queue import File, IoFuture, IoQueue, Priority
 from offload.aio.stripes import StripedFile
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ __all__ = [
     "BACKENDS",
     "Bandwidth",
     "DirectFile",
+    "File",
     "IoFuture",
     "IoQueue",
     "Priority",
@@ -33,6 +36,8 @@ __all__ = [
     "aligned_empty",
     "bandwidths",
     "crc32c",
+    "crc32c_joined",
+    "crc32c_of_zeros",
     "huge_page_share",
     "prefer_node",
     "release_pages",
@@ -42,3 +47,13 @@ __all__ = [
 def crc32c(buffer: Buffer, value: int = 0) -> int:
     """CRC-32C of `buffer`, continued from `value`, that of the bytes before it. Releases the GIL."""
     return _crc32c(buffer, value)
+
+
+def crc32c_joined(first: int, second: int, second_nbytes: int) -> int:
+    """CRC-32C of two stretches of bytes, one behind the other, from that of each."""
+    return _crc32c_joined(first, second, second_nbytes)
+
+
+def crc32c_of_zeros(nbytes: int) -> int:
+    """CRC-32C of so many zero bytes."""
+    return _crc32c_of_zeros(nbytes)

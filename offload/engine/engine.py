@@ -124,7 +124,7 @@ class Engine:
         optimizer: Optimizer,
         lr_scheduler: Any,
         choices: Choices,
-        durable: bool,
+        commit_every: int,
         notices: Sequence[str],
     ) -> None:
         self.module = module
@@ -138,7 +138,7 @@ class Engine:
         """Boundaries at which the norm was not finite and nothing was updated."""
         self.micro_steps = 0
         """Micro-batches of all boundaries passed."""
-        self._parts, self._choices, self._durable = parts, choices, durable
+        self._parts, self._choices, self._commit_every = parts, choices, commit_every
         self._pid = os.getpid()
         self._alive = True
         self._closed = False
@@ -568,7 +568,8 @@ class Engine:
         self._enter()
         if parts.updater is not None:
             parts.updater.finish()
-        if self._edited and self._durable and parts.store is not None:
+        durable = parts.store.durable if parts.store is not None else None
+        if durable is not None and parts.store is not None and (self._edited or durable.epoch != self.global_steps):
             parts.store.commit(self.global_steps, self.progress().pack())
             self._edited = False
 
@@ -608,7 +609,7 @@ class Engine:
     def _close_store(self, store: Store, remove: bool, note: Mapping[str, Any] | None) -> None:
         if remove:
             store.remove(note)
-        elif self._durable:
+        elif self._commit_every:
             store.close()
         else:
             store.remove()  # nothing in it was ever committed
@@ -617,7 +618,7 @@ class Engine:
     def resumable(self) -> str | None:
         """The run folder that a later process can resume from, or None."""
         store = self._parts.store
-        return None if store is None or not self._durable else str(store.folders[0].parent)
+        return None if store is None or not self._commit_every else str(store.folders[0].parent)
 
     def at_exit(self) -> None:
         """End the process without a word lost: commit, keep the store, say how to resume."""

@@ -122,7 +122,8 @@ class Filler:
 
     def _put(self, unit: int, flats: Mapping[State, torch.Tensor]) -> None:
         """Copy this rank's share of a unit's weight and residual home; moments are zero already, in new files too."""
-        writes: list[Future] = []
+        writes: dict[State, list[tuple[int, Future]]] = {}
+        copies: list[Future] = []
         trainable, frozen = self._shares[unit]
         for state, flat in flats.items():
             if state not in self._parts.nbytes[unit]:
@@ -135,13 +136,15 @@ class Filler:
                     self._device.copy(home.tensor.view(torch.uint8)[start:end], flat.view(torch.uint8)[first:last])
                 if self._store is not None and self._store.keeps(unit, state) and share:
                     buffer = self._buffers[state][first:last]
-                    writes.append(self._store.write(unit, state, 0, start, buffer))
+                    writes.setdefault(state, []).append((start, self._store.write(unit, state, 0, start, buffer)))
                     if share is frozen and self._store.spec.slots == 2 and trainable:
                         # Updates write the trainable part alone, so what lies behind it must be in both slots.
-                        writes.append(self._store.write(unit, state, 1, start, buffer))
+                        copies.append(self._store.write(unit, state, 1, start, buffer))
                 start = end
-        for write in writes:
+        for write in [*copies, *(write for each in writes.values() for _, write in each)]:
             write.wait()
+        if self._store is not None and writes:
+            self._store.wrote(unit, 0, writes)
 
     def _home(self, unit: int, state: State) -> Resident | None:
         """A partition's memory where its home is above DISK."""

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from offload.aio import IoQueue
 from offload.config import Config, load_config, resolve_batch
 from offload.engine.bindings import Bindings
+from offload.engine.description import about, describe
 from offload.engine.engine import Choices, Engine, Parts
 from offload.engine.fill import Filler, make_residents
 from offload.engine.gradients import Gradients, borders
@@ -45,7 +46,7 @@ from offload.swapper.policy import Limits
 from offload.swapper.scratch import Scratch
 from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.states import State
-from offload.swapper.store import Commit, Store, StoreSpec
+from offload.swapper.store import Store, StoreSpec
 from offload.swapper.timeline import open_timeline
 
 logger = logging.getLogger("offload")
@@ -220,7 +221,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
     try:
         progress: Progress | None = None
         if queue is not None and plan.slots:
-            store = Store(plan.config.drives, plan.config.offload.run, plan.rank, _store_spec(plan), queue)
+            store = Store(plan.config.drives, plan.config.offload.run, plan.rank, _store_spec(plan, model), queue)
             at = _last_commit_of_all(plan, store)
             if at is not None:
                 progress = Progress.unpack(store.open(at))
@@ -251,13 +252,19 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         optimizer,
         lr_scheduler,
         choices,
-        plan.durable,
-        (*plan.notices, *_io_notices(queue), summary(plan), *timeline.notices),
+        plan.commit_every,
+        (
+            *plan.notices,
+            *_io_notices(queue),
+            summary(plan),
+            *(store.notices if store is not None else ()),
+            *timeline.notices,
+        ),
     )
     try:
         if progress is not None:
             engine.restore(progress)
-        elif store is not None and plan.durable:
+        elif store is not None and plan.commit_every:
             # Epoch 0: a kill during the first step resumes from the initial weights.
             store.commit(0, engine.progress().pack())
     except BaseException:
@@ -266,22 +273,22 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
     return engine
 
 
-def _last_commit_of_all(plan: Plan, store: Store) -> Commit | None:
-    """The last commit that every rank holds; None to start over.
+def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
+    """The number of the last commit that every rank holds; None to start over.
 
     A rank may be one commit ahead of another that was killed before its own, and no further (see `Rounds.step`). Where
     some hold none, a kill came while the run was being made: then nobody is beyond its first.
     """
     if not plan.resume:
         return None
-    newest = store.newest_commit()
+    newest = store.newest_serial()
     if plan.ranks is None:
-        return newest or Commit(0, 0)  # what is damaged is for `Store.open` to say
-    everyone = [None if found is None else Commit(*found) for found in plan.ranks.share(newest)]
+        return newest
+    everyone: list[int | None] = plan.ranks.share(newest)
     held = [commit for commit in everyone if commit is not None]
     if len(held) == len(everyone):
         return min(held)
-    if any(commit > Commit(0, 0) for commit in held):
+    if any(commit > 1 for commit in held):
         without = ", ".join(str(rank) for rank, commit in enumerate(everyone) if commit is None)
         raise StoreError(
             f"rank {without} of {len(everyone)} has no commit in {store.folders[0].parent}, others have: the run was "
@@ -352,7 +359,7 @@ def _fill_from(
     updater = None
     if any(plan.parts.trainable_numel):
         updater = Updater(
-            plan.mode, sizes, pager, host, device, store, residents, gradients, placement.tile_numel, plan.durable
+            plan.mode, sizes, pager, host, device, store, residents, gradients, placement.tile_numel, plan.commit_every
         )
     return Parts(
         hooks,
@@ -453,17 +460,10 @@ def _forget_weights(model: nn.Module) -> None:
             parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
-def _store_spec(plan: Plan) -> StoreSpec:
-    fingerprint = {
-        "mode": plan.mode.name,
-        "world_size": plan.world_size,
-        "units": {
-            layout.name: {
-                "numel": layout.numel,
-                "trainable": layout.trainable_stop,
-                "parameters": [[s.name, list(s.shape), s.trainable] for s in layout.segments],
-            }
-            for layout in plan.layouts
-        },
-    }
-    return StoreSpec(plan.placement.stored(plan.parts, plan.slots), plan.slots, fingerprint)
+def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:
+    return StoreSpec(
+        plan.placement.stored(plan.parts, plan.slots),
+        plan.slots,
+        describe(plan.layouts, plan.mode, plan.world_size),
+        about(model),
+    )

@@ -48,7 +48,8 @@ class Plan(NamedTuple):
     """Slots of each partition in the store: 2 durable, 1 written in place, 0 where there is no store."""
     buffer_dtype: torch.dtype | None
     """Of floating-point buffers; None leaves them as they are."""
-    durable: bool
+    commit_every: int
+    """Steps from one commit to the next; 0 where there is none."""
     resume: bool
     notices: tuple[str, ...]
 
@@ -111,7 +112,7 @@ def decide(config: Config, batch: Batch, model: nn.Module, device: Device, ranks
         placement,
         slots,
         buffer_dtype,
-        slots == 2,
+        config.offload.commit_every if slots == 2 else 0,
         resume,
         (*config.notices, *placement.notices, *notices),
     )
@@ -172,7 +173,7 @@ def _check_same(
         "seed": config.offload.seed,
         "on_nonfinite": config.offload.on_nonfinite,
         "run": config.offload.run,
-        "durability": config.offload.durability,
+        "durability": repr(config.offload.durability),
         "resume": config.offload.resume,
         "units": [layout.name for layout in layouts],
         "parameters": [[s.name, list(s.shape), s.trainable] for layout in layouts for s in layout.segments],
@@ -247,7 +248,7 @@ def _gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtyp
 def _resume(config: Config, on_disk: bool) -> bool:
     """Whether to resume; raises `StoreError` where what lies there and what was asked for do not fit."""
     offload = config.offload
-    if not config.drives or not (on_disk or offload.durability == "step"):
+    if not config.drives or not (on_disk or offload.wants_store):
         if offload.resume == "must":
             raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
         if offload.resume == "auto" and config.drives and run_status(config.drives, offload.run).exists:
@@ -282,14 +283,14 @@ def _slots(
     wish = config.offload.durability
     if wish == "none" or not any(parts.trainable_numel):
         return (1 if on_disk else 0), ()
-    if wish == "step" and not config.drives:
-        raise ConfigError('"durability" is step, but no nvme_path is given; set one in the "offload" block')
-    if wish == "step" or resume:
+    if config.offload.wants_store and not config.drives:
+        raise ConfigError('"durability" asks for a store, but no nvme_path is given; set one in the "offload" block')
+    if config.offload.wants_store or resume:
         return 2, ()
     if not on_disk:
         return 0, ()
     spec = StoreSpec(placement.stored(parts, 2), 2, {})
-    short = find_shortage(config.drives, spec, 1 if ranks is None else ranks.here)
+    short = find_shortage(config.drives, spec.nbytes * (1 if ranks is None else ranks.here))
     if ranks is not None:
         short = next((Shortage(*found) for found in ranks.share(short) if found is not None), None)
     if short is None:
@@ -298,6 +299,12 @@ def _slots(
         f"durability none: two slots need {format_size(short.need)}, {short.path} has {format_size(short.free)} free; "
         f"one slot is written in place, and a killed run cannot be resumed",
     )
+
+
+def _durability(commit_every: int) -> str:
+    if not commit_every:
+        return ""
+    return " (durable each step)" if commit_every == 1 else f" (durable every {commit_every} steps)"
 
 
 def summary(plan: Plan) -> str:
@@ -310,6 +317,6 @@ def summary(plan: Plan) -> str:
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers(State.WEIGHT) or 'nothing'}, states on "
         f"{placement.tiers(*states) or 'nothing'}{', gradients on disk' if placement.spilled else ''}; host "
         f"{format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
-        f"{format_size(stored)}{' (durable each step)' if plan.durable else ''}; gradients clipped at {clip or 'no'} "
+        f"{format_size(stored)}{_durability(plan.commit_every)}; gradients clipped at {clip or 'no'} "
         f"norm"
     )

@@ -1,6 +1,6 @@
 """All of a step that is not weights and moments: counters, random generators, schedule, buffers.
 
-The commit of an epoch stores it as one blob, in the safetensors format, without pickle.
+The commit of an epoch holds it in its blob, a file in the safetensors format, without pickle.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import safetensors.torch
 import torch
 from torch import nn
 
@@ -32,15 +31,17 @@ class Progress(NamedTuple):
     buffers: Mapping[str, torch.Tensor]
     """Persistent buffers of the model, by name, on the CPU."""
 
-    def pack(self) -> bytes:
+    def pack(self) -> dict[str, torch.Tensor]:
+        """What a commit holds: `facts`, `rng.*` and `buffer.*`."""
         tensors = {_RNG + name: state for name, state in self.generators.items()}
         tensors |= {_BUFFER + name: value for name, value in self.buffers.items()}
         tensors[_FACTS] = _as_bytes(json.dumps(self.facts).encode())
-        return safetensors.torch.save(tensors)
+        return tensors
 
     @classmethod
-    def unpack(cls, blob: bytes) -> Progress:
-        tensors = safetensors.torch.load(blob)
+    def unpack(cls, contents: Mapping[str, torch.Tensor]) -> Progress:
+        """What `pack` gave."""
+        tensors = dict(contents)
         facts = json.loads(bytes(tensors.pop(_FACTS).numpy()))
         generators = {name.removeprefix(_RNG): t for name, t in tensors.items() if name.startswith(_RNG)}
         buffers = {name.removeprefix(_BUFFER): t for name, t in tensors.items() if name.startswith(_BUFFER)}

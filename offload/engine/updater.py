@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,6 +74,8 @@ class _Job:
         self.next_start = 0
         self.unwritten_tiles = 0
         self.computed = False
+        self.written: dict[State, list[tuple[int, Future]]] = {}
+        """Start and future of each write that has ended, tile after tile."""
 
 
 class _Tile(NamedTuple):
@@ -84,7 +86,8 @@ class _Tile(NamedTuple):
     pieces: dict[State, _Piece]
     gradient: torch.Tensor | None
     reads: list[Future]
-    writes: list[Future]
+    writes: dict[State, tuple[int, Future]]
+    """Each with the byte of its slot at which it starts."""
 
 
 class Updater:
@@ -101,17 +104,17 @@ class Updater:
         residents: dict[tuple[int, State], Resident],
         gradients: Gradients,
         tile_numel: int,
-        durable: bool,
+        commit_every: int,
     ) -> None:
         self._mode, self._sizes, self._pager, self._device, self._store = mode, sizes, pager, device, store
-        self._residents, self._gradients, self._durable = residents, gradients, durable
+        self._residents, self._gradients, self._commit_every = residents, gradients, commit_every
         self.timeline: Timeline = OFF
         self._queue: deque[UnitUpdate] = deque()
         self._job: _Job | None = None
         self._reading: deque[_Tile] = deque()
         self._writing: deque[_Tile] = deque()
         self._commit_epoch: int | None = None
-        self._blob: bytes | None = None
+        self._blob: Mapping[str, torch.Tensor] | None = None
         self._busy = False
         self._flushing = 0
         self._closing = False
@@ -128,7 +131,7 @@ class Updater:
     def schedule(self, updates: Sequence[UnitUpdate], epoch: int | None) -> None:
         """Enqueue the updates of a step, in the order of their next use. The step before must be finished.
 
-        `epoch` is what the commit will be of; None for edits, which the next step commits.
+        `epoch` is the step, of which every `commit_every`th is committed; None for edits, which the next commit holds.
         """
         self._pager.begin_updates([update.unit for update in updates])
         mine = [update for update in updates if update.segments or update.edits]
@@ -139,12 +142,13 @@ class Updater:
         with self._pager.lock:
             assert not self._queue and self._commit_epoch is None, "one step in flight at most"
             self._queue.extend(mine)
-            self._commit_epoch = epoch if self._durable else None
+            due = epoch is not None and self._commit_every and epoch % self._commit_every == 0
+            self._commit_epoch = epoch if due else None
             self._blob = None
             self._busy = True
             self._pager.notify()
 
-    def deliver_blob(self, blob: bytes) -> None:
+    def deliver_blob(self, blob: Mapping[str, torch.Tensor]) -> None:
         """Give the state blob that the commit of the scheduled step waits for."""
         with self._pager.lock:
             self._blob = blob
@@ -152,7 +156,7 @@ class Updater:
 
     @property
     def wants_blob(self) -> bool:
-        """Whether a scheduled step has no blob yet."""
+        """Whether a scheduled step that will be committed has no blob yet."""
         return self._commit_epoch is not None and self._blob is None
 
     def finish(self, commit: bool = True) -> None:
@@ -277,7 +281,7 @@ class Updater:
             reads += more
         if start == 0:
             self._read_frozen(job, reads)
-        return _Tile(job, start, stop, buffer, pieces, gradient, reads, [])
+        return _Tile(job, start, stop, buffer, pieces, gradient, reads, {})
 
     def _piece(
         self,
@@ -357,7 +361,7 @@ class Updater:
             if piece.away is not None:
                 self._copy(piece.away, piece.work)
             if piece.buffer is not None:
-                tile.writes.append(self._write(tile, piece))
+                tile.writes[piece.state] = self._write(tile, piece)
         self._writing.append(tile)
         if tile.stop == job.update.numel:
             if tile.gradient is not None:
@@ -402,21 +406,22 @@ class Updater:
             residual.mul_(weight.view(torch.int16) == values.view(torch.int16))
             weight.copy_(values)
 
-    def _write(self, tile: _Tile, piece: _Piece) -> Future:
+    def _write(self, tile: _Tile, piece: _Piece) -> tuple[int, Future]:
         assert self._store is not None and piece.buffer is not None
         unit = tile.job.update.unit
         start = tile.start * self._mode.states[piece.state].itemsize
-        return self._store.write(unit, piece.state, self._store.target(unit), start, piece.buffer)
+        return start, self._store.write(unit, piece.state, self._store.target(unit), start, piece.buffer)
 
     def _retire(self, wait: bool) -> None:
         """Take back the buffers of tiles whose writes are done, oldest first; with `wait`, of one at least."""
         while self._writing:
             tile = self._writing[0]
-            if not wait and not all(write.done() for write in tile.writes):
+            if not wait and not all(write.done() for _, write in tile.writes.values()):
                 return
             wait = False
-            for write in tile.writes:
+            for state, (start, write) in tile.writes.items():
                 write.wait()
+                tile.job.written.setdefault(state, []).append((start, write))
             self._writing.popleft()
             self._free.append(tile.buffer)
             tile.job.unwritten_tiles -= 1
@@ -427,7 +432,7 @@ class Updater:
         """The whole update lies in its slot: from now on that is the newest."""
         unit = job.update.unit
         if self._store is not None and any(self._store.keeps(unit, state) for state in self._mode.states):
-            self._store.newest[unit] = self._store.target(unit)
+            self._store.wrote(unit, self._store.target(unit), job.written)
         if not job.delivered:
             self._pager.publish(unit, False, False)
         self._pager.written(unit)
@@ -448,7 +453,7 @@ class Updater:
     def _drain(self) -> None:
         """After an error: wait for every request, so that no buffer is freed under one."""
         for tile in [*self._reading, *self._writing]:
-            for future in [*tile.reads, *tile.writes]:
+            for future in [*tile.reads, *(write for _, write in tile.writes.values())]:
                 try:
                     future.wait()
                 except OSError:

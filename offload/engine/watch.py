@@ -77,9 +77,9 @@ def _watch_store(store: Store, timeline: Timeline, names: Sequence[str]) -> None
 
         return requested
 
-    def committed(commit: Callable[[int, bytes], None], epoch: int, blob: bytes) -> None:
+    def committed(commit: Callable[..., None], epoch: int, contents: Any) -> None:
         with timeline.span(Row.COMMITS, f"commit of step {epoch}"):
-            commit(epoch, blob)
+            commit(epoch, contents)
 
     _in_front(store, "read", requests(Row.READS))
     _in_front(store, "write", requests(Row.WRITES))

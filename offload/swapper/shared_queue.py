@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable
 
-from offload.aio import DirectFile, IoQueue, Priority
+from offload.aio import File, IoQueue, Priority
 from offload.swapper.store import Future
 
 _lock = threading.Lock()
@@ -33,20 +33,32 @@ class SharedQueue:
         """Asked for by this engine so far."""
 
     def read(
-        self, file: DirectFile, offset: int, buffer: memoryview, *, priority: Priority = Priority.NORMAL
+        self,
+        file: File,
+        offset: int,
+        buffer: memoryview,
+        *,
+        priority: Priority = Priority.NORMAL,
+        checksum: bool = False,
     ) -> Future:
         """Fill `buffer` from byte `offset` of `file`."""
         with self._counts:
             self.read_bytes += len(buffer)
-        return self._queue.read(file, offset, buffer, priority=priority)
+        return self._queue.read(file, offset, buffer, priority=priority, checksum=checksum)
 
     def write(
-        self, file: DirectFile, offset: int, buffer: memoryview, *, priority: Priority = Priority.BACKGROUND
+        self,
+        file: File,
+        offset: int,
+        buffer: memoryview,
+        *,
+        priority: Priority = Priority.BACKGROUND,
+        checksum: bool = False,
     ) -> Future:
         """Write `buffer` at byte `offset` of `file`."""
         with self._counts:
             self.written_bytes += len(buffer)
-        return self._queue.write(file, offset, buffer, priority=priority)
+        return self._queue.write(file, offset, buffer, priority=priority, checksum=checksum)
 
     def close(self) -> None:
         """End this engine's use; the last one closes the queue. Idempotent."""

@@ -294,6 +294,10 @@ std::uint32_t crc32c(nb::handle data, std::uint32_t value) {
     return offload::crc32c(value, buffer.data(), buffer.nbytes());
 }
 
+std::uint32_t crc32c_joined(std::uint32_t first, std::uint32_t second, std::size_t second_nbytes) {
+    return offload::crc32c_shifted(first, second_nbytes) ^ second;
+}
+
 std::uint32_t crc32c_by(std::string_view way, nb::handle data, std::uint32_t value) {
     Buffer buffer(data, false);
     return offload::crc32c_by(way, value, buffer.data(), buffer.nbytes());
@@ -322,6 +326,8 @@ NB_MODULE(_native, module) {
         .def("moved_bytes", &PythonQueue::moved_bytes)
         .def("latency", &PythonQueue::latency);
     module.def("crc32c_ways", &offload::crc32c_ways);
+    module.def("crc32c_joined", &crc32c_joined);
+    module.def("crc32c_of_zeros", &offload::crc32c_of_start);
     module.def("crc32c", &crc32c);
     module.def("crc32c_by", &crc32c_by);
     pthread_atfork(nullptr, nullptr, &forget_threads);

@@ -1,0 +1,77 @@
+"""What a store or a checkpoint says of its model: enough to find every parameter in it without the model."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from offload.engine.layout import Segment, UnitLayout
+from offload.swapper.states import Mode
+
+
+def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> dict[str, Any]:
+    """JSON of all that must be equal where a run goes on: mode, ranks, and where each parameter lies in its unit."""
+    return {
+        "mode": mode.name,
+        "world_size": world_size,
+        "units": [
+            {
+                "name": layout.name,
+                "numel": layout.numel,
+                "trainable": layout.trainable_stop,
+                "parameters": [
+                    {"name": s.name, "shape": list(s.shape), "start": s.start, "trainable": s.trainable}
+                    for s in layout.segments
+                ],
+            }
+            for layout in layouts
+        ],
+    }
+
+
+def described_layouts(description: Mapping[str, Any]) -> tuple[UnitLayout, ...]:
+    """The layouts that `describe` was given."""
+    return tuple(
+        UnitLayout(
+            unit["name"],
+            tuple(
+                Segment(each["name"], tuple(each["shape"]), each["start"], _numel(each["shape"]), each["trainable"])
+                for each in unit["parameters"]
+            ),
+            unit["numel"],
+            unit["trainable"],
+        )
+        for unit in description["units"]
+    )
+
+
+def about(model: nn.Module) -> dict[str, Any]:
+    """JSON for people and for `offload export`: what made the store, the model's class, its config, tied names."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("offload")
+        return {"offload": version, **_of_model(model)}
+    return _of_model(model)
+
+
+def _of_model(model: nn.Module) -> dict[str, Any]:
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if other != name:
+            tied[name] = other
+    config: Any = getattr(model, "config", None)
+    as_json = json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else None
+    return {"class": type(model).__name__, "config": as_json, "tied": tied}
+
+
+def _numel(shape: Sequence[int]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel

@@ -1,0 +1,47 @@
+"""The swap store: the files that hold every partition, and that are the checkpoint.
+
+    <drive>/<run>/rank<r>/states        the extents of this rank, striped over its drives
+    <drive>/<run>/rank<r>/manifest.json what lies where
+    <first drive>/<run>/rank<r>/        commit, blob.0, blob.1, lock
+    <first drive>/<run>/finished.json   after a run that ended: steps and date
+
+Each unit has two slots, A and B, for all its states. An update reads the slot of the newest copy and writes the slot
+that the last durable record does not name. A commit makes the data durable, writes a blob with all else that a step is
+made of, the checksums of the data among it, then one of two alternating records:
+
+    writes ► fdatasync of every drive ► blob ► fsync ► record ► fsync
+
+No byte that a durable record names is overwritten before the next record is durable, so a process may be killed at any
+moment. A torn record fails its checksum, and the other one counts. docs/store-format.md is for who reads it without us.
+
+| file | what it is |
+|---|---|
+| `record.py` | the commit record, 4096 bytes |
+| `manifest.py` | what lies where, and whether two stores are of one run |
+| `sums.py` | checksums of stretches, and comparing what is read with them |
+| `drives.py` | how much each drive takes |
+| `folder.py` | locks, private folders, small files that are replaced whole |
+| `store.py` | a rank's store, open |
+| `check.py` | all of a commit, compared |
+| `run.py` | a run's folder from outside |
+"""
+
+from offload.swapper.store.drives import Shortage, find_shortage
+from offload.swapper.store.folder import close_in_children
+from offload.swapper.store.manifest import StoreSpec
+from offload.swapper.store.run import open_rank, rank_folders, remove_run, run_status
+from offload.swapper.store.store import Future, Queue, Store
+
+__all__ = [
+    "Future",
+    "Queue",
+    "Shortage",
+    "Store",
+    "StoreSpec",
+    "close_in_children",
+    "find_shortage",
+    "open_rank",
+    "rank_folders",
+    "remove_run",
+    "run_status",
+]

@@ -1,0 +1,162 @@
+"""The folder of a rank on a drive: private, locked by one process, its small files replaced whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from offload.errors import IoError, StoreError
+
+
+class Lock:
+    """The one process that may touch a rank's folder, by `flock`, so that it dies with the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "lock"
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor: int | None = os.open(self._path, flags, 0o600)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            self.release()
+            raise StoreError(f"{folder} is in use by {holder}; end it, or choose another run name") from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Give it back; idempotent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def holder(folder: Path) -> str | None:
+    """Who holds the rank's folder, as it has written itself down; None where nobody does. Takes nothing."""
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+    finally:
+        os.close(descriptor)
+    return None
+
+
+# -- folders ------------------------------------------------------------------------------------------
+
+
+def make_folders(folders: Sequence[Path]) -> None:
+    """Make the folder of a rank on each drive, mode 0700; raises `StoreError` that says what to do."""
+    for folder in folders:
+        try:
+            _make_folder(folder)
+        except OSError as error:
+            raise StoreError(
+                f"cannot make the swap folder {folder}: {error.strerror}; set nvme_path to a folder "
+                f"on a local drive that you may write"
+            ) from error
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise StoreError(f"the swap folder {folder} is not writable; set nvme_path to one that is")
+
+
+def _make_folder(folder: Path) -> None:
+    while True:
+        folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.parent.mkdir(mode=0o700, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            return
+        except (FileNotFoundError, FileExistsError):
+            if folder.parent.exists() and not folder.parent.is_dir():
+                raise  # else another rank has just removed the empty folder of the run before
+
+
+# -- small files --------------------------------------------------------------------------------------
+
+
+def write_in_place(path: Path, data: bytes, offset: int = 0) -> None:
+    """Write `data` at `offset` of `path`, whatever lies there, and make it durable.
+
+    A tear is found by the checksum that the reader compares.
+    """
+    new = not path.exists()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(descriptor, memoryview(data)[done:], offset + done)
+        os.fsync(descriptor)
+    except OSError as error:
+        raise IoError(str(path), offset, len(data), error.errno or errno.EIO, "write") from error
+    finally:
+        os.close(descriptor)
+    if new:
+        sync_folder(path.parent)
+
+
+def reserve(path: Path, nbytes: int) -> None:
+    """Make room for `nbytes` bytes of `path`, so that a disk that is full later is no obstacle."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        os.fsync(descriptor)
+    except OSError as error:
+        raise IoError(str(path), 0, nbytes, error.errno or errno.EIO, "reserve") from error
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`, whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)
+    write_in_place(temporary, data)
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- forked children ----------------------------------------------------------------------------------
+
+
+class Closable(Protocol):
+    """What has open files that a forked child must not keep."""
+
+    def close_in_child(self) -> None: ...
+
+
+close_in_children: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for each in list(close_in_children):
+        with contextlib.suppress(OSError):
+            each.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,97 @@
+"""A commit record: 4096 bytes that say which slots are the last committed step. Two of them alternate.
+
+A record counts where its checksum is right; of two, the one with the higher serial. A torn one is as if it had never
+been written.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from offload.aio import crc32c
+from offload.sizes import PAGE
+
+FORMAT_VERSION = 2
+"""Of record, manifest and blob together: docs/store-format.md."""
+
+_MAGIC = b"OFFLDREC"
+_HEAD = struct.Struct("<8sIIQQQQII")  # magic, version, which blob, serial, epoch, ns since 1970, blob bytes, crc, units
+_CRC = struct.Struct("<I")
+MAX_UNITS = (PAGE - _HEAD.size - _CRC.size) * 8
+
+
+class Record(NamedTuple):
+    """What one commit record says."""
+
+    serial: int
+    """Counts commits from 1. An epoch may be committed again, where weights were edited after its step."""
+    epoch: int
+    slots: tuple[int, ...]
+    """The newest slot of each unit: 0 or 1."""
+    blob: int
+    """The number of the blob, which is also the page of the commit file that the record lies in: 0 or 1."""
+    blob_nbytes: int
+    blob_crc: int
+    time_ns: int = 0
+    """When it was made, since 1970."""
+
+    def pack(self) -> bytes:
+        """The page."""
+        bitmap = bytearray((len(self.slots) + 7) // 8)
+        for unit, slot in enumerate(self.slots):
+            bitmap[unit // 8] |= slot << (unit % 8)
+        head = _HEAD.pack(
+            _MAGIC,
+            FORMAT_VERSION,
+            self.blob,
+            self.serial,
+            self.epoch,
+            self.time_ns,
+            self.blob_nbytes,
+            self.blob_crc,
+            len(self.slots),
+        )
+        body = (head + bytes(bitmap)).ljust(PAGE - _CRC.size, b"\0")
+        return body + _CRC.pack(crc32c(body))
+
+    @classmethod
+    def unpack(cls, page: bytes) -> Record | None:
+        """The record in `page`, or None where it is torn, empty or of another format."""
+        if len(page) != PAGE:
+            return None
+        body, crc = page[: -_CRC.size], _CRC.unpack(page[-_CRC.size :])[0]
+        magic, version, blob, serial, epoch, time_ns, nbytes, blob_crc, units = _HEAD.unpack_from(body)
+        if magic != _MAGIC or version != FORMAT_VERSION or crc != crc32c(body) or units > MAX_UNITS:
+            return None
+        bitmap = body[_HEAD.size :]
+        slots = tuple(bitmap[unit // 8] >> (unit % 8) & 1 for unit in range(units))
+        return cls(serial, epoch, slots, blob, nbytes, blob_crc, time_ns)
+
+
+class Records(NamedTuple):
+    """The commit file as it was found."""
+
+    valid: tuple[Record, ...]
+    """Newest first."""
+    torn: bool
+    """Whether a page holds something that is no record: a commit that was interrupted, or damage."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether a first commit was begun."""
+        return bool(self.valid) or self.torn
+
+
+def read_records(path: Path) -> Records:
+    """Read a commit file; one that is missing or short holds nothing but what it has."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return Records((), False)
+    pages = [data[start : start + PAGE] for start in (0, PAGE)]
+    found = [Record.unpack(page) for page in pages]
+    valid = sorted((record for record in found if record is not None), key=lambda record: -record.serial)
+    torn = any(record is None and any(page) for record, page in zip(found, pages, strict=True))
+    return Records(tuple(valid), torn)
