@@ -1,4 +1,4 @@
-"""Taking turns, medians, and what every result says about the machine."""
+"""What is measured with: a config, turns, medians, and what every result says about the machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,20 @@ def in_turns(one: Callable[[], object], other: Callable[[], object], rounds: int
 def median_ratio(numerators: list[float], denominators: list[float]) -> float:
     """The median of the ratios of paired measurements."""
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def settings_for(folder: Path, run: str, tier: str, **more: Any) -> dict[str, Any]:
+    """A config: bf16 AdamW on the CPU, weights and states on `tier`, and `more` for the "offload" block."""
+    return {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": tier},
+            "offload_optimizer": {"device": tier},
+        },
+        "offload": {"nvme_path": str(folder), "run": run, "device": "cpu", **more},
+    }
 
 
 def report(name: str, figures: dict[str, Any]) -> None:

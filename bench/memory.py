@@ -19,7 +19,7 @@ import torch
 import transformers
 
 import offload
-from bench.measure import report
+from bench.measure import report, settings_for
 from offload.sizes import GIB, MIB
 
 ALLOWANCE = 512 * MIB
@@ -51,22 +51,8 @@ def _train(send: Any, folder: str, budget: int, times: int, steps: int) -> None:
     parameters = budget * times // _STATE_BYTES
     width = 1024 if parameters < 300e6 else 2048
     layers = max(1, round(parameters / (12 * width**2)))
-    settings = {
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "nvme"},
-            "offload_optimizer": {"device": "nvme"},
-        },
-        "offload": {
-            "nvme_path": folder,
-            "run": "bench-memory",
-            "device": "cpu",
-            "host_memory": budget,
-            "durability": "none" if budget * times > 8 * GIB else "auto",
-        },
-    }
+    durability = "none" if budget * times > 8 * GIB else "auto"
+    settings = settings_for(Path(folder), "bench-memory", "nvme", host_memory=budget, durability=durability)
     with offload.init(settings):
         model = transformers.GPT2LMHeadModel(
             transformers.GPT2Config(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import offload
-from bench.measure import in_turns, median_ratio, report
+from bench.measure import in_turns, median_ratio, report, settings_for
 from offload.presets import build
 
 _STEPS = 4
@@ -69,20 +69,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _engine(given: argparse.Namespace, tier: str) -> offload.Engine:
-    settings: dict[str, Any] = {
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": tier},
-            "offload_optimizer": {"device": tier},
-        },
-        "offload": {"nvme_path": str(given.folder), "run": f"bench-{tier}", "device": "cpu"},
-    }
+    more: dict[str, Any] = {}
     if tier == "nvme":
-        settings["offload"]["debug"] = {"overlap": not given.no_overlap}
+        more["debug"] = {"overlap": not given.no_overlap}
         if given.device_memory:
-            settings["offload"]["device_memory"] = given.device_memory
+            more["device_memory"] = given.device_memory
+    settings = settings_for(given.folder, f"bench-{tier}", tier, **more)
     with offload.init(settings):
         model = build(given.model)
     return offload.initialize(model=model, config=settings)[0]

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import offload
-from bench.measure import report, seconds
+from bench.measure import report, seconds, settings_for
 from offload import kernels
 from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.aio.measure import move, remove
@@ -105,22 +105,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _engine(given: argparse.Namespace, numel: int) -> offload.Engine:
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)).mul_(1e-3).to(torch.bfloat16)
-    settings: dict[str, Any] = {
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "nvme"},
-            "offload_optimizer": {"device": "nvme"},
-        },
-        "offload": {
-            "nvme_path": str(given.folder),
-            "run": "bench-update",
-            "device": "cpu",
-            "host_memory": given.host_memory,
-            "debug": {"overlap": False},
-        },
-    }
+    settings = settings_for(
+        given.folder, "bench-update", "nvme", host_memory=given.host_memory, debug={"overlap": False}
+    )
     model = nn.Sequential(*(_Unit(gradient) for _ in range(given.units)))
     return offload.initialize(model=model, config=settings)[0]
 

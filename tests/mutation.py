@@ -106,8 +106,8 @@ MUTANTS = (
     ),
     Mutant(
         "skip the wait for a read of weights",
-        "offload.swapper.pager",
-        "self.changed.without_lock(transfer.future.wait)",
+        "offload.swapper.leases",
+        "self._table.changed.without_lock(transfer.future.wait)",
         "pass",
         "tests/test_order.py",
     ),
@@ -232,7 +232,7 @@ MUTANTS = (
     ),
     Mutant(
         "take the lease of an update that has begun",
-        "offload.swapper.pager",
+        "offload.swapper.leases",
         "            and not entry.in_update\n",
         "",
         "tests/test_pager.py",

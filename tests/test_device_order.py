@@ -13,7 +13,7 @@ from offload.engine.gradients import Gradients
 from offload.engine.layout import lay_out
 from offload.engine.units import find_units
 from offload.errors import EngineFailed
-from offload.swapper.pager import Pager
+from offload.swapper.leases import Leases
 from tests import models
 from tests.late_device import LateDevice, Ticks, use_device
 from tests.oracle import (
@@ -96,7 +96,7 @@ def write_at_once(self: LateDevice, *given: Any) -> Any:
     return self._give("upload", given[0], given[1], ())
 
 
-def take_lease_at_once(self: Pager, entry: Any) -> None:
+def take_lease_at_once(self: Leases, entry: Any) -> None:
     """Leases are used again while an upload reads them."""
     from offload.swapper.device import DONE
 
@@ -105,7 +105,7 @@ def take_lease_at_once(self: Pager, entry: Any) -> None:
     entry.copied = before
 
 
-REAL_TAKE_LEASE = Pager._take_lease
+REAL_TAKE_LEASE = Leases._take_lease
 
 
 def free_at_once(self: Gradients, *given: Any) -> None:
@@ -122,7 +122,7 @@ FAULTS = {
     "read early": (LateDevice, "hold", hold_nothing),
     "written early": (LateDevice, "upload", write_at_once),
     "changed early": (Gradients, "put", free_at_once),
-    "changed early, a lease": (Pager, "_take_lease", take_lease_at_once),
+    "changed early, a lease": (Leases, "_take_lease", take_lease_at_once),
 }
 
 

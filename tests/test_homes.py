@@ -101,6 +101,17 @@ def test_without_a_disk_nothing_moves_and_the_least_is_said() -> None:
     assert need - 97 * MIB < least < need - 95 * MIB, "with the smallest tiles"
 
 
+@pytest.mark.parametrize("sizes", [[38 * MEGA, *[7 * MEGA] * 12], [250 * MEGA, *[60 * MEGA] * 16], [317 * MEGA] * 40])
+def test_the_least_does_not_grow_with_the_model(sizes: list[int]) -> None:
+    """As the guide says: 161 MiB, and 48 MiB more with a GPU."""
+    for on_cpu, enough in ((True, 161 * MIB), (False, 209 * MIB)):
+        machine = Machine(1 << 50, 0 if on_cpu else GIB, on_cpu, True)
+        found = place(parts_of(sizes), MODE, DISK._replace(host_memory=enough), machine)
+        assert enough - MIB < sum(found.classes) <= enough and len(found.spilled) == len(sizes)
+        with pytest.raises(BudgetError, match="the least that works"):
+            place(parts_of(sizes), MODE, DISK._replace(host_memory=enough - MIB), machine)
+
+
 def test_the_default_budget_is_what_is_needed_at_most_80_percent_of_what_is_free() -> None:
     ample = placed(BLOCKS, HOST)
     assert placed(BLOCKS, HOST, free=sum(ample.classes) * 2).classes == ample.classes

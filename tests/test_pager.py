@@ -7,8 +7,9 @@ import torch
 from offload.sizes import PAGE
 from offload.swapper.arena import DeviceArena
 from offload.swapper.device import Device
+from offload.swapper.entry import UnitSize
 from offload.swapper.host import Classes, HostArena
-from offload.swapper.pager import Pager, UnitSize
+from offload.swapper.pager import Pager
 from offload.swapper.policy import Limits
 from offload.swapper.residency import Residency, Tier
 from offload.swapper.trace import Kind, Trace
@@ -46,7 +47,7 @@ def pager_of(pages: list[int], weights: int, device: int, trace: list[int] | Non
     host = HostArena(Classes(0, weights * PAGE, 0, 0), CPU)
     pager = Pager(sizes, host, DeviceArena(device * PAGE, CPU), CPU, store, Limits())  # type: ignore[arg-type]
     if trace:
-        pager.trace = Trace.of(trace, Kind.TRAIN)
+        pager.table.trace = Trace.of(trace, Kind.TRAIN)
     return pager, store
 
 
@@ -73,7 +74,7 @@ def test_the_lease_of_an_update_that_has_not_begun_may_go() -> None:
         pager.acquire(unit, ahead=False)
         pager.release(unit)
     pager.end_step()
-    pager.trace = Trace.of([0, 1, 2, 2, 1, 0])
+    pager.table.trace = Trace.of([0, 1, 2, 2, 1, 0])
     pager.begin_updates([0, 1, 2])
     assert pager.lease_for_update(0) is not None
     assert pager.residency(2) is Residency.DISK, "used last"
@@ -86,15 +87,15 @@ def test_a_unit_that_somebody_is_about_to_use_keeps_its_lease() -> None:
     for unit in (0, 1):
         pager.acquire(unit, ahead=False)
         pager.release(unit)
-    pager.trace = Trace.of([0, 1, 2, 1, 2, 0])
+    pager.table.trace = Trace.of([0, 1, 2, 1, 2, 0])
     pager.begin_updates([0, 1, 2])
     for unit in (0, 1):
         assert pager.lease_for_update(unit) is not None
         pager.publish(unit, True, False)
     entry = pager._entries[0]
     entry.pins += 1  # a thread waits in `acquire`, and has not gone on yet
-    pager.trace.use(0)
-    assert pager.trace.distance(0) > pager.trace.distance(2), "the trace alone would take it"
+    pager.table.trace.use(0)
+    assert pager.table.trace.distance(0) > pager.table.trace.distance(2), "the trace alone would take it"
     assert pager.lease_for_update(2) is None
     assert entry.lease is not None
     entry.pins -= 1

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.swapper.pager import Pager
+from offload.swapper.leases import Leases
 from offload.swapper.policy import Limits
 from tests import models
 from tests.oracle import Job, assert_same, config, room_for, run, start, train_step
@@ -121,14 +121,14 @@ def test_an_exception_in_the_middle_of_a_forward(tmp_path: Path) -> None:
 def _reads_on_demand(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Units that somebody had to ask the disk for, and wait."""
     found: list[int] = []
-    real = Pager._start_read
+    real = Leases.start_read
 
-    def start_read(pager: Pager, entry: Any, lease: Any, priority: Any) -> None:
+    def start_read(leases: Leases, entry: Any, lease: Any, priority: Any) -> None:
         if priority.name == "URGENT":
             found.append(entry.index)
-        real(pager, entry, lease, priority)
+        real(leases, entry, lease, priority)
 
-    monkeypatch.setattr(Pager, "_start_read", start_read)
+    monkeypatch.setattr(Leases, "start_read", start_read)
     return found
 
 

@@ -24,7 +24,7 @@ from offload.errors import BudgetError
 from offload.sizes import align_up
 from offload.swapper import scratch
 from offload.swapper.clock import Clock
-from offload.swapper.pager import UnitSize
+from offload.swapper.entry import UnitSize
 from offload.swapper.policy import Limits
 from offload.swapper.residency import Tier
 from offload.swapper.simulate import Budgets, Simulation, Use, simulate

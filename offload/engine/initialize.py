@@ -40,8 +40,9 @@ from offload.engine.weights import Weights
 from offload.errors import ConfigError, StoreError
 from offload.swapper.arena import DeviceArena
 from offload.swapper.device import Device, open_device
+from offload.swapper.entry import UnitSize
 from offload.swapper.host import HostArena, process_memory
-from offload.swapper.pager import Pager, UnitSize
+from offload.swapper.pager import Pager
 from offload.swapper.policy import Limits
 from offload.swapper.scratch import Scratch
 from offload.swapper.shared_queue import SharedQueue

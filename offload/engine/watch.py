@@ -1,7 +1,7 @@
 """What a time line shows of an engine, taken at the doors between its parts.
 
 Without a time line none of this runs, and the parts know nothing of it but the waits and kernels that they name
-themselves (`Pager.timeline`, `Updater.timeline`). With one, `watch` puts itself in front of public methods of the
+themselves (`Table.timeline`, `Updater.timeline`). With one, `watch` puts itself in front of public methods of the
 objects that one engine is made of, and beside the hooks of its modules. It only looks: every call goes on as it was.
 """
 
@@ -29,7 +29,7 @@ def watch(parts: Parts, timeline: Timeline, model: nn.Module, sites: dict[str, t
     if timeline is OFF:
         return parts
     names = [layout.name or "the root" for layout in parts.layouts]
-    parts.pager.timeline = timeline
+    parts.pager.table.timeline = timeline
     _watch_memory(parts, timeline)
     _watch_compute(parts, timeline, model, sites, names)
     if parts.updater is not None:
@@ -60,7 +60,7 @@ def _watch_memory(parts: Parts, timeline: Timeline) -> None:
         timeline.count("device memory", pager.arena.used_bytes)
         notify()
 
-    _in_front(pager, "notify", notified)
+    _in_front(pager.table, "notify", notified)
 
 
 def _watch_store(store: Store, timeline: Timeline, names: Sequence[str]) -> None:

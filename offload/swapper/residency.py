@@ -31,7 +31,7 @@ whole. The other states stay at home; an update streams them through tiles and p
          └──────────────────────────────── drop: to WRITING or HOST where the lease is kept ◄┘
 
 A device copy is always clean: only an update writes weights, and only in HOST. So leaving the device
-is a drop and never a copy. `Pager._move` is the one place that assigns a residency; it refuses every
+is a drop and never a copy. `Table.move` is the one place that assigns a residency; it refuses every
 arrow that `ARROWS` does not list.
 """
 
@@ -81,4 +81,4 @@ ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
     (_R.DISK, _R.HOST): "publish",
     **{(state, _R.FAILED): "fail" for state in _R if state is not _R.FAILED},
 }
-"""Every arrow that is allowed, with the pager's function that performs it."""
+"""Every arrow that is allowed, with the function of the pager, or of a part of it, that performs it."""

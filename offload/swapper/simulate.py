@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from offload.swapper.clock import Span
-from offload.swapper.pager import UnitSize
+from offload.swapper.entry import UnitSize
 from offload.swapper.policy import Limits
 from offload.swapper.simulate_machine import Acting, Machine, Moved, Rates, Waited
 from offload.swapper.simulate_pager import SimulatedPager

@@ -1,4 +1,5 @@
-"""The pager on numbers: the same decisions and moves as in `pager`, whose methods have the same names here."""
+"""The pager on numbers: the same decisions and moves as in `pager`, `leases` and `slices`, whose methods
+have the same names here."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from offload.aio import Priority
 from offload.errors import BudgetError
 from offload.sizes import PAGE, align_up, format_size
 from offload.swapper.clock import Work
-from offload.swapper.pager import UnitSize
+from offload.swapper.entry import UnitSize
 from offload.swapper.policy import Block, Floor, Limits, find_place, keeps, next_to_bring, victims
 from offload.swapper.residency import ARROWS, Residency, Tier
 from offload.swapper.simulate_machine import Acting, Machine, until
@@ -49,7 +50,7 @@ class SimulatedPager:
         self.trace = Trace()
         self.version = self.uses = self.hits = self.starved = 0
         self.wanted: list[int] = []
-        self.entries = [Entry(index, size, _start(size)) for index, size in enumerate(sizes)]
+        self.entries = [Entry(index, size, size.start) for index, size in enumerate(sizes)]
         self._limits = limits
 
     # -- the thread that runs the model -------------------------------------------------------------
@@ -313,10 +314,3 @@ class SimulatedPager:
         if entry.residency is Residency.WRITING:
             self._move(entry, Residency.HOST)
         self.notify()
-
-
-def _start(size: UnitSize) -> Residency:
-    """Where the weights are before the first use."""
-    if size.home is Tier.DISK:
-        return Residency.DISK
-    return Residency.DEVICE if size.stays else Residency.HOST

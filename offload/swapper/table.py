@@ -1,0 +1,72 @@
+"""The pager's table: the entries of all units, the order of their uses, and the one lock that guards all of it.
+
+[Note: torn] A Ctrl-C may come between any two lines of the thread that runs the model. While it waits, for a lock, a
+read or an update, all is whole, and the call can be given up; that is where nearly all of its time goes. In between,
+`torn` is set. Where it still is at the next call, `Pager.check_whole` stops the engine, and the last commit is intact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from offload.errors import EngineFailed
+from offload.swapper.entry import Entry, UnitSize
+from offload.swapper.monitor import Monitor
+from offload.swapper.residency import ARROWS, Residency
+from offload.swapper.timeline import OFF, Row, Timeline
+from offload.swapper.trace import Trace
+
+
+class Table:
+    """What all parts of the pager share. The methods are for the thread that holds the lock, but for `check`."""
+
+    def __init__(self, sizes: Sequence[UnitSize]) -> None:
+        self.changed = Monitor()
+        self.version = 0  # counts changes, so that a waiter can tell whether it missed one
+        self.entries = [Entry(index, size, size.start) for index, size in enumerate(sizes)]
+        self.trace = Trace()
+        self.timeline: Timeline = OFF
+        self.failure: BaseException | None = None
+        self.torn = False
+        """Whether the caller's thread is in the middle of a change; see [Note: torn]."""
+
+    def move(self, entry: Entry, to: Residency) -> None:
+        """The one place that assigns a residency."""
+        assert (entry.residency, to) in ARROWS, f"{entry.size.name}: {entry.residency} to {to}"
+        entry.residency = to
+        self.notify()
+
+    def notify(self) -> None:
+        """Tell all waiters of a change."""
+        self.version += 1
+        self.changed.notify_all()
+
+    def wait(self, what: str) -> None:
+        """Wait for a change; `what` is for the time line. What the lock guards is whole meanwhile."""
+        self.torn = False
+        with self.timeline.span(Row.WAITS, what):
+            self.changed.wait()
+        self.torn = True
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What the lock guards is whole in here: for a wait of another kind."""
+        torn, self.torn = self.torn, False
+        yield
+        self.torn = torn
+
+    def fail(self, error: BaseException, entry: Entry | None = None) -> None:
+        """Stop: every waiter and every later `check` raises `EngineFailed` from the first such `error`."""
+        if entry is not None and entry.residency is not Residency.FAILED:
+            self.move(entry, Residency.FAILED)
+        if self.failure is None:
+            self.failure = error
+        self.notify()
+
+    def check(self) -> None:
+        """Raise `EngineFailed`, with its cause, after `fail`."""
+        if self.failure is not None:
+            raise EngineFailed(
+                f"the engine stopped at an earlier error: {self.failure}; the last committed epoch is intact"
+            ) from self.failure
