@@ -620,7 +620,8 @@ def _explain(error: pydantic.ValidationError) -> str:
     """The first error in words: the key's dotted path, what was expected, what came, and what to do."""
     errors = error.errors(include_url=False)
     # Of a field that is a word or a block there is one for each: a block was meant where one came.
-    first = errors[1] if len(errors) > 1 and isinstance(errors[0]["input"], Mapping) else errors[0]
+    several = len(errors) > 1 and _is_choice(errors[0]["loc"][-1]) and isinstance(errors[0]["input"], Mapping)
+    first = errors[1] if several else errors[0]
     key = ".".join(str(part) for part in first["loc"] if not _is_choice(part))
     got = first["input"]
     expected = re.sub("^(Value error, |Input |String )", "", first["msg"])

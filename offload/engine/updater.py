@@ -25,8 +25,9 @@ from offload.engine.gradients import Gradients
 from offload.engine.weights import Edit
 from offload.sizes import align_up
 from offload.swapper.device import Device
+from offload.swapper.entry import UnitSize
 from offload.swapper.host import TILE_BUFFERS, HostArena, Lease
-from offload.swapper.pager import Pager, UnitSize
+from offload.swapper.pager import Pager
 from offload.swapper.residency import Tier
 from offload.swapper.states import Mode, State
 from offload.swapper.store import Future, Store

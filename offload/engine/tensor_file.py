@@ -1,0 +1,193 @@
+"""safetensors files written and read piece by piece, so that neither needs a tensor in memory as a whole.
+
+The format is https://huggingface.co/docs/safetensors: the length of a header, the header in JSON, the bytes of the
+tensors one behind the other. The library writes whole tensors only; what is written here it can read.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.errors import IoError, StoreError
+from offload.sizes import PAGE, align_up
+
+NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float64: "F64",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""How the format calls each dtype."""
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+_LENGTH = struct.Struct("<Q")
+_LONGEST_HEADER = 100_000_000
+"""Bytes, as the library has it."""
+
+
+class Tensor(NamedTuple):
+    """A tensor that a file holds or will hold."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel * self.dtype.itemsize
+
+
+class Place(NamedTuple):
+    """Where the bytes of a tensor lie in its file."""
+
+    tensor: Tensor
+    offset: int
+
+
+def plan(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Place]]:
+    """The head of a file, and where each tensor will lie: in the order given, the first at a multiple of 4096 bytes."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    start = align_up(_LENGTH.size + len(text), PAGE)
+    head = _LENGTH.pack(start - _LENGTH.size) + text.ljust(start - _LENGTH.size)
+    places = {name: Place(tensor, start + header[name]["data_offsets"][0]) for name, tensor in tensors.items()}
+    return head, places
+
+
+def read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
+    """What a file holds, and its metadata. Raises `StoreError` where it is no whole safetensors file."""
+    try:
+        with path.open("rb") as file:
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            if length > _LONGEST_HEADER:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(file.read(length))
+            size = os.fstat(file.fileno()).st_size
+        metadata = header.pop("__metadata__", {})
+        places: dict[str, Place] = {}
+        for name, entry in header.items():
+            tensor = Tensor(DTYPES[entry["dtype"]], tuple(entry["shape"]))
+            start, end = entry["data_offsets"]
+            if end - start != tensor.nbytes or start < 0 or _LENGTH.size + length + end > size:
+                raise ValueError(f"{name} lies at {start} to {end}, in a file of {size} bytes")
+            places[name] = Place(tensor, _LENGTH.size + length + start)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise StoreError(f"{path} is no whole safetensors file: {error}") from error
+    return places, metadata
+
+
+class Writer:
+    """A new file of `tensors`, of which stretches are written in any order; all of them, before `close`.
+
+    The file is made with mode 0600 where `private`, else as the umask has it, and must not exist. `close` makes it
+    durable. Errors are `IoError`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        metadata: Mapping[str, str] | None = None,
+        private: bool = False,
+    ) -> None:
+        head, self.places = plan(tensors, metadata or {})
+        self._path = path
+        self._descriptor = -1
+        self.nbytes = max((p.offset + p.tensor.nbytes for p in self.places.values()), default=len(head))
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._descriptor = os.open(path, flags, 0o600 if private else 0o666)
+            os.posix_fallocate(self._descriptor, 0, self.nbytes)
+        except OSError as error:
+            self._drop()
+            raise IoError(str(path), 0, self.nbytes, error.errno or errno.EIO, "make") from error
+        self._put(0, head)
+
+    def write(self, name: str, start: int, data: memoryview | bytes) -> None:
+        """Write bytes of a tensor, from its byte `start` on."""
+        place = self.places[name]
+        assert 0 <= start <= start + len(data) <= place.tensor.nbytes
+        self._put(place.offset + start, data)
+
+    def write_tensor(self, name: str, value: torch.Tensor) -> None:
+        """Write a whole tensor, which is on the CPU."""
+        flat: Any = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        self.write(name, 0, memoryview(flat))
+
+    @property
+    def descriptor(self) -> int:
+        """Of the open file, for who has the kernel copy into it."""
+        return self._descriptor
+
+    def close(self) -> None:
+        """Make all durable; idempotent."""
+        if self._descriptor < 0:
+            return
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise IoError(str(self._path), 0, 0, error.errno or errno.EIO, "sync") from error
+        finally:
+            self._drop()
+
+    def _put(self, offset: int, data: memoryview | bytes) -> None:
+        done = 0
+        view = memoryview(data)
+        try:
+            while done < len(view):
+                done += os.pwrite(self._descriptor, view[done:], offset + done)
+        except OSError as error:
+            raise IoError(str(self._path), offset, len(view), error.errno or errno.EIO, "write") from error
+
+    def _drop(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._drop()
+
+
+def shard(tensors: Mapping[str, Tensor], most_nbytes: int) -> Sequence[dict[str, Tensor]]:
+    """Cut `tensors`, in their order, into files of at most so many bytes each, or of one tensor that is larger."""
+    shards: list[dict[str, Tensor]] = []
+    room = 0
+    for name, tensor in tensors.items():
+        if not shards or tensor.nbytes > room:
+            shards.append({})
+            room = most_nbytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    return shards
