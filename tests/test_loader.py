@@ -91,6 +91,29 @@ def test_every_rank_goes_on_behind_its_last_batch(trained: int) -> None:
         assert torch.equal(resumed.generator.get_state(), fresh.generator.get_state()), "which seeds workers"
 
 
+def test_workers_are_seeded_anew_for_each_pass() -> None:
+    loader = rank_loader(0)
+    seeds = [iter(loader) and loader.generator.initial_seed() for _ in range(3)]
+    assert len(set(seeds)) == 3
+
+
+def test_generators_are_noted_before_the_next_batch_is_loaded() -> None:
+    """Not at the end of a pass, after which an evaluation may draw before there is a next one."""
+    torch.manual_seed(0)
+    loader = rank_loader(0)
+    for _ in loader:
+        loader.trained()
+        assert loader.before_next is None
+    assert loader.before_next is None
+    torch.rand(1)
+    expected = torch.get_rng_state()
+    batches = iter(loader)
+    next(batches)
+    torch.rand(1)
+    next(batches)
+    assert torch.equal(loader.before_next["torch"], expected)
+
+
 def test_a_step_on_other_data_leaves_the_place() -> None:
     loader = rank_loader(0)
     next(iter(loader))

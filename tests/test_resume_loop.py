@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import multiprocessing
@@ -22,6 +23,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset
 
 import offload
+from offload.engine.plain import from_plain, to_plain
 from offload.errors import ConfigError, UsageError
 
 SAMPLES, MICRO, ACCUMULATION, STEPS = 20, 2, 2, 13
@@ -191,8 +193,8 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     ids=lambda s: f"{s.source} {s.schedule and s.schedule.__name__} {s.registered and s.registered.__name__} {s.draws}",
 )
 def test_broken_off_and_gone_on_is_unbroken(setup: Setup, tmp_path: Path) -> None:
-    """In the middle of a pass, at its end, twice in one, and between the first step and any other."""
-    assert_equal(train(tmp_path / "whole", setup), train(tmp_path / "parts", setup, breaks=(1, 3, 5, 8, 9)))
+    """Before the first step, after it, in the middle of a pass, at its end, and one step later."""
+    assert_equal(train(tmp_path / "whole", setup), train(tmp_path / "parts", setup, breaks=(0, 1, 3, 5, 8, 9)))
 
 
 def _until_killed(folder: Path, log: Path, setup: Setup) -> None:
@@ -410,6 +412,23 @@ def test_other_objects_than_the_run_had_are_errors(tmp_path: Path) -> None:
     script.engine.destroy(remove=True)
 
 
+def test_objects_that_have_not_come_yet_stay_in_the_run(tmp_path: Path) -> None:
+    """A script that looks at a resumed run, changes a weight and ends has not lost the schedule."""
+    script = Script(tmp_path, Setup(registered=step_schedule))
+    for _ in range(3):
+        script.step()
+    rates = script.engine.get_lr()
+    script.end()
+    script = Script(tmp_path)
+    with torch.no_grad():
+        script.engine.module.last.bias.fill_(3.0)
+    script.end()
+    script = Script(tmp_path, Setup(registered=step_schedule))
+    assert script.engine.module.last.bias.item() == 3.0
+    assert script.engine.get_lr() == rates and script.scheduler.last_epoch == 3
+    script.engine.destroy(remove=True)
+
+
 def test_what_cannot_be_registered_is_an_error(tmp_path: Path) -> None:
     script = Script(tmp_path)
     with pytest.raises(UsageError, match=r"got a dict without state_dict and load_state_dict; .*client_state"):
@@ -434,6 +453,28 @@ def test_a_schedule_that_cannot_be_held_is_an_error_at_the_start(tmp_path: Path)
     with pytest.raises(ConfigError, match=r"StepLR\['history'\] is a torch.Tensor; .*engine.client_state"):
         Script(tmp_path, Setup(schedule=schedule))
     assert not (tmp_path / "default").exists() or not list((tmp_path / "default").glob("rank*"))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1, 2.5, None, True, "a", [], {}],
+        {"a": (1, (2,)), 3: {"b": {None: 1.5, True: 2}}},
+        {"\0dict": [1], "x": {"\0tuple": 1}},
+        collections.Counter([3, 3, 5]),
+        float("-inf"),
+    ],
+)
+def test_plain_values_come_back_as_they_were(value: Any) -> None:
+    back = from_plain(json.loads(json.dumps(to_plain(value, "it", "no"))))
+    assert back == value and type(back) is type(value)
+
+
+def test_a_value_that_holds_itself_is_an_error() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(UsageError, match="nested more than 100 deep, perhaps in itself; no"):
+        to_plain(value, "it", "no")
 
 
 # -- learning rates -----------------------------------------------------------------------------------
@@ -468,13 +509,13 @@ def test_what_was_set_by_hand_comes_back_unless_the_config_changed(tmp_path: Pat
 @pytest.mark.parametrize("how", ["schedule", "registered"])
 def test_a_schedule_goes_on_from_its_own_rate(how: str, tmp_path: Path) -> None:
     """Whatever the config says now; the weight decay, which it does not move, is the config's."""
-    script = Script(tmp_path, Setup(**{how: step_schedule}))
-    for _ in range(4):
+    script = Script(tmp_path, Setup(**{how: warm_up}))
+    for _ in range(3):
         script.step()
     rates = script.engine.get_lr()
     script.end()
-    assert rates == [pytest.approx(1e-2 * 0.7**2)]
-    script = Script(tmp_path, _configured(lr=0.5, weight_decay=0.2)._replace(**{how: step_schedule}))
+    assert rates == [pytest.approx(1e-2 * 0.775)]
+    script = Script(tmp_path, _configured(lr=0.5, weight_decay=0.2)._replace(**{how: warm_up}))
     assert script.engine.get_lr() == rates and script.optimizer.param_groups[0]["weight_decay"] == 0.2
     (notice,) = [line for line in script.engine.notices if "other settings" in line]
     assert "learning rates [0.01] is now [0.5] (a schedule goes on from the former)" in notice
