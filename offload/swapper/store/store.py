@@ -36,7 +36,7 @@ from offload.swapper.store.folder import (
     write_in_place,
 )
 from offload.swapper.store.manifest import Manifest, StoreSpec, compare, read_manifest
-from offload.swapper.store.record import MAX_UNITS, Record, read_records
+from offload.swapper.store.record import MAX_UNITS, Record, read_records, was_committed
 from offload.swapper.store.sums import Key, Passages, Slot, Stretch
 
 logger = logging.getLogger("offload")
@@ -103,11 +103,7 @@ class Store:
     def create(self) -> None:
         """Start over: reserve all room and write the manifest. Nothing is durable before `commit`."""
         try:
-            for name in ("commit", "manifest.json", "blob.0", "blob.1"):
-                (self.folders[0] / name).unlink(missing_ok=True)
-            (self.folders[0].parent / "finished.json").unlink(missing_ok=True)
-            for folder in self.folders:
-                (folder / "states").unlink(missing_ok=True)
+            self._forget()
             self._check_room(find_shortage(self._drives, self.spec.nbytes))
             self._manifest = self._new_manifest()
             self._file = self._states(create=True)
@@ -115,7 +111,7 @@ class Store:
             self._file.reserve(self.spec.nbytes)
             write_in_place(self._commit_path, bytes(2 * PAGE))
             self._write_manifests()
-            for folder in self.folders:  # a power cut must not lose the folders themselves
+            for folder in self.folders:  # also where another rank has made the folders
                 sync_folder(folder)
                 sync_folder(folder.parent)
                 sync_folder(folder.parent.parent)
@@ -128,14 +124,25 @@ class Store:
             self._unlink()
             raise
 
+    def _forget(self) -> None:
+        """Delete what an earlier start has left: a record before what it names, and the note of an end after both."""
+        first = self.folders[0]
+        for name in ("commit", "blob.1"):
+            (first / name).unlink(missing_ok=True)
+            sync_folder(first)
+        sync_folder(first.parent)
+        (first.parent / "finished.json").unlink(missing_ok=True)
+        for path in (first / "blob.0", first / "manifest.json", *(folder / "states" for folder in self.folders)):
+            path.unlink(missing_ok=True)
+
     def newest_serial(self) -> int | None:
         """The number of the last commit of what is there that can be opened; None where none was ever made.
 
         Raises `StoreError` where something was committed and cannot be opened.
         """
-        found = read_records(self._commit_path)
-        if not found.begun and not self._lost_record():
+        if not was_committed(self.folders[0]):
             return None
+        found = read_records(self._commit_path)
         return self._newest(found.valid, found.torn).serial
 
     def open(self, at: int | None = None) -> dict[str, torch.Tensor]:
@@ -164,7 +171,7 @@ class Store:
             self.close()
             raise
 
-    def _newest(self, records: Sequence[Record], torn: bool) -> Record:
+    def _newest(self, records: Sequence[Record], torn: Sequence[int]) -> Record:
         """The newest record that can be opened.
 
         Where a page is torn or a blob is damaged, that may be the trace of a commit that a power cut interrupted, and
@@ -202,14 +209,6 @@ class Store:
                 f"either: {damage}; it cannot be resumed, go back to a checkpoint"
             )
         raise self._damaged_blob(records[0])
-
-    def _lost_record(self) -> bool:
-        """Whether a commit must have been made, of which no record is left: the second blob was begun."""
-        try:
-            with (self.folders[0] / "blob.1").open("rb") as file:
-                return any(file.read(8))
-        except OSError:
-            return False
 
     def _damaged_blob(self, record: Record) -> StoreError:
         return StoreError(
@@ -347,10 +346,13 @@ class Store:
 
     def _reserve_blobs(self, nbytes: int) -> None:
         """Room for both blobs, so that a disk that others fill does not end the run."""
-        for path in (self.folders[0] / "blob.0", self.folders[0] / "blob.1"):
-            have = path.stat().st_size if path.exists() else 0
-            if have < nbytes:
+        paths = [self.folders[0] / "blob.0", self.folders[0] / "blob.1"]
+        have = [path.stat().st_size if path.exists() else None for path in paths]
+        for path, size in zip(paths, have, strict=True):
+            if size is None or size < nbytes:
                 reserve(path, nbytes + nbytes // 4)
+        if None in have:
+            sync_folder(self.folders[0])
 
     # -- closing ------------------------------------------------------------------------------------
 
@@ -370,18 +372,11 @@ class Store:
 
     def remove(self, finished: Mapping[str, Any] | None = None) -> None:
         """Delete the files, close, and leave `finished.json` beside where they were."""
+        if finished is not None:  # first: what a kill then leaves of the rest means nothing
+            note = dict(finished, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+            write_durably(self.folders[0].parent / "finished.json", json.dumps(note).encode())
         self._unlink()  # before the lock is given back: another process may start this run again at once
         self.close()
-        if finished is not None:
-            run = self.folders[0].parent
-            note = dict(finished, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
-            while True:
-                try:
-                    run.mkdir(mode=0o700, exist_ok=True)
-                    write_durably(run / "finished.json", json.dumps(note).encode())
-                    return
-                except (FileNotFoundError, FileExistsError):
-                    pass  # another rank, the last to leave, has just removed the empty folder
 
     def _unlink(self) -> None:
         for folder in self.folders:
