@@ -317,10 +317,10 @@ class Store:
                 self._sums[unit, state] = sums.renewed(self._sums[unit, state], new)
         self.newest[unit] = slot
 
-    def check_read(self, unit: int, state: State, slot: int, start: int, nbytes: int, crc: int) -> None:
-        """Raise `IoError` where what was read of the newest slot is not what was written."""
+    def check_read(self, unit: int, state: State, slot: int, written: Slot, start: int, nbytes: int, crc: int) -> None:
+        """Raise `IoError` where what was read of `slot` is not what was `written`."""
         extent = self._extents[unit][state][slot]
-        if not self._passages.right((unit, state), self._sums[unit, state], start, nbytes, crc):
+        if not self._passages.right((unit, state), written, start, nbytes, crc):
             assert self._file is not None
             raise IoError(
                 self._file.path,
@@ -452,7 +452,8 @@ class _Checked:
 
     def __init__(self, store: Store, future: Future, unit: int, state: State, slot: int, start: int) -> None:
         self._store, self._future = store, future
-        self._place = (unit, state, slot, start)
+        # As it was when the read began: who comes late to it may find the unit updated.
+        self._place = (unit, state, slot, store._sums[unit, state], start)
         self._compared = False
 
     def done(self) -> bool:
