@@ -246,9 +246,10 @@ def same_bits(job: Job, folder: Path, placements: Sequence[tuple[str, str]] = PL
 
 
 def processes() -> Any:
-    """Where processes that may be killed come from: from one that has imported what they need, and done nothing else."""
+    """Where processes that may be killed come from: one that has imported what they need, and done nothing else."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "tests.models", "tests.faults", "transformers.models.gpt2.modeling_gpt2"])
+    modules = ["pytest", "tests.models", "tests.faults", "transformers.models.gpt2.modeling_gpt2"]
+    context.set_forkserver_preload(modules)
     return context
 
 
