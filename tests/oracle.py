@@ -245,6 +245,14 @@ def same_bits(job: Job, folder: Path, placements: Sequence[tuple[str, str]] = PL
 # -- kill and resume ----------------------------------------------------------------------------------
 
 
+def processes() -> Any:
+    """Where processes that may be killed come from: one that has imported what they need, and done nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    modules = ["pytest", "tests.models", "tests.faults", "transformers.models.gpt2.modeling_gpt2"]
+    context.set_forkserver_preload(modules)
+    return context
+
+
 def _until_killed(
     job: Job, placement: tuple[str, str], folder: Path, log: Path, late: float, options: dict[str, Any]
 ) -> None:
@@ -277,9 +285,8 @@ def kill_and_resume(
     """
     chance = random.Random(seed)
     log = folder / "steps.jsonl"
-    spawn = multiprocessing.get_context("spawn")
     for attempt in range(kills + 1):
-        process = spawn.Process(target=_until_killed, args=(job, placement, folder, log, late, options))
+        process = processes().Process(target=_until_killed, args=(job, placement, folder, log, late, options))
         seen = log.stat().st_size if log.exists() else 0
         process.start()
         if attempt < kills:

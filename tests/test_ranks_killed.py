@@ -32,11 +32,11 @@ SOON = 30.0
 class Run:
     """Two processes that train `JOB`, from the last step that both hold to the end or a kill."""
 
-    def __init__(self, folder: Path, late: float = 0.0, dies: tuple[int, int] | None = None) -> None:
+    def __init__(self, folder: Path, late: float = 0.0, dies: tuple[int, int] | None = None, **options: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
         self.log, port = folder / "log", free_port()
         self.log.mkdir(parents=True, exist_ok=True)
-        arguments = [(rank, port, JOB, folder, late, dies) for rank in range(2)]
+        arguments = [(rank, port, JOB, folder, late, dies, options) for rank in range(2)]
         self.ranks = [spawn.Process(target=_train, args=each) for each in arguments]
         for process in self.ranks:
             process.start()
@@ -76,7 +76,15 @@ class Run:
         return [json.loads((self.log / f"resumed{rank}").read_text()) for rank in range(2)]
 
 
-def _train(rank: int, port: int, job: Job, folder: Path, late: float, dies: tuple[int, int] | None) -> None:
+def _train(
+    rank: int,
+    port: int,
+    job: Job,
+    folder: Path,
+    late: float,
+    dies: tuple[int, int] | None,
+    options: dict[str, Any],
+) -> None:
     meet(rank, 2, port)
     logging.disable(logging.CRITICAL)
     if late:
@@ -85,7 +93,7 @@ def _train(rank: int, port: int, job: Job, folder: Path, late: float, dies: tupl
         initialize.IoQueue = lambda *_, **__: LateQueue(os.getpid(), late)  # type: ignore[assignment,misc]
     if dies is not None and dies[0] == rank:
         _die_at(dies[1])
-    engine = start(job, DISK, folder, resume="auto")
+    engine = start(job, DISK, folder, resume="auto", **options)
     log = folder / "log"
     (log / f"resumed{rank}").write_text(json.dumps(engine.global_steps))
     try:
@@ -164,4 +172,25 @@ def test_killed_between_the_commits_of_the_ranks(unbroken: Any, tmp_path: Path) 
         assert run.resumed() == [begins, begins]
         if dies is not None:
             assert f"rank {dies[0]} " in run.said(1 - dies[0])
+    check(run, unbroken)
+
+
+def test_killed_within_a_window(unbroken: Any, tmp_path: Path) -> None:
+    """With a commit every fifth step: the steps since the last one are lost on both, and no other."""
+    for victim in (1, 0):
+        run = Run(tmp_path, durability={"every": 5})
+        before = len(run.steps())
+        while len(run.steps()) < before + 8 and run.ranks[0].is_alive():
+            time.sleep(0.005)
+        done = run.steps()[-1][0] + 1
+        run.kill(victim)
+        assert run.end() < SOON
+        assert f"rank {victim} " in run.said(1 - victim)
+        begun = run.resumed()[0]
+        assert run.resumed() == [begun, begun]
+        assert done - begun >= 8
+    run = Run(tmp_path, durability={"every": 5})
+    run.end()
+    last = run.resumed()
+    assert last[0] == last[1] and last[0] % 5 == 0 and done - 5 <= last[0] < JOB.steps
     check(run, unbroken)

@@ -78,10 +78,13 @@ def make_folders(folders: Sequence[Path]) -> None:
 
 def _make_folder(folder: Path) -> None:
     while True:
+        new = [each for each in folder.parents if not each.exists()]
         folder.parent.parent.mkdir(parents=True, exist_ok=True)
         try:
             folder.parent.mkdir(mode=0o700, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
+            for each in new:  # a power cut must not lose the folders themselves
+                sync_folder(each.parent)
             return
         except (FileNotFoundError, FileExistsError):
             if folder.parent.exists() and not folder.parent.is_dir():

@@ -75,13 +75,8 @@ class Records(NamedTuple):
 
     valid: tuple[Record, ...]
     """Newest first."""
-    torn: bool
-    """Whether a page holds something that is no record: a commit that was interrupted, or damage."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether a first commit was begun."""
-        return bool(self.valid) or self.torn
+    torn: tuple[int, ...]
+    """The pages that hold something that is no record: a commit that was interrupted, or damage."""
 
 
 def read_records(path: Path) -> Records:
@@ -89,9 +84,25 @@ def read_records(path: Path) -> Records:
     try:
         data = path.read_bytes()
     except OSError:
-        return Records((), False)
+        return Records((), ())
     pages = [data[start : start + PAGE] for start in (0, PAGE)]
     found = [Record.unpack(page) for page in pages]
     valid = sorted((record for record in found if record is not None), key=lambda record: -record.serial)
-    torn = any(record is None and any(page) for record, page in zip(found, pages, strict=True))
+    torn = tuple(which for which in (0, 1) if found[which] is None and any(pages[which]))
     return Records(tuple(valid), torn)
+
+
+def was_committed(folder: Path) -> bool:
+    """Whether there is, or must have been, a commit in a rank's folder; with none, a start was interrupted at most.
+
+    The second commit begins with blob 1 and ends with page 1, and the first has ended by then. A torn page 0 with
+    neither is the first commit, interrupted: nothing was trained yet.
+    """
+    found = read_records(folder / "commit")
+    if found.valid or 1 in found.torn:
+        return True
+    try:
+        with (folder / "blob.1").open("rb") as file:
+            return any(file.read(8))
+    except OSError:
+        return False

@@ -14,7 +14,7 @@ import torch
 from offload.errors import StoreError
 from offload.swapper.store.folder import Lock
 from offload.swapper.store.manifest import read_manifest
-from offload.swapper.store.record import read_records
+from offload.swapper.store.record import was_committed
 from offload.swapper.store.store import Queue, Store
 
 
@@ -29,11 +29,10 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
     """Look at `run` under the drives `paths` (the first holds manifest and records) without locking it."""
     folder = Path(paths[0]) / run
     finished = folder / "finished.json"
-    # The first blob is written before the first record. With a blob and no valid record something was lost,
-    # which must not be started over in silence: `Store.open` says what.
-    exists = any(read_records(rank / "commit").begun or any(rank.glob("blob.*")) for rank in rank_folders(folder))
-    if exists or not finished.is_file():
-        return RunStatus(exists, None)
+    if not finished.is_file():
+        # Where a commit was made of which no record is left, it must not be started over in silence: `open` says what.
+        return RunStatus(any(was_committed(rank) for rank in rank_folders(folder)), None)
+    # The note is the first thing that a removal does, and a start takes it away: what lies beside it is a remainder.
     try:
         note = json.loads(finished.read_text())
         return RunStatus(False, note if isinstance(note, dict) else {})

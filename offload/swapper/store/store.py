@@ -37,7 +37,7 @@ from offload.swapper.store.folder import (
     write_in_place,
 )
 from offload.swapper.store.manifest import Manifest, StoreSpec, compare, read_manifest
-from offload.swapper.store.record import MAX_UNITS, Record, read_records
+from offload.swapper.store.record import MAX_UNITS, Record, read_records, was_committed
 from offload.swapper.store.sums import Key, Passages, Slot, Stretch
 
 logger = logging.getLogger("offload")
@@ -92,8 +92,8 @@ class Store:
         self._checked = spec.slots == 2
         self._sums: dict[Key, Slot] = {}
         self._passages = Passages()
-        self._unproven: set[Key] = set()
-        """What was neither written by this process nor read as a whole."""
+        self._unproven: dict[Key, set[int]] = {}
+        """Starts of the stretches that this process has neither written nor compared."""
         self._manifest: Manifest | None = None
         self._file: StripedFile | None = None
         self._commit_path = self.folders[0] / "commit"
@@ -106,11 +106,7 @@ class Store:
     def create(self) -> None:
         """Start over: reserve all room and write the manifest. Nothing is durable before `commit`."""
         try:
-            for name in ("commit", "manifest.json", "blob.0", "blob.1"):
-                (self.folders[0] / name).unlink(missing_ok=True)
-            (self.folders[0].parent / "finished.json").unlink(missing_ok=True)
-            for folder in self.folders:
-                (folder / "states").unlink(missing_ok=True)
+            self._forget()
             self._check_room(find_shortage(self._drives, self.spec.nbytes))
             self._manifest = self._new_manifest()
             self._file = self._states(create=True)
@@ -118,7 +114,7 @@ class Store:
             self._file.reserve(self.spec.nbytes)
             write_in_place(self._commit_path, bytes(2 * PAGE))
             self._write_manifests()
-            for folder in self.folders:  # a power cut must not lose the folders themselves
+            for folder in self.folders:  # also where another rank has made the folders
                 sync_folder(folder)
                 sync_folder(folder.parent)
                 sync_folder(folder.parent.parent)
@@ -131,14 +127,25 @@ class Store:
             self._unlink()
             raise
 
+    def _forget(self) -> None:
+        """Delete what an earlier start has left: a record before what it names, and the note of an end after both."""
+        first = self.folders[0]
+        for name in ("commit", "blob.1"):
+            (first / name).unlink(missing_ok=True)
+            sync_folder(first)
+        sync_folder(first.parent)
+        (first.parent / "finished.json").unlink(missing_ok=True)
+        for path in (first / "blob.0", first / "manifest.json", *(folder / "states" for folder in self.folders)):
+            path.unlink(missing_ok=True)
+
     def newest_serial(self) -> int | None:
         """The number of the last commit of what is there that can be opened; None where none was ever made.
 
         Raises `StoreError` where something was committed and cannot be opened.
         """
-        found = read_records(self._commit_path)
-        if not found.begun and not self._lost_record():
+        if not was_committed(self.folders[0]):
             return None
+        found = read_records(self._commit_path)
         return self._newest(found.valid, found.torn).serial
 
     def open(self, at: int | None = None) -> dict[str, torch.Tensor]:
@@ -161,14 +168,14 @@ class Store:
             self.durable = record
             self.newest = list(record.slots)
             self._sums = sums.unpack(contents.pop(_SUMS))
-            self._unproven = set(self._sums)
+            self._unproven = {key: {stretch.start for stretch in slot} for key, slot in self._sums.items()}
             del contents[_MANIFEST]
             return contents
         except BaseException:
             self.close()
             raise
 
-    def _newest(self, records: Sequence[Record], torn: bool) -> Record:
+    def _newest(self, records: Sequence[Record], torn: Sequence[int]) -> Record:
         """The newest record that can be opened.
 
         Where a page is torn or a blob is damaged, that may be the trace of a commit that a power cut interrupted, and
@@ -206,14 +213,6 @@ class Store:
                 f"either: {damage}; it cannot be resumed, go back to a checkpoint"
             )
         raise self._damaged_blob(records[0])
-
-    def _lost_record(self) -> bool:
-        """Whether a commit must have been made, of which no record is left: the second blob was begun."""
-        try:
-            with (self.folders[0] / "blob.1").open("rb") as file:
-                return any(file.read(8))
-        except OSError:
-            return False
 
     def _damaged_blob(self, record: Record) -> StoreError:
         return StoreError(
@@ -323,16 +322,16 @@ class Store:
             for state, writes in written.items():
                 new = [Stretch(start, future.wait(), future.crc32c()) for start, future in writes]
                 self._sums[unit, state] = sums.renewed(self._sums[unit, state], new)
-                self._unproven.discard((unit, state))
+                self._prove((unit, state), range(new[-1].start + new[-1].nbytes))
         self.newest[unit] = slot
 
     def _compare(self, key: Key, slot: int, written: Slot, start: int, nbytes: int, crc: int) -> None:
         """Raise `IoError` where what was read of a slot is not what was written."""
         unit, state = key
         extent = self._extents[unit][state][slot]
-        right, whole = self._passages.compare(key, written, start, nbytes, crc)
-        if right and whole and start + nbytes == extent.nbytes:
-            self._unproven.discard(key)
+        right, compared = self._passages.compare(key, written, start, nbytes, crc)
+        if right:
+            self._prove(key, compared)
         if not right:
             assert self._file is not None
             raise IoError(
@@ -342,6 +341,14 @@ class Store:
                 errno.EBADMSG,
                 f"use {state.value} of {self.spec.title(unit)}, slot {'AB'[slot]},",
             )
+
+    def _prove(self, key: Key, stretch: range) -> None:
+        """These bytes need not be compared any more."""
+        left = {start for start in self._unproven.get(key, ()) if start not in stretch}
+        if left:
+            self._unproven[key] = left
+        else:
+            self._unproven.pop(key, None)
 
     def commit(self, epoch: int, contents: Mapping[str, torch.Tensor]) -> None:
         """Make `newest` and `contents` the durable state. All writes must have ended."""
@@ -359,10 +366,13 @@ class Store:
 
     def _reserve_blobs(self, nbytes: int) -> None:
         """Room for both blobs, so that a disk that others fill does not end the run."""
-        for path in (self.folders[0] / "blob.0", self.folders[0] / "blob.1"):
-            have = path.stat().st_size if path.exists() else 0
-            if have < nbytes:
+        paths = [self.folders[0] / "blob.0", self.folders[0] / "blob.1"]
+        have = [path.stat().st_size if path.exists() else None for path in paths]
+        for path, size in zip(paths, have, strict=True):
+            if size is None or size < nbytes:
                 reserve(path, nbytes + nbytes // 4)
+        if None in have:
+            sync_folder(self.folders[0])
 
     # -- closing ------------------------------------------------------------------------------------
 
@@ -382,18 +392,11 @@ class Store:
 
     def remove(self, finished: Mapping[str, Any] | None = None) -> None:
         """Delete the files, close, and leave `finished.json` beside where they were."""
+        if finished is not None:  # first: what a kill then leaves of the rest means nothing
+            note = dict(finished, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+            write_durably(self.folders[0].parent / "finished.json", json.dumps(note).encode())
         self._unlink()  # before the lock is given back: another process may start this run again at once
         self.close()
-        if finished is not None:
-            run = self.folders[0].parent
-            note = dict(finished, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
-            while True:
-                try:
-                    run.mkdir(mode=0o700, exist_ok=True)
-                    write_durably(run / "finished.json", json.dumps(note).encode())
-                    return
-                except (FileNotFoundError, FileExistsError):
-                    pass  # another rank, the last to leave, has just removed the empty folder
 
     def _unlink(self) -> None:
         for folder in self.folders:

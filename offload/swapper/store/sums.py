@@ -8,7 +8,6 @@ soon as it reaches a border of what was written.
 from __future__ import annotations
 
 import bisect
-import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -49,15 +48,22 @@ def renewed(old: Slot, new: Iterable[Stretch]) -> Slot:
 
 def sum_of(slot: Sequence[Stretch], start: int, nbytes: int) -> int | None:
     """The CRC-32C of these bytes; None where they do not begin and end where stretches do."""
-    first = bisect.bisect_left(slot, start, key=lambda stretch: stretch.start)
+    first, last = _border(slot, start), _border(slot, start + nbytes)
+    if first is None or last is None:
+        return None
     crc, at = 0, start
-    for stretch in itertools.islice(slot, first, None):
-        if stretch.start != at or at + stretch.nbytes > start + nbytes:
+    for stretch in slot[first:last]:
+        if stretch.start != at:
             return None
         crc, at = crc32c_joined(crc, stretch.crc, stretch.nbytes), at + stretch.nbytes
-        if at == start + nbytes:
-            return crc
-    return None
+    return crc
+
+
+def _border(slot: Sequence[Stretch], at: int) -> int | None:
+    """How many stretches lie before byte `at`; None where it lies inside of one."""
+    before = bisect.bisect_left(slot, at, key=lambda stretch: stretch.start)
+    ends = before == len(slot) and before and slot[-1].start + slot[-1].nbytes == at
+    return before if ends or (before < len(slot) and slot[before].start == at) else None
 
 
 def pack(table: Mapping[Key, Slot]) -> torch.Tensor:
@@ -74,13 +80,11 @@ def unpack(rows: torch.Tensor) -> dict[Key, Slot]:
     return {key: tuple(slot) for key, slot in table.items()}
 
 
-class _Passage:
-    """How far one slot was read in order, and the sum since the last border."""
+class _Passage(NamedTuple):
+    """Somebody has read a slot in order, from the border `since` on: the sum of that."""
 
-    def __init__(self) -> None:
-        self.since = self.position = self.crc = 0
-        self.whole = False
-        """Whether it was read from its start on, without a gap."""
+    since: int
+    crc: int
 
 
 class Passages:
@@ -88,32 +92,34 @@ class Passages:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[Key, _Passage] = {}
+        self._open: dict[Key, tuple[Slot, dict[int, list[_Passage]]]] = {}
+        """By where they have come to, all within the stretches of one slot: others have other bytes."""
 
-    def compare(self, key: Key, slot: Slot, start: int, nbytes: int, crc: int) -> tuple[bool, bool]:
-        """Whether these bytes are what was written, and whether all before them was read and is too.
+    def compare(self, key: Key, slot: Slot, start: int, nbytes: int, crc: int) -> tuple[bool, range]:
+        """Whether these bytes are what was written, and of which bytes that is known now.
 
-        They are compared together with those before them that could not be yet. "Right" as well where it is not known
-        yet: pieces must come in order, the last one tells.
+        They are compared together with those before them that could not be yet. Where none can be yet, what is right is
+        not known: pieces must come in order, the last one tells.
         """
         with self._lock:
-            passage = self._open.setdefault(key, _Passage())
-            if start == 0:
-                passage.since = passage.position = passage.crc = 0
-                passage.whole = True
             expected = sum_of(slot, start, nbytes)
-            if start != passage.position:  # somebody reads here and there
-                passage.whole, passage.position = False, -1
-                if expected is None:
-                    return True, False
-            if expected is not None and passage.since != start:
-                passage.whole = False  # bytes before it were never compared
-            if expected is None:
-                crc = passage.crc = crc32c_joined(passage.crc, crc, nbytes)
-                expected = sum_of(slot, passage.since, start + nbytes - passage.since)
-            passage.position = start + nbytes
-            if expected is None:
-                return True, False
-            passage.crc, passage.since = 0, passage.position
-            passage.whole &= crc == expected
-            return crc == expected, passage.whole
+            if expected is not None:
+                return crc == expected, range(start, start + nbytes)
+            of, open_ = self._open.get(key, ((), {}))
+            if of is not slot:
+                open_ = {}
+                self._open[key] = slot, open_
+            if start in open_:
+                passage = open_[start].pop()
+                if not open_[start]:
+                    del open_[start]
+            elif _border(slot, start) is not None:
+                passage = _Passage(start, 0)
+            else:
+                return True, range(0)  # somebody reads here and there: nothing to compare with
+            end, crc = start + nbytes, crc32c_joined(passage.crc, crc, nbytes)
+            expected = sum_of(slot, passage.since, end - passage.since)
+            if expected is not None:
+                return crc == expected, range(passage.since, end)
+            open_.setdefault(end, []).append(_Passage(passage.since, crc))
+            return True, range(0)

@@ -1,0 +1,205 @@
+"""`"durability": {"every": N}`: the same bits, a commit every N steps, and a kill loses what came since, no more."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.aio import DirectFile
+from offload.swapper.store import Store
+from offload.swapper.store.record import read_records
+from tests import models
+from tests.oracle import assert_same, processes, run, start, train_step
+
+DISK = ("nvme", "nvme")
+JOB = models.DROPOUT._replace(dtype="bf16", steps=8, accumulation=2)
+EVERY = {"durability": {"every": 3}}
+
+
+def recorded_epochs(folder: Path) -> list[int]:
+    """The epochs of the two records, newest first."""
+    return [record.epoch for record in read_records(folder / "default" / "rank0" / "commit").valid]
+
+
+@pytest.fixture
+def commits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The epochs that this process commits, in order."""
+    epochs: list[int] = []
+    commit = Store.commit
+    monkeypatch.setattr(Store, "commit", lambda self, epoch, blob: (epochs.append(epoch), commit(self, epoch, blob))[1])
+    return epochs
+
+
+@pytest.mark.parametrize("placement", [DISK, ("cpu", "nvme"), ("nvme", "none"), ("cpu", "cpu")])
+@pytest.mark.parametrize("every", [2, 100])
+def test_the_same_bits(every: int, placement: tuple[str, str], tmp_path: Path) -> None:
+    """From the second update of a window on, a slot is read and written in place."""
+    each_step = run(JOB, placement, tmp_path / "step", durability="step")
+    assert_same(each_step, run(JOB, placement, tmp_path / "every", durability={"every": every}), "each step and every")
+
+
+@pytest.mark.parametrize("placement", [DISK, ("cpu", "cpu")])
+def test_a_commit_every_third_step_and_at_the_end(
+    placement: tuple[str, str], tmp_path: Path, commits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncs: list[str] = []
+    sync = DirectFile.sync
+    monkeypatch.setattr(DirectFile, "sync", lambda file: (syncs.append(file.path), sync(file))[1])
+    engine = start(JOB, placement, tmp_path, **EVERY)
+    for step in range(JOB.steps):
+        train_step(engine, JOB, step)
+    assert commits == [0, 3, 6] and recorded_epochs(tmp_path) == [6, 3]
+    engine.destroy()
+    assert commits == [0, 3, 6, 8] and recorded_epochs(tmp_path) == [8, 6]
+    assert len(syncs) == len(commits), "nothing is synced between commits"
+    engine = start(JOB, placement, tmp_path, resume="must", **EVERY)
+    assert engine.global_steps == 8
+    for step in range(8, 10):
+        train_step(engine, JOB, step)
+    engine.destroy(remove=True)
+    assert commits == [0, 3, 6, 8, 9, 10], "every third is counted from the first step of the run"
+
+
+def test_a_run_that_ends_on_a_commit_is_not_committed_twice(tmp_path: Path, commits: list[int]) -> None:
+    engine = start(JOB, DISK, tmp_path, **EVERY)
+    for step in range(6):
+        train_step(engine, JOB, step)
+    engine.destroy(remove=True)
+    assert commits == [0, 3, 6]
+
+
+# -- killed within a window ---------------------------------------------------------------------------
+
+
+def _die_after(folder: Path, placement: tuple[str, str], steps: int, writes: int, options: dict[str, Any]) -> None:
+    """Train `steps` steps, then die when so many writes of the updates of the last one have ended."""
+    logging.disable(logging.CRITICAL)
+    engine = start(JOB, placement, folder, **options)
+    for step in range(steps - 1):
+        train_step(engine, JOB, step)
+    if engine._parts.updater is not None:
+        engine._parts.updater.finish(commit=False)
+    write, left = Store.write, [writes]
+
+    def write_and_die(store: Store, *arguments: Any) -> Any:
+        future = write(store, *arguments)
+        future.wait()
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return future
+
+    Store.write = write_and_die  # type: ignore[method-assign]
+    train_step(engine, JOB, steps - 1)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("writes", [1, 6])
+@pytest.mark.parametrize(("steps", "committed"), [(1, 0), (3, 0), (5, 3), (6, 3)])
+@pytest.mark.parametrize("placement", [DISK, ("cpu", "cpu")])
+def test_a_kill_loses_the_steps_since_the_last_commit(
+    placement: tuple[str, str], steps: int, committed: int, writes: int, tmp_path: Path
+) -> None:
+    arguments = (tmp_path / "cut", placement, steps, writes, EVERY)
+    process = processes().Process(target=_die_after, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    whole = run(JOB, placement, tmp_path / "whole", durability="step")
+    engine = start(JOB, placement, tmp_path / "cut", resume="must", **EVERY)
+    assert engine.global_steps == committed
+    losses = [train_step(engine, JOB, step) for step in range(committed, JOB.steps)]
+    weights = engine.module.state_dict()
+    assert losses == whole.losses[committed:]
+    assert all(torch.equal(weights[name], value) for name, value in whole.weights.items())
+    engine.destroy(remove=True)
+
+
+# -- edits --------------------------------------------------------------------------------------------
+
+
+def _edit(engine: offload.Engine, value: float) -> None:
+    for parameter in list(engine.module.parameters())[:3]:
+        with offload.gathered(parameter, modify=True):
+            parameter.data.add_(value)
+
+
+def _train_with_edits(engine: offload.Engine, steps: range) -> list[float]:
+    """An edit before steps 1, 4 and 5: in the first window, and two in the second."""
+    losses = []
+    for step in steps:
+        if step in (1, 4, 5):
+            _edit(engine, 0.01 * step)
+        losses.append(train_step(engine, JOB, step))
+    return losses
+
+
+@pytest.mark.parametrize("placement", [DISK, ("cpu", "nvme")])
+def test_edits_in_a_window(placement: tuple[str, str], tmp_path: Path, commits: list[int]) -> None:
+    """They belong to the next commit, or to that of `destroy`; one that has no step behind it too."""
+    memory = start(JOB, ("none", "none"), tmp_path / "memory")
+    expected = _train_with_edits(memory, range(8))
+    engine = start(JOB, placement, tmp_path / "disk", **EVERY)
+    losses = _train_with_edits(engine, range(5))
+    _edit(engine, 0.25)  # then another process goes on: it must find it
+    edited = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy()
+    assert commits[-2:] == [3, 5]
+    engine = start(JOB, placement, tmp_path / "disk", resume="must", **EVERY)
+    found = engine.module.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in edited.items())
+    assert losses == expected[:5]
+    engine.destroy(remove=True)
+    memory.destroy()
+
+
+def _die_after_edits(folder: Path) -> None:
+    logging.disable(logging.CRITICAL)
+    engine = start(JOB, DISK, folder, **EVERY)
+    _train_with_edits(engine, range(5))
+    _edit(engine, 0.5)
+    engine.module.state_dict()  # the edit has been carried out, into the slots of the window
+    engine._parts.updater.finish()  # type: ignore[union-attr]
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_kill_takes_edits_of_the_window_with_it(tmp_path: Path) -> None:
+    memory = start(JOB, ("none", "none"), tmp_path / "memory")
+    expected = _train_with_edits(memory, range(8))
+    weights = memory.module.state_dict()
+    process = processes().Process(target=_die_after_edits, args=(tmp_path / "disk",))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    engine = start(JOB, DISK, tmp_path / "disk", resume="must", **EVERY)
+    assert engine.global_steps == 3
+    assert _train_with_edits(engine, range(3, 8)) == expected[3:]
+    found = engine.module.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    engine.destroy(remove=True)
+    memory.destroy()
+
+
+# -- changes on the way -------------------------------------------------------------------------------
+
+
+def test_another_window_at_a_resume(tmp_path: Path, commits: list[int]) -> None:
+    """How often is no property of the store."""
+    whole = run(JOB, DISK, tmp_path / "whole")
+    losses, done = [], 0
+    del commits[:]
+    for steps, durability in ((2, "step"), (3, {"every": 4}), (3, "step")):
+        engine = start(JOB, DISK, tmp_path / "parts", resume="auto" if done else "never", durability=durability)
+        assert engine.global_steps == done
+        losses += [train_step(engine, JOB, step) for step in range(done, done + steps)]
+        done += steps
+        engine.destroy()
+    assert losses == whole.losses
+    assert commits == [0, 1, 2, 4, 5, 6, 7, 8]

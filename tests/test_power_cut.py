@@ -1,0 +1,475 @@
+"""The power goes, at any moment: the last commit that had returned is there, or the one under way, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from offload.aio import Bandwidth, IoQueue
+from offload.errors import OffloadError
+from offload.swapper.states import State
+from offload.swapper.store import Store, StoreSpec, run_status
+from offload.swapper.store import store as store_module
+from tests.power import (
+    Disk,
+    Event,
+    Image,
+    PlainQueue,
+    Recorder,
+    RecordingQueue,
+    all_but,
+    everything,
+    nothing,
+    only,
+    put,
+    some,
+    some_events,
+)
+
+PAGE = 4096
+SPEC = StoreSpec(
+    (
+        {State.WEIGHT: 8192, State.EXP_AVG: 8192},
+        {State.WEIGHT: 8192, State.EXP_AVG: 4096},  # the second half of the weight is frozen
+        {State.WEIGHT: 4096},  # frozen
+    ),
+    2,
+    {"model": "test"},
+)
+TRAINABLE = {0: {State.WEIGHT: 8192, State.EXP_AVG: 8192}, 1: {State.WEIGHT: 4096, State.EXP_AVG: 4096}}
+
+Contents = dict[tuple[int, State], bytes]
+"""The newest copy of everything."""
+
+
+@pytest.fixture(scope="module")
+def queue() -> Iterator[IoQueue]:
+    with IoQueue() as queue:
+        yield queue
+
+
+@pytest.fixture
+def room() -> Iterator[Path]:
+    """A folder in memory where there is one: an image is written and read thousands of times."""
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="offload-power-", dir=memory if memory.is_dir() else None))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def _small_drives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_STRIPE_BYTES", PAGE)
+    monkeypatch.setattr(store_module, "_measured", lambda folders: [Bandwidth(1e9, 1e9)] * len(folders))
+
+
+def label_of(contents: dict[str, torch.Tensor]) -> str:
+    return bytes(contents["text"].numpy()).partition(b":")[0].decode()
+
+
+# -- what a run does ----------------------------------------------------------------------------------
+
+
+class Run:
+    """A run under `root`, and what each of its commits holds; `note` is told which commits may be found from now on."""
+
+    def __init__(
+        self,
+        root: Path,
+        drives: int,
+        queue: Any,
+        commits: dict[str, Contents],
+        seed: int = 0,
+        note: Callable[..., None] = lambda *_: None,
+    ) -> None:
+        self.chance, self.commits, self._note, self._queue = random.Random(seed), commits, note, queue
+        self.paths = [root / "drives" / str(drive) for drive in range(drives)]
+        self.store = self._store()
+        self.now: Contents = {}
+        self.last: str | None = None
+        self.before: str | None = None
+        """The commit before, where it can still be gone back to."""
+
+    def _store(self) -> Store:
+        return Store(self.paths, "run", 0, SPEC, self._queue)
+
+    def create(self) -> None:
+        self._note(self.last, None)
+        self.store.create()
+        self._note(None)
+        self.last = self.before = None
+        self.now = {(u, s): bytes(n) for u, row in enumerate(SPEC.partitions) for s, n in row.items()}
+        for unit, numbers in ((0, (8192,)), (1, (4096, 4096)), (2, (4096,))):  # as the engine does, residuals left out
+            writes, start, copies = [], 0, []
+            for nbytes in numbers:
+                data = self.chance.randbytes(nbytes)
+                writes.append((start, self.store.write(unit, State.WEIGHT, 0, start, _memory(data))))
+                if start:
+                    copies.append(self.store.write(unit, State.WEIGHT, 1, start, _memory(data)))
+                self._set(unit, State.WEIGHT, start, data)
+                start += nbytes
+            for copy in copies:
+                copy.wait()
+            self.store.wrote(unit, 0, {State.WEIGHT: writes})
+
+    def commit(self) -> None:
+        label = f"commit {len(self.commits)}"
+        self.commits[label] = dict(self.now)
+        text = f"{label}:".encode() + self.chance.randbytes(self.chance.choice([10, 3000, 9000]) * len(self.commits))
+        self._note(self.last, label)
+        contents = {"text": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+        self.store.commit(len(self.commits), contents)
+        self._note(label)
+        self.before, self.last = self.last, label
+
+    def update(self, unit: int) -> None:
+        """Read the newest copy, write the new one, tile by tile, as the update worker does."""
+        slot, tile = self.store.target(unit), self.chance.choice([1024, 2048, 4096])
+        written: dict[State, list[Any]] = {}
+        for state, nbytes in TRAINABLE[unit].items():
+            for start in range(0, nbytes, tile):
+                found = _memory(bytes(tile))
+                self.store.read(unit, state, self.store.newest[unit], start, found).wait()
+                assert bytes(found) == self.now[unit, state][start : start + tile]
+                data = self.chance.randbytes(tile)
+                written.setdefault(state, []).append((start, self.store.write(unit, state, slot, start, _memory(data))))
+                self._set(unit, state, start, data)
+        self.store.wrote(unit, slot, written)
+        self.before = None
+
+    def _set(self, unit: int, state: State, start: int, data: bytes) -> None:
+        old = self.now[unit, state]
+        self.now[unit, state] = old[:start] + data + old[start + len(data) :]
+
+    def restart(self) -> None:
+        """End the process and begin another."""
+        self.store.close()
+        self.store = self._store()
+
+    def resume(self) -> None:
+        """End the process and go on from what is there."""
+        self.restart()
+        self.open()
+
+    def open(self) -> None:
+        """Open what is there, as the engine does."""
+        serial = self.store.newest_serial()
+        assert serial is not None
+        label = label_of(self.store.open(serial))
+        self.last, self.now = label, dict(self.commits[label])
+        self._note(label)
+
+    def compare(self) -> None:
+        """All that is there is what it should be."""
+        for (unit, state), expected in self.now.items():
+            found = _memory(bytes(len(expected)))
+            self.store.read(unit, state, self.store.newest[unit], 0, found).wait()
+            assert found == expected, f"{state.value} of unit {unit} is not what {self.last} holds"
+
+    def take_back(self) -> None:
+        """Another rank has not made the last commit."""
+        assert self.before is not None and self.store.durable is not None
+        serial = self.store.durable.serial - 1
+        self.restart()
+        self._note(self.last, self.before)
+        self.store.open(serial)
+        self._note(self.before)
+        self.last, self.now, self.before = self.before, dict(self.commits[self.before]), None
+
+    def start_over(self) -> None:
+        """Another rank was killed before its first commit, so this one's is given up."""
+        self.restart()
+        self.create()
+
+    def remove(self) -> None:
+        self._note(self.last, None)
+        self.store.remove({"steps": 3})
+        self._note(None)
+
+    def anything(self, steps: int) -> None:
+        """Steps with random updates, commits not after each, a process that ends now and then."""
+        for _ in range(steps):
+            for unit in TRAINABLE:
+                if self.chance.random() < 0.8:
+                    self.update(unit)
+            if self.chance.random() < 0.7:
+                self.commit()
+                if self.before is not None and self.chance.random() < 0.3:
+                    self.take_back()
+            if self.chance.random() < 0.3:
+                self.resume()
+
+
+def _memory(data: bytes) -> memoryview:
+    return memoryview(bytearray(data))
+
+
+def everything_that_runs_do(run: Run) -> None:
+    run.create()
+    run.commit()
+    for unit in (0, 1):
+        run.update(unit)
+    run.commit()
+    run.update(0)
+    run.commit()
+    run.take_back()
+    run.update(0)
+    run.update(1)
+    run.resume()  # and what was not committed is gone
+    for _ in range(3):  # a window
+        run.update(1)
+        run.update(0)
+    run.commit()
+    run.resume()
+    run.update(1)  # an edit
+    run.commit()
+    run.commit()
+
+
+Allowed = tuple[str | None, ...]
+"""The commits of which one must be found; None is "none yet"."""
+Log = tuple[list[Event], dict[str, Contents]]
+
+
+def recorded(
+    root: Path,
+    drives: int,
+    queue: Any,
+    work: Callable[[Run], None],
+    seed: int = 1,
+    commits: dict[str, Contents] | None = None,
+    begins: Allowed = (None,),
+) -> Log:
+    """What was done under `root`, where at first one of the commits `begins` is, and what the commits hold."""
+    root.mkdir(exist_ok=True)
+    recorder, commits = Recorder(root), {} if commits is None else commits
+    recorder.note(*begins)
+    with recorder.recording():
+        run = Run(root, drives, RecordingQueue(queue, recorder), commits, seed, recorder.note)
+        work(run)
+        run.store.close()
+    recorder.check()
+    return recorder.log, commits
+
+
+# -- what a cut leaves --------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """What a cut may leave after the event `at`."""
+
+    at: int
+    image: Image
+    allowed: Allowed
+
+
+def cases(
+    log: Sequence[Event], random_cuts: int, seed: int = 0, deaf: Callable[[Event], bool] = lambda _: False
+) -> Iterator[Case]:
+    """Different images, for a cut after each event. Syncs of which `deaf` says so are left out."""
+    chance, disk, seen = random.Random(seed), Disk(), set()
+    allowed: Allowed = ()
+    for at, event in enumerate(log):
+        if event.what == "note":
+            allowed = event.arguments
+        if event.what == "sync" and allowed and deaf(event):
+            continue
+        disk.carry_out(event)
+        if not allowed:  # what was there before the run
+            continue
+        cuts = [everything, nothing, only(disk.events), all_but(disk.events)]
+        cuts += [some(chance, chance.choice([0.1, 0.5, 0.9])) for _ in range(random_cuts)]
+        cuts += [some_events(chance, chance.choice([0.3, 0.7])) for _ in range(random_cuts)]
+        for cut in cuts:
+            image = disk.image(cut)
+            key = hash((allowed, tuple(sorted(image.items()))))
+            if key not in seen:
+                seen.add(key)
+                yield Case(at, image, allowed)
+
+
+def verdict(case: Case, commits: Mapping[str, Contents], drives: int, room: Path, goes_on: bool = False) -> str | None:
+    """What is wrong when the real store opens the image; None where nothing is. With `goes_on` it then trains on."""
+    root = room / "image"
+    put(case.image, root)
+    run = Run(root, drives, PlainQueue(), dict(commits))
+    try:
+        _open_or_begin(run, case.allowed)
+        run.compare()
+        if goes_on:
+            for unit in TRAINABLE:
+                run.update(unit)
+            run.commit()
+            run.resume()
+            run.compare()
+    except (AssertionError, OffloadError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        run.store.close()
+        shutil.rmtree(root)
+    return None
+
+
+def _open_or_begin(run: Run, allowed: Allowed) -> None:
+    """What the engine does with `"resume": "auto"`."""
+    status = run_status(run.paths, "run")
+    assert status.finished or status.exists == (run.store.newest_serial() is not None)
+    if not status.exists:
+        assert None in allowed, f"nothing is there, expected {allowed}"
+        run.create()
+        run.commit()
+        run.resume()
+        return
+    run.open()
+    assert run.last in allowed, f"{run.last} is there, expected {allowed}"
+
+
+def faults(log: Log, drives: int, room: Path, found: Iterable[Case]) -> Iterator[str]:
+    """What is wrong in each case where something is; every fourth trains on."""
+    for number, case in enumerate(found):
+        wrong = verdict(case, log[1], drives, room, goes_on=number % 4 == 0)
+        if wrong is not None:
+            event = log[0][case.at]
+            yield f"a cut after event {case.at} ({event.what} of {event.path}): {wrong}"
+
+
+def expect_none(log: Log, drives: int, room: Path, random_cuts: int, seed: int = 0) -> int:
+    """Fail where a cut loses something; the number of images that were opened."""
+    found = list(cases(log[0], random_cuts, seed))
+    wrong = list(itertools.islice(faults(log, drives, room, found), 5))
+    assert not wrong, "\n".join(wrong)
+    return len(found)
+
+
+@pytest.mark.parametrize("drives", [1, 2])
+def test_a_power_cut_at_any_moment(drives: int, tmp_path: Path, room: Path, queue: IoQueue) -> None:
+    log = recorded(tmp_path, drives, queue, everything_that_runs_do)
+    assert expect_none(log, drives, room, 3) > 800
+
+
+def test_a_power_cut_while_a_first_commit_is_given_up(tmp_path: Path, room: Path, queue: IoQueue) -> None:
+    def work(run: Run) -> None:
+        run.create()
+        run.commit()
+        run.start_over()
+        run.commit()
+
+    expect_none(recorded(tmp_path, 2, queue, work), 2, room, 5)
+
+
+def test_a_power_cut_while_a_run_is_removed(tmp_path: Path, room: Path, queue: IoQueue) -> None:
+    def work(run: Run) -> None:
+        for _ in range(2):
+            run.create()
+            run.commit()
+            run.update(0)
+            run.commit()
+            run.remove()
+            run.restart()
+
+    expect_none(recorded(tmp_path, 2, queue, work), 2, room, 5)
+
+
+def random_run(steps: int) -> Callable[[Run], None]:
+    def work(run: Run) -> None:
+        run.create()
+        run.commit()
+        run.anything(steps)
+
+    return work
+
+
+def one_after_the_other(seed: int, cuts: int, root: Path, room: Path) -> None:
+    """Each run begins with what a cut has left of the one before."""
+    chance = random.Random(seed)
+    drives, commits = chance.choice([1, 2]), {}  # type: ignore[var-annotated]
+    case = Case(0, {}, (None,))
+    for number in range(cuts):
+        folder = root / str(number)
+        put(case.image, folder)
+
+        def work(run: Run) -> None:
+            if run.store.newest_serial() is None:
+                run.create()
+                run.commit()
+            else:
+                run.open()
+            run.compare()
+            run.anything(3)
+
+        log = recorded(folder, drives, PlainQueue(), work, seed * 100 + number, commits, case.allowed)
+        found = list(cases(log[0], 2, seed))
+        case = chance.choice(found)
+        wrong = verdict(case, commits, drives, room)
+        assert wrong is None, f"seed {seed}, cut {number}: {wrong}"
+        shutil.rmtree(folder)
+
+
+def test_cut_again_and_again(room: Path) -> None:
+    for seed in range(12):
+        one_after_the_other(seed, 4, room / "runs", room)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_a_power_cut_at_any_moment_of_any_run(seed: int, room: Path) -> None:
+    drives = 1 + seed % 3
+    expect_none(recorded(room / "run", drives, PlainQueue(), random_run(12), seed), drives, room, 12, seed)
+
+
+@pytest.mark.slow
+def test_cut_again_and_again_and_again(room: Path) -> None:
+    for seed in range(100, 400):
+        one_after_the_other(seed, 6, room / "runs", room)
+
+
+# -- a cut that loses something is seen ---------------------------------------------------------------
+
+RANK = "drives/{}/run/rank0"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(f"{RANK.format(0)}/{name}" for name in ("states", "blob.0", "blob.1", "commit")),
+        f"{RANK.format(1)}/states",
+        *(folder.format(drive) for folder in (RANK, "drives/{}/run", "drives/{}") for drive in (0, 1)),
+        "drives",
+        "",
+    ],
+)
+def test_each_sync_is_needed(path: str, tmp_path: Path, room: Path, queue: IoQueue) -> None:
+    """Without any one of them, some cut loses a commit; so this file sees it when one is forgotten."""
+    log = recorded(tmp_path, 2, queue, everything_that_runs_do)
+    found = cases(log[0], 4, deaf=lambda event: event.path == path)
+    assert next(faults(log, 2, room, found), None) is not None
+
+
+def test_a_sync_before_the_writes_have_ended_is_seen(tmp_path: Path, queue: IoQueue) -> None:
+    def work(run: Run) -> None:
+        run.create()
+        write = run.store.write(0, State.WEIGHT, 0, 0, _memory(bytes(4096)))
+        try:
+            run.commit()
+        finally:
+            write.wait()
+            run.store.close()
+
+    with pytest.raises(AssertionError, match="only writes that have ended"):
+        recorded(tmp_path, 1, queue, work)
+
+
+def test_what_is_not_recorded_is_seen(tmp_path: Path, queue: IoQueue) -> None:
+    def work(run: Run) -> None:
+        (tmp_path / "secret").write_bytes(b"1")
+
+    with pytest.raises(AssertionError, match="not recorded"):
+        recorded(tmp_path, 1, queue, work)
