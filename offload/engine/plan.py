@@ -310,8 +310,9 @@ def _leftovers(config: Config) -> tuple[str, ...]:
         return ()
     shown = ", ".join(f"{each.path} ({format_size(each.nbytes)})" for each in found[:_SHOWN])
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    are = "other run that nobody holds takes" if len(found) == 1 else "other runs that nobody holds take"
     return (
-        f"{len(found)} other runs that nobody holds take {format_size(sum(each.nbytes for each in found))}: "
+        f"{len(found)} {are} {format_size(sum(each.nbytes for each in found))}: "
         f"{shown}{more}; `offload inspect {found[0].path.parent}` tells of them, `offload rm` deletes one",
     )
 

@@ -59,6 +59,8 @@ class StoreSource:
         self._open = contextlib.ExitStack()
         try:
             folders = rank_folders(run)
+            if not folders:
+                raise StoreError(f"{run} holds no rank<r> folder: give the folder of a run that has swap files")
             for folder in folders:
                 self._open.enter_context(Lock(folder))
             found = [look(folder) for folder in folders]
