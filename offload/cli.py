@@ -146,6 +146,14 @@ def train(
     resume: Annotated[
         Resume | None, typer.Option(help="Go on with the run of that name: never, auto or must. [default: never]")
     ] = None,
+    durability: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORD|STEPS",
+            help="step: each step survives a kill; 10: every tenth; none: half the disk, no resume. "
+            "[default: step where it fits]",
+        ),
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the swap files after the last step.")] = False,
     log: Annotated[
         Path | None,
@@ -180,6 +188,7 @@ def train(
         seed=seed,
         run=run,
         resume=None if resume is None else resume.value,
+        durability={"every": int(durability)} if durability is not None and durability.isdecimal() else durability,
         keep=keep,
         log=log if rank == 0 else None,
         trace=None if trace is None else str(trace),
