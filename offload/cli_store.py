@@ -19,7 +19,7 @@ from offload.cli_machine import Json, errors, signals
 from offload.errors import StoreError
 from offload.sizes import format_size, parse_size
 
-_BAD_INPUT, _DAMAGED = 2, 1
+_BAD_INPUT, _FAILED, _DAMAGED = 2, 1, 1
 _SHOWN = 20
 """Damages that are told in words; `--json` has all."""
 
@@ -195,7 +195,7 @@ def export(
     from offload.export import export as write
 
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
-    with errors(_BAD_INPUT), signals():
+    with errors(_FAILED), _refusals(), signals():
         _check_folder(path)
         check_target(out.absolute())
         shard_nbytes = parse_size(max_shard_size)
@@ -240,6 +240,16 @@ def rm(
         if removal.strangers:
             names = ", ".join(removal.strangers[:_SHOWN])
             typer.echo(f"{path} stays: it holds what is not of the run: {names}")
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What is refused is bad input; what fails on the way is not."""
+    try:
+        yield
+    except StoreError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(_BAD_INPUT) from None
 
 
 def _check_folder(path: Path) -> None:

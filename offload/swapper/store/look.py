@@ -91,21 +91,26 @@ class Found(NamedTuple):
 
 
 def is_rank(folder: Path) -> bool:
-    """Whether this is the folder of a rank of a run."""
-    return folder.name[:4] == "rank" and folder.name[4:].isdigit() and any((folder / name).exists() for name in FILES)
-
-
-def is_run(folder: Path) -> bool:
-    """Whether this is the folder of a run, on any of its drives, or of one that ended."""
+    """Whether this is the folder of a rank of a run, as far as it may be looked into."""
     try:
-        return any(is_rank(each) for each in folder.glob("rank*")) or _is_note(folder / "finished.json")
+        return (
+            folder.name[:4] == "rank" and folder.name[4:].isdigit() and any((folder / name).exists() for name in FILES)
+        )
     except OSError:
         return False
 
 
+def is_run(folder: Path) -> bool:
+    """Whether this is the folder of a run, on any of its drives, or of one that ended."""
+    return any(is_rank(each) for each in folder.glob("rank*")) or _is_note(folder / "finished.json")
+
+
 def _is_note(path: Path) -> bool:
     """Whether this is what a run leaves at its end; one that cannot be read may be."""
-    if not path.is_file():
+    try:
+        if not path.is_file():
+            return False
+    except OSError:
         return False
     notes = _notes(path)
     return not notes or "date" in notes or "steps" in notes
@@ -266,9 +271,6 @@ def allocated_nbytes(folders: Sequence[Path]) -> int:
     """Bytes that the files in `folders` take on their drives."""
     total = 0
     for folder in folders:
-        for path in folder.rglob("*"):
-            try:
-                total += path.lstat().st_blocks * 512
-            except OSError:
-                pass  # a live run has just replaced it
+        with contextlib.suppress(OSError):  # a live run has just replaced or removed something
+            total += sum(path.lstat().st_blocks * 512 for path in folder.iterdir())
     return total
