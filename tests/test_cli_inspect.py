@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli import app
-from offload.swapper.store import other_runs
+from offload.swapper.store import folder, other_runs
 from offload.swapper.store.folder import Lock, holder
 from tests import models
 from tests.oracle import start, train_step
@@ -36,8 +38,8 @@ def shown(path: Path) -> str:
     return re.sub(r"\s+", " ", result.stdout)
 
 
-def begin(folder: Path, steps: int = 2, **options: Any) -> offload.Engine:
-    engine = start(JOB, DISK, folder, **options)
+def begin(drive: Path, steps: int = 2, **options: Any) -> offload.Engine:
+    engine = start(JOB, DISK, drive, **options)
     for step in range(steps):
         train_step(engine, JOB, step)
     return engine
@@ -125,26 +127,13 @@ def test_looking_changes_nothing(run: Path) -> None:
     assert state() == before
 
 
-def test_who_starts_at_the_moment_of_a_look_has_the_lock(run: Path) -> None:
-    """`holder` asks by taking it for a moment: a start must not fail by that."""
-    import threading
-
-    ending = threading.Event()
-
-    def look() -> None:
-        while not ending.is_set():
-            holder(run / "rank0")
-
-    looking = [threading.Thread(target=look) for _ in range(2)]
-    for thread in looking:
-        thread.start()
-    try:
-        for _ in range(50):
-            Lock(run / "rank0").release()
-    finally:
-        ending.set()
-        for thread in looking:
-            thread.join()
+def test_who_starts_at_the_moment_of_a_look_has_the_lock(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`holder` asks by taking it for a moment: a start waits for that."""
+    looking = os.open(run / "rank0" / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(folder, "time", SimpleNamespace(sleep=lambda _: os.close(looking)))
+    with Lock(run / "rank0"):
+        assert holder(run / "rank0") is not None
 
 
 def test_an_old_format_says_so(run: Path) -> None:
