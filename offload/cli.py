@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 import offload
-from offload import cli_machine
+from offload import cli_machine, cli_store
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
 from offload.sizes import format_size
 
@@ -82,6 +82,7 @@ class Stopped(KeyboardInterrupt):
 
 
 cli_machine.register(app)
+cli_store.register(app)
 
 
 def main() -> None:
@@ -194,24 +195,6 @@ def train(
     )
     console = Console(stderr=json_output, highlight=False, soft_wrap=True, quiet=rank > 0)
     _Training(console, json_output and rank == 0).go(options)
-
-
-@app.command()
-def rm(
-    path: Annotated[Path, typer.Argument(help="A run's folder: NVME_PATH/RUN.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-) -> None:
-    """Delete a run's swap files, on every drive that it lies on."""
-    from offload.swapper.store import remove_run
-
-    if not path.is_dir():
-        _quit(StoreError(f"there is no folder {path}"), _BAD_INPUT)
-    if not yes:
-        typer.confirm(f"Delete {path} and all that it could be resumed from?", abort=True)
-    try:
-        remove_run(path)
-    except (OffloadError, OSError) as error:
-        _quit(error, _BAD_INPUT)
 
 
 def _quit(error: BaseException, code: int) -> NoReturn:

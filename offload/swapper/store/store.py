@@ -36,6 +36,7 @@ from offload.swapper.store.folder import (
     write_durably,
     write_in_place,
 )
+from offload.swapper.store.look import MANIFEST, SUMS
 from offload.swapper.store.manifest import Manifest, StoreSpec, compare, read_manifest
 from offload.swapper.store.record import MAX_UNITS, Record, read_records, was_committed
 from offload.swapper.store.sums import Key, Passages, Slot, Stretch
@@ -43,8 +44,6 @@ from offload.swapper.store.sums import Key, Passages, Slot, Stretch
 logger = logging.getLogger("offload")
 
 _STRIPE_BYTES = 2 * MIB
-_SUMS, _MANIFEST = "store.sums", "store.manifest"
-"""What the store adds to a blob."""
 
 
 class Future(Protocol):
@@ -167,9 +166,9 @@ class Store:
                     write_in_place(self._commit_path, bytes(PAGE), later.blob * PAGE)
             self.durable = record
             self.newest = list(record.slots)
-            self._sums = sums.unpack(contents.pop(_SUMS))
+            self._sums = sums.unpack(contents.pop(SUMS))
             self._unproven = {key: {stretch.start for stretch in slot} for key, slot in self._sums.items()}
-            del contents[_MANIFEST]
+            del contents[MANIFEST]
             return contents
         except BaseException:
             self.close()
@@ -199,7 +198,7 @@ class Store:
             self._open_files(record, contents)
             assert self._file is not None
             damage = first_damage(
-                self._file, self._queue, self._extents, record.slots, sums.unpack(contents[_SUMS]), self.spec.title
+                self._file, self._queue, self._extents, record.slots, sums.unpack(contents[SUMS]), self.spec.title
             )
             self._file.close()
             self._file = None
@@ -232,7 +231,7 @@ class Store:
 
     def _open_files(self, record: Record, contents: Mapping[str, torch.Tensor]) -> None:
         """Find the manifest, compare it, open the states on all drives."""
-        copy = Manifest.unpack(bytes(contents[_MANIFEST].numpy()), f"{self.folders[0]}/blob.{record.blob}")
+        copy = Manifest.unpack(bytes(contents[MANIFEST].numpy()), f"{self.folders[0]}/blob.{record.blob}")
         compare(self.spec, copy.spec, self.folders[0])
         if len(copy.weights) != len(self.folders):
             raise StoreError(
@@ -356,7 +355,7 @@ class Store:
         self._file.sync()
         which = 0 if self.durable is None else 1 - self.durable.blob
         manifest = torch.frombuffer(bytearray(self._manifest.pack()), dtype=torch.uint8)
-        blob = safetensors.torch.save({**contents, _SUMS: sums.pack(self._sums), _MANIFEST: manifest})
+        blob = safetensors.torch.save({**contents, SUMS: sums.pack(self._sums), MANIFEST: manifest})
         self._reserve_blobs(len(blob))
         write_in_place(self.folders[0] / f"blob.{which}", blob)
         serial = 1 if self.durable is None else self.durable.serial + 1
