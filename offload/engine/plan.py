@@ -317,10 +317,12 @@ def _leftovers(config: Config) -> tuple[str, ...]:
     )
 
 
-def _durability(commit_every: int) -> str:
-    if not commit_every:
+def _durability(plan: Plan) -> str:
+    if not plan.commit_every:
         return ""
-    return " (durable each step)" if commit_every == 1 else f" (durable every {commit_every} steps)"
+    often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
+    without = StoreSpec(plan.placement.stored(plan.parts, 1), 1, {}).nbytes
+    return f" (durable {often}; {format_size(without)} with durability none)"
 
 
 def summary(plan: Plan) -> str:
@@ -333,6 +335,6 @@ def summary(plan: Plan) -> str:
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers(State.WEIGHT) or 'nothing'}, states on "
         f"{placement.tiers(*states) or 'nothing'}{', gradients on disk' if placement.spilled else ''}; host "
         f"{format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
-        f"{format_size(stored)}{_durability(plan.commit_every)}; gradients clipped at {clip or 'no'} "
+        f"{format_size(stored)}{_durability(plan)}; gradients clipped at {clip or 'no'} "
         f"norm"
     )

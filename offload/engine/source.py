@@ -88,7 +88,8 @@ class StoreSource:
     def compare(self, rank: int, unit: int, state: State, start: int, nbytes: int, crc: int) -> bool:
         """Whether bytes that were read are, as far as it is known yet, what was written."""
         key = (unit, state)
-        return self._passages[rank].right(key, self._tables[rank][key], start, nbytes, crc)
+        right, _ = self._passages[rank].compare(key, self._tables[rank][key], start, nbytes, crc)
+        return right
 
     def file(self, rank: int) -> StripedFile:
         """The states of a rank."""

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,8 +72,8 @@ class Store:
     `newest[unit]` is the slot of the newest copy. The update worker alone changes it, by `wrote`, and commits; reads
     may be submitted from any thread. Every future is the caller's to wait for.
 
-    With two slots every write gives its checksum and every read of a newest slot is compared with what was written:
-    damage is an `IoError` (EBADMSG) of the read that reaches the end of a damaged stretch.
+    With two slots every write gives its checksum. What another process has written is compared with it when it is first
+    read: damage is an `IoError` (EBADMSG) of the read that reaches the end of a damaged stretch.
     """
 
     def __init__(self, paths: Sequence[str | Path], run: str, rank: int, spec: StoreSpec, queue: Queue) -> None:
@@ -90,6 +91,8 @@ class Store:
         self._checked = spec.slots == 2
         self._sums: dict[Key, Slot] = {}
         self._passages = Passages()
+        self._unproven: set[Key] = set()
+        """What was neither written by this process nor read as a whole."""
         self._manifest: Manifest | None = None
         self._file: StripedFile | None = None
         self._commit_path = self.folders[0] / "commit"
@@ -157,6 +160,7 @@ class Store:
             self.durable = record
             self.newest = list(record.slots)
             self._sums = sums.unpack(contents.pop(SUMS))
+            self._unproven = set(self._sums)
             del contents[MANIFEST]
             return contents
         except BaseException:
@@ -294,9 +298,12 @@ class Store:
         """Fill `buffer` from byte `start` of a slot; pieces in order, so that all can be compared."""
         extent = self._extents[unit][state][slot]
         assert start + len(buffer) <= extent.nbytes and self._file is not None
-        checked = self._checked and slot == self.newest[unit]
+        checked = (unit, state) in self._unproven and slot == self.newest[unit]
         future = self._queue.read(self._file, extent.offset + start, buffer, priority=priority, checksum=checked)
-        return _Checked(self, future, unit, state, slot, start) if checked else future
+        if not checked:
+            return future
+        # The sums of this moment: an update may have given the unit others by the time that somebody looks.
+        return _Checked(future, partial(self._compare, (unit, state), slot, self._sums[unit, state], start))
 
     def write(self, unit: int, state: State, slot: int, start: int, buffer: memoryview) -> Future:
         """Write `buffer` at byte `start` of a slot; it must stay unchanged until the future is done."""
@@ -315,12 +322,17 @@ class Store:
             for state, writes in written.items():
                 new = [Stretch(start, future.wait(), future.crc32c()) for start, future in writes]
                 self._sums[unit, state] = sums.renewed(self._sums[unit, state], new)
+                self._unproven.discard((unit, state))
         self.newest[unit] = slot
 
-    def check_read(self, unit: int, state: State, slot: int, start: int, nbytes: int, crc: int) -> None:
-        """Raise `IoError` where what was read of the newest slot is not what was written."""
+    def _compare(self, key: Key, slot: int, written: Slot, start: int, nbytes: int, crc: int) -> None:
+        """Raise `IoError` where what was read of a slot is not what was written."""
+        unit, state = key
         extent = self._extents[unit][state][slot]
-        if not self._passages.right((unit, state), self._sums[unit, state], start, nbytes, crc):
+        right, whole = self._passages.compare(key, written, start, nbytes, crc)
+        if right and whole and start + nbytes == extent.nbytes:
+            self._unproven.discard(key)
+        if not right:
             assert self._file is not None
             raise IoError(
                 self._file.path,
@@ -454,9 +466,8 @@ class Store:
 class _Checked:
     """A read whose bytes are compared when it is waited for."""
 
-    def __init__(self, store: Store, future: Future, unit: int, state: State, slot: int, start: int) -> None:
-        self._store, self._future = store, future
-        self._place = (unit, state, slot, start)
+    def __init__(self, future: Future, compare: Callable[[int, int], None]) -> None:
+        self._future, self._compare = future, compare
         self._compared = False
 
     def done(self) -> bool:
@@ -465,7 +476,7 @@ class _Checked:
     def wait(self, timeout: float | None = None) -> int:
         nbytes = self._future.wait(timeout)
         if not self._compared:
-            self._store.check_read(*self._place, nbytes, self._future.crc32c())
+            self._compare(nbytes, self._future.crc32c())
             self._compared = True
         return nbytes
 

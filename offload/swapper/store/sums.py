@@ -79,6 +79,8 @@ class _Passage:
 
     def __init__(self) -> None:
         self.since = self.position = self.crc = 0
+        self.whole = False
+        """Whether it was read from its start on, without a gap."""
 
 
 class Passages:
@@ -88,27 +90,30 @@ class Passages:
         self._lock = threading.Lock()
         self._open: dict[Key, _Passage] = {}
 
-    def right(self, key: Key, slot: Slot, start: int, nbytes: int, crc: int) -> bool:
-        """Whether these bytes, together with those before them that were not compared yet, are what was written.
+    def compare(self, key: Key, slot: Slot, start: int, nbytes: int, crc: int) -> tuple[bool, bool]:
+        """Whether these bytes are what was written, and whether all before them was read and is too.
 
-        True as well where that is not known yet: pieces must come in order, the last one tells.
+        They are compared together with those before them that could not be yet. "Right" as well where it is not known
+        yet: pieces must come in order, the last one tells.
         """
         with self._lock:
             passage = self._open.setdefault(key, _Passage())
-            expected = sum_of(slot, start, nbytes)
-            if expected is not None:
-                passage.since = passage.position = start + nbytes
-                passage.crc = 0
-                return crc == expected
             if start == 0:
                 passage.since = passage.position = passage.crc = 0
-            elif start != passage.position:
-                passage.position = -1  # somebody reads here and there: nothing to compare with
-                return True
-            passage.crc = crc32c_joined(passage.crc, crc, nbytes)
-            passage.position += nbytes
-            expected = sum_of(slot, passage.since, passage.position - passage.since)
+                passage.whole = True
+            expected = sum_of(slot, start, nbytes)
+            if start != passage.position:  # somebody reads here and there
+                passage.whole, passage.position = False, -1
+                if expected is None:
+                    return True, False
+            if expected is not None and passage.since != start:
+                passage.whole = False  # bytes before it were never compared
             if expected is None:
-                return True
-            crc, passage.crc, passage.since = passage.crc, 0, passage.position
-            return crc == expected
+                crc = passage.crc = crc32c_joined(passage.crc, crc, nbytes)
+                expected = sum_of(slot, passage.since, start + nbytes - passage.since)
+            passage.position = start + nbytes
+            if expected is None:
+                return True, False
+            passage.crc, passage.since = 0, passage.position
+            passage.whole &= crc == expected
+            return crc == expected, passage.whole
