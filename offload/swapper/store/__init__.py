@@ -23,6 +23,7 @@ moment. A torn record fails its checksum, and the other one counts. docs/store-f
 | `folder.py` | locks, private folders, small files that are replaced whole |
 | `store.py` | a rank's store, open |
 | `check.py` | all of a commit, compared |
+| `clone.py` | bytes that two files share |
 | `run.py` | a run's folder from outside |
 """
 
