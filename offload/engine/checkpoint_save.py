@@ -156,7 +156,8 @@ def _write(
 
 def _write_states(held: Held, path: Path, tensors: Mapping[str, Tensor], queue: Queue) -> tuple[int, dict[str, int]]:
     sums: dict[str, int] = {}
-    with Writer(path, tensors) as writer, DirectFile(path) as file:
+    # Room that is reserved and then shared instead would stay taken, on Btrfs.
+    with Writer(path, tensors, reserved=False) as writer, DirectFile(path) as file:
 
         def begin(piece: _Piece, buffer: memoryview) -> Sequence[Future]:
             return held.read(piece.unit, piece.state, piece.start, buffer[: piece.stop - piece.start])
@@ -181,6 +182,7 @@ def _write_states(held: Held, path: Path, tensors: Mapping[str, Tensor], queue: 
                     if shared is not None:
                         sums[name] = shared
                         continue
+                    writer.reserve(name)
                     for start in range(0, nbytes, BUFFER_NBYTES):
                         yield _Piece(name, unit, state, start, min(start + BUFFER_NBYTES, nbytes))
 

@@ -29,9 +29,9 @@ from torch import nn
 from offload import kernels
 from offload.engine.bindings import Bindings
 from offload.engine.checkpoint_files import LATEST, check_tag, find
+from offload.engine.checkpoint_fill import Filling
 from offload.engine.checkpoint_load import (
     CLIENT_STATE,
-    Filling,
     Found,
     Wish,
     check_bytes,

@@ -165,7 +165,8 @@ def _optimizer(plan: Plan, model: nn.Module, given: Any, model_parameters: Any) 
     if given is not None:
         chosen = from_torch(given)
     elif not trainable:
-        return Optimizer([{"params": []}], {"lr": 0.0})
+        nothing = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        return Optimizer([{"params": []}], nothing)
     elif plan.config.optimizer is None:
         raise ConfigError(
             f"{len(trainable)} parameters are trainable, but there is no optimizer; add to the config "
