@@ -1,4 +1,4 @@
-"""A save that is killed at any moment: the checkpoint before is whole, `latest` names one that is, the next save works."""
+"""A save is killed at any moment: the checkpoint before is whole, `latest` names one that is, the next one works."""
 
 from __future__ import annotations
 
