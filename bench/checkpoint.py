@@ -45,11 +45,21 @@ def main(arguments: list[str] | None = None) -> None:
     report("checkpoint", figures)
 
 
-def streamed(action: Callable[[], object], reads: int, writes: int, rate: Bandwidth, rounds: int) -> dict[str, Any]:
-    """Seconds of `action`, which moves so many bytes, against its bound; and what it took of memory. The median round."""
+def streamed(
+    action: Callable[[], object],
+    reads: int,
+    writes: int,
+    rate: Bandwidth,
+    rounds: int,
+    prepare: Callable[[], object] = gc.collect,
+) -> dict[str, Any]:
+    """Seconds of `action`, which moves so many bytes, against its bound, the median round; and the most memory it took.
+
+    `prepare` comes before each round and does not count.
+    """
     found = []
     for _ in range(rounds):
-        gc.collect()
+        prepare()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         base = _status("VmRSS")
         taken = seconds(action)
@@ -87,7 +97,6 @@ def _run(send: Any, given: argparse.Namespace) -> None:
         rate = bandwidths([given.folder], nbytes=min(GIB, nbytes), rounds=3)[0]
 
         def save() -> None:
-            shutil.rmtree(saved, ignore_errors=True)
             engine.save_checkpoint(saved)
 
         save()
@@ -98,7 +107,7 @@ def _run(send: Any, given: argparse.Namespace) -> None:
             "checkpoint_bytes": nbytes,
             "read_rate": rate.read,
             "write_rate": rate.write,
-            "save": streamed(save, nbytes, nbytes, rate, given.rounds),
+            "save": streamed(save, nbytes, nbytes, rate, given.rounds, lambda: shutil.rmtree(saved)),
             "load": streamed(lambda: engine.load_checkpoint(saved), 2 * nbytes, nbytes, rate, given.rounds),
         }
     finally:
