@@ -13,12 +13,14 @@ Threads. All methods belong to the thread that runs the model. In a forked child
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import math
 import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +28,22 @@ from torch import nn
 
 from offload import kernels
 from offload.engine.bindings import Bindings
+from offload.engine.checkpoint_files import LATEST, check_tag, find
+from offload.engine.checkpoint_fill import Filling
+from offload.engine.checkpoint_load import (
+    CLIENT_STATE,
+    Found,
+    Wish,
+    check_bytes,
+    check_fits,
+    check_progress,
+    fitting,
+    look,
+)
+from offload.engine.checkpoint_save import Moment, Order, own_or_shared, save
+from offload.engine.description import about, describe
 from offload.engine.gradients import Gradients
+from offload.engine.held import Held
 from offload.engine.hooks import Hooks, inside_backward
 from offload.engine.layout import UnitLayout
 from offload.engine.loader import Loader, to_device
@@ -34,6 +51,7 @@ from offload.engine.optimizer import Optimizer, merge_values
 from offload.engine.plain import from_plain, to_plain
 from offload.engine.progress import (
     Progress,
+    as_bytes,
     persistent_buffers,
     read_generators,
     scheduler_state,
@@ -41,7 +59,8 @@ from offload.engine.progress import (
 )
 from offload.engine.ranks import Ranks
 from offload.engine.registered import Registered
-from offload.engine.rounds import Rounds
+from offload.engine.rounds import Kind, Rounds
+from offload.engine.together import together
 from offload.engine.updater import UnitUpdate, Updater
 from offload.engine.weights import Edit, Weights
 from offload.errors import NumericsError, OffloadError, UsageError
@@ -49,7 +68,7 @@ from offload.sizes import format_size
 from offload.swapper.host import HostArena
 from offload.swapper.pager import Counts, Pager
 from offload.swapper.shared_queue import SharedQueue
-from offload.swapper.store import Store
+from offload.swapper.store import Queue, Store
 from offload.swapper.timeline import OFF, Row, Timeline
 
 logger = logging.getLogger("offload")
@@ -99,6 +118,7 @@ class Parts(NamedTuple):
     layouts: tuple[UnitLayout, ...]
     trainable: tuple[range, ...]
     """The elements of each unit that this rank updates."""
+    held: Held
     timeline: Timeline = OFF
 
 
@@ -318,6 +338,140 @@ class Engine:
     def use_counts(self) -> Counts:
         """How often units were used so far, found on the device, and used otherwise than foreseen."""
         return self._parts.pager.counts()
+
+    # -- checkpoints --------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        keep_last: int | None = None,
+    ) -> bool:
+        """Write weights, optimizer states and all else of this moment to `save_dir`/`tag`, whole or not at all.
+
+        `tag` is "global_step<N>" by default; a checkpoint of that name is replaced. `client_state` is given back by
+        `load_checkpoint`: numbers, strings, lists and dicts. With `save_latest` it is what a load without a tag takes;
+        `keep_last` then removes the oldest others, so that so many are left. Every rank calls it. True.
+
+        Raises `StoreError` where there is no room, before anything is written, and `IoError` where the disk refuses.
+        """
+        self._between("save_checkpoint")
+        name = check_tag(f"global_step{self.global_steps}" if tag is None else tag)
+        if keep_last is not None and keep_last < 1:
+            raise UsageError(
+                f"keep_last is {keep_last}, at least the checkpoint that is saved must be kept: give 1 or more"
+            )
+        order = Order(Path(save_dir), name, save_latest, not exclude_frozen_parameters, keep_last)
+        parts = self._parts
+        with together(parts.rounds, self.global_rank, self.world_size, Kind.SAVE, "save a checkpoint") as ranks:
+            with own_or_shared(parts.queue) as queue:
+                save(parts.held, order, lambda: self._moment(client_state), queue, ranks)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint, saved with any placement and number of ranks: its folder, and its `client_state`.
+
+        Without a `tag` it is the latest; where there is none, (None, {}). Everything is checked before anything of the
+        engine changes. Gradients are dropped; what the store commits is the loaded state, at once. With
+        `load_module_only` weights and buffers alone are loaded. Every rank calls it.
+
+        Raises `StoreError` where it is named and not there, damaged, or of another model.
+        """
+        self._between("load_checkpoint")
+        parts = self._parts
+        trains = parts.updater is not None and not load_module_only
+        wish = Wish(load_module_strict, trains and load_optimizer_states, load_lr_scheduler_states, not trains)
+        with together(parts.rounds, self.global_rank, self.world_size, Kind.LOAD, "load a checkpoint") as ranks:
+            ranks.same({"folder": str(load_dir), "tag": str(tag), "wish": list(wish)})
+            folder = ranks.by_first(lambda: find(load_dir, tag))
+            if folder is None:
+                logger.warning("no checkpoint was loaded: there is no %s in %s", LATEST, load_dir)
+                return None, {}
+            with own_or_shared(parts.queue) as queue:
+                found: list[Found] = []
+                ranks.settle(lambda: found.append(self._inspect(Path(folder), wish)))
+                ranks.settle(lambda: check_bytes(found[0], wish, queue, self.global_rank, self.world_size))
+                try:
+                    ranks.settle(lambda: self._take_over(found[0], wish, queue))
+                except BaseException as error:  # also where it failed on another rank: half of a load is none
+                    parts.pager.fail(error)
+                    raise
+        return folder, from_plain(found[0].client_state)
+
+    def _between(self, call: str) -> None:
+        """Finish what is under way; raises where the weights of a moment cannot be told."""
+        if inside_backward() or self._parts.hooks.running:
+            raise UsageError(f"{call} is for between steps, not for inside of a forward or a backward")
+        self._enter()
+        if self._parts.updater is not None:
+            self._parts.updater.finish()
+
+    def _moment(self, client_state: Mapping[str, Any] | None) -> Moment:
+        if self.micro_batches:
+            logger.warning(
+                "the gradients of %d micro-batches since the last boundary are not in the checkpoint",
+                self.micro_batches,
+            )
+        advice = "a checkpoint holds None, booleans, numbers, strings, and lists, tuples and dicts of them"
+        plain = to_plain(dict(client_state or {}), "client_state", advice)
+        contents = {**self.progress().pack(), CLIENT_STATE: as_bytes(json.dumps(plain).encode())}
+        layout = describe(self._parts.layouts, self._parts.held.mode, self.world_size)
+        return Moment(self.global_steps, contents, layout, about(self.module))
+
+    def _inspect(self, folder: Path, wish: Wish) -> Found:
+        """Read all but the states, and see whether it fits. Nothing is changed."""
+        self._parts.bindings.settle()
+        found = look(folder, self.global_rank, self.world_size, about(self.module)["tied"])
+        names = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        check_fits(found, self._parts.held, wish, names, persistent_buffers(self.module))
+        if not wish.module_only:
+            check_progress(found, wish, len(self.optimizer.param_groups), scheduler_state(self.lr_scheduler))
+        return found
+
+    def _take_over(self, found: Found, wish: Wish, queue: Queue) -> None:
+        """Make what was found the state of this engine, and commit it."""
+        parts = self._parts
+        parts.hooks.forget_gradients()
+        parts.gradients.clear()
+        self._backwards_before = self._backwards_at_step = parts.hooks.backward_count
+        parts.pager.begin_load()
+        Filling(found, parts.held, wish, queue).run()
+        parts.pager.end_load()
+        steps = found.steps(parts.layouts, self._parameter_steps) if wish.states else self._parameter_steps
+        progress = fitting(found.progress, persistent_buffers(self.module), steps, wish.schedule)
+        if wish.module_only:
+            with torch.no_grad():
+                for name, buffer in persistent_buffers(self.module).items():
+                    buffer.copy_(progress.buffers.get(name, buffer))
+        else:
+            before = len(self.notices)
+            self.restore(progress)
+            self._grad_norm = None
+            if not found.own:
+                self.notices += (
+                    f"{found.folder} was saved by {found.manifest.world_size} ranks, these are {self.world_size}: each "
+                    f"goes on with the random generators of rank 0, so dropout draws other numbers",
+                )
+            for notice in self.notices[before:] if self.global_rank == 0 else ():
+                logger.warning(notice)
+        if parts.store is not None and self._commit_every:
+            held = self.progress()
+            # The generators follow at the next entry.
+            parts.store.commit(
+                self.global_steps, (held if wish.module_only else held._replace(generators=progress.generators)).pack()
+            )
+        self._edited = False
 
     # -- the boundary -------------------------------------------------------------------------------
 

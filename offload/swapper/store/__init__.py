@@ -24,6 +24,7 @@ moment. A torn record fails its checksum, and the other one counts. docs/store-f
 | `store.py` | a rank's store, open |
 | `check.py` | all of a commit, compared |
 | `look.py` | a rank's folder from outside: what is there, what is wrong |
+| `clone.py` | bytes that two files share |
 | `run.py` | a run's folder from outside |
 """
 
