@@ -56,7 +56,7 @@ class Held(NamedTuple):
     def read(self, unit: int, state: State, start: int, buffer: memoryview) -> list[Future]:
         """Fill `buffer` from byte `start` of the newest copy: at once from its home, else when the future is done."""
         if self.store is not None and self.store.keeps(unit, state):
-            return [self.store.read(unit, state, self.store.newest[unit], start, buffer)]
+            return [self.store.read(unit, state, self.store.newest[unit], start, buffer, compare=True)]
         home = self.home(unit, state)
         assert home is not None, "what is not on disk has a home above it"
         part = home.tensor.view(torch.uint8)[start : start + len(buffer)]

@@ -69,10 +69,17 @@ def _watch_store(store: Store, timeline: Timeline, names: Sequence[str]) -> None
 
     def requests(row: Row) -> Callable[..., Any]:
         def requested(
-            submit: Callable[..., Any], unit: int, state: State, slot: int, start: int, buffer: memoryview, *rest: Any
+            submit: Callable[..., Any],
+            unit: int,
+            state: State,
+            slot: int,
+            start: int,
+            buffer: memoryview,
+            *rest: Any,
+            **more: Any,
         ) -> Any:
             began = now()
-            future = submit(unit, state, slot, start, buffer, *rest)
+            future = submit(unit, state, slot, start, buffer, *rest, **more)
             return _watched(future, timeline, row, titles[unit][state], began, len(buffer))
 
         return requested

@@ -294,11 +294,15 @@ class Store:
         start: int,
         buffer: memoryview,
         priority: Priority = Priority.NORMAL,
+        compare: bool = False,
     ) -> Future:
-        """Fill `buffer` from byte `start` of a slot; pieces in order, so that all can be compared."""
+        """Fill `buffer` from byte `start` of a slot; pieces in order, so that all can be compared.
+
+        With `compare` also what this process has written, or found right before.
+        """
         extent = self._extents[unit][state][slot]
         assert start + len(buffer) <= extent.nbytes and self._file is not None
-        checked = (unit, state) in self._unproven and slot == self.newest[unit]
+        checked = slot == self.newest[unit] and ((compare and self._checked) or (unit, state) in self._unproven)
         future = self._queue.read(self._file, extent.offset + start, buffer, priority=priority, checksum=checked)
         if not checked:
             return future
