@@ -318,8 +318,8 @@ MUTANTS = (
         "name the checkpoint as the latest before it is there",
         "offload.engine.checkpoint_files",
         '    with told(checkpoint, "rename"):\n        sync_folder(partial)',
-        '    os.replace(new, folder / LATEST)\n    write_new(new, b"")\n    with told(checkpoint, "rename"):\n'
-        "        sync_folder(partial)",
+        "    (folder / LATEST).write_text(checkpoint.name)\n"
+        '    with told(checkpoint, "rename"):\n        sync_folder(partial)',
         "tests/test_checkpoint_killed.py",
     ),
     Mutant(
