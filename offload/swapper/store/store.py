@@ -42,6 +42,8 @@ from offload.swapper.store.sums import Key, Passages, Slot, Stretch
 logger = logging.getLogger("offload")
 
 _STRIPE_BYTES = 2 * MIB
+_LEAST_STRETCH = MIB // 4
+"""Bytes of a state that a tile has, but for the last of a unit, whatever the memory."""
 _SUMS, _MANIFEST = "store.sums", "store.manifest"
 """What the store adds to a blob."""
 
@@ -337,12 +339,18 @@ class Store:
         which = 0 if self.durable is None else 1 - self.durable.blob
         manifest = torch.frombuffer(bytearray(self._manifest.pack()), dtype=torch.uint8)
         blob = safetensors.torch.save({**contents, _SUMS: sums.pack(self._sums), _MANIFEST: manifest})
-        self._reserve_blobs(len(blob))
+        self._reserve_blobs(len(blob) + self._more_sums())
         write_in_place(self.folders[0] / f"blob.{which}", blob)
         serial = 1 if self.durable is None else self.durable.serial + 1
         record = Record(serial, epoch, tuple(self.newest), which, len(blob), crc32c(blob), time.time_ns())
         write_in_place(self._commit_path, record.pack(), which * PAGE)
         self.durable = record
+
+    def _more_sums(self) -> int:
+        """Bytes by which the checksums may grow: at first there is one for each state, then one for each tile."""
+        places = [slots[0].nbytes for row in self._extents for slots in row.values()]
+        most = sum(2 + nbytes // _LEAST_STRETCH for nbytes in places)
+        return sums.ROW_NBYTES * max(0, most - sum(map(len, self._sums.values())))
 
     def _reserve_blobs(self, nbytes: int) -> None:
         """Room for both blobs, so that a disk that others fill does not end the run."""
