@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 import offload
-from offload import cli_machine
+from offload import cli_machine, cli_store
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
 from offload.sizes import format_size
 
@@ -82,6 +82,7 @@ class Stopped(KeyboardInterrupt):
 
 
 cli_machine.register(app)
+cli_store.register(app)
 
 
 def main() -> None:
@@ -145,6 +146,14 @@ def train(
     resume: Annotated[
         Resume | None, typer.Option(help="Go on with the run of that name: never, auto or must. [default: never]")
     ] = None,
+    durability: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORD|STEPS",
+            help="step: each step survives a kill; 10: every tenth; none: half the disk, no resume. "
+            "[default: step where it fits]",
+        ),
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the swap files after the last step.")] = False,
     log: Annotated[
         Path | None,
@@ -179,30 +188,13 @@ def train(
         seed=seed,
         run=run,
         resume=None if resume is None else resume.value,
+        durability={"every": int(durability)} if durability is not None and durability.isdecimal() else durability,
         keep=keep,
         log=log if rank == 0 else None,
         trace=None if trace is None else str(trace),
     )
     console = Console(stderr=json_output, highlight=False, soft_wrap=True, quiet=rank > 0)
     _Training(console, json_output and rank == 0).go(options)
-
-
-@app.command()
-def rm(
-    path: Annotated[Path, typer.Argument(help="A run's folder: NVME_PATH/RUN.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-) -> None:
-    """Delete a run's swap files, on every drive that it lies on."""
-    from offload.swapper.store import remove_run
-
-    if not path.is_dir():
-        _quit(StoreError(f"there is no folder {path}"), _BAD_INPUT)
-    if not yes:
-        typer.confirm(f"Delete {path} and all that it could be resumed from?", abort=True)
-    try:
-        remove_run(path)
-    except (OffloadError, OSError) as error:
-        _quit(error, _BAD_INPUT)
 
 
 def _quit(error: BaseException, code: int) -> NoReturn:

@@ -52,6 +52,7 @@ class Options(NamedTuple):
     seed: int | None = None
     run: str | None = None
     resume: str | None = None
+    durability: str | dict[str, int] | None = None
     keep: bool = False
     log: Path | None = None
     trace: str | None = None
@@ -99,6 +100,7 @@ _KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("seed", ("offload", "seed"), None),
     ("run", ("offload", "run"), None),
     ("resume", ("offload", "resume"), None),
+    ("durability", ("offload", "durability"), None),
     ("trace", ("offload", "trace"), None),
 )
 
@@ -212,7 +214,7 @@ def _put(content: dict[str, Any], path: tuple[str, ...], value: Any, flag: str, 
     before = _get(content, path)
     unsaid = (None, "auto") if path[0] != "offload" else (None,)  # there "auto" is a choice of its own
     if before not in unsaid and before != value:
-        lines.append(f"{flag} {value} overrules {'.'.join(path)} {_words(before)}")
+        lines.append(f"{flag} {_words(value)} overrules {'.'.join(path)} {_words(before)}")
     _set(content, path, value)
 
 

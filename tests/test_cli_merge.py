@@ -21,7 +21,7 @@ FILE: dict[str, Any] = {
         "offload_param": {"device": "cpu"},
         "offload_optimizer": {"device": "nvme", "nvme_path": "/fast"},
     },
-    "offload": {"run": "mine", "seed": 7, "resume": "auto"},
+    "offload": {"run": "mine", "seed": 7, "resume": "auto", "durability": "step"},
 }
 
 
@@ -57,6 +57,7 @@ def test_nothing_typed_leaves_the_file_as_it_is() -> None:
         ({"run": "other"}, "--run other overrules offload.run mine"),
         ({"seed": 0}, "--seed 0 overrules offload.seed 7"),
         ({"resume": "must"}, "--resume must overrules offload.resume auto"),
+        ({"durability": {"every": 3}}, '--durability {"every": 3} overrules offload.durability step'),
     ],
 )
 def test_a_typed_option_wins_with_one_line(typed: dict[str, Any], line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,39 @@ def test_version_and_help() -> None:
     for arguments in ([], ["--help"]):
         result = CliRunner().invoke(app, arguments)
         assert "train" in result.output and "rm" in result.output and result.exit_code in (0, 2)
+
+
+def test_it_names_what_goes_and_what_a_kill_has_left(drives: list[str]) -> None:
+    begin(drives).destroy()
+    run = Path(drives[0], "default")
+    (run / "finished.tmp").write_text("{")
+    result = CliRunner().invoke(app, ["rm", str(run)], input="y\n")
+    for drive in drives:
+        assert str(Path(drive, "default", "rank0")) in result.stdout
+    assert f"{run / 'finished.tmp'} (a kill has left it)" in result.stdout and "MiB)" in result.stdout
+    assert not run.exists()
+
+
+def test_what_is_not_of_the_run_stays(drives: list[str]) -> None:
+    begin(drives).destroy()
+    run = Path(drives[0], "default")
+    (run / "thesis.txt").write_text("dear")
+    result = CliRunner().invoke(app, ["rm", str(run), "--yes"])
+    assert result.exit_code == 0 and "thesis.txt" in result.stdout
+    assert [path.name for path in run.iterdir()] == ["thesis.txt"] and not Path(drives[1], "default").exists()
+
+
+def test_another_run_that_has_taken_its_place_on_a_drive_stays(drives: list[str]) -> None:
+    """The second drive was mounted elsewhere, and another run of the same name lies there now."""
+    begin(drives).destroy()
+    shutil.rmtree(Path(drives[1], "default"))
+    begin(drives[1:]).destroy()
+    assert CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"]).exit_code == 0
+    assert not Path(drives[0], "default").exists() and Path(drives[1], "default", "rank0", "commit").is_file()
+
+
+def test_the_drives_are_known_without_the_manifest(drives: list[str]) -> None:
+    begin(drives).destroy()
+    Path(drives[0], "default", "rank0", "manifest.json").unlink()
+    assert CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"]).exit_code == 0
+    assert not any(Path(drive, "default").exists() for drive in drives)

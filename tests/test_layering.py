@@ -27,8 +27,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "info": {"errors", "sizes", "aio"},
     "bench": {"errors", "sizes", "aio", "kernels", "<root>"},
     "tune": {"errors", "sizes", "config", "aio", "bench"},
+    "inspection": {"errors", "swapper"},
+    "verification": {"errors", "sizes", "aio", "engine", "swapper"},
+    "export": {"errors", "sizes", "aio", "kernels", "engine", "swapper"},
+    "cli_store": {"errors", "sizes", "aio", "engine", "swapper", "inspection", "verification", "export", "cli_machine"},
     "cli_machine": {"errors", "sizes", "config", "aio", "bench", "info", "tune", "<root>"},
-    "cli": {"errors", "sizes", "config", "train", "swapper", "cli_machine", "<root>"},
+    "cli": {"errors", "sizes", "config", "train", "swapper", "cli_machine", "cli_store", "<root>"},
     "__init__": {"errors", "engine"},
     "__main__": {"cli"},
 }

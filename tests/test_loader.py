@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from offload.engine.loader import RankBatches, check_length, load
+from offload.engine.loader import Loader, Position, RankBatches, check_length, load
+from offload.engine.progress import read_generators
 from offload.errors import ConfigError
 
 
 @pytest.mark.parametrize(("length", "micro", "size"), [(103, 4, 2), (64, 2, 3), (7, 4, 2)])
 def test_batches_of_all_ranks_are_those_of_one(length: int, micro: int, size: int) -> None:
     ranks = [RankBatches(length, micro, rank, size, seed=3) for rank in range(size)]
+    whole = RankBatches(length, 1, 0, 1, seed=3)
     for epoch in range(2):
-        alone = torch.Generator().manual_seed(3)
-        order = [torch.randperm(length, generator=alone).tolist() for _ in range(epoch + 1)][-1]
+        for batches in (*ranks, whole):
+            batches.begin_at = Position(epoch, 0)
+        order = [row for rows in whole for row in rows]
+        assert sorted(order) == list(range(length))
         together = [[row for each in rows for row in each] for rows in zip(*ranks, strict=True)]
         assert together == [order[i : i + micro * size] for i in range(0, len(order), micro * size)][: len(ranks[0])]
         assert len(together) == len(ranks[0]) == length // (micro * size)
@@ -37,6 +42,85 @@ def test_each_epoch_has_another_order_and_torch_draws_nothing() -> None:
     first, second = (torch.cat([rows for (rows,) in loader]).tolist() for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(64)) and first != second
     assert torch.equal(state, torch.get_rng_state())
+
+
+ROWS = TensorDataset(torch.arange(30))
+
+
+def rank_loader(rank: int, seed: int = 2) -> Loader:
+    """Five batches of three samples on each of two ranks."""
+    return load(ROWS, 3, rank, 2, seed, None, torch.device("cpu"))
+
+
+def rows_of(loader: Loader) -> list[list[int]]:
+    return [rows.tolist() for (rows,) in loader]
+
+
+def test_a_pass_depends_on_its_number_alone() -> None:
+    """Not on how far others went, nor on iterators that are under way."""
+    loader, other = rank_loader(0), rank_loader(0)
+    passes = [rows_of(loader) for _ in range(3)]
+    left = iter(other)
+    next(left)
+    second = iter(other)
+    assert [rows.tolist() for (rows,) in left] == passes[0][1:]
+    assert [rows.tolist() for (rows,) in second] == passes[1] and rows_of(other) == passes[2]
+    assert rows_of(rank_loader(0, seed=3)) not in passes
+
+
+@pytest.mark.parametrize("trained", range(1, 12))
+def test_every_rank_goes_on_behind_its_last_batch(trained: int) -> None:
+    states = {"torch": torch.get_rng_state(), "python": read_generators(torch.device("cpu"))["python"]}
+    for rank in range(2):
+        whole = rank_loader(rank)
+        expected = [rows_of(whole) for _ in range(4)]
+        loader, where = rank_loader(rank), {}
+        batches = (rows for _ in range(3) for rows in loader)
+        for _ in range(trained):
+            next(batches)
+            where = loader.trained()
+        next(batches)  # fetched, and not trained
+        resumed = rank_loader(rank)
+        assert resumed.go_on(json.loads(json.dumps(where)), states) is None
+        assert (resumed.epoch, len(resumed)) == (trained // 5, 5)
+        assert rows_of(resumed) == rows_of(resumed) == expected[trained // 5][trained % 5 :], "until the first step"
+        resumed.trained()
+        assert rows_of(resumed) == expected[trained // 5 + 1]
+        fresh = rank_loader(rank)
+        [rows_of(fresh) for _ in range(trained // 5 + 2)]
+        assert torch.equal(resumed.generator.get_state(), fresh.generator.get_state()), "which seeds workers"
+
+
+def test_workers_are_seeded_anew_for_each_pass() -> None:
+    loader = rank_loader(0)
+    seeds = [iter(loader) and loader.generator.initial_seed() for _ in range(3)]
+    assert len(set(seeds)) == 3
+
+
+def test_generators_are_noted_before_the_next_batch_is_loaded() -> None:
+    """Not at the end of a pass, after which an evaluation may draw before there is a next one."""
+    torch.manual_seed(0)
+    loader = rank_loader(0)
+    for _ in loader:
+        loader.trained()
+        assert loader.before_next is None
+    assert loader.before_next is None
+    torch.rand(1)
+    expected = torch.get_rng_state()
+    batches = iter(loader)
+    next(batches)
+    torch.rand(1)
+    next(batches)
+    assert torch.equal(loader.before_next["torch"], expected)
+
+
+def test_a_step_on_other_data_leaves_the_place() -> None:
+    loader = rank_loader(0)
+    next(iter(loader))
+    resumed = rank_loader(0)
+    resumed.go_on(loader.trained(), read_generators(torch.device("cpu")))
+    assert resumed.trained() == loader.where() and resumed.epoch == 0
+    assert rows_of(resumed) == rows_of(rank_loader(0))[1:]
 
 
 class Stream(IterableDataset[int]):

@@ -24,6 +24,7 @@ from offload.swapper.store import Store, StoreSpec, remove_run, run_status
 from offload.swapper.store import store as store_module
 from offload.swapper.store.drives import shares
 from offload.swapper.store.record import MAX_UNITS, Record
+from offload.swapper.store.store import _Checked
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}
 SPEC = StoreSpec((SIZES, SIZES, {State.WEIGHT: 4096}), 2, {"model": "test"})
@@ -485,8 +486,9 @@ def test_a_flipped_bit_is_noticed_however_it_is_read(piece: int, tmp_path: Path,
     store = created(tmp_path, queue)
     update(store, 0, 7)
     store.commit(1, blob("one"))
-    read_in(store, 0, State.WEIGHT, piece)
     slot = store.newest[0]
+    store.close()
+    store, _ = opened(tmp_path, queue)
     at = store._extents[0][State.WEIGHT][slot].offset + 5000
     with (tmp_path / "run" / "rank0" / "states").open("r+b") as file:
         file.seek(at)
@@ -496,6 +498,27 @@ def test_a_flipped_bit_is_noticed_however_it_is_read(piece: int, tmp_path: Path,
     assert caught.value.errno == errno.EBADMSG
     read_in(store, 0, State.EXP_AVG, piece)
     read_in(store, 1, State.WEIGHT, piece)
+    with pytest.raises(IoError):
+        read_in(store, 0, State.WEIGHT, piece)
+    store.close()
+
+
+@pytest.mark.parametrize("piece", [512, 3000, 8192])
+def test_what_was_compared_once_is_not_compared_again(piece: int, tmp_path: Path, queue: IoQueue) -> None:
+    """A sum costs time; what this process has written or found right, it may read as it is."""
+    store = created(tmp_path, queue)
+    update(store, 0, 7)
+    assert not isinstance(store.read(0, State.WEIGHT, store.newest[0], 0, aligned_empty(4096)), _Checked)
+    store.commit(1, blob("one"))
+    store.close()
+    store, _ = opened(tmp_path, queue)
+    read_in(store, 0, State.WEIGHT, piece)
+    again = store.read(0, State.WEIGHT, store.newest[0], 0, aligned_empty(4096))
+    moments = store.read(0, State.EXP_AVG, store.newest[0], 0, aligned_empty(4096))
+    assert not isinstance(again, _Checked) and isinstance(moments, _Checked)
+    again.wait(), moments.wait()
+    update(store, 0, 8)
+    assert not isinstance(store.read(0, State.EXP_AVG, store.newest[0], 0, aligned_empty(4096)), _Checked)
     store.close()
 
 

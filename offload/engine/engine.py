@@ -29,8 +29,9 @@ from offload.engine.bindings import Bindings
 from offload.engine.gradients import Gradients
 from offload.engine.hooks import Hooks, inside_backward
 from offload.engine.layout import UnitLayout
-from offload.engine.loader import to_device
-from offload.engine.optimizer import Optimizer
+from offload.engine.loader import Loader, to_device
+from offload.engine.optimizer import Optimizer, merge_values
+from offload.engine.plain import from_plain, to_plain
 from offload.engine.progress import (
     Progress,
     persistent_buffers,
@@ -39,6 +40,7 @@ from offload.engine.progress import (
     write_generators,
 )
 from offload.engine.ranks import Ranks
+from offload.engine.registered import Registered
 from offload.engine.rounds import Rounds
 from offload.engine.updater import UnitUpdate, Updater
 from offload.engine.weights import Edit, Weights
@@ -52,8 +54,8 @@ from offload.swapper.timeline import OFF, Row, Timeline
 
 logger = logging.getLogger("offload")
 
-_SCHEDULED = ("lr", "betas", "eps", "weight_decay")
-"""What a schedule may change in a group (OneCycleLR moves the betas too)."""
+_BEFORE_NEXT = "before_next."
+"""Of the generators' names in a blob: those of before the next batch was loaded, where they differ."""
 
 
 class IoBytes(NamedTuple):
@@ -123,6 +125,7 @@ class Engine:
         parts: Parts,
         optimizer: Optimizer,
         lr_scheduler: Any,
+        loader: Loader | None,
         choices: Choices,
         commit_every: int,
         notices: Sequence[str],
@@ -138,11 +141,21 @@ class Engine:
         """Boundaries at which the norm was not finite and nothing was updated."""
         self.micro_steps = 0
         """Micro-batches of all boundaries passed."""
+        self.client_state: dict[str, Any] = {}
+        """The user's own: numbers, strings, lists and dicts. Each commit holds it, as it is when that of step k is
+        taken: at the first engine call after step k."""
         self._parts, self._choices, self._commit_every = parts, choices, commit_every
         self._pid = os.getpid()
         self._alive = True
         self._closed = False
         self._restore: Mapping[str, torch.Tensor] | None = None
+        self._registered = Registered()
+        self._configured = optimizer.configured()
+        self._due: Mapping[str, Any] | None = None
+        """Facts of the resumed run, whose values go to the groups when all registered objects are there."""
+        self._loader = loader
+        self._data = None if loader is None else loader.where()
+        """Where the loader was at the last boundary."""
         self._grad_norm: float | None = None
         self._unforeseen = 0
         self._backwards_before = 0
@@ -224,6 +237,17 @@ class Engine:
         self._parts.hooks.forget_gradients()
         self._parts.gradients.forget()
         self._backwards_before = self._backwards_at_step = self._parts.hooks.backward_count
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Hold the states of `objects` in each commit, as `accelerate` does: such as a schedule that the user steps.
+
+        They have `state_dict()`, of plain values, and `load_state_dict(state)`, which is called at once on a resumed
+        run. There, as many objects as the run had must come in the same order before the first step; then the groups'
+        values (learning rates and such) become those of the commit again. Raises `UsageError`.
+        """
+        self._check()
+        self._registered.add(objects)
+        self._put_values()
 
     def train(self, mode: bool = True) -> Engine:
         """Set the model's training mode, as `nn.Module.train` does."""
@@ -313,6 +337,7 @@ class Engine:
                 f"{count} backwards ran since the last boundary, gradient_accumulation_steps is {boundary}; call "
                 f"step() after every backward, or set the accumulation to what the loop does"
             )
+        self._registered.check_complete()
         parts.bindings.settle()
         parts.updater.finish()
         parts.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch
@@ -353,6 +378,9 @@ class Engine:
         self._grad_norm = norm
         self.global_steps += 1
         self.micro_steps += self._choices.accumulation
+        self._registered.stepped()
+        if self._loader is not None:
+            self._data = self._loader.trained()
         updates: list[UnitUpdate] = []
         if math.isfinite(norm):
             updates = self._decide(norm, present, order)
@@ -461,7 +489,9 @@ class Engine:
         self._check()
         self._parts.hooks.reset_aborted()
         if self._restore is not None:
-            write_generators(self._restore, self.device)
+            # What has loaded a batch since has put them back before that, and it may have drawn.
+            if self._loader is None or not self._loader.restored:
+                write_generators(self._restore, self.device)
             self._restore = None
         if self._parts.updater is not None and self._parts.updater.wants_blob:
             self._parts.updater.deliver_blob(self.progress().pack())
@@ -493,33 +523,82 @@ class Engine:
             "micro_steps": self.micro_steps,
             "parameter_steps": self._parameter_steps,
             "scheduler": scheduler_state(self.lr_scheduler),
-            "groups": [{key: group[key] for key in _SCHEDULED} for group in self.optimizer.param_groups],
+            **self._of_the_user(),
+            "data": self._data,
+            "groups": self.optimizer.values() if self._due is None else self._due["groups"],
+            "configured": self._configured if self._due is None else self._due["configured"],
             "settings": self._settings(),
         }
+        generators = read_generators(self.device)
+        if self._loader is not None and self._loader.before_next is not None:
+            generators |= {
+                _BEFORE_NEXT + name: state
+                for name, state in self._loader.before_next.items()
+                if name not in generators or not torch.equal(state, generators[name])
+            }
         buffers = {
             name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, buffer in persistent_buffers(self.module).items()
         }
-        return Progress(facts, read_generators(self.device), buffers)
+        return Progress(facts, generators, buffers)
 
     def restore(self, progress: Progress) -> None:
-        """Go on from `progress`. Random generators follow at the entry of the next engine call."""
+        """Go on from `progress`. Random generators follow at the entry of the next engine call, or before its batch."""
         facts, mine = progress.facts, self._settings()
+        same_schedule = facts["settings"]["schedule"] == mine["schedule"]
         changed = [f"{name} {old} is now {mine[name]}" for name, old in facts["settings"].items() if old != mine[name]]
+        if (facts["scheduler"] is not None and same_schedule) or facts["registered"]:
+            goes_on = " (a schedule goes on from the former)"
+            changed = [line + goes_on if line.startswith("learning rates") else line for line in changed]
         if changed:
             self.notices += (f"resumed with other settings than the run had: {', '.join(changed)}",)
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
         self.micro_steps, self._parameter_steps = facts["micro_steps"], facts["parameter_steps"]
-        if facts["scheduler"] is not None and self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(facts["scheduler"])
-            # Without a schedule the learning rate of the config counts: it may have been changed on purpose.
-            for group, old in zip(self.optimizer.param_groups, facts["groups"], strict=True):
-                group.update(old)
+        self.client_state = from_plain(facts["client_state"])
+        if facts["scheduler"] is not None and same_schedule:
+            self.lr_scheduler.load_state_dict(from_plain(facts["scheduler"]))
+        # The first commit is made before anything can be registered.
+        self._registered.expect(facts["registered"], may_grow=not self.global_steps)
+        if same_schedule or self.lr_scheduler is None:  # else the new schedule counts, from its beginning
+            self._due = facts
+            self._put_values()
+        generators = {name: t for name, t in progress.generators.items() if not name.startswith(_BEFORE_NEXT)}
+        if self.global_steps:
+            self._restore = generators
+        else:
+            write_generators(generators, self.device)  # this is the moment at which a new run took them
+        if self._loader is None:
+            self._data = facts["data"]
+        elif facts["data"] is not None and self.global_steps:
+            before = {n.removeprefix(_BEFORE_NEXT): t for n, t in progress.generators.items() if n not in generators}
+            notice = self._loader.go_on(facts["data"], {**generators, **before})
+            self.notices += () if notice is None else (notice,)
+            self._data = self._loader.where()
         buffers = persistent_buffers(self.module)
         with torch.no_grad():
             for name, value in progress.buffers.items():
                 buffers[name].copy_(value)
-        self._restore = progress.generators
+
+    def _put_values(self) -> None:
+        """Give the groups the committed values, once nobody constructs a schedule over them any more."""
+        if self._due is not None and self._registered.complete:
+            # A schedule goes on from its own state, whatever the config's learning rate is now.
+            scheduled = self.lr_scheduler is not None or self._registered.schedules
+            merged = merge_values(self._due["groups"], self._due["configured"], self._configured, scheduled)
+            for group, values in zip(self.optimizer.param_groups, merged, strict=True):
+                group.update(values)
+            self._due = None
+
+    def _of_the_user(self) -> dict[str, Any]:
+        """What the user wants to be held, as JSON. Raises `UsageError` where it cannot be."""
+        if not isinstance(self.client_state, dict):
+            raise UsageError(f"engine.client_state must be a dict, got {type(self.client_state).__name__}")
+        advice = (
+            "a commit holds None, booleans, numbers, strings, and lists, tuples and dicts of them. Take it out or "
+            "convert it (float(x), x.tolist()), and go on: nothing is lost"
+        )
+        state = to_plain(self.client_state, "engine.client_state", advice)
+        return {"client_state": state, "registered": self._registered.states()}
 
     def _settings(self) -> dict[str, Any]:
         """What may differ in a resumed run, which is then another run from there on."""
@@ -529,7 +608,11 @@ class Engine:
             "micro-batch size": choices.micro_batch_size,
             "accumulation": choices.accumulation,
             "gradient clipping": choices.clip,
-            "learning rates": self.get_lr() if self.lr_scheduler is None else None,
+            "learning rates": [group["lr"] for group in self._configured],
+            "betas": [list(group["betas"]) for group in self._configured],
+            "eps": [group["eps"] for group in self._configured],
+            "weight decay": [group["weight_decay"] for group in self._configured],
+            "schedule": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__,
         }
 
     def destroy(self, remove: bool = False) -> None:
@@ -537,8 +620,12 @@ class Engine:
 
         With several ranks it waits for the others to come here too, and serves them until then. Idempotent, and may be
         called again where it was interrupted. The model's parameters stay placeholders. Raises what finishing raised,
-        after closing.
+        after closing; only what cannot be committed, in `client_state` or registered objects, it raises before.
         """
+        updater = self._parts.updater
+        if self._alive and os.getpid() == self._pid and not self._parts.pager.failed and not remove:
+            if updater is not None and updater.wants_blob:
+                self._of_the_user()  # while it can still be mended, and the last step be committed
         self._destroy(remove, meet=True)
 
     def _destroy(self, remove: bool, meet: bool) -> None:

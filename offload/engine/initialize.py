@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from offload.aio import IoQueue
 from offload.config import Config, load_config, resolve_batch
@@ -23,7 +23,7 @@ from offload.engine.engine import Choices, Engine, Parts
 from offload.engine.fill import Filler, make_residents
 from offload.engine.gradients import Gradients, borders
 from offload.engine.hooks import Hooks
-from offload.engine.loader import check_length, load
+from offload.engine.loader import Loader, check_length, load
 from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch
 from offload.engine.placeholder import Place
 from offload.engine.placement import WINDOWS
@@ -61,7 +61,7 @@ class Initialized(NamedTuple):
 
     engine: Engine
     optimizer: Optimizer
-    loader: DataLoader[Any] | None
+    loader: Loader | None
     lr_scheduler: Any
 
 
@@ -130,12 +130,12 @@ def _initialize(
             "ReduceLROnPlateau needs a metric at each step, which engine.step() has not; call its step(metric) "
             "yourself and do not pass it as lr_scheduler"
         )
-    engine = _build(plan, model, chosen, schedule)
     loader = None
     if training_data is not None:
         loader = load(
             training_data, batch.micro, plan.rank, plan.world_size, loaded.offload.seed, collate_fn, device.torch
         )
+    engine = _build(plan, model, chosen, schedule, loader)
     for notice in engine.notices if plan.rank == 0 else ():
         logger.info(notice)
     atexit.register(engine.at_exit)
@@ -164,7 +164,8 @@ def _optimizer(plan: Plan, model: nn.Module, given: Any, model_parameters: Any) 
     if given is not None:
         chosen = from_torch(given)
     elif not trainable:
-        return Optimizer([{"params": []}], {"lr": 0.0})
+        nothing = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        return Optimizer([{"params": []}], nothing)
     elif plan.config.optimizer is None:
         raise ConfigError(
             f"{len(trainable)} parameters are trainable, but there is no optimizer; add to the config "
@@ -214,7 +215,7 @@ def _io_notices(queue: SharedQueue | None) -> tuple[str, ...]:
     return () if queue is None or not queue.refusals else (f"I/O by {queue.backend}: {'; '.join(queue.refusals)}",)
 
 
-def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any) -> Engine:
+def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any, loader: Loader | None) -> Engine:
     """Make files, memory, threads and hooks. What fails on the way closes what was made before."""
     timeline = open_timeline(plan.config.offload.trace, plan.rank, plan.world_size)
     queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
@@ -252,6 +253,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         parts,
         optimizer,
         lr_scheduler,
+        loader,
         choices,
         plan.commit_every,
         (

@@ -1,14 +1,25 @@
-"""The loader of `training_data`: micro-batches in an order that the seed gives, each rank its rows, on the device."""
+"""The loader of `training_data`: micro-batches in an order that the seed gives, each rank its rows, on the device.
+
+The order of a pass over the data is a function of the seed and of the pass's number. So a position is two numbers, and
+a resumed run goes on behind the last batch that was trained without loading those before it.
+
+    a new run        each `iter` begins the next pass, as with any DataLoader
+    a resumed run    until its first step, each `iter` goes on with the pass that was under way: one that looks at a
+                     batch and is left changes nothing
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
-from typing import Any
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from offload.engine.progress import read_generators, write_generators
 from offload.errors import ConfigError
 
 
@@ -20,12 +31,10 @@ def load(
     seed: int,
     collate_fn: Callable[[list[Any]], Any] | None,
     device: torch.device,
-) -> DataLoader[Any]:
+) -> Loader:
     """Micro-batches of `micro` samples of `data`, shuffled by the seed."""
     assert isinstance(data, Sized), "see check_length"
-    generator = torch.Generator().manual_seed(seed)  # of the loader's workers; else it would draw from torch's own
-    sampler = RankBatches(len(data), micro, rank, world_size, seed)
-    return _DeviceLoader(device, data, batch_sampler=sampler, generator=generator, collate_fn=collate_fn)
+    return Loader(data, RankBatches(len(data), micro, rank, world_size, seed), collate_fn, device)
 
 
 def check_length(data: Any) -> None:
@@ -37,19 +46,111 @@ def check_length(data: Any) -> None:
         )
 
 
-class _DeviceLoader(DataLoader[Any]):
-    """Moves each batch to the device."""
+class Position(NamedTuple):
+    """So many whole passes, and so many batches of the next."""
 
-    def __init__(self, device: torch.device, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._device = device
+    epoch: int
+    batch: int
+
+
+class Loader(DataLoader[Any]):
+    """A DataLoader that moves each batch to the device and knows where it is."""
+
+    def __init__(
+        self,
+        data: Dataset[Any],
+        batches: RankBatches,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        device: torch.device,
+    ) -> None:
+        self._draws = torch.Generator()  # else making an iterator would draw from torch's
+        super().__init__(data, batch_sampler=batches, generator=self._draws, collate_fn=collate_fn)
+        self._device, self._batches = device, batches
+        self._next, self._handed_out = Position(0, 0), Position(0, 0)
+        self._resuming = False
+        """Whether this run was resumed and has made no step yet."""
+        self.restored = False
+        """Whether the generators of a resumed run are back, since it has loaded a batch."""
+        self.before_next: Mapping[str, torch.Tensor] | None = None
+        """The generators as they were before the first batch since the last step was loaded; None if none was yet."""
+
+    @property
+    def epoch(self) -> int:
+        """The number of the pass that the next `iter` gives, or the rest of it on a resumed run; from 0."""
+        return self._next.epoch
 
     def __iter__(self) -> Any:
-        return self._moved(super().__iter__())
+        at = self._next
+        if not self._resuming:
+            self._next = Position(at.epoch + 1, 0)
+        self._batches.begin_at = at
+        self._draws.manual_seed(_seed_of(self._batches.seed, at.epoch, "workers"))
+        return self._moved(super().__iter__(), at)
 
-    def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
+    def _moved(self, batches: Iterator[Any], at: Position) -> Iterator[Any]:
+        if self._resuming and self.before_next is not None:
+            write_generators(self.before_next, self._device)  # a data set or a collate_fn may draw, as maskings do
+            self.restored = True
+        for number in itertools.count(at.batch + 1):
+            noted = self.before_next is None
+            if noted:
+                self.before_next = read_generators(self._device)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                if noted:
+                    self.before_next = None
+                return
+            self._handed_out = Position(at.epoch, number)
             yield to_device(batch, self._device)
+
+    def trained(self) -> dict[str, int]:
+        """A step ended, so all batches so far count: where that is, as JSON."""
+        self.before_next = None
+        if self._resuming and self._handed_out != self._next:
+            self._next = Position(self._handed_out.epoch + 1, 0)
+        self._resuming = False
+        return self.where()
+
+    def where(self) -> dict[str, int]:
+        """The last batch handed out, and what its place depends on, as JSON."""
+        batches = self._batches
+        return {
+            "epoch": self._handed_out.epoch,
+            "batch": self._handed_out.batch,
+            "samples": batches.length,
+            "samples_of_a_batch": batches.samples,
+            "seed": batches.seed,
+        }
+
+    def go_on(self, where: Mapping[str, int], generators: Mapping[str, torch.Tensor]) -> str | None:
+        """Begin behind `where`, what `trained` returned in the run; a notice where the order is another one now.
+
+        `generators` are those before the next batch was loaded.
+        """
+        epoch, batch, mine = where["epoch"], where["batch"], self.where()
+        notice = None
+        if batch and any(where[key] != mine[key] for key in ("samples", "seed")):
+            notice = (
+                f"training_data has another order than in the run ({where['samples']} samples with seed "
+                f"{where['seed']}, now {mine['samples']} with {mine['seed']}): pass {epoch} was at sample "
+                f"{batch * where['samples_of_a_batch']} and is not gone on with, pass {epoch + 1} begins"
+            )
+            epoch, batch = epoch + 1, 0
+        elif batch and batch >= where["samples"] // where["samples_of_a_batch"]:
+            epoch, batch = epoch + 1, 0
+        elif batch and where["samples_of_a_batch"] != mine["samples_of_a_batch"]:
+            seen, size = batch * where["samples_of_a_batch"], mine["samples_of_a_batch"]
+            batch = seen // size  # rather some samples twice than some never
+            notice = (
+                f"training_data: {size} samples of all ranks are a batch, {where['samples_of_a_batch']} in the run; "
+                f"pass {epoch} had seen {seen} and goes on at {batch * size}"
+            )
+            if batch >= len(self):
+                epoch, batch = epoch + 1, 0
+        self._next = self._handed_out = Position(epoch, batch)
+        self.before_next, self._resuming = generators, True
+        return notice
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -64,18 +165,30 @@ def to_device(batch: Any, device: torch.device) -> Any:
 class RankBatches(Sampler[list[int]]):
     """One rank's micro-batches: all ranks shuffle alike, and each takes its rows of every batch of all.
 
-    The last incomplete batch is left out.
+    The last incomplete batch is left out. `begin_at` says which pass the next `iter` gives, and from which batch on.
     """
 
     def __init__(self, length: int, micro: int, rank: int, world_size: int, seed: int) -> None:
-        self._length, self._micro, self._rank, self._size = length, micro, rank, world_size
-        self._generator = torch.Generator().manual_seed(seed)
+        self.length, self.seed = length, seed
+        self.samples = micro * world_size
+        """Of a batch of all ranks."""
+        self.begin_at = Position(0, 0)
+        self._micro, self._first = micro, micro * rank
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(self._length, generator=self._generator).tolist()
-        for batch in range(len(self)):
-            start = (batch * self._size + self._rank) * self._micro
+        return self._rows(self.begin_at)  # decided now, not when the first batch is asked for
+
+    def _rows(self, at: Position) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(_seed_of(self.seed, at.epoch, "order"))
+        order = torch.randperm(self.length, generator=generator).tolist()
+        for batch in range(at.batch, len(self)):
+            start = batch * self.samples + self._first
             yield order[start : start + self._micro]
 
     def __len__(self) -> int:
-        return self._length // (self._micro * self._size)
+        return self.length // self.samples
+
+
+def _seed_of(seed: int, epoch: int, what: str) -> int:
+    """Another for each seed, pass and purpose, so that no run has the passes of another in a later order."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {epoch} {what}".encode()).digest()[:8], "little")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import nn
 
 from offload.errors import ConfigError, UsageError
 
+SCHEDULED = ("lr", "betas", "eps", "weight_decay")
+"""What a schedule may change in a group (OneCycleLR moves the betas too)."""
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
@@ -56,6 +58,17 @@ class Optimizer(torch.optim.Optimizer):
         """Of all groups' settings, to compare those of several ranks."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return zlib.crc32(repr([sorted(group.items()) for group in groups]).encode())
+
+    def values(self) -> list[dict[str, Any]]:
+        """What may change between steps, of each group: floats, and a list of two for the betas."""
+        return [{key: _plain(group[key]) for key in SCHEDULED} for group in self.param_groups]
+
+    def configured(self) -> list[dict[str, Any]]:
+        """The same as it was before a schedule moved the learning rates, where torch has noted that."""
+        return [
+            {**values, "lr": _plain(group.get("initial_lr", group["lr"]))}
+            for values, group in zip(self.values(), self.param_groups, strict=True)
+        ]
 
     def settings(self) -> dict[int, Mapping[str, Any]]:
         """The group of each parameter, by the parameter's id."""
@@ -108,3 +121,25 @@ def check_covers(optimizer: Optimizer, model: nn.Module) -> None:
             f"{len(left)} parameters require gradients but are in no group of the optimizer, the first is {left[0]}; "
             f"add them, or call requires_grad_(False) on them"
         )
+
+
+def merge_values(
+    committed: Sequence[Mapping[str, Any]],
+    then: Sequence[Mapping[str, Any]],
+    now: Sequence[Mapping[str, Any]],
+    scheduled: bool,
+) -> list[dict[str, Any]]:
+    """The groups' values of a resumed run: those `committed`, but for what is configured otherwise now than then.
+
+    A learning rate that is `scheduled` is the schedule's, and as it was committed.
+    """
+    merged = []
+    for values, old, new in zip(committed, then, now, strict=True):
+        kept = {key: old[key] == new[key] or (scheduled and key == "lr") for key in SCHEDULED}
+        group = {key: values[key] if kept[key] else new[key] for key in SCHEDULED}
+        merged.append({**group, "betas": tuple(group["betas"])})
+    return merged
+
+
+def _plain(value: Any) -> Any:
+    return [float(item) for item in value] if isinstance(value, list | tuple) else float(value)

@@ -25,11 +25,13 @@ from offload.swapper.device import Device
 from offload.swapper.host import process_memory
 from offload.swapper.residency import Tier
 from offload.swapper.states import MODES, Mode, State
-from offload.swapper.store import Shortage, StoreSpec, find_shortage, run_status
+from offload.swapper.store import Shortage, StoreSpec, find_shortage, other_runs, run_status
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_SHOWN = 5
+"""Names in a notice."""
 
 
 class Plan(NamedTuple):
@@ -114,7 +116,7 @@ def decide(config: Config, batch: Batch, model: nn.Module, device: Device, ranks
         buffer_dtype,
         config.offload.commit_every if slots == 2 else 0,
         resume,
-        (*config.notices, *placement.notices, *notices),
+        (*config.notices, *placement.notices, *notices, *(_leftovers(config) if rank == 0 else ())),
     )
 
 
@@ -301,10 +303,26 @@ def _slots(
     )
 
 
-def _durability(commit_every: int) -> str:
-    if not commit_every:
+def _leftovers(config: Config) -> tuple[str, ...]:
+    """A line where runs lie on the drives that take room and that nobody holds. They are never deleted here."""
+    found = other_runs(config.drives, config.offload.run)
+    if not found:
+        return ()
+    shown = ", ".join(f"{each.path} ({format_size(each.nbytes)})" for each in found[:_SHOWN])
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    are = "other run that nobody holds takes" if len(found) == 1 else "other runs that nobody holds take"
+    return (
+        f"{len(found)} {are} {format_size(sum(each.nbytes for each in found))}: "
+        f"{shown}{more}; `offload inspect {found[0].path.parent}` tells of them, `offload rm` deletes one",
+    )
+
+
+def _durability(plan: Plan) -> str:
+    if not plan.commit_every:
         return ""
-    return " (durable each step)" if commit_every == 1 else f" (durable every {commit_every} steps)"
+    often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
+    without = StoreSpec(plan.placement.stored(plan.parts, 1), 1, {}).nbytes
+    return f" (durable {often}; {format_size(without)} with durability none)"
 
 
 def summary(plan: Plan) -> str:
@@ -317,6 +335,6 @@ def summary(plan: Plan) -> str:
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers(State.WEIGHT) or 'nothing'}, states on "
         f"{placement.tiers(*states) or 'nothing'}{', gradients on disk' if placement.spilled else ''}; host "
         f"{format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
-        f"{format_size(stored)}{_durability(plan.commit_every)}; gradients clipped at {clip or 'no'} "
+        f"{format_size(stored)}{_durability(plan)}; gradients clipped at {clip or 'no'} "
         f"norm"
     )

@@ -14,18 +14,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.errors import ConfigError
+from offload.engine.plain import to_plain
+from offload.errors import ConfigError, UsageError
 
 _FACTS = "facts"
 _BUFFER = "buffer."
 _RNG = "rng."
+_ADVICE = (
+    "each commit holds the schedule's state, which may be None, booleans, numbers, strings, and lists, tuples and "
+    "dicts of them. Let its state_dict() return such values, or do not pass it to initialize: step it after "
+    "engine.step() and keep what it needs to go on in engine.client_state"
+)
 
 
 class Progress(NamedTuple):
     """What a blob holds, as it was taken at the entry of the first engine call after a step."""
 
     facts: Mapping[str, Any]
-    """JSON: global_steps, skipped_steps, micro_steps, parameter_steps by name, scheduler, groups."""
+    """JSON: global_steps, skipped_steps, micro_steps, parameter_steps by unit, scheduler, registered, client_state,
+    data (where the loader is), groups (their values), configured (what those were at `initialize`), settings."""
     generators: Mapping[str, torch.Tensor]
     """State of each random generator, as bytes."""
     buffers: Mapping[str, torch.Tensor]
@@ -51,8 +58,8 @@ class Progress(NamedTuple):
 def read_generators(device: torch.device) -> dict[str, torch.Tensor]:
     """States of the generators of torch, Python, numpy (where it was imported) and `device`."""
     states = {"torch": torch.get_rng_state(), "python": _as_bytes(json.dumps(random.getstate()).encode())}
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
+    if "numpy.random" in sys.modules:
+        name, keys, *rest = sys.modules["numpy.random"].get_state()
         states["numpy"] = _as_bytes(json.dumps([name, keys.tolist(), *rest]).encode())
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -86,17 +93,13 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def scheduler_state(scheduler: Any) -> Any:
-    """The state of a learning-rate schedule as JSON; None where it has none."""
+    """The state of a learning-rate schedule as JSON (see `to_plain`); None where it has none."""
     if scheduler is None or not hasattr(scheduler, "state_dict"):
         return None
-    state = scheduler.state_dict()
     try:
-        return json.loads(json.dumps(state))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the state of {type(scheduler).__name__} is not plain numbers, lists and strings ({error}), so it cannot "
-            f'be committed with the step; set "durability": "none" in the "offload" block, or simplify its state_dict()'
-        ) from error
+        return to_plain(scheduler.state_dict(), f"the state of {type(scheduler).__name__}", _ADVICE)
+    except UsageError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _as_bytes(data: bytes) -> torch.Tensor:

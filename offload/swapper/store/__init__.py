@@ -23,13 +23,14 @@ moment. A torn record fails its checksum, and the other one counts. docs/store-f
 | `folder.py` | locks, private folders, small files that are replaced whole |
 | `store.py` | a rank's store, open |
 | `check.py` | all of a commit, compared |
+| `look.py` | a rank's folder from outside: what is there, what is wrong |
 | `run.py` | a run's folder from outside |
 """
 
 from offload.swapper.store.drives import Shortage, find_shortage
 from offload.swapper.store.folder import close_in_children
 from offload.swapper.store.manifest import StoreSpec
-from offload.swapper.store.run import open_rank, rank_folders, remove_run, run_status
+from offload.swapper.store.run import find_removal, open_rank, other_runs, rank_folders, remove_run, run_status
 from offload.swapper.store.store import Future, Queue, Store
 
 __all__ = [
@@ -39,8 +40,10 @@ __all__ = [
     "Store",
     "StoreSpec",
     "close_in_children",
+    "find_removal",
     "find_shortage",
     "open_rank",
+    "other_runs",
     "rank_folders",
     "remove_run",
     "run_status",

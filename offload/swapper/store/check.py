@@ -22,9 +22,12 @@ _CHUNKS = 4
 
 
 class Damage(NamedTuple):
-    """Bytes that are not what was written, or cannot be read."""
+    """Bytes of a slot that are not what was written, or cannot be read."""
 
-    what: str
+    state: str
+    unit: str
+    slot: str
+    """A or B."""
     path: str
     offset: int
     """In the states file over all drives."""
@@ -32,7 +35,8 @@ class Damage(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.nbytes} bytes at offset {self.offset} of {self.path}: {self.reason}"
+        what = f"{self.state} of {self.unit}, slot {self.slot}"
+        return f"{what}: {self.nbytes} bytes at offset {self.offset} of {self.path}: {self.reason}"
 
 
 class _Chunk(NamedTuple):
@@ -61,8 +65,9 @@ def damages(
         return extents[key[0]][key[1]][slots[key[0]]]
 
     def damage(key: Key, start: int, nbytes: int, reason: str) -> Damage:
-        what = f"{key[1].value} of {title(key[0])}, slot {'AB'[slots[key[0]]]}"
-        return Damage(what, file.path, place(key).offset + start, nbytes, reason)
+        unit, state = key
+        slot = "AB"[slots[unit]]
+        return Damage(state.value, title(unit), slot, file.path, place(key).offset + start, nbytes, reason)
 
     for unit, row in enumerate(extents):
         for state in row:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import socket
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ class Lock:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor: int | None = os.open(self._path, flags, 0o600)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._descriptor)
         except OSError:
             holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another process"
             self.release()
@@ -44,8 +45,17 @@ class Lock:
         self.release()
 
 
+def _lock(descriptor: int) -> None:
+    """Take the lock. Who asks by `holder` has it for a moment, which is waited for."""
+    for _ in range(10):
+        with contextlib.suppress(OSError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.01)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def holder(folder: Path) -> str | None:
-    """Who holds the rank's folder, as it has written itself down; None where nobody does. Takes nothing."""
+    """Who holds the rank's folder, as it has written itself down; None where nobody does. Keeps nothing."""
     try:
         descriptor = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

@@ -70,6 +70,13 @@ class Record(NamedTuple):
         return cls(serial, epoch, slots, blob, nbytes, blob_crc, time_ns)
 
 
+def page_version(page: bytes) -> int | None:
+    """The format of the record that a page says it holds; None where it says nothing."""
+    if len(page) < _HEAD.size or page[: len(_MAGIC)] != _MAGIC:
+        return None
+    return int(_HEAD.unpack_from(page)[1])
+
+
 class Records(NamedTuple):
     """The commit file as it was found."""
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.errors import StoreError
-from offload.swapper.store.folder import Lock
+from offload.swapper.store.folder import Lock, holder
+from offload.swapper.store.look import Found, allocated_nbytes, is_rank, look, store_id
 from offload.swapper.store.manifest import read_manifest
 from offload.swapper.store.record import was_committed
 from offload.swapper.store.store import Queue, Store
@@ -46,23 +47,117 @@ def rank_folders(run: Path) -> list[Path]:
     return sorted(found, key=lambda folder: int(folder.name[4:]))
 
 
-def remove_run(path: Path) -> None:
-    """Delete the run folder `path` on this and every other drive that its manifest names.
+class Removal(NamedTuple):
+    """What makes up a run: the folders of its ranks on all drives, and what else it has left."""
+
+    path: Path
+    ranks: tuple[Path, ...]
+    """Those that are locked while a process has the run."""
+    folders: tuple[Path, ...]
+    files: tuple[Path, ...]
+    """finished.json and what a kill cut short."""
+    strangers: tuple[str, ...]
+    """Names beside them that are not of the run: they stay."""
+    nbytes: int
+    """That its files take."""
+    finished: bool
+
+
+def find_removal(path: Path) -> Removal:
+    """Everything of the run at `path`, on this and every other drive that its manifests name.
+
+    Raises `StoreError` where it is no run folder.
+    """
+    note = path / "finished.json"
+    ranks = rank_folders(path)
+    found = [look(rank) for rank in ranks]
+    if not path.is_dir() or not (note.is_file() or any(map(is_rank, ranks)) or any(not _names(r) for r in ranks)):
+        raise StoreError(f"{path} is not a run folder: it has neither rank<r> folders nor finished.json")
+    for each in found:
+        _check_drive(each)
+    folders = tuple(folder for each in found for folder in each.folders[:1] + _mine(each))
+    files = (*sorted(path.glob("*.tmp")), *([note] if note.is_file() else []))
+    ours = {path.name for path in (*ranks, *files)}
+    strangers = tuple(name for name in _names(path) if name not in ours)
+    return Removal(path, tuple(ranks), folders, files, strangers, allocated_nbytes(folders), note.is_file())
+
+
+def remove_run(path: Path) -> Removal:
+    """Delete the run at `path`, on all of its drives; what is not of it stays.
 
     Raises `StoreError` where it is no run folder, or while a process holds it.
     """
-    ranks = rank_folders(path)
-    if not path.is_dir() or not (ranks or (path / "finished.json").is_file()):
-        raise StoreError(f"{path} is not a run folder: it has neither rank<r> folders nor finished.json")
     with contextlib.ExitStack() as locks:
-        folders = [path]
-        for rank in ranks:
-            locks.enter_context(Lock(rank))
-            # Without a manifest that can be read, what lies on other drives is not known.
-            with contextlib.suppress(StoreError):
-                folders += [Path(drive) / path.name for drive in read_manifest(rank / "manifest.json").drives]
-        for folder in dict.fromkeys(folders):
-            shutil.rmtree(folder, ignore_errors=folder != path)
+        for rank in rank_folders(path):
+            if is_rank(rank):
+                locks.enter_context(Lock(rank))
+        removal = find_removal(path)
+        for folder in removal.folders:
+            shutil.rmtree(folder, ignore_errors=folder not in removal.ranks)
+        for file in removal.files:
+            file.unlink(missing_ok=True)
+        for run in dict.fromkeys((path, *(folder.parent for folder in removal.folders))):
+            with contextlib.suppress(OSError):  # not empty: other ranks, or strangers
+                run.rmdir()
+    return removal
+
+
+def _check_drive(found: Found) -> None:
+    """Raise `StoreError` where this is a later drive of a run whose first is there: that one has the lock."""
+    if found.drive and found.manifest is not None:
+        first = Path(found.manifest.drives[0]) / found.folder.parent.name
+        if store_id(first / found.folder.name) == found.manifest.id:
+            raise StoreError(f"{found.folder} is on drive {found.drive} of its run; remove the run at {first}")
+
+
+def _mine(found: Found) -> tuple[Path, ...]:
+    """The rank's folders on its other drives, unless another store has taken their place."""
+    if found.drive or found.manifest is None:
+        return ()
+    there = [folder for folder in found.folders[1:] if folder.is_dir()]
+    return tuple(
+        folder
+        for folder in there
+        if store_id(folder) == found.manifest.id or (store_id(folder) is None and not (folder / "commit").exists())
+    )
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class OtherRun(NamedTuple):
+    """A run's folder that nobody holds."""
+
+    path: Path
+    nbytes: int
+    """On the drives that were looked at."""
+
+
+def other_runs(paths: Sequence[str | Path], run: str) -> list[OtherRun]:
+    """Runs under the drives `paths` beside `run` that have swap files and that no process holds."""
+    sizes: dict[str, OtherRun] = {}
+    held = {run}
+    for path in paths:
+        for folder in sorted(Path(path).glob("*/rank*")):
+            name = folder.parent.name
+            if name in held or not is_rank(folder):
+                continue
+            if holder(folder) or (not (folder / "commit").exists() and _held_elsewhere(folder)):
+                held.add(name)
+                continue
+            before = sizes.get(name, OtherRun(folder.parent, 0))
+            sizes[name] = before._replace(nbytes=before.nbytes + allocated_nbytes([folder]))
+    return [each for name, each in sorted(sizes.items()) if name not in held]
+
+
+def _held_elsewhere(folder: Path) -> bool:
+    """Whether somebody holds the store of which this is a later drive: the lock lies on the first."""
+    try:
+        first = read_manifest(folder / "manifest.json").drives[0]
+    except (StoreError, IndexError):
+        return False
+    return holder(Path(first) / folder.parent.name / folder.name) is not None
 
 
 def open_rank(folder: Path, queue: Queue) -> tuple[Store, dict[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ from offload.swapper.store.folder import (
     write_durably,
     write_in_place,
 )
+from offload.swapper.store.look import MANIFEST, SUMS
 from offload.swapper.store.manifest import Manifest, StoreSpec, compare, read_manifest
 from offload.swapper.store.record import MAX_UNITS, Record, read_records, was_committed
 from offload.swapper.store.sums import Key, Passages, Slot, Stretch
@@ -44,8 +46,6 @@ logger = logging.getLogger("offload")
 _STRIPE_BYTES = 2 * MIB
 _LEAST_STRETCH = MIB // 4
 """Bytes of a state that a tile has, but for the last of a unit, whatever the memory."""
-_SUMS, _MANIFEST = "store.sums", "store.manifest"
-"""What the store adds to a blob."""
 
 
 class Future(Protocol):
@@ -74,8 +74,8 @@ class Store:
     `newest[unit]` is the slot of the newest copy. The update worker alone changes it, by `wrote`, and commits; reads
     may be submitted from any thread. Every future is the caller's to wait for.
 
-    With two slots every write gives its checksum and every read of a newest slot is compared with what was written:
-    damage is an `IoError` (EBADMSG) of the read that reaches the end of a damaged stretch.
+    With two slots every write gives its checksum. What another process has written is compared with it when it is first
+    read: damage is an `IoError` (EBADMSG) of the read that reaches the end of a damaged stretch.
     """
 
     def __init__(self, paths: Sequence[str | Path], run: str, rank: int, spec: StoreSpec, queue: Queue) -> None:
@@ -93,6 +93,8 @@ class Store:
         self._checked = spec.slots == 2
         self._sums: dict[Key, Slot] = {}
         self._passages = Passages()
+        self._unproven: dict[Key, set[int]] = {}
+        """Starts of the stretches that this process has neither written nor compared."""
         self._manifest: Manifest | None = None
         self._file: StripedFile | None = None
         self._commit_path = self.folders[0] / "commit"
@@ -166,8 +168,9 @@ class Store:
                     write_in_place(self._commit_path, bytes(PAGE), later.blob * PAGE)
             self.durable = record
             self.newest = list(record.slots)
-            self._sums = sums.unpack(contents.pop(_SUMS))
-            del contents[_MANIFEST]
+            self._sums = sums.unpack(contents.pop(SUMS))
+            self._unproven = {key: {stretch.start for stretch in slot} for key, slot in self._sums.items()}
+            del contents[MANIFEST]
             return contents
         except BaseException:
             self.close()
@@ -197,7 +200,7 @@ class Store:
             self._open_files(record, contents)
             assert self._file is not None
             damage = first_damage(
-                self._file, self._queue, self._extents, record.slots, sums.unpack(contents[_SUMS]), self.spec.title
+                self._file, self._queue, self._extents, record.slots, sums.unpack(contents[SUMS]), self.spec.title
             )
             self._file.close()
             self._file = None
@@ -230,7 +233,7 @@ class Store:
 
     def _open_files(self, record: Record, contents: Mapping[str, torch.Tensor]) -> None:
         """Find the manifest, compare it, open the states on all drives."""
-        copy = Manifest.unpack(bytes(contents[_MANIFEST].numpy()), f"{self.folders[0]}/blob.{record.blob}")
+        copy = Manifest.unpack(bytes(contents[MANIFEST].numpy()), f"{self.folders[0]}/blob.{record.blob}")
         compare(self.spec, copy.spec, self.folders[0])
         if len(copy.weights) != len(self.folders):
             raise StoreError(
@@ -296,9 +299,12 @@ class Store:
         """Fill `buffer` from byte `start` of a slot; pieces in order, so that all can be compared."""
         extent = self._extents[unit][state][slot]
         assert start + len(buffer) <= extent.nbytes and self._file is not None
-        checked = self._checked and slot == self.newest[unit]
+        checked = (unit, state) in self._unproven and slot == self.newest[unit]
         future = self._queue.read(self._file, extent.offset + start, buffer, priority=priority, checksum=checked)
-        return _Checked(self, future, unit, state, slot, start) if checked else future
+        if not checked:
+            return future
+        # The sums of this moment: an update may have given the unit others by the time that somebody looks.
+        return _Checked(future, partial(self._compare, (unit, state), slot, self._sums[unit, state], start))
 
     def write(self, unit: int, state: State, slot: int, start: int, buffer: memoryview) -> Future:
         """Write `buffer` at byte `start` of a slot; it must stay unchanged until the future is done."""
@@ -317,12 +323,17 @@ class Store:
             for state, writes in written.items():
                 new = [Stretch(start, future.wait(), future.crc32c()) for start, future in writes]
                 self._sums[unit, state] = sums.renewed(self._sums[unit, state], new)
+                self._prove((unit, state), range(new[-1].start + new[-1].nbytes))
         self.newest[unit] = slot
 
-    def check_read(self, unit: int, state: State, slot: int, written: Slot, start: int, nbytes: int, crc: int) -> None:
-        """Raise `IoError` where what was read of `slot` is not what was `written`."""
+    def _compare(self, key: Key, slot: int, written: Slot, start: int, nbytes: int, crc: int) -> None:
+        """Raise `IoError` where what was read of a slot is not what was written."""
+        unit, state = key
         extent = self._extents[unit][state][slot]
-        if not self._passages.right((unit, state), written, start, nbytes, crc):
+        right, compared = self._passages.compare(key, written, start, nbytes, crc)
+        if right:
+            self._prove(key, compared)
+        if not right:
             assert self._file is not None
             raise IoError(
                 self._file.path,
@@ -332,13 +343,21 @@ class Store:
                 f"use {state.value} of {self.spec.title(unit)}, slot {'AB'[slot]},",
             )
 
+    def _prove(self, key: Key, stretch: range) -> None:
+        """These bytes need not be compared any more."""
+        left = {start for start in self._unproven.get(key, ()) if start not in stretch}
+        if left:
+            self._unproven[key] = left
+        else:
+            self._unproven.pop(key, None)
+
     def commit(self, epoch: int, contents: Mapping[str, torch.Tensor]) -> None:
         """Make `newest` and `contents` the durable state. All writes must have ended."""
         assert self._file is not None and self._manifest is not None
         self._file.sync()
         which = 0 if self.durable is None else 1 - self.durable.blob
         manifest = torch.frombuffer(bytearray(self._manifest.pack()), dtype=torch.uint8)
-        blob = safetensors.torch.save({**contents, _SUMS: sums.pack(self._sums), _MANIFEST: manifest})
+        blob = safetensors.torch.save({**contents, SUMS: sums.pack(self._sums), MANIFEST: manifest})
         self._reserve_blobs(len(blob) + self._more_sums())
         write_in_place(self.folders[0] / f"blob.{which}", blob)
         serial = 1 if self.durable is None else self.durable.serial + 1
@@ -458,10 +477,8 @@ class Store:
 class _Checked:
     """A read whose bytes are compared when it is waited for."""
 
-    def __init__(self, store: Store, future: Future, unit: int, state: State, slot: int, start: int) -> None:
-        self._store, self._future = store, future
-        # As it was when the read began: who comes late to it may find the unit updated.
-        self._place = (unit, state, slot, store._sums[unit, state], start)
+    def __init__(self, future: Future, compare: Callable[[int, int], None]) -> None:
+        self._future, self._compare = future, compare
         self._compared = False
 
     def done(self) -> bool:
@@ -470,7 +487,7 @@ class _Checked:
     def wait(self, timeout: float | None = None) -> int:
         nbytes = self._future.wait(timeout)
         if not self._compared:
-            self._store.check_read(*self._place, nbytes, self._future.crc32c())
+            self._compare(nbytes, self._future.crc32c())
             self._compared = True
         return nbytes
 

@@ -98,15 +98,16 @@ class Passages:
         self._open: dict[Key, tuple[Slot, dict[int, list[_Passage]]]] = {}
         """By where they have come to, all within the stretches of one slot: others have other bytes."""
 
-    def right(self, key: Key, slot: Slot, start: int, nbytes: int, crc: int) -> bool:
-        """Whether these bytes, together with those before them that were not compared yet, are what was written.
+    def compare(self, key: Key, slot: Slot, start: int, nbytes: int, crc: int) -> tuple[bool, range]:
+        """Whether these bytes are what was written, and of which bytes that is known now.
 
-        True as well where that is not known yet: pieces must come in order, the last one tells.
+        They are compared together with those before them that could not be yet. Where none can be yet, what is right is
+        not known: pieces must come in order, the last one tells.
         """
         with self._lock:
             expected = sum_of(slot, start, nbytes)
             if expected is not None:
-                return crc == expected
+                return crc == expected, range(start, start + nbytes)
             of, open_ = self._open.get(key, ((), {}))
             if of is not slot:
                 open_ = {}
@@ -118,10 +119,10 @@ class Passages:
             elif _border(slot, start) is not None:
                 passage = _Passage(start, 0)
             else:
-                return True  # somebody reads here and there: nothing to compare with
+                return True, range(0)  # somebody reads here and there: nothing to compare with
             end, crc = start + nbytes, crc32c_joined(passage.crc, crc, nbytes)
             expected = sum_of(slot, passage.since, end - passage.since)
             if expected is not None:
-                return crc == expected
+                return crc == expected, range(passage.since, end)
             open_.setdefault(end, []).append(_Passage(passage.since, crc))
-            return True
+            return True, range(0)

@@ -1,0 +1,65 @@
+"""Plain values and JSON: what a user's objects hold goes into a commit, and comes back as it was.
+
+Plain are None, booleans, numbers, strings, and lists, tuples, dicts and Counters of such. JSON knows neither tuples nor
+keys that are no strings, so those are written under names of their own (MultiStepLR keeps its milestones by number).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from offload.errors import UsageError
+
+_MARK = "\0"  # of what JSON does not know
+_DEPTH = 100
+
+
+def to_plain(value: Any, name: str, advice: str) -> Any:
+    """A copy of `value` that JSON can hold. Raises `UsageError` that names what is not plain, and says `advice`."""
+    return _encode(value, name, advice, _DEPTH)
+
+
+def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if not depth:
+        raise UsageError(f"{name} is nested more than {_DEPTH} deep, perhaps in itself; {advice}")
+
+    def inner(item: Any, key: Any) -> Any:
+        return _encode(item, f"{name}[{key!r}]", advice, depth - 1)
+
+    if isinstance(value, list | tuple):
+        items = [inner(item, index) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {f"{_MARK}tuple": items}
+    if not isinstance(value, dict):
+        raise UsageError(f"{name} is a {type(value).__module__}.{type(value).__qualname__}; {advice}")
+    for key in value:
+        if key is not None and not isinstance(key, bool | int | float | str):
+            raise UsageError(f"{name} has the key {key!r}, a {type(key).__module__}.{type(key).__qualname__}; {advice}")
+    pairs = [[key, inner(item, key)] for key, item in value.items()]
+    if isinstance(value, Counter):
+        return {f"{_MARK}counter": pairs}
+    if all(isinstance(key, str) and not key.startswith(_MARK) for key in value):
+        return dict(pairs)
+    return {f"{_MARK}dict": pairs}
+
+
+def from_plain(value: Any) -> Any:
+    """What `to_plain` was given, as a copy."""
+    if isinstance(value, list):
+        return [from_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    for name, make in ((f"{_MARK}tuple", tuple), (f"{_MARK}dict", _as_dict), (f"{_MARK}counter", _as_counter)):
+        if name in value:
+            return make(from_plain(value[name]))
+    return {key: from_plain(item) for key, item in value.items()}
+
+
+def _as_dict(pairs: list[list[Any]]) -> dict[Any, Any]:
+    return {key: item for key, item in pairs}
+
+
+def _as_counter(pairs: list[list[Any]]) -> Counter[Any]:
+    return Counter(_as_dict(pairs))

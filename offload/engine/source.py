@@ -1,0 +1,171 @@
+"""Weights and states that lie on a disk, read without the model's code: of a run's store, all its ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from offload.aio import StripedFile
+from offload.engine.progress import Progress
+from offload.errors import IoError, StoreError
+from offload.swapper.states import State
+from offload.swapper.store import Future, Queue, rank_folders
+from offload.swapper.store.folder import Lock
+from offload.swapper.store.look import Commit, Found, look
+from offload.swapper.store.manifest import Extent, Manifest
+from offload.swapper.store.sums import Passages
+
+
+class Reading(Protocol):
+    """A read in flight."""
+
+    def wait(self) -> int:
+        """Bytes read; raises `IoError` where they cannot be read, or are not what was written."""
+        ...
+
+
+class Source(Protocol):
+    """What an export reads from."""
+
+    description: Mapping[str, Any]
+    """As `description.describe` made it."""
+    about: Mapping[str, Any]
+    epoch: int
+    buffers: Mapping[str, torch.Tensor]
+    """Persistent buffers of the model, by name."""
+
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
+        """Fill `buffer` from byte `start` of a rank's partition, which is read in order, to be compared."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class StoreSource:
+    """The last commit of a run that all its ranks hold. Nobody else may open the run meanwhile; nothing is changed.
+
+    Raises `StoreError` while a process holds it, and where a rank or a commit is missing. What is damaged shows as it
+    is read.
+    """
+
+    def __init__(self, run: Path, queue: Queue) -> None:
+        self._queue = queue
+        self._open = contextlib.ExitStack()
+        try:
+            folders = rank_folders(run)
+            if not folders:
+                raise StoreError(f"{run} holds no rank<r> folder: give the folder of a run that has swap files")
+            for folder in folders:
+                self._open.enter_context(Lock(folder))
+            found = [look(folder) for folder in folders]
+            self._commits = commits_of_all(run, found)
+            found = found[: len(self._commits)]
+            self._files = [self._open.enter_context(each.open_states()) for each in found]
+            self._extents = [_manifest(each).spec.extents() for each in found]
+            self._tables = [commit.table for commit in self._commits]
+            self._passages = [Passages() for _ in found]
+            first = _manifest(found[0])
+            self.description, self.about = first.spec.fingerprint, first.spec.about
+            self.epoch = self._commits[0].record.epoch
+            self.buffers = Progress.unpack(self._commits[0].contents).buffers
+        except BaseException:
+            self._open.close()
+            raise
+
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
+        slot = self._commits[rank].record.slots[unit]
+        extent = self._extents[rank][unit][state][slot]
+        assert start + len(buffer) <= extent.nbytes
+        future = self._queue.read(self._files[rank], extent.offset + start, buffer, checksum=True)
+        return _Compared(self, future, rank, unit, state, start, extent)
+
+    def compare(self, rank: int, unit: int, state: State, start: int, nbytes: int, crc: int) -> bool:
+        """Whether bytes that were read are, as far as it is known yet, what was written."""
+        key = (unit, state)
+        right, _ = self._passages[rank].compare(key, self._tables[rank][key], start, nbytes, crc)
+        return right
+
+    def file(self, rank: int) -> StripedFile:
+        """The states of a rank."""
+        return self._files[rank]
+
+    def close(self) -> None:
+        """Close the files and give the locks back; idempotent."""
+        self._open.close()
+
+
+class _Compared:
+    def __init__(
+        self, source: StoreSource, future: Future, rank: int, unit: int, state: State, start: int, extent: Extent
+    ) -> None:
+        self._source, self._future, self._extent = source, future, extent
+        self._place = (rank, unit, state, start)
+
+    def wait(self) -> int:
+        nbytes = self._future.wait()
+        rank, unit, state, start = self._place
+        if not self._source.compare(*self._place, nbytes, self._future.crc32c()):
+            path, what = self._source.file(rank).path, f"use {state.value} of unit {unit},"
+            raise IoError(path, self._extent.offset + start, nbytes, errno.EBADMSG, what)
+        return nbytes
+
+
+def commits_of_all(run: Path, found: Sequence[Found]) -> list[Commit]:
+    """The last commit that every rank of a run holds whole, one of each rank.
+
+    Raises `StoreError` where there is none.
+    """
+    for each in found:
+        check_can_be_read(each)
+    size = next((_world_size(each) for each in found if each.manifest is not None), len(found))
+    missing = sorted(set(range(size)) - {each.rank for each in found})
+    if missing:
+        raise StoreError(
+            f"{run} has no folder of rank {', '.join(map(str, missing))} of {size}: bring all of them to one place"
+        )
+    newest: list[int] = []
+    kinds = {json.dumps(each.manifest.spec.fingerprint) for each in found[:size] if each.manifest is not None}
+    if len(kinds) > 1:
+        raise StoreError(f"the ranks' folders in {run} are of different models or settings")
+    for each in found[:size]:
+        whole = [commit.record.serial for commit in each.commits if commit.blob is not None]
+        if not whole:
+            words = "; ".join(map(str, each.wrong)) or "nothing was committed yet"
+            raise StoreError(f"{each.folder} holds no whole commit: {words}")
+        newest.append(whole[0])
+    serial = min(newest)
+    chosen: list[Commit] = []
+    for each in found[:size]:
+        commit = next((c for c in each.commits if c.record.serial == serial and c.blob is not None), None)
+        if commit is None:
+            have = ", ".join(str(c.record.serial) for c in each.commits)
+            raise StoreError(f"{each.folder} holds commits {have}, but the last that all ranks hold is {serial}")
+        chosen.append(commit)
+    return chosen
+
+
+def check_can_be_read(found: Found) -> None:
+    """Raise `StoreError` where a rank's folder is of a kind that holds no commits that this version reads."""
+    if found.other_format is not None:
+        raise StoreError(f"{found.folder} is of {found.other_format}")
+    if found.drive:
+        first = "" if found.manifest is None else f" ({found.manifest.drives[0]})"
+        raise StoreError(f"{found.folder} is on drive {found.drive} of its run; give its folder on the first{first}")
+    if found.manifest is not None and found.manifest.spec.slots == 1:
+        raise StoreError(f'{found.folder} was made with "durability": "none": nothing in it was ever committed')
+
+
+def _manifest(found: Found) -> Manifest:
+    assert found.manifest is not None, "a commit that is whole holds one"
+    return found.manifest
+
+
+def _world_size(found: Found) -> int:
+    assert found.manifest is not None
+    return int(found.manifest.spec.fingerprint.get("world_size", 1))

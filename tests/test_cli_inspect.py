@@ -1,0 +1,219 @@
+"""`offload inspect` tells of whatever lies there, live, damaged or old, and changes nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import offload
+from offload.cli import app
+from offload.swapper.store import folder, other_runs
+from offload.swapper.store.folder import Lock, holder
+from tests import models
+from tests.oracle import start, train_step
+
+JOB = models.GPT2._replace(dtype="bf16")
+DISK = ("nvme", "nvme")
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["inspect", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
+
+
+def shown(path: Path) -> str:
+    """The words, with one space between them."""
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["inspect", str(path)])
+    assert result.exit_code == 0, result.output
+    return re.sub(r"\s+", " ", result.stdout)
+
+
+def begin(drive: Path, steps: int = 2, **options: Any) -> offload.Engine:
+    engine = start(JOB, DISK, drive, **options)
+    for step in range(steps):
+        train_step(engine, JOB, step)
+    return engine
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of two steps that ended without being finished."""
+    begin(tmp_path).destroy()
+    return tmp_path / "default"
+
+
+def test_a_run(run: Path) -> None:
+    found = inspect(run)
+    assert found["kind"] == "run" and found["path"] == str(run) and found["run"] == "default"
+    assert found["model"] == {"class": "GPT2LMHeadModel", "parameters": 162368, "trainable": 162368, "units": 6}
+    assert (found["mode"], found["world_size"], found["slots"]) == ("bf16", 1, 2)
+    assert found["made_by"] == offload.__version__ and found["drives"] == [str(run.parent)]
+    assert found["finished"] is None and found["leftovers"] == [] and found["missing_ranks"] == []
+    (rank,) = found["ranks"]
+    assert rank["holder"] is None and rank["damaged"] == [] and rank["other_format"] is None
+    assert rank["states"] == ["weight", "residual", "exp_avg", "exp_avg_sq"]
+    assert [(commit["epoch"], commit["blob"]) for commit in rank["commits"]] == [(2, "right"), (1, "right")]
+    assert rank["commits"][0]["serial"] == rank["commits"][1]["serial"] + 1
+    assert 0 <= rank["commits"][0]["age_seconds"] < 600 and rank["commits"][0]["time"].endswith("+00:00")
+    on_disk = sum(path.stat().st_blocks * 512 for path in (run / "rank0").iterdir())
+    assert found["allocated_bytes"] == rank["allocated_bytes"] == on_disk > 24 * 162368
+    words = shown(run)
+    for each in ("GPT2LMHeadModel, 162,368 parameters, 6 units", "held by nobody", "epoch 2,", "epoch 1,", "residual"):
+        assert each in words
+
+
+def test_a_rank(run: Path) -> None:
+    found = inspect(run / "rank0")
+    whole = inspect(run)
+    for commit in (*found["ranks"][0]["commits"], *whole["ranks"][0]["commits"]):
+        del commit["age_seconds"]
+    assert found["kind"] == "rank" and found["ranks"] == whole["ranks"]
+
+
+def test_an_nvme_path_lists_its_runs_and_nothing_else(run: Path) -> None:
+    drive = run.parent
+    begin(drive, 1, run="other").destroy()
+    begin(drive, 1, run="done").destroy(remove=True)
+    (drive / "photos" / "rank1").mkdir(parents=True)
+    (drive / "photos" / "rank1" / "me.jpg").write_text("dear")
+    (drive / "notes").mkdir()
+    (drive / "notes" / "finished.json").write_text('{"title": "a thesis"}')
+    (drive / "default.txt").write_text("dear")
+    found = inspect(drive)
+    assert found["kind"] == "nvme_path" and [each["run"] for each in found["runs"]] == ["default", "done", "other"]
+    assert found["runs"][1]["finished"]["steps"] == 1 and found["runs"][1]["ranks"] == []
+    words = shown(drive)
+    assert "finished at step 1" in words and "photos" not in words and "notes" not in words
+    assert shown(drive / "photos").startswith("there are no runs in")
+
+
+def test_no_folder_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in ("none", "file"):
+        result = CliRunner().invoke(app, ["inspect", str(tmp_path / path)])
+        assert result.exit_code == 2 and "there is no folder" in result.stderr
+
+
+def test_a_run_that_trains_names_its_holder_and_goes_on(tmp_path: Path) -> None:
+    engine = begin(tmp_path)
+    for step in range(2, 5):
+        found = inspect(tmp_path / "default")["ranks"][0]
+        assert f"process {os.getpid()} on" in found["holder"] and found["damaged"] == []
+        assert found["commits"][0]["epoch"] == step - 1, "the last step is durable when the next one ends"
+        train_step(engine, JOB, step)
+    assert f"process {os.getpid()} on" in shown(tmp_path)
+    engine.destroy()
+    assert inspect(tmp_path / "default")["ranks"][0]["commits"][0]["epoch"] == 5
+
+
+def test_looking_changes_nothing(run: Path) -> None:
+    def state() -> dict[Path, tuple[bytes, int]]:
+        return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.rglob("*") if p.is_file()}
+
+    before = state()
+    for path in (run, run / "rank0", run.parent):
+        inspect(path)
+        shown(path)
+    assert state() == before
+
+
+def test_who_starts_at_the_moment_of_a_look_has_the_lock(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`holder` asks by taking it for a moment: a start waits for that."""
+    looking = os.open(run / "rank0" / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(folder, "time", SimpleNamespace(sleep=lambda _: os.close(looking)))
+    with Lock(run / "rank0"):
+        assert holder(run / "rank0") is not None
+
+
+def test_an_old_format_says_so(run: Path) -> None:
+    path = run / "rank0" / "manifest.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "format": 1, "about": {"offload": "0.0.9"}}))
+    (run / "rank0" / "commit").write_bytes(b"OFFLDREC" + (1).to_bytes(4, "little") + bytes(8180))
+    found = inspect(run)["ranks"][0]
+    assert found["other_format"] == "format 1, made by offload 0.0.9; this version reads format 2"
+    assert found["damaged"] == [] and "format 1" in shown(run) and "format 1" in shown(run.parent)
+    for command in ("verify", "export"):
+        arguments = [command, str(run)] + ([str(run.parent / "out")] if command == "export" else [])
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2 and "format 1, made by offload 0.0.9" in result.stderr
+
+
+def test_what_a_kill_has_left_over(run: Path) -> None:
+    (run / "rank0" / "manifest.tmp").write_text("{")
+    (run / "finished.tmp").write_text("{")
+    shutil.copytree(run / "rank0", run / "rank3", ignore=shutil.ignore_patterns("*.tmp"))
+    assert inspect(run)["leftovers"] == [
+        str(run / "finished.tmp"),
+        str(run / "rank0" / "manifest.tmp"),
+        str(run / "rank3"),
+    ]
+    assert f"left over {run / 'finished.tmp'}" in shown(run)
+
+
+def test_a_run_of_one_slot_has_no_commits(tmp_path: Path) -> None:
+    engine = begin(tmp_path, durability="none")
+    found = inspect(tmp_path / "default")
+    assert found["slots"] == 1 and found["ranks"][0]["commits"] == [] and found["ranks"][0]["damaged"] == []
+    assert "nothing is committed" in shown(tmp_path / "default")
+    engine.destroy()
+
+
+def test_a_later_drive_names_itself(tmp_path: Path) -> None:
+    drives = [str(tmp_path / "a"), str(tmp_path / "b")]
+    begin(tmp_path, nvme_path=drives).destroy()
+    rank = inspect(tmp_path / "b" / "default")["ranks"][0]
+    assert rank["drive"] == 1 and rank["damaged"] == []
+    result = CliRunner().invoke(app, ["rm", str(tmp_path / "b" / "default"), "--yes"])
+    assert result.exit_code == 2 and f"remove the run at {tmp_path / 'a' / 'default'}" in result.stderr
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "b" / "default")])
+    assert result.exit_code == 2 and str(tmp_path / "a") in result.stderr
+    shutil.rmtree(tmp_path / "a")  # then what is left of it can go
+    assert CliRunner().invoke(app, ["rm", str(tmp_path / "b" / "default"), "--yes"]).exit_code == 0
+    assert not (tmp_path / "b" / "default").exists()
+
+
+# -- what a start tells of ----------------------------------------------------------------------------
+
+
+def notices(engine: offload.Engine) -> list[str]:
+    return [notice for notice in engine.notices if "that nobody holds" in notice]
+
+
+def test_a_start_tells_of_other_runs_that_nobody_holds(run: Path) -> None:
+    drive = run.parent
+    other = begin(drive, 1, run="second")
+    (told,) = notices(other)
+    assert told.startswith("1 other run that nobody holds takes 3.9 MiB: ") and str(run) in told
+    assert f"`offload inspect {drive}`" in told and "`offload rm`" in told
+    third = begin(drive, 1, run="third")
+    (told,) = notices(third)
+    assert str(run) in told and "second" not in told, "one that is held is no leftover"
+    other.destroy(remove=True)
+    third.destroy(remove=True)
+    assert run.is_dir(), "nothing is deleted"
+    again = begin(drive, 0, resume="must")
+    assert notices(again) == [], "its own run is no other"
+    again.destroy()
+
+
+def test_a_run_on_two_drives_is_counted_once_and_its_holder_found(tmp_path: Path) -> None:
+    drives = [str(tmp_path / "a"), str(tmp_path / "b")]
+    engine = begin(tmp_path, nvme_path=drives)
+    assert other_runs(drives, "mine") == other_runs(drives[1:], "mine") == []
+    engine.destroy()
+    (found,) = other_runs(drives, "mine")
+    files = [path for drive in drives for path in Path(drive, "default").rglob("*")]
+    assert found.nbytes == sum(p.stat().st_blocks * 512 for p in files if p.parent.name == "rank0")
+    assert len(other_runs(drives[1:], "mine")) == 1 and other_runs(drives, "default") == []

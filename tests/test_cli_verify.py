@@ -1,0 +1,277 @@
+"""`offload verify` finds every damage of a run's last commit and names it; what a resume would take, it calls whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import offload
+from offload.aio import Bandwidth
+from offload.cli import app
+from offload.errors import OffloadError
+from offload.swapper.states import State
+from offload.swapper.store import store as store_module
+from offload.swapper.store.look import look
+from offload.swapper.store.manifest import Extent
+from tests import models
+from tests.oracle import start, train_step
+
+JOB = models.GPT2._replace(dtype="bf16")
+
+
+def trained(folder: Path, steps: int, **options: Any) -> offload.Engine:
+    """A run on two drives, after so many steps in all."""
+    drives = [str(folder / "first"), str(folder / "second")]
+    engine = start(JOB, ("nvme", "nvme"), folder, nvme_path=drives, **options)
+    for step in range(engine.global_steps, steps):
+        train_step(engine, JOB, step)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def swap(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two drives with a run of three steps, in small stripes."""
+    folder = tmp_path_factory.mktemp("swap")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_module, "_STRIPE_BYTES", 64 << 10)
+        patch.setattr(store_module, "_measured", lambda folders: [Bandwidth(2e9, 2e9)] * len(folders))
+        trained(folder, 3).destroy()
+    return folder
+
+
+@pytest.fixture
+def run(swap: Path) -> Iterator[Path]:
+    """The run's folder on the first drive, put back afterwards."""
+    files = {path: path.read_bytes() for path in swap.rglob("*") if path.is_file()}
+    yield swap / "first" / "default"
+    shutil.rmtree(swap)
+    for path, data in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def verify(run: Path) -> tuple[int, dict[str, Any]]:
+    """Exit code and what was told."""
+    result = CliRunner().invoke(app, ["verify", str(run), "--json"])
+    return result.exit_code, json.loads(result.stdout)
+
+
+def said(run: Path) -> str:
+    return CliRunner().invoke(app, ["verify", str(run)]).output
+
+
+def inspected(run: Path) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["inspect", str(run), "--json"])
+    assert result.exit_code == 0
+    return json.loads(result.stdout)["ranks"][0]  # type: ignore[no-any-return]
+
+
+def resumed(swap: Path) -> int | None:
+    """The epoch that a resume opens; None where it refuses."""
+    try:
+        engine = trained(swap, 0, resume="must")
+    except (OffloadError, OSError):
+        return None
+    epoch = engine.global_steps
+    engine.destroy()
+    return epoch
+
+
+def flip(path: Path, position: int) -> None:
+    """One bit."""
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 4]))
+
+
+def newest(run: Path) -> tuple[int, Callable[[int, State], Extent]]:
+    """The number of the last blob, and where the slots lie that the last commit names."""
+    found = look(run / "rank0")
+    assert found.manifest is not None
+    record, extents = found.commits[0].record, found.manifest.spec.extents()
+    return record.blob, lambda unit, state: extents[unit][state][record.slots[unit]]
+
+
+def on_drive(run: Path, offset: int) -> tuple[Path, int]:
+    """The file and the place in it of a byte of the states."""
+    with look(run / "rank0").open_states() as file:
+        drive, start, _ = next(file.layout.places(offset, 1))
+        return Path(file.parts()[drive].path), start
+
+
+def test_a_whole_run(run: Path) -> None:
+    code, told = verify(run)
+    assert code == 0 and told["whole"] and told["epoch"] == 3
+    (rank,) = told["ranks"]
+    assert rank["damages"] == rank["files"] == [] and rank["before"].endswith("epoch 2, is whole too")
+    manifest = json.loads((run / "rank0" / "manifest.json").read_text())
+    assert rank["bytes"] == sum(slots[0][1] for row in manifest["extents"] for slots in row.values())
+    assert "epoch 3" in said(run) and ": whole" in said(run)
+    assert inspected(run)["damaged"] == []
+
+
+@pytest.mark.parametrize("state", [state for state in State if state is not State.GRAD])
+def test_a_flipped_bit_of_any_state_is_named(state: State, run: Path) -> None:
+    _, place = newest(run)
+    for unit, position in ((0, 0), (3, place(3, state).nbytes - 1)):
+        path, start = on_drive(run, place(unit, state).offset + position)
+        flip(path, start)
+        code, told = verify(run)
+        (damage,) = told["ranks"][0]["damages"]
+        assert code == 1 and not told["whole"]
+        assert damage["state"] == state.value and damage["slot"] in "AB"
+        assert damage["unit"] == look(run / "rank0").manifest.spec.title(unit)  # type: ignore[union-attr]
+        assert damage["offset"] <= place(unit, state).offset + position < damage["offset"] + damage["nbytes"]
+        assert any(file == str(path) and at <= start < at + nbytes for file, at, nbytes in damage["places"])
+        assert f"damaged: {state.value} of {damage['unit']}, slot {damage['slot']}" in said(run)
+        flip(path, start)
+    assert verify(run)[0] == 0
+
+
+def test_two_extents_that_changed_places_are_both_named(run: Path) -> None:
+    _, place = newest(run)
+    one, other = place(2, State.EXP_AVG), place(3, State.EXP_AVG)
+    assert one.nbytes == other.nbytes
+    for at in range(0, one.nbytes, 4096):
+        (path, first), (again, second) = on_drive(run, one.offset + at), on_drive(run, other.offset + at)
+        left, right = path.read_bytes()[first : first + 4096], again.read_bytes()[second : second + 4096]
+        for file, to, data in ((path, first, right), (again, second, left)):
+            with file.open("r+b") as handle:
+                handle.seek(to)
+                handle.write(data)
+    code, told = verify(run)
+    assert code == 1
+    assert {(d["state"], d["unit"]) for d in told["ranks"][0]["damages"]} == {
+        ("exp_avg", "transformer.h.0"),
+        ("exp_avg", "transformer.h.1"),
+    }
+
+
+def test_a_blob(run: Path, swap: Path) -> None:
+    """A flipped bit of the last blob, or no blob: named, and the commit before is read instead, as a resume does."""
+    which, _ = newest(run)
+    path = run / "rank0" / f"blob.{which}"
+    flip(path, 300)
+    for reason in ("its checksum is not the one", "it is missing"):
+        code, told = verify(run)
+        (file,) = told["ranks"][0]["files"]
+        assert code == 1 and file["path"] == str(path) and reason in file["reason"]
+        assert told["epoch"] == 2 and told["ranks"][0]["damages"] == []
+        assert f"damaged: {path}" in said(run)
+        assert [commit["blob"] for commit in inspected(run)["commits"]] == ["damaged", "right"]
+        assert inspected(run)["damaged"] == [file]
+        path.unlink(missing_ok=True)
+    assert resumed(swap) == 2
+
+
+def test_no_blob_is_whole(run: Path, swap: Path) -> None:
+    for which in (0, 1):
+        (run / "rank0" / f"blob.{which}").unlink()
+    code, told = verify(run)
+    assert code == 1 and told["epoch"] is None and "cannot be resumed" in said(run)
+    assert resumed(swap) is None
+
+
+def test_a_torn_record_is_named_and_the_one_before_is_taken(run: Path, swap: Path) -> None:
+    which, _ = newest(run)
+    for position in (20, 4000):  # of the head, of the zeros behind it
+        flip(run / "rank0" / "commit", which * 4096 + position)
+        code, told = verify(run)
+        (file,) = told["ranks"][0]["files"]
+        assert code == 1 and file["path"].endswith("/commit") and "torn" in file["reason"] and told["epoch"] == 2
+        assert inspected(run)["damaged"] == [file] and [c["epoch"] for c in inspected(run)["commits"]] == [2]
+        flip(run / "rank0" / "commit", which * 4096 + position)
+    flip(run / "rank0" / "commit", which * 4096 + 20)
+    assert resumed(swap) == 2
+
+
+def test_a_lost_commit_file(run: Path, swap: Path) -> None:
+    path = run / "rank0" / "commit"
+    path.unlink()
+    code, told = verify(run)
+    assert code == 1 and told["ranks"][0]["files"] == [{"path": str(path), "reason": "it is missing"}]
+    assert inspected(run)["damaged"] == told["ranks"][0]["files"]
+    assert resumed(swap) is None
+
+
+@pytest.mark.parametrize("drive", ["first", "second"])
+@pytest.mark.parametrize("how", ["flipped", "deleted", "of another drive"])
+def test_a_manifest(how: str, drive: str, run: Path, swap: Path) -> None:
+    path = swap / drive / "default" / "rank0" / "manifest.json"
+    other = swap / ("second" if drive == "first" else "first") / "default" / "rank0" / "manifest.json"
+    data = path.read_bytes()
+    if how == "flipped":
+        path.write_bytes(data.replace(b'"parameters"', b'"parametets"', 1))
+    elif how == "deleted":
+        path.unlink()
+    else:
+        path.write_bytes(other.read_bytes())
+    code, told = verify(run)
+    (file,) = told["ranks"][0]["files"]
+    assert code == 1 and file["path"] == str(path) and told["ranks"][0]["damages"] == []
+    assert inspected(run)["damaged"] == [file]
+    assert resumed(swap) == (None if how == "of another drive" else 3)
+
+
+@pytest.mark.parametrize("drive", ["first", "second"])
+def test_cut_states_are_named_with_what_was_in_them(drive: str, run: Path, swap: Path) -> None:
+    path = swap / drive / "default" / "rank0" / "states"
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+    code, told = verify(run)
+    (file_,) = told["ranks"][0]["files"]
+    assert code == 1 and file_["path"] == str(path) and "cut short" in file_["reason"]
+    assert inspected(run)["damaged"] == [file_]
+    path.unlink()
+    assert verify(run)[1]["ranks"][0]["files"] == [{"path": str(path), "reason": "it is missing"}]
+    assert resumed(swap) is None
+
+
+def test_a_drive_that_is_not_there(run: Path, swap: Path) -> None:
+    shutil.rmtree(swap / "second")
+    code, told = verify(run)
+    (file,) = told["ranks"][0]["files"]
+    assert code == 1 and file["path"] == str(swap / "second" / "default" / "rank0") and "drive 1 of 2" in file["reason"]
+    assert inspected(run)["damaged"] == [file]
+    assert not (swap / "second").exists(), "looking makes no folders"
+
+
+def test_the_step_after_writes_over_the_commit_before(swap: Path, run: Path, tmp_path: Path) -> None:
+    """Which is no damage: the run goes on from its last commit."""
+    engine = trained(tmp_path, 2)
+    train_step(engine, JOB, 2)
+    engine._await_updates()  # written, and not committed: that is done by the next step
+    for drive in ("first", "second"):
+        shutil.copytree(tmp_path / drive / "default", tmp_path / "left" / drive / "default")
+    engine.destroy()
+    for drive in ("first", "second"):  # as a kill at that moment leaves it
+        shutil.rmtree(tmp_path / drive / "default")
+        shutil.move(tmp_path / "left" / drive / "default", tmp_path / drive / "default")
+    code, told = verify(tmp_path / "first" / "default")
+    assert code == 0 and told["epoch"] == 2
+    assert told["ranks"][0]["before"] == "the commit before, epoch 1, is already written over"
+
+
+def test_nothing_is_changed(run: Path, swap: Path) -> None:
+    """But for the name in the lock."""
+    before = {p: p.read_bytes() for p in swap.rglob("*") if p.is_file() and p.name != "lock"}
+    verify(run)
+    inspected(run)
+    assert {p: p.read_bytes() for p in swap.rglob("*") if p.is_file() and p.name != "lock"} == before
+
+
+def test_of_many_damages_some_are_told_and_all_counted(run: Path, swap: Path) -> None:
+    for path in swap.rglob("states"):
+        path.write_bytes(b"x" * path.stat().st_size)
+    code, told = verify(run)
+    count = len(told["ranks"][0]["damages"])
+    assert code == 1 and count > 20
+    assert f"and {count - 20} more" in said(run) and f"damaged in {count} places" in said(run)
