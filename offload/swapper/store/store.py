@@ -93,8 +93,8 @@ class Store:
         self._checked = spec.slots == 2
         self._sums: dict[Key, Slot] = {}
         self._passages = Passages()
-        self._unproven: dict[Key, set[int]] = {}
-        """Starts of the stretches that this process has neither written nor compared."""
+        self._unproven: dict[tuple[Key, int], set[int]] = {}
+        """For each slot the starts of the stretches in it that this process has neither written nor compared."""
         self._manifest: Manifest | None = None
         self._file: StripedFile | None = None
         self._commit_path = self.folders[0] / "commit"
@@ -169,7 +169,12 @@ class Store:
             self.durable = record
             self.newest = list(record.slots)
             self._sums = sums.unpack(contents.pop(SUMS))
-            self._unproven = {key: {stretch.start for stretch in slot} for key, slot in self._sums.items()}
+            # Of a slot that is not the newest only what is frozen in it is ever read before it is written.
+            self._unproven = {
+                (key, slot): {stretch.start for stretch in stretches}
+                for key, stretches in self._sums.items()
+                for slot in (0, 1)
+            }
             del contents[MANIFEST]
             return contents
         except BaseException:
@@ -299,7 +304,7 @@ class Store:
         """Fill `buffer` from byte `start` of a slot; pieces in order, so that all can be compared."""
         extent = self._extents[unit][state][slot]
         assert start + len(buffer) <= extent.nbytes and self._file is not None
-        checked = (unit, state) in self._unproven and slot == self.newest[unit]
+        checked = ((unit, state), slot) in self._unproven and slot == self.newest[unit]
         future = self._queue.read(self._file, extent.offset + start, buffer, priority=priority, checksum=checked)
         if not checked:
             return future
@@ -323,7 +328,7 @@ class Store:
             for state, writes in written.items():
                 new = [Stretch(start, future.wait(), future.crc32c()) for start, future in writes]
                 self._sums[unit, state] = sums.renewed(self._sums[unit, state], new)
-                self._prove((unit, state), range(new[-1].start + new[-1].nbytes))
+                self._prove((unit, state), slot, range(new[-1].start + new[-1].nbytes))
         self.newest[unit] = slot
 
     def _compare(self, key: Key, slot: int, written: Slot, start: int, nbytes: int, crc: int) -> None:
@@ -332,7 +337,7 @@ class Store:
         extent = self._extents[unit][state][slot]
         right, compared = self._passages.compare(key, written, start, nbytes, crc)
         if right:
-            self._prove(key, compared)
+            self._prove(key, slot, compared)
         if not right:
             assert self._file is not None
             raise IoError(
@@ -343,13 +348,13 @@ class Store:
                 f"use {state.value} of {self.spec.title(unit)}, slot {'AB'[slot]},",
             )
 
-    def _prove(self, key: Key, stretch: range) -> None:
-        """These bytes need not be compared any more."""
-        left = {start for start in self._unproven.get(key, ()) if start not in stretch}
+    def _prove(self, key: Key, slot: int, stretch: range) -> None:
+        """These bytes of a slot need not be compared any more."""
+        left = {start for start in self._unproven.get((key, slot), ()) if start not in stretch}
         if left:
-            self._unproven[key] = left
+            self._unproven[key, slot] = left
         else:
-            self._unproven.pop(key, None)
+            self._unproven.pop((key, slot), None)
 
     def commit(self, epoch: int, contents: Mapping[str, torch.Tensor]) -> None:
         """Make `newest` and `contents` the durable state. All writes must have ended."""
