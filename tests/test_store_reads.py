@@ -78,10 +78,11 @@ def by_another_process(store: Store) -> Iterator[Store]:
     other.close()
 
 
-def damage(store: Store, unit: int, state: State, at: int) -> None:
+def damage(store: Store, unit: int, state: State, at: int, slot: int | None = None) -> None:
+    """Flip a bit, in the newest slot if none is given."""
     path = store.folders[0] / "states"
     with path.open("r+b") as file:
-        file.seek(store._extents[unit][state][store.newest[unit]].offset + at)
+        file.seek(store._extents[unit][state][store.newest[unit] if slot is None else slot].offset + at)
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 1]))
@@ -128,6 +129,18 @@ def test_one_who_reads_in_pieces_and_one_who_reads_all(store: Store) -> None:
             read(other, 0, State.WEIGHT, 0, ALL)
         with pytest.raises(IoError):
             read(other, 0, State.WEIGHT, 6000, TRAINABLE)
+
+
+def test_frozen_weights_of_both_slots_are_compared(store: Store) -> None:
+    """One slot is right; that says nothing of the other, which becomes the newest by an update of what lies before."""
+    update(store, 4096, 1)
+    with by_another_process(store) as other:
+        damage(other, 0, State.WEIGHT, ALL - 100, other.target(0))
+        read(other, 0, State.WEIGHT, 0, ALL)
+        update(other, 4096, 2)
+        read(other, 0, State.WEIGHT, 0, TRAINABLE)
+        with pytest.raises(IoError, match="use weight of unit 0"):
+            read(other, 0, State.WEIGHT, TRAINABLE, ALL)
 
 
 @st.composite

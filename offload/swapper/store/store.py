@@ -45,6 +45,8 @@ from offload.swapper.store.sums import Key, Passages, Slot, Stretch
 logger = logging.getLogger("offload")
 
 _STRIPE_BYTES = 2 * MIB
+_LEAST_STRETCH = MIB // 4
+"""Bytes of a state that a tile has, but for the last of a unit, whatever the memory."""
 
 
 class Future(Protocol):
@@ -92,8 +94,8 @@ class Store:
         self._checked = spec.slots == 2
         self._sums: dict[Key, Slot] = {}
         self._passages = Passages()
-        self._unproven: dict[Key, set[int]] = {}
-        """Starts of the stretches that this process has neither written nor compared."""
+        self._unproven: dict[tuple[Key, int], set[int]] = {}
+        """For each slot the starts of the stretches in it that this process has neither written nor compared."""
         self._manifest: Manifest | None = None
         self._file: StripedFile | None = None
         self._commit_path = self.folders[0] / "commit"
@@ -168,7 +170,12 @@ class Store:
             self.durable = record
             self.newest = list(record.slots)
             self._sums = sums.unpack(contents.pop(SUMS))
-            self._unproven = {key: {stretch.start for stretch in slot} for key, slot in self._sums.items()}
+            # Of a slot that is not the newest only what is frozen in it is ever read before it is written.
+            self._unproven = {
+                (key, slot): {stretch.start for stretch in stretches}
+                for key, stretches in self._sums.items()
+                for slot in (0, 1)
+            }
             del contents[MANIFEST]
             return contents
         except BaseException:
@@ -302,7 +309,8 @@ class Store:
         """
         extent = self._extents[unit][state][slot]
         assert start + len(buffer) <= extent.nbytes and self._file is not None
-        checked = slot == self.newest[unit] and ((compare and self._checked) or (unit, state) in self._unproven)
+        unproven = ((unit, state), slot) in self._unproven
+        checked = slot == self.newest[unit] and ((compare and self._checked) or unproven)
         future = self._queue.read(self._file, extent.offset + start, buffer, priority=priority, checksum=checked)
         if not checked:
             return future
@@ -337,7 +345,7 @@ class Store:
             for state, writes in written.items():
                 new = [Stretch(start, future.wait(), future.crc32c()) for start, future in writes]
                 self._sums[unit, state] = sums.renewed(self._sums[unit, state], new)
-                self._prove((unit, state), range(new[-1].start + new[-1].nbytes))
+                self._prove((unit, state), slot, range(new[-1].start + new[-1].nbytes))
         self.newest[unit] = slot
 
     def _compare(self, key: Key, slot: int, written: Slot, start: int, nbytes: int, crc: int) -> None:
@@ -346,7 +354,7 @@ class Store:
         extent = self._extents[unit][state][slot]
         right, compared = self._passages.compare(key, written, start, nbytes, crc)
         if right:
-            self._prove(key, compared)
+            self._prove(key, slot, compared)
         if not right:
             assert self._file is not None
             raise IoError(
@@ -357,13 +365,13 @@ class Store:
                 f"use {state.value} of {self.spec.title(unit)}, slot {'AB'[slot]},",
             )
 
-    def _prove(self, key: Key, stretch: range) -> None:
-        """These bytes need not be compared any more."""
-        left = {start for start in self._unproven.get(key, ()) if start not in stretch}
+    def _prove(self, key: Key, slot: int, stretch: range) -> None:
+        """These bytes of a slot need not be compared any more."""
+        left = {start for start in self._unproven.get((key, slot), ()) if start not in stretch}
         if left:
-            self._unproven[key] = left
+            self._unproven[key, slot] = left
         else:
-            self._unproven.pop(key, None)
+            self._unproven.pop((key, slot), None)
 
     def commit(self, epoch: int, contents: Mapping[str, torch.Tensor]) -> None:
         """Make `newest` and `contents` the durable state. All writes must have ended."""
@@ -372,12 +380,18 @@ class Store:
         which = 0 if self.durable is None else 1 - self.durable.blob
         manifest = torch.frombuffer(bytearray(self._manifest.pack()), dtype=torch.uint8)
         blob = safetensors.torch.save({**contents, SUMS: sums.pack(self._sums), MANIFEST: manifest})
-        self._reserve_blobs(len(blob))
+        self._reserve_blobs(len(blob) + self._more_sums())
         write_in_place(self.folders[0] / f"blob.{which}", blob)
         serial = 1 if self.durable is None else self.durable.serial + 1
         record = Record(serial, epoch, tuple(self.newest), which, len(blob), crc32c(blob), time.time_ns())
         write_in_place(self._commit_path, record.pack(), which * PAGE)
         self.durable = record
+
+    def _more_sums(self) -> int:
+        """Bytes by which the checksums may grow: at first there is one for each state, then one for each tile."""
+        places = [slots[0].nbytes for row in self._extents for slots in row.values()]
+        most = sum(2 + nbytes // _LEAST_STRETCH for nbytes in places)
+        return sums.ROW_NBYTES * max(0, most - sum(map(len, self._sums.values())))
 
     def _reserve_blobs(self, nbytes: int) -> None:
         """Room for both blobs, so that a disk that others fill does not end the run."""

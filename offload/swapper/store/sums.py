@@ -21,6 +21,9 @@ STATES = tuple(state for state in State if state is not State.GRAD)
 """A row of a packed table names a state by its place here."""
 
 
+ROW_NBYTES = 5 * 8
+
+
 class Stretch(NamedTuple):
     """Bytes of a slot, from its start on, and their CRC-32C."""
 
