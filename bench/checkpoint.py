@@ -1,14 +1,16 @@
-"""A checkpoint saved and loaded, everything on disk and durable: `python -m bench.checkpoint FOLDER [--layers N]`.
+"""A checkpoint saved and loaded, a run exported, all on disk: `python -m bench.checkpoint FOLDER [--layers N]`.
 
 Bound of the time: what is read over the read rate and what is written over the write rate of the same folder, measured
 in the same run, for one drive that does one after the other. A save reads all once and writes it once; a load reads it
-twice, since all is checked before anything is changed, and writes it once. Memory: the peak of the resident set during
+twice, since all is checked before anything is changed, and writes it once. An export in fp32 reads weight and residual,
+4 bytes a parameter, and writes as many. Memory: the peak of the resident set during
 each, above what was resident before it. Needs room for 36 bytes a parameter: two slots and the checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import multiprocessing
 import shutil
@@ -20,9 +22,12 @@ import torch
 
 import offload
 from bench.measure import report, seconds, settings_for
-from offload.aio import Bandwidth, bandwidths
+from offload.aio import Bandwidth, IoQueue, bandwidths
+from offload.engine.source import StoreSource
+from offload.export import export, make_plan
 from offload.presets import PRESETS, require_transformers
 from offload.sizes import GIB, MIB
+from offload.swapper.store import remove_run
 
 ALLOWANCE = 512 * MIB
 """Bytes above the base that a save or a load may take."""
@@ -111,7 +116,22 @@ def _run(send: Any, given: argparse.Namespace) -> None:
             "load": streamed(lambda: engine.load_checkpoint(saved), 2 * nbytes, nbytes, rate, given.rounds),
         }
     finally:
-        engine.destroy(remove=True)
+        engine.destroy()
+        shutil.rmtree(saved, ignore_errors=True)
+    try:
+        exported = 4 * figures["parameters"]
+        with contextlib.closing(IoQueue()) as queue, contextlib.closing(StoreSource(run, queue)) as source:
+            plan = make_plan(source, "fp32", 5 * GIB)
+            figures["export"] = streamed(
+                lambda: export(source, saved, plan),
+                exported,
+                exported,
+                rate,
+                given.rounds,
+                lambda: shutil.rmtree(saved, ignore_errors=True),
+            )
+    finally:
+        remove_run(run)
         shutil.rmtree(saved, ignore_errors=True)
     send.send(figures)
 
