@@ -187,6 +187,40 @@ def test_a_kill_takes_edits_of_the_window_with_it(tmp_path: Path) -> None:
     memory.destroy()
 
 
+# -- a forward that is given up -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("edited", [False, True])
+@pytest.mark.parametrize("durability", ["step", {"every": 3}], ids=str)
+def test_ctrl_c_in_a_forward_and_another_process(durability: Any, edited: bool, tmp_path: Path) -> None:
+    """The commit of the end is of the moment after the last step: what the forward has drawn since is drawn again."""
+    job = JOB._replace(accumulation=1)
+    memory = start(job, ("none", "none"), tmp_path / "memory")
+    expected = []
+    for step in range(job.steps):
+        if edited and step == 5:
+            _edit(memory, 0.01)
+        expected.append(train_step(memory, job, step))
+    memory.destroy()
+    engine = start(job, DISK, tmp_path / "disk", durability=durability)
+    losses = [train_step(engine, job, step) for step in range(5)]
+    if edited:
+        _edit(engine, 0.01)
+    engine.module.transformer.h[2].register_forward_pre_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        job.loss(engine, 5, 0)
+    engine.destroy()
+    engine = start(job, DISK, tmp_path / "disk", resume="must", durability=durability)
+    assert engine.global_steps == 5
+    losses += [train_step(engine, job, step) for step in range(5, job.steps)]
+    engine.destroy(remove=True)
+    assert losses == expected
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 # -- changes on the way -------------------------------------------------------------------------------
 
 
