@@ -389,7 +389,12 @@ class Engine:
         engine changes. Gradients are dropped; what the store commits is the loaded state, at once. With
         `load_module_only` weights and buffers alone are loaded. Every rank calls it.
 
-        Raises `StoreError` where it is named and not there, damaged, or of another model.
+        `engine.client_state`, the groups' values and the position of `training_data` come back too, and registered
+        objects get their states. Objects that are registered later get them then, as on a resumed run; those that the
+        checkpoint has not stay as they are. Without `load_lr_scheduler_states` the schedule that was given to
+        `initialize` goes on as it is, and with it the groups' values; registered objects are the user's, and loaded.
+
+        Raises `StoreError` where it is named and not there, damaged, of another model or of other registered objects.
         """
         self._between("load_checkpoint")
         parts = self._parts
@@ -440,6 +445,8 @@ class Engine:
         check_fits(found, self._parts.held, wish, names, persistent_buffers(self.module))
         if not wish.module_only:
             check_progress(found, wish, len(self.optimizer.param_groups), scheduler_state(self.lr_scheduler))
+            self._registered.check_fits(found.progress.facts["registered"], f"the checkpoint {folder}")
+        self._of_the_user()  # what cannot be committed with the load is known before it
         return found
 
     def _take_over(self, found: Found, wish: Wish, queue: Queue) -> None:
@@ -459,7 +466,7 @@ class Engine:
                     buffer.copy_(progress.buffers.get(name, buffer))
         else:
             before = len(self.notices)
-            self.restore(progress)
+            self.restore(progress, wish.schedule)
             self._grad_norm = None
             if not found.own:
                 self.notices += (
@@ -703,10 +710,13 @@ class Engine:
         }
         return Progress(facts, generators, buffers)
 
-    def restore(self, progress: Progress) -> None:
-        """Go on from `progress`. Random generators follow at the entry of the next engine call, or before its batch."""
+    def restore(self, progress: Progress, schedule: bool = True) -> None:
+        """Go on from `progress`. Random generators follow at the entry of the next engine call, or before its batch.
+
+        Without `schedule` that of `initialize` stays as it is, and so do the values of the groups that it moves.
+        """
         facts, mine = progress.facts, self._settings()
-        same_schedule = facts["settings"]["schedule"] == mine["schedule"]
+        same_schedule = schedule and facts["settings"]["schedule"] == mine["schedule"]
         changed = [f"{name} {old} is now {mine[name]}" for name, old in facts["settings"].items() if old != mine[name]]
         if (facts["scheduler"] is not None and same_schedule) or facts["registered"]:
             goes_on = " (a schedule goes on from the former)"
@@ -720,10 +730,12 @@ class Engine:
         if facts["scheduler"] is not None and same_schedule:
             self.lr_scheduler.load_state_dict(from_plain(facts["scheduler"]))
         # The first commit is made before anything can be registered.
-        self._registered.expect(facts["registered"], may_grow=not self.global_steps)
-        if same_schedule or self.lr_scheduler is None:  # else the new schedule counts, from its beginning
-            self._due = facts
-            self._put_values()
+        more = self._registered.restore(facts["registered"], may_grow=not self.global_steps)
+        if more:
+            self.notices += (f"the last {more} registered objects were not saved, and stay as they are",)
+        # Otherwise the schedule of now counts, from where it is.
+        self._due = facts if same_schedule or self.lr_scheduler is None else None
+        self._put_values()
         generators = {name: t for name, t in progress.generators.items() if not name.startswith(_BEFORE_NEXT)}
         if self.global_steps:
             self._restore = generators
@@ -731,9 +743,9 @@ class Engine:
             write_generators(generators, self.device)  # this is the moment at which a new run took them
         if self._loader is None:
             self._data = facts["data"]
-        elif facts["data"] is not None and self.global_steps:
+        elif facts["data"] is not None:
             before = {n.removeprefix(_BEFORE_NEXT): t for n, t in progress.generators.items() if n not in generators}
-            notice = self._loader.go_on(facts["data"], {**generators, **before})
+            notice = self._loader.go_on(facts["data"], {**generators, **before} if self.global_steps else None)
             self.notices += () if notice is None else (notice,)
             self._data = self._loader.where()
         buffers = persistent_buffers(self.module)
