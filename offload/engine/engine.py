@@ -169,9 +169,9 @@ class Engine:
         self._alive = True
         self._closed = False
         self._restore: Mapping[str, torch.Tensor] | None = None
-        self._moment: Progress | None = None
+        self._after_step: Progress | None = None
         """What a commit of the last step holds: as all was at the first call after it."""
-        self._moment_is_due = False
+        self._after_step_is_due = False
         self._registered = Registered()
         self._configured = optimizer.configured()
         self._due: Mapping[str, Any] | None = None
@@ -552,7 +552,7 @@ class Engine:
             self._parts.gradients.clear()
             self.skipped_steps += 1
             logger.warning("step %d skipped: its gradient norm is %s", self.global_steps, norm)
-        self._moment, self._moment_is_due = None, bool(self._commit_every)
+        self._after_step, self._after_step_is_due = None, bool(self._commit_every)
         updater.schedule(updates, self.global_steps)
         self._edited = False
         return True
@@ -659,10 +659,10 @@ class Engine:
                 write_generators(self._restore, self.device)
             self._restore = None
         updater = self._parts.updater
-        if self._moment_is_due:
-            self._moment, self._moment_is_due = self.progress(), False
-        if updater is not None and updater.wants_blob and self._moment is not None:
-            updater.deliver_blob(self._moment.pack())
+        if self._after_step_is_due:
+            self._after_step, self._after_step_is_due = self.progress(), False
+        if updater is not None and updater.wants_blob and self._after_step is not None:
+            updater.deliver_blob(self._after_step.pack())
 
     def _look(self) -> None:
         """Weights are read or edited: an entry, unless a forward or a backward is under way.
@@ -723,7 +723,7 @@ class Engine:
             changed = [line + goes_on if line.startswith("learning rates") else line for line in changed]
         if changed:
             self.notices += (f"resumed with other settings than the run had: {', '.join(changed)}",)
-        self._moment = progress
+        self._after_step = progress
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
         self.micro_steps, self._parameter_steps = facts["micro_steps"], facts["parameter_steps"]
         self.client_state = from_plain(facts["client_state"])
@@ -797,7 +797,7 @@ class Engine:
         after closing; only what cannot be committed, in `client_state` or registered objects, it raises before.
         """
         if self._alive and os.getpid() == self._pid and not self._parts.pager.failed and not remove:
-            if self._moment_is_due:
+            if self._after_step_is_due:
                 self._of_the_user()  # while it can still be mended, and the last step be committed
         self._destroy(remove, meet=True)
 
@@ -831,8 +831,10 @@ class Engine:
         durable = parts.store.durable if parts.store is not None else None
         if durable is not None and parts.store is not None and (self._edited or durable.epoch != self.global_steps):
             progress = self.progress()
-            if self._moment is not None:  # a forward that was given up since has drawn, and changed buffers
-                progress = progress._replace(generators=self._moment.generators) if self._edited else self._moment
+            if self._after_step is not None:  # a forward that was given up since has drawn, and changed buffers
+                progress = (
+                    progress._replace(generators=self._after_step.generators) if self._edited else self._after_step
+                )
             parts.store.commit(self.global_steps, progress.pack())
             self._edited = False
 
