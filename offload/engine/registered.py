@@ -74,8 +74,8 @@ class Registered:
             _state(thing, position)
         if not self._may_grow and len(objects) > len(self._waiting):
             raise UsageError(
-                f"the commit or checkpoint that this run goes on from holds {len(self._objects) + len(self._waiting)} registered "
-                f"objects, and this would be number {len(self._objects) + len(self._waiting) + 1}: register the same "
+                f"the commit or checkpoint that this run goes on from holds "
+                f"{len(self._objects) + len(self._waiting)} registered objects, and this would be number {len(self._objects) + len(self._waiting) + 1}: register the same "
                 f"objects as then. An object that is new can be registered after the first step()"
             )
         for thing, held in zip(objects, self._waiting, strict=False):
@@ -94,8 +94,8 @@ class Registered:
         """Raise `UsageError` where a step would be made without an object of the resumed run."""
         if self._waiting:
             raise UsageError(
-                f"the commit or checkpoint that this run goes on from holds {len(self._objects) + len(self._waiting)} registered "
-                f"objects, and {len(self._objects)} were registered: {_names(self._waiting)} would be lost with this "
+                f"the commit or checkpoint that this run goes on from holds "
+                f"{len(self._objects) + len(self._waiting)} registered objects, and {len(self._objects)} were registered: {_names(self._waiting)} would be lost with this "
                 f"step. Call engine.register_for_checkpointing with all of them before it"
             )
 
