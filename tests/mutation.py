@@ -288,8 +288,8 @@ MUTANTS = (
     ),
     Mutant(
         "do not commit a load",
-        "offload.engine.engine",
-        "if parts.store is not None and self._commit_every:\n            held",
+        "offload.engine.checkpoint",
+        "if parts.store is not None and self._commits:\n            held",
         "if False:\n            held",
         "tests/test_checkpoint.py",
     ),

@@ -13,7 +13,6 @@ Threads. All methods belong to the thread that runs the model. In a forked child
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import math
 import os
@@ -27,40 +26,26 @@ import torch
 from torch import nn
 
 from offload import kernels
-from offload.engine.checkpoint_files import LATEST, check_tag, find
-from offload.engine.checkpoint_fill import Filling
+from offload.engine.checkpoint import Checkpoints
+from offload.engine.checkpoint_files import check_tag
 from offload.engine.checkpoint_load import (
-    CLIENT_STATE,
-    Found,
     Wish,
-    check_bytes,
-    check_fits,
-    check_progress,
-    fitting,
-    look,
 )
-from offload.engine.checkpoint_save import Moment, Order, own_or_shared, save
-from offload.engine.description import about, describe
+from offload.engine.checkpoint_save import Order
 from offload.engine.hooks import inside_backward
 from offload.engine.loader import Loader, to_device
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Choices, Parts
-from offload.engine.plain import from_plain, to_plain
 from offload.engine.progress import (
     Progress,
-    as_bytes,
-    persistent_buffers,
-    scheduler_state,
 )
-from offload.engine.rounds import Kind
-from offload.engine.together import together
 from offload.engine.training_state import TrainingState
 from offload.engine.updater import UnitUpdate, Updater
 from offload.engine.weights import Edit
 from offload.errors import NumericsError, OffloadError, UsageError
 from offload.sizes import format_size
 from offload.swapper.pager import Counts
-from offload.swapper.store import Queue, Store
+from offload.swapper.store import Store
 from offload.swapper.timeline import Row
 
 logger = logging.getLogger("offload")
@@ -107,6 +92,7 @@ class Engine:
         self.notices = tuple(notices)
         self._parts, self._choices, self._commit_every = parts, choices, commit_every
         self._state = TrainingState(module, device, optimizer, lr_scheduler, loader, choices, parts.layouts)
+        self._checkpoints = Checkpoints(module, parts, self._state, bool(commit_every))
         self._pid = os.getpid()
         self._alive = True
         self._closed = False
@@ -332,10 +318,7 @@ class Engine:
                 f"keep_last is {keep_last}, at least the checkpoint that is saved must be kept: give 1 or more"
             )
         order = Order(Path(save_dir), name, save_latest, not exclude_frozen_parameters, keep_last)
-        parts = self._parts
-        with together(parts.rounds, self.global_rank, self.world_size, Kind.SAVE, "save a checkpoint") as ranks:
-            with own_or_shared(parts.queue) as queue:
-                save(parts.held, order, lambda: self._moment(client_state), queue, ranks)
+        self._checkpoints.save(order, self.micro_batches, client_state)
         return True
 
     def load_checkpoint(
@@ -361,25 +344,15 @@ class Engine:
         Raises `StoreError` where it is named and not there, damaged, of another model or of other registered objects.
         """
         self._between("load_checkpoint")
-        parts = self._parts
-        trains = parts.updater is not None and not load_module_only
+        trains = self._parts.updater is not None and not load_module_only
         wish = Wish(load_module_strict, trains and load_optimizer_states, load_lr_scheduler_states, not trains)
-        with together(parts.rounds, self.global_rank, self.world_size, Kind.LOAD, "load a checkpoint") as ranks:
-            ranks.same({"folder": str(load_dir), "tag": str(tag), "wish": list(wish)})
-            folder = ranks.by_first(lambda: find(load_dir, tag))
-            if folder is None:
-                logger.warning("no checkpoint was loaded: there is no %s in %s", LATEST, load_dir)
-                return None, {}
-            with own_or_shared(parts.queue) as queue:
-                found: list[Found] = []
-                ranks.settle(lambda: found.append(self._inspect(Path(folder), wish)))
-                ranks.settle(lambda: check_bytes(found[0], wish, queue, self.global_rank, self.world_size))
-                try:
-                    ranks.settle(lambda: self._take_over(found[0], wish, queue))
-                except BaseException as error:  # also where it failed on another rank: half of a load is none
-                    parts.pager.fail(error)
-                    raise
-        return folder, from_plain(found[0].client_state)
+        loaded = self._checkpoints.load(load_dir, tag, wish)
+        if loaded is None:
+            return None, {}
+        self._backwards_before = self._backwards_at_step = self._parts.hooks.backward_count
+        self._grad_norm, self._edited = self._grad_norm if wish.module_only else None, False
+        self.notices += loaded.notices
+        return loaded.folder, loaded.client_state
 
     def _between(self, call: str) -> None:
         """Finish what is under way; raises where the weights of a moment cannot be told."""
@@ -388,64 +361,6 @@ class Engine:
         self._enter()
         if self._parts.updater is not None:
             self._parts.updater.finish()
-
-    def _moment(self, client_state: Mapping[str, Any] | None) -> Moment:
-        if self.micro_batches:
-            logger.warning(
-                "the gradients of %d micro-batches since the last boundary are not in the checkpoint",
-                self.micro_batches,
-            )
-        advice = "a checkpoint holds None, booleans, numbers, strings, and lists, tuples and dicts of them"
-        plain = to_plain(dict(client_state or {}), "client_state", advice)
-        contents = {**self._state.take().pack(), CLIENT_STATE: as_bytes(json.dumps(plain).encode())}
-        layout = describe(self._parts.layouts, self._parts.held.mode, self.world_size)
-        return Moment(self.global_steps, contents, layout, about(self.module))
-
-    def _inspect(self, folder: Path, wish: Wish) -> Found:
-        """Read all but the states, and see whether it fits. Nothing is changed."""
-        self._parts.bindings.settle()
-        found = look(folder, self.global_rank, self.world_size, about(self.module)["tied"])
-        names = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
-        check_fits(found, self._parts.held, wish, names, persistent_buffers(self.module))
-        if not wish.module_only:
-            check_progress(found, wish, len(self.optimizer.param_groups), scheduler_state(self.lr_scheduler))
-            self._state.registered.check_fits(found.progress.facts["registered"], f"the checkpoint {folder}")
-        self._state.of_the_user()  # what cannot be committed with the load is known before it
-        return found
-
-    def _take_over(self, found: Found, wish: Wish, queue: Queue) -> None:
-        """Make what was found the state of this engine, and commit it."""
-        parts = self._parts
-        parts.hooks.forget_gradients()
-        parts.gradients.clear()
-        self._backwards_before = self._backwards_at_step = parts.hooks.backward_count
-        parts.pager.begin_load()
-        Filling(found, parts.held, wish, queue).run()
-        parts.pager.end_load()
-        steps = found.steps(parts.layouts, self._state.parameter_steps) if wish.states else self._state.parameter_steps
-        progress = fitting(found.progress, persistent_buffers(self.module), steps, wish.schedule)
-        if wish.module_only:
-            with torch.no_grad():
-                for name, buffer in persistent_buffers(self.module).items():
-                    buffer.copy_(progress.buffers.get(name, buffer))
-        else:
-            before = len(self.notices)
-            self.restore(progress, wish.schedule)
-            self._grad_norm = None
-            if not found.own:
-                self.notices += (
-                    f"{found.folder} was saved by {found.manifest.world_size} ranks, these are {self.world_size}: each "
-                    f"goes on with the random generators of rank 0, so dropout draws other numbers",
-                )
-            for notice in self.notices[before:] if self.global_rank == 0 else ():
-                logger.warning(notice)
-        if parts.store is not None and self._commit_every:
-            held = self._state.take()
-            # The generators follow at the next entry.
-            parts.store.commit(
-                self.global_steps, (held if wish.module_only else held._replace(generators=progress.generators)).pack()
-            )
-        self._edited = False
 
     # -- the boundary -------------------------------------------------------------------------------
 
@@ -639,9 +554,9 @@ class Engine:
         """All of this moment that is not weights and moments."""
         return self._state.take()
 
-    def restore(self, progress: Progress, schedule: bool = True) -> None:
+    def restore(self, progress: Progress) -> None:
         """Go on from `progress`; see `TrainingState.restore`."""
-        self.notices += tuple(self._state.restore(progress, schedule))
+        self.notices += tuple(self._state.restore(progress))
 
     def destroy(self, remove: bool = False) -> None:
         """Finish and commit what is complete, join every thread, close the store; `remove` deletes it.

@@ -40,7 +40,7 @@ class TrainingState:
         choices: Choices,
         layouts: Sequence[UnitLayout],
     ) -> None:
-        self._module, self._device, self._optimizer, self._choices = module, device, optimizer, choices
+        self._module, self._device, self.optimizer, self._choices = module, device, optimizer, choices
         self.lr_scheduler, self.loader = lr_scheduler, loader
         self.global_steps, self.skipped_steps, self.micro_steps = 0, 0, 0
         """See the engine's."""
@@ -66,7 +66,7 @@ class TrainingState:
             "scheduler": scheduler_state(self.lr_scheduler),
             **self.of_the_user(),
             "data": self._data,
-            "groups": self._optimizer.values() if self._due is None else self._due["groups"],
+            "groups": self.optimizer.values() if self._due is None else self._due["groups"],
             "configured": self._configured if self._due is None else self._due["configured"],
             "settings": self._settings(),
         }
@@ -149,7 +149,7 @@ class TrainingState:
             # A schedule goes on from its own state, whatever the config's learning rate is now.
             scheduled = self.lr_scheduler is not None or self.registered.schedules
             merged = merge_values(self._due["groups"], self._due["configured"], self._configured, scheduled)
-            for group, values in zip(self._optimizer.param_groups, merged, strict=True):
+            for group, values in zip(self.optimizer.param_groups, merged, strict=True):
                 group.update(values)
             self._due = None
 
