@@ -1,4 +1,4 @@
-"""What `save_checkpoint` and `load_checkpoint` do between steps: this moment into a folder, and a folder's into here."""
+"""What `save_checkpoint` and `load_checkpoint` do between steps: this moment into a folder, and back."""
 
 from __future__ import annotations
 
