@@ -44,7 +44,7 @@ MUTANTS = (
     Mutant(
         "drop the bias correction",
         "offload.engine.engine",
-        "step=self._parameter_steps[unit][position]",
+        "step=self._state.parameter_steps[unit][position]",
         "step=1_000_000",
         "tests/test_parity.py",
     ),
@@ -113,9 +113,9 @@ MUTANTS = (
     ),
     Mutant(
         "forget the generators on resume",
-        "offload.engine.engine",
-        "self._restore = progress.generators",
-        "self._restore = None",
+        "offload.engine.training_state",
+        "            self._generators = generators\n",
+        "            self._generators = None\n",
         "tests/test_resume.py",
     ),
     Mutant(
@@ -288,8 +288,8 @@ MUTANTS = (
     ),
     Mutant(
         "do not commit a load",
-        "offload.engine.engine",
-        "if parts.store is not None and self._commit_every:\n            held",
+        "offload.engine.checkpoint",
+        "if parts.store is not None and self._commits:\n            held",
         "if False:\n            held",
         "tests/test_checkpoint.py",
     ),

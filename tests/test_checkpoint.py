@@ -246,7 +246,7 @@ def test_without_optimizer_states_moments_stay(placement: tuple[str, str], tmp_p
     )
     for name, value in after.items():
         assert torch.equal(value, (before if "exp_avg" in name else first)[name]), name
-    assert engine._parameter_steps[0][0] == 3 and engine.global_steps == 2
+    assert engine._state.parameter_steps[0][0] == 3 and engine.global_steps == 2
     engine.destroy(remove=True)
 
 
@@ -341,7 +341,7 @@ def test_other_parameters_may_be_frozen(placement: tuple[str, str], tmp_path: Pa
     assert all(torch.equal(loaded[n], value.to(torch.bfloat16)) for n, value in masters(tmp_path / "saved").items())
     engine.save_checkpoint(tmp_path / "again", tag="t")
     tensors = safetensors.torch.load_file(tmp_path / "again" / "t" / "states.rank0.safetensors")
-    layouts, steps = engine._parts.layouts, engine._parameter_steps
+    layouts, steps = engine._parts.layouts, engine._state.parameter_steps
     unit = next(i for i, layout in enumerate(layouts) if layout.name == "blocks.1")
     assert not tensors[f"{unit}.exp_avg"].any() and not tensors[f"{unit}.residual"].any() and steps[unit] == [0] * 4
     train_step(engine, thawed, 4)

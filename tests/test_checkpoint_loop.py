@@ -68,14 +68,15 @@ def test_two_loads_in_a_row_are_one(loads: int, tmp_path: Path) -> None:
     setup = SETUPS[2]
     expected = whole(tmp_path, setup)
     script, seen = saved(tmp_path, setup)
+    generator = torch.get_rng_state()
     script.step()
     for _ in range(loads):
         script.engine.load_checkpoint(tmp_path / "saved")
         next(script.batches)  # which draws, and is not trained
     script.engine.load_checkpoint(tmp_path / "saved")
-    script.engine.eval()
-    script.engine(torch.zeros(2, 6))  # no batch of the loader: the generators are put back here
-    script.engine.train()
+    torch.manual_seed(99)
+    script.engine.get_lr(), script.engine.mean(0.0)  # no batch of the loader: the generators are put back here
+    assert torch.equal(torch.get_rng_state(), generator)
     assert_equal(([*seen, *to_the_end(script)], script.engine.get_lr(), script.end()), expected)
 
 
@@ -102,6 +103,17 @@ def test_a_kill_right_after_a_load_loses_nothing_of_it(setup: Setup, at: int, tm
         assert script.engine.global_steps == at and script.engine.client_state == {"at": [at]}
         ends.append((to_the_end(script), script.engine.get_lr(), script.end()))
     assert_equal(*ends)
+
+
+def test_a_load_of_before_the_first_step_is_a_new_run(tmp_path: Path) -> None:
+    """There each `iter` begins the next pass."""
+    script, _ = saved(tmp_path, Setup("ours"), 0)
+    script.step()
+    for _ in range(2):
+        script.engine.load_checkpoint(tmp_path / "saved")
+        passes = [[rows.tolist() for rows in script.loader] for _ in range(2)]
+        assert passes[0] != passes[1] and script.loader.epoch == 2 and len(passes[0]) == 10
+    script.engine.destroy(remove=True)
 
 
 # -- registered objects -------------------------------------------------------------------------------

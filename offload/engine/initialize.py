@@ -19,13 +19,14 @@ from offload.aio import IoQueue
 from offload.config import Config, load_config, resolve_batch
 from offload.engine.bindings import Bindings
 from offload.engine.description import about, describe
-from offload.engine.engine import Choices, Engine, Parts
+from offload.engine.engine import Engine
 from offload.engine.fill import Filler, make_residents
 from offload.engine.gradients import Gradients, borders
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
 from offload.engine.loader import Loader, check_length, load
 from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch
+from offload.engine.parts import Choices, Parts
 from offload.engine.placeholder import Place
 from offload.engine.placement import WINDOWS
 from offload.engine.plan import Plan, compute_device, decide, summary

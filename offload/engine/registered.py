@@ -74,9 +74,10 @@ class Registered:
             _state(thing, position)
         if not self._may_grow and len(objects) > len(self._waiting):
             raise UsageError(
-                f"the commit or checkpoint that this run goes on from holds {len(self._objects) + len(self._waiting)} "
-                f"registered objects, and this would be number {len(self._objects) + len(self._waiting) + 1}: register "
-                f"the same objects as then. An object that is new can be registered after the first step()"
+                f"the commit or checkpoint that this run goes on from holds "
+                f"{len(self._objects) + len(self._waiting)} registered objects, and this would be number "
+                f"{len(self._objects) + len(self._waiting) + 1}: register the same objects as then. "
+                f"An object that is new can be registered after the first step()"
             )
         for thing, held in zip(objects, self._waiting, strict=False):
             if held["type"] != type(thing).__name__:
@@ -94,9 +95,10 @@ class Registered:
         """Raise `UsageError` where a step would be made without an object of the resumed run."""
         if self._waiting:
             raise UsageError(
-                f"the commit or checkpoint that this run goes on from holds {len(self._objects) + len(self._waiting)} "
-                f"registered objects, and {len(self._objects)} were registered: {_names(self._waiting)} would be lost "
-                f"with this step. Call engine.register_for_checkpointing with all of them before it"
+                f"the commit or checkpoint that this run goes on from holds "
+                f"{len(self._objects) + len(self._waiting)} registered objects, and {len(self._objects)} were "
+                f"registered: {_names(self._waiting)} would be lost with this step. Call "
+                f"engine.register_for_checkpointing with all of them before it"
             )
 
     def stepped(self) -> None:

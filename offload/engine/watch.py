@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.engine import Parts
 from offload.engine.hooks import inside_backward
+from offload.engine.parts import Parts
 from offload.engine.rounds import Rounds
 from offload.errors import IoError
 from offload.swapper.scratch import Scratch
