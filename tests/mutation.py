@@ -72,13 +72,13 @@ MUTANTS = (
     Mutant(
         "skip the wait for a write before its lease is clean",
         "offload.engine.updater",
-        "for write in tile.writes:\n                write.wait()",
-        "pass",
+        "                write.wait()\n                tile.job",
+        "                tile.job",
         "tests/test_order.py",
     ),
     Mutant(
         "swap the slots A and B",
-        "offload.swapper.store",
+        "offload.swapper.store.store",
         "return 0 if self.durable is None else 1 - self.durable.slots[unit]",
         "return 0 if self.durable is None else self.durable.slots[unit]",
         "tests/test_resume.py",
@@ -96,6 +96,69 @@ MUTANTS = (
         "if present[index]:",
         "if present[index] and index != 1:",
         "tests/test_parity.py",
+    ),
+    Mutant(
+        "forget to make the names of blobs durable",
+        "offload.swapper.store.store",
+        "        if None in have:\n            sync_folder",
+        "        if False:\n            sync_folder",
+        "tests/test_power_cut.py",
+    ),
+    Mutant(
+        "forget to make new folders durable",
+        "offload.swapper.store.folder",
+        "            for each in new:",
+        "            for each in ():",
+        "tests/test_power_cut.py",
+    ),
+    Mutant(
+        "write the record before the blob",
+        "offload.swapper.store.store",
+        '        write_in_place(self.folders[0] / f"blob.{which}", blob)\n',
+        "        early = Record(self.durable.serial + 1 if self.durable else 1, epoch, tuple(self.newest), which, "
+        "len(blob), crc32c(blob))\n"
+        "        write_in_place(self._commit_path, early.pack(), which * PAGE)\n"
+        '        write_in_place(self.folders[0] / f"blob.{which}", blob)\n',
+        "tests/test_power_cut.py",
+    ),
+    Mutant(
+        "let a commit that was taken back return",
+        "offload.swapper.store.store",
+        "                if later.serial > record.serial:",
+        "                if False:",
+        "tests/test_power_cut.py",
+    ),
+    Mutant(
+        "say that a run has ended when its files are gone",
+        "offload.swapper.store.store",
+        '            write_durably(self.folders[0].parent / "finished.json", json.dumps(note).encode())\n'
+        "        self._unlink()  # before the lock is given back: another process may start this run again at once\n"
+        "        self.close()\n",
+        "            pass\n        self._unlink()\n        self.close()\n        if finished is not None:\n"
+        "            self.folders[0].parent.mkdir(exist_ok=True)\n"
+        '            write_durably(self.folders[0].parent / "finished.json", json.dumps(note).encode())\n',
+        "tests/test_power_cut.py",
+    ),
+    Mutant(
+        "compare a read with what was written since",
+        "offload.swapper.store.sums",
+        "            if of is not slot:",
+        "            if False:",
+        "tests/test_store_reads.py",
+    ),
+    Mutant(
+        "take the slots as compared, both by one",
+        "offload.swapper.store.store",
+        "                for slot in (0, 1)\n",
+        "                for slot in (self.newest[key[0]],)\n",
+        "tests/test_store_damage.py",
+    ),
+    Mutant(
+        "commit the generators of a forward that was given up",
+        "offload.engine.engine",
+        "            if self._moment is not None:  # a forward",
+        "            if False:  # a forward",
+        "tests/test_commit_every.py",
     ),
     Mutant(
         "commit before the data is durable",
@@ -268,7 +331,7 @@ MUTANTS = (
     Mutant(
         "keep the states of another engine's share",
         "offload.engine.updater",
-        "                    del self._residents[key]\n",
+        "                del self._residents[key]\n",
         "",
         "tests/test_two_engines.py",
     ),
