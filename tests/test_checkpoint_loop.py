@@ -42,7 +42,7 @@ def whole(folder: Path, setup: Setup) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("begin_anew", [False, True], ids=["same iterator", "new iterator"])
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@pytest.mark.parametrize("setup", SETUPS, ids=Setup.title)
 def test_a_loop_that_loads_goes_on_as_the_one_that_saved(setup: Setup, begin_anew: bool, tmp_path: Path) -> None:
     """Twice, from before and behind the end of a pass; with the iterator that was under way, or a new one."""
     expected = whole(tmp_path, setup)
@@ -86,7 +86,7 @@ def killed_after(script: Script) -> None:
 
 
 @pytest.mark.parametrize("at", [0, SAVED, 5])
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@pytest.mark.parametrize("setup", SETUPS, ids=Setup.title)
 def test_a_kill_right_after_a_load_loses_nothing_of_it(setup: Setup, at: int, tmp_path: Path) -> None:
     """The commit that a load makes holds all that it gave: a resumed run is the one that was not killed."""
     ends = []

@@ -81,6 +81,11 @@ class Setup(NamedTuple):
     config: dict[str, Any] = {}  # noqa: RUF012  # never changed
     samples: int = SAMPLES
 
+    def title(self) -> str:
+        """The name of a test: the same in every process."""
+        names = (made.__name__ if made else "no" for made in (self.schedule, self.registered))
+        return f"{self.source}, {', '.join(names)}, {'draws' if self.draws else 'draws nothing'}"
+
 
 PLAIN = Setup()
 
@@ -190,7 +195,7 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
         Setup("plain 0", registered=one_cycle),
         Setup("plain 2", registered=multi_step, draws=True),
     ],
-    ids=lambda s: f"{s.source} {s.schedule and s.schedule.__name__} {s.registered and s.registered.__name__} {s.draws}",
+    ids=Setup.title,
 )
 def test_broken_off_and_gone_on_is_unbroken(setup: Setup, tmp_path: Path) -> None:
     """Before the first step, after it, in the middle of a pass, at its end, and one step later."""
