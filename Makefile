@@ -7,6 +7,9 @@ NATIVE := $(wildcard offload/*/native/*.cpp offload/*/native/*.h)
 NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h)
 
 .PHONY: help train test check format mutants sanitize
+# Tests at a time: more memory and more of the drive each.
+JOBS ?= 2
+
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
@@ -16,7 +19,7 @@ train: $(VENV)/.hf ## Train a 3.5M-parameter model from swap files, in a few min
 	$(BIN)/offload train
 
 test: $(VENV)/.dev ## Run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 check: $(VENV)/.dev ## Format and lint without changing anything: ruff, mypy, clang-format
 	$(BIN)/ruff format --check .

@@ -44,7 +44,7 @@ MUTANTS = (
     Mutant(
         "drop the bias correction",
         "offload.engine.engine",
-        "step=self._parameter_steps[unit][position]",
+        "step=self._state.parameter_steps[unit][position]",
         "step=1_000_000",
         "tests/test_parity.py",
     ),
@@ -176,9 +176,9 @@ MUTANTS = (
     ),
     Mutant(
         "forget the generators on resume",
-        "offload.engine.engine",
-        "self._restore = generators",
-        "self._restore = None",
+        "offload.engine.training_state",
+        "            self._generators = generators\n",
+        "            self._generators = None\n",
         "tests/test_resume.py",
     ),
     Mutant(
@@ -341,6 +341,57 @@ MUTANTS = (
         "        for place in self._trainable:\n            if place.parameter.grad is not None:",
         "        for place in self._trainable:\n            if False:",
         "tests/test_interrupts.py",
+    ),
+    Mutant(
+        "keep leases of weights through a load",
+        "offload.swapper.pager",
+        "                self._leases.forget(entry)",
+        "                pass",
+        "tests/test_checkpoint.py",
+    ),
+    Mutant(
+        "do not commit a load",
+        "offload.engine.checkpoint",
+        "if parts.store is not None and self._commits:\n            held",
+        "if False:\n            held",
+        "tests/test_checkpoint.py",
+    ),
+    Mutant(
+        "leave moments behind in the slot before",
+        "offload.engine.checkpoint_fill",
+        "elif moves and self._held.stored(unit, state):",
+        "elif False:",
+        "tests/test_checkpoint.py",
+    ),
+    Mutant(
+        "write frozen weights to one slot",
+        "offload.engine.checkpoint_fill",
+        "if self._two_slots and 0 < trainable <= piece.start:",
+        "if False:",
+        "tests/test_checkpoint.py",
+    ),
+    Mutant(
+        "load without comparing checksums",
+        "offload.engine.checkpoint_load",
+        "if sums.pop(key) != ",
+        "if False and sums.pop(key) != ",
+        "tests/test_checkpoint.py",
+    ),
+    Mutant(
+        "name the checkpoint as the latest before it is there",
+        "offload.engine.checkpoint_files",
+        '    with told(checkpoint, "rename"):\n        sync_folder(partial)',
+        "    (folder / LATEST).write_text(checkpoint.name)\n"
+        '    with told(checkpoint, "rename"):\n        sync_folder(partial)',
+        "tests/test_checkpoint_killed.py",
+    ),
+    Mutant(
+        "replace a checkpoint by deleting it first",
+        "offload.engine.checkpoint_files",
+        "        elif exchange(partial, checkpoint):",
+        "        elif shutil.rmtree(checkpoint) or sync_folder(folder) or os.rename(partial, checkpoint) or True:\n"
+        "            pass\n        elif exchange(partial, checkpoint):",
+        "tests/test_checkpoint_killed.py",
     ),
 )
 

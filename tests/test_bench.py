@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import step
+from bench import checkpoint, step
 
 
 def _figures(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
@@ -19,3 +19,10 @@ def _figures(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
 def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step.main([str(tmp_path), "--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "1"])
     assert 20 < _figures(capsys)["bytes_per_parameter"] < 30
+
+
+def test_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint.main([str(tmp_path), "--model", "gpt2-tiny", "--layers", "2", "--rounds", "1"])
+    figures: dict[str, dict[str, float]] = _figures(capsys)  # type: ignore[assignment]
+    assert all(figures[name]["seconds"] > 0 and figures[name]["kept"] for name in ("save", "load"))
+    assert not list(tmp_path.glob("bench-checkpoint-saved")), "it cleans up"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,9 @@ def _train(job: Job, folder: str) -> dict[str, float]:
         "parameters": engine.parameter_count,
         "host": engine.host_memory,
         "device": engine.device_memory,
-        "own_bytes": per_step[-1][0],
-        "disk_bytes": per_step[-1][1],
+        # On a busy machine an update may begin before `step()` has returned: then one step has some of the next one's.
+        "own_bytes": statistics.median(own for own, _ in per_step[1:]),
+        "disk_bytes": statistics.median(on_drive for _, on_drive in per_step[1:]),
     }
 
 

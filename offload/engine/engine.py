@@ -19,43 +19,36 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from offload import kernels
-from offload.engine.bindings import Bindings
-from offload.engine.gradients import Gradients
-from offload.engine.hooks import Hooks, inside_backward
-from offload.engine.layout import UnitLayout
+from offload.engine.checkpoint import Checkpoints
+from offload.engine.checkpoint_files import check_tag
+from offload.engine.checkpoint_load import (
+    Wish,
+)
+from offload.engine.checkpoint_save import Order
+from offload.engine.hooks import inside_backward
 from offload.engine.loader import Loader, to_device
-from offload.engine.optimizer import Optimizer, merge_values
-from offload.engine.plain import from_plain, to_plain
+from offload.engine.optimizer import Optimizer
+from offload.engine.parts import Choices, Parts
 from offload.engine.progress import (
     Progress,
-    persistent_buffers,
-    read_generators,
-    scheduler_state,
-    write_generators,
 )
-from offload.engine.ranks import Ranks
-from offload.engine.registered import Registered
-from offload.engine.rounds import Rounds
+from offload.engine.training_state import TrainingState
 from offload.engine.updater import UnitUpdate, Updater
-from offload.engine.weights import Edit, Weights
+from offload.engine.weights import Edit
 from offload.errors import NumericsError, OffloadError, UsageError
 from offload.sizes import format_size
-from offload.swapper.host import HostArena
-from offload.swapper.pager import Counts, Pager
-from offload.swapper.shared_queue import SharedQueue
+from offload.swapper.pager import Counts
 from offload.swapper.store import Store
-from offload.swapper.timeline import OFF, Row, Timeline
+from offload.swapper.timeline import Row
 
 logger = logging.getLogger("offload")
-
-_BEFORE_NEXT = "before_next."
-"""Of the generators' names in a blob: those of before the next batch was loaded, where they differ."""
 
 
 class IoBytes(NamedTuple):
@@ -63,43 +56,6 @@ class IoBytes(NamedTuple):
 
     read: int
     written: int
-
-
-class Choices(NamedTuple):
-    """What the config says about a step."""
-
-    micro_batch_size: int
-    accumulation: int
-    total_batch_size: int
-    clip: float
-    """The largest global norm of the gradient; 0 leaves it as it is."""
-    skip_nonfinite: bool
-    """Whether a norm that is inf or NaN skips the step, or raises."""
-    seed: int
-    overlap: bool
-    """Whether updates run while the next forward does; off only to find faults."""
-
-
-class Parts(NamedTuple):
-    """What `initialize` has built, in the order in which it is closed."""
-
-    hooks: Hooks
-    weights: Weights
-    bindings: Bindings
-    updater: Updater | None
-    """None where nothing trains."""
-    pager: Pager
-    gradients: Gradients
-    ranks: Ranks | None
-    """None where this process is alone; so are `rounds`."""
-    rounds: Rounds | None
-    store: Store | None
-    queue: SharedQueue | None
-    arena: HostArena
-    layouts: tuple[UnitLayout, ...]
-    trainable: tuple[range, ...]
-    """The elements of each unit that this rank updates."""
-    timeline: Timeline = OFF
 
 
 class _ZeroGrad:
@@ -133,32 +89,13 @@ class Engine:
         self.module = module
         self.device = device
         self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
         self.notices = tuple(notices)
-        self.global_steps = 0
-        """Boundaries passed, skipped ones among them; after a resume, those that were committed."""
-        self.skipped_steps = 0
-        """Boundaries at which the norm was not finite and nothing was updated."""
-        self.micro_steps = 0
-        """Micro-batches of all boundaries passed."""
-        self.client_state: dict[str, Any] = {}
-        """The user's own: numbers, strings, lists and dicts. Each commit holds it, as it is when that of step k is
-        taken: at the first engine call after step k."""
         self._parts, self._choices, self._commit_every = parts, choices, commit_every
+        self._state = TrainingState(module, device, optimizer, lr_scheduler, loader, choices, parts.layouts)
+        self._checkpoints = Checkpoints(module, parts, self._state, bool(commit_every))
         self._pid = os.getpid()
         self._alive = True
         self._closed = False
-        self._restore: Mapping[str, torch.Tensor] | None = None
-        self._moment: Progress | None = None
-        """What a commit of the last step holds: as all was at the first call after it."""
-        self._moment_is_due = False
-        self._registered = Registered()
-        self._configured = optimizer.configured()
-        self._due: Mapping[str, Any] | None = None
-        """Facts of the resumed run, whose values go to the groups when all registered objects are there."""
-        self._loader = loader
-        self._data = None if loader is None else loader.where()
-        """Where the loader was at the last boundary."""
         self._grad_norm: float | None = None
         self._unforeseen = 0
         self._backwards_before = 0
@@ -166,7 +103,6 @@ class Engine:
         self._backwards_at_step = 0
         """Backwards before the last call of `step()`."""
         self._parameters = [[module.get_parameter(s.name) for s in layout.segments] for layout in parts.layouts]
-        self._parameter_steps = [[0] * len(layout.segments) for layout in parts.layouts]
         optimizer.attach(self._boundary, self.zero_grad)
         self._edited = False
         module.__dict__["zero_grad"] = _ZeroGrad(module, self.zero_grad)
@@ -249,8 +185,8 @@ class Engine:
         values (learning rates and such) become those of the commit again. Raises `UsageError`.
         """
         self._check()
-        self._registered.add(objects)
-        self._put_values()
+        self._state.registered.add(objects)
+        self._state.put_values()
 
     def train(self, mode: bool = True) -> Engine:
         """Set the model's training mode, as `nn.Module.train` does."""
@@ -260,6 +196,40 @@ class Engine:
     def eval(self) -> Engine:
         """Set the model to evaluation, as `nn.Module.eval` does."""
         return self.train(False)
+
+    @property
+    def global_steps(self) -> int:
+        """Boundaries passed, skipped ones among them; after a resume, those that were committed."""
+        return self._state.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Boundaries at which the norm was not finite and nothing was updated."""
+        return self._state.skipped_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches of all boundaries passed."""
+        return self._state.micro_steps
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """The user's own: numbers, strings, lists and dicts. Each commit holds it, as it is when that of step k is
+        taken: at the first engine call after step k."""
+        return self._state.client_state
+
+    @client_state.setter
+    def client_state(self, value: dict[str, Any]) -> None:
+        self._state.client_state = value
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule that was given to `initialize`, or None."""
+        return self._state.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, value: Any) -> None:
+        self._state.lr_scheduler = value
 
     # -- what a loop asks ---------------------------------------------------------------------------
 
@@ -322,6 +292,76 @@ class Engine:
         """How often units were used so far, found on the device, and used otherwise than foreseen."""
         return self._parts.pager.counts()
 
+    # -- checkpoints --------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        keep_last: int | None = None,
+    ) -> bool:
+        """Write weights, optimizer states and all else of this moment to `save_dir`/`tag`, whole or not at all.
+
+        `tag` is "global_step<N>" by default; a checkpoint of that name is replaced. `client_state` is given back by
+        `load_checkpoint`: numbers, strings, lists and dicts. With `save_latest` it is what a load without a tag takes;
+        `keep_last` then removes the oldest others, so that so many are left. Every rank calls it. True.
+
+        Raises `StoreError` where there is no room, before anything is written, and `IoError` where the disk refuses.
+        """
+        self._between("save_checkpoint")
+        name = check_tag(f"global_step{self.global_steps}" if tag is None else tag)
+        if keep_last is not None and keep_last < 1:
+            raise UsageError(
+                f"keep_last is {keep_last}, at least the checkpoint that is saved must be kept: give 1 or more"
+            )
+        order = Order(Path(save_dir), name, save_latest, not exclude_frozen_parameters, keep_last)
+        self._checkpoints.save(order, self.micro_batches, client_state)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint, saved with any placement and number of ranks: its folder, and its `client_state`.
+
+        Without a `tag` it is the latest; where there is none, (None, {}). Everything is checked before anything of the
+        engine changes. Gradients are dropped; what the store commits is the loaded state, at once. With
+        `load_module_only` weights and buffers alone are loaded. Every rank calls it.
+
+        `engine.client_state`, the groups' values and the position of `training_data` come back too, and registered
+        objects get their states. Objects that are registered later get them then, as on a resumed run; those that the
+        checkpoint has not stay as they are. Without `load_lr_scheduler_states` the schedule that was given to
+        `initialize` goes on as it is, and with it the groups' values; registered objects are the user's, and loaded.
+
+        Raises `StoreError` where it is named and not there, damaged, of another model or of other registered objects.
+        """
+        self._between("load_checkpoint")
+        trains = self._parts.updater is not None and not load_module_only
+        wish = Wish(load_module_strict, trains and load_optimizer_states, load_lr_scheduler_states, not trains)
+        loaded = self._checkpoints.load(load_dir, tag, wish)
+        if loaded is None:
+            return None, {}
+        self._backwards_before = self._backwards_at_step = self._parts.hooks.backward_count
+        self._grad_norm, self._edited = self._grad_norm if wish.module_only else None, False
+        self.notices += loaded.notices
+        return loaded.folder, loaded.client_state
+
+    def _between(self, call: str) -> None:
+        """Finish what is under way; raises where the weights of a moment cannot be told."""
+        if inside_backward() or self._parts.hooks.running:
+            raise UsageError(f"{call} is for between steps, not for inside of a forward or a backward")
+        self._enter()
+        if self._parts.updater is not None:
+            self._parts.updater.finish()
+
     # -- the boundary -------------------------------------------------------------------------------
 
     def _boundary(self) -> None:
@@ -340,7 +380,7 @@ class Engine:
                 f"{count} backwards ran since the last boundary, gradient_accumulation_steps is {boundary}; call "
                 f"step() after every backward, or set the accumulation to what the loop does"
             )
-        self._registered.check_complete()
+        self._state.registered.check_complete()
         parts.bindings.settle()
         parts.updater.finish()
         parts.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch
@@ -379,19 +419,14 @@ class Engine:
             self._parts.gradients.clear()
             return False
         self._grad_norm = norm
-        self.global_steps += 1
-        self.micro_steps += self._choices.accumulation
-        self._registered.stepped()
-        if self._loader is not None:
-            self._data = self._loader.trained()
+        self._state.stepped(self._choices.accumulation, bool(self._commit_every))
         updates: list[UnitUpdate] = []
         if math.isfinite(norm):
             updates = self._decide(norm, present, order)
         else:
             self._parts.gradients.clear()
-            self.skipped_steps += 1
+            self._state.skipped_steps += 1
             logger.warning("step %d skipped: its gradient norm is %s", self.global_steps, norm)
-        self._moment, self._moment_is_due = None, bool(self._commit_every)
         updater.schedule(updates, self.global_steps)
         self._edited = False
         return True
@@ -458,7 +493,7 @@ class Engine:
         self, unit: int, position: int, scale: float, settings: Mapping[int, Mapping[str, Any]]
     ) -> kernels.Segment:
         """This rank's part of one parameter's step, which may be empty; steps are counted as torch counts them."""
-        self._parameter_steps[unit][position] += 1
+        self._state.parameter_steps[unit][position] += 1
         segment = self._parts.layouts[unit].segments[position]
         group = settings[id(self._parameters[unit][position])]
         beta1, beta2 = group["betas"]
@@ -468,7 +503,7 @@ class Engine:
             beta2=float(beta2),
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
-            step=self._parameter_steps[unit][position],
+            step=self._state.parameter_steps[unit][position],
             grad_scale=scale,
             decoupled=bool(group["decoupled"]),
         )
@@ -492,16 +527,10 @@ class Engine:
         self._parts.hooks.leave_all()
         self._check()
         self._parts.hooks.reset_aborted()
-        if self._restore is not None:
-            # What has loaded a batch since has put them back before that, and it may have drawn.
-            if self._loader is None or not self._loader.restored:
-                write_generators(self._restore, self.device)
-            self._restore = None
-        updater = self._parts.updater
-        if self._moment_is_due:
-            self._moment, self._moment_is_due = self.progress(), False
-        if updater is not None and updater.wants_blob and self._moment is not None:
-            updater.deliver_blob(self._moment.pack())
+        self._state.enter()
+        updater, progress = self._parts.updater, self._state.after_step
+        if updater is not None and updater.wants_blob and progress is not None:
+            updater.deliver_blob(progress.pack())
 
     def _look(self) -> None:
         """Weights are read or edited: an entry, unless a forward or a backward is under way.
@@ -524,104 +553,11 @@ class Engine:
 
     def progress(self) -> Progress:
         """All of this moment that is not weights and moments."""
-        facts = {
-            "global_steps": self.global_steps,
-            "skipped_steps": self.skipped_steps,
-            "micro_steps": self.micro_steps,
-            "parameter_steps": self._parameter_steps,
-            "scheduler": scheduler_state(self.lr_scheduler),
-            **self._of_the_user(),
-            "data": self._data,
-            "groups": self.optimizer.values() if self._due is None else self._due["groups"],
-            "configured": self._configured if self._due is None else self._due["configured"],
-            "settings": self._settings(),
-        }
-        generators = read_generators(self.device)
-        if self._loader is not None and self._loader.before_next is not None:
-            generators |= {
-                _BEFORE_NEXT + name: state
-                for name, state in self._loader.before_next.items()
-                if name not in generators or not torch.equal(state, generators[name])
-            }
-        buffers = {
-            name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name, buffer in persistent_buffers(self.module).items()
-        }
-        return Progress(facts, generators, buffers)
+        return self._state.take()
 
     def restore(self, progress: Progress) -> None:
-        """Go on from `progress`. Random generators follow at the entry of the next engine call, or before its batch."""
-        facts, mine = progress.facts, self._settings()
-        same_schedule = facts["settings"]["schedule"] == mine["schedule"]
-        changed = [f"{name} {old} is now {mine[name]}" for name, old in facts["settings"].items() if old != mine[name]]
-        if (facts["scheduler"] is not None and same_schedule) or facts["registered"]:
-            goes_on = " (a schedule goes on from the former)"
-            changed = [line + goes_on if line.startswith("learning rates") else line for line in changed]
-        if changed:
-            self.notices += (f"resumed with other settings than the run had: {', '.join(changed)}",)
-        self._moment = progress
-        self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
-        self.micro_steps, self._parameter_steps = facts["micro_steps"], facts["parameter_steps"]
-        self.client_state = from_plain(facts["client_state"])
-        if facts["scheduler"] is not None and same_schedule:
-            self.lr_scheduler.load_state_dict(from_plain(facts["scheduler"]))
-        # The first commit is made before anything can be registered.
-        self._registered.expect(facts["registered"], may_grow=not self.global_steps)
-        if same_schedule or self.lr_scheduler is None:  # else the new schedule counts, from its beginning
-            self._due = facts
-            self._put_values()
-        generators = {name: t for name, t in progress.generators.items() if not name.startswith(_BEFORE_NEXT)}
-        if self.global_steps:
-            self._restore = generators
-        else:
-            write_generators(generators, self.device)  # this is the moment at which a new run took them
-        if self._loader is None:
-            self._data = facts["data"]
-        elif facts["data"] is not None and self.global_steps:
-            before = {n.removeprefix(_BEFORE_NEXT): t for n, t in progress.generators.items() if n not in generators}
-            notice = self._loader.go_on(facts["data"], {**generators, **before})
-            self.notices += () if notice is None else (notice,)
-            self._data = self._loader.where()
-        buffers = persistent_buffers(self.module)
-        with torch.no_grad():
-            for name, value in progress.buffers.items():
-                buffers[name].copy_(value)
-
-    def _put_values(self) -> None:
-        """Give the groups the committed values, once nobody constructs a schedule over them any more."""
-        if self._due is not None and self._registered.complete:
-            # A schedule goes on from its own state, whatever the config's learning rate is now.
-            scheduled = self.lr_scheduler is not None or self._registered.schedules
-            merged = merge_values(self._due["groups"], self._due["configured"], self._configured, scheduled)
-            for group, values in zip(self.optimizer.param_groups, merged, strict=True):
-                group.update(values)
-            self._due = None
-
-    def _of_the_user(self) -> dict[str, Any]:
-        """What the user wants to be held, as JSON. Raises `UsageError` where it cannot be."""
-        if not isinstance(self.client_state, dict):
-            raise UsageError(f"engine.client_state must be a dict, got {type(self.client_state).__name__}")
-        advice = (
-            "a commit holds None, booleans, numbers, strings, and lists, tuples and dicts of them. Take it out or "
-            "convert it (float(x), x.tolist()), and go on: nothing is lost"
-        )
-        state = to_plain(self.client_state, "engine.client_state", advice)
-        return {"client_state": state, "registered": self._registered.states()}
-
-    def _settings(self) -> dict[str, Any]:
-        """What may differ in a resumed run, which is then another run from there on."""
-        choices = self._choices
-        return {
-            "seed": choices.seed,
-            "micro-batch size": choices.micro_batch_size,
-            "accumulation": choices.accumulation,
-            "gradient clipping": choices.clip,
-            "learning rates": [group["lr"] for group in self._configured],
-            "betas": [list(group["betas"]) for group in self._configured],
-            "eps": [group["eps"] for group in self._configured],
-            "weight decay": [group["weight_decay"] for group in self._configured],
-            "schedule": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__,
-        }
+        """Go on from `progress`; see `TrainingState.restore`."""
+        self.notices += tuple(self._state.restore(progress))
 
     def destroy(self, remove: bool = False) -> None:
         """Finish and commit what is complete, join every thread, close the store; `remove` deletes it.
@@ -631,8 +567,8 @@ class Engine:
         after closing; only what cannot be committed, in `client_state` or registered objects, it raises before.
         """
         if self._alive and os.getpid() == self._pid and not self._parts.pager.failed and not remove:
-            if self._moment_is_due:
-                self._of_the_user()  # while it can still be mended, and the last step be committed
+            if self._state.after_step_is_due:
+                self._state.of_the_user()  # while it can still be mended, and the last step be committed
         self._destroy(remove, meet=True)
 
     def _destroy(self, remove: bool, meet: bool) -> None:
@@ -664,10 +600,7 @@ class Engine:
             parts.updater.finish()
         durable = parts.store.durable if parts.store is not None else None
         if durable is not None and parts.store is not None and (self._edited or durable.epoch != self.global_steps):
-            progress = self.progress()
-            if self._moment is not None:  # a forward that was given up since has drawn, and changed buffers
-                progress = progress._replace(generators=self._moment.generators) if self._edited else self._moment
-            parts.store.commit(self.global_steps, progress.pack())
+            parts.store.commit(self.global_steps, self._state.for_commit(self._edited).pack())
             self._edited = False
 
     def abandon(self, remove: bool) -> None:

@@ -10,18 +10,17 @@ from torch import nn
 from offload import kernels
 from offload.aio import aligned_empty
 from offload.engine.birth import materialize
-from offload.engine.homes import Homes, Partitions
+from offload.engine.held import Held
+from offload.engine.homes import Partitions
 from offload.engine.layout import UnitLayout
 from offload.engine.placement import Placement
 from offload.engine.ranks import Ranks
 from offload.engine.updater import Resident
 from offload.swapper.arena import DeviceArena
-from offload.swapper.device import Device
-from offload.swapper.host import HostArena, Lease
-from offload.swapper.pager import Pager
+from offload.swapper.host import HostArena
 from offload.swapper.residency import Tier
 from offload.swapper.states import Mode, State
-from offload.swapper.store import Future, Store
+from offload.swapper.store import Future
 
 
 def make_residents(
@@ -54,24 +53,9 @@ class Filler:
     Holds two buffers of the largest unit's weights while it works; the host arena is still untouched then.
     """
 
-    def __init__(
-        self,
-        mode: Mode,
-        parts: Partitions,
-        homes: Homes,
-        pager: Pager,
-        residents: Mapping[tuple[int, State], Resident],
-        device: Device,
-        store: Store | None,
-        shares: Sequence[tuple[range, range]],
-        ranks: Ranks | None,
-    ) -> None:
-        self._mode, self._parts, self._homes = mode, parts, homes
-        self._ranks = ranks
-        self._shares = shares
-        """This rank's trainable and frozen elements of each unit."""
-        self._pager, self._residents, self._device, self._store = pager, residents, device, store
-        self._buffers = {state: aligned_empty(parts.largest_unit) for state in (State.WEIGHT, State.RESIDUAL)}
+    def __init__(self, held: Held, largest_unit: int, ranks: Ranks | None) -> None:
+        self._held, self._ranks, self._store = held, ranks, held.store
+        self._buffers = {state: aligned_empty(largest_unit) for state in (State.WEIGHT, State.RESIDUAL)}
 
     def fill(self, model: nn.Module, layouts: Sequence[UnitLayout], seed: int) -> None:
         """Take the weights of `model`; each parameter is left empty as soon as it has been copied."""
@@ -95,20 +79,18 @@ class Filler:
         """Resume: fill the homes above DISK from the store's newest slots."""
         assert self._store is not None
         for unit in range(unit_count):
-            for state, nbytes in self._parts.nbytes[unit].items():
-                if state is State.GRAD:
-                    continue
-                home = self._home(unit, state)
+            for state, nbytes in self._held.states(unit).items():
+                home = self._held.home(unit, state)
                 if home is not None:
                     buffer = home.buffer or aligned_empty(nbytes)
                     self._store.read(unit, state, self._store.newest[unit], 0, buffer[:nbytes]).wait()
                     if home.buffer is None:
-                        self._device.copy(home.tensor.view(torch.uint8), torch.frombuffer(buffer, dtype=torch.uint8))
+                        self._held.put(unit, state, 0, buffer[:nbytes])
 
     def _flats(self, unit: int, numel: int) -> dict[State, torch.Tensor]:
         """Zeroed flat memory for the unit's weight and, in a mode that splits it, the residual."""
         flats: dict[State, torch.Tensor] = {}
-        for state, dtype in self._mode.states.items():
+        for state, dtype in self._held.mode.states.items():
             if state in self._buffers:
                 flats[state] = torch.frombuffer(self._buffers[state], dtype=dtype)[:numel]
                 flats[state].zero_()
@@ -124,16 +106,16 @@ class Filler:
         """Copy this rank's share of a unit's weight and residual home; moments are zero already, in new files too."""
         writes: dict[State, list[tuple[int, Future]]] = {}
         copies: list[Future] = []
-        trainable, frozen = self._shares[unit]
+        trainable, frozen = self._held.shares[unit]
         for state, flat in flats.items():
-            if state not in self._parts.nbytes[unit]:
+            if state not in self._held.states(unit):
                 continue
             itemsize, start = flat.element_size(), 0
-            home = self._home(unit, state)
+            home = self._held.home(unit, state)
             for share in (trainable, frozen) if state is State.WEIGHT else (trainable,):
                 first, last, end = share.start * itemsize, share.stop * itemsize, start + len(share) * itemsize
                 if home is not None:
-                    self._device.copy(home.tensor.view(torch.uint8)[start:end], flat.view(torch.uint8)[first:last])
+                    self._held.device.copy(home.tensor.view(torch.uint8)[start:end], flat.view(torch.uint8)[first:last])
                 if self._store is not None and self._store.keeps(unit, state) and share:
                     buffer = self._buffers[state][first:last]
                     writes.setdefault(state, []).append((start, self._store.write(unit, state, 0, start, buffer)))
@@ -145,14 +127,3 @@ class Filler:
             write.wait()
         if self._store is not None and writes:
             self._store.wrote(unit, 0, writes)
-
-    def _home(self, unit: int, state: State) -> Resident | None:
-        """A partition's memory where its home is above DISK."""
-        if state is not State.WEIGHT:
-            return self._residents.get((unit, state))
-        if self._homes[unit][State.WEIGHT] is Tier.DEVICE:
-            return Resident(self._pager.device_home(unit), None)
-        if self._homes[unit][State.WEIGHT] is Tier.HOST:
-            lease: Lease = self._pager.home_lease(unit)
-            return Resident(lease.tensor(torch.uint8), lease.buffer)
-        return None

@@ -19,12 +19,14 @@ from offload.aio import IoQueue
 from offload.config import Config, load_config, resolve_batch
 from offload.engine.bindings import Bindings
 from offload.engine.description import about, describe
-from offload.engine.engine import Choices, Engine, Parts
+from offload.engine.engine import Engine
 from offload.engine.fill import Filler, make_residents
 from offload.engine.gradients import Gradients, borders
+from offload.engine.held import Held
 from offload.engine.hooks import Hooks
 from offload.engine.loader import Loader, check_length, load
 from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch
+from offload.engine.parts import Choices, Parts
 from offload.engine.placeholder import Place
 from offload.engine.placement import WINDOWS
 from offload.engine.plan import Plan, compute_device, decide, summary
@@ -337,7 +339,8 @@ def _fill_from(
         rounds.give_weights = pager.take_part
     residents = make_residents(plan.parts, plan.mode, placement, host, arena)
     device.synchronize()  # torch may still fill the arena's memory, or use what it was; uploads must come after
-    filler = Filler(plan.mode, plan.parts, placement.homes, pager, residents, device, store, plan.shares, plan.ranks)
+    held = Held(plan.mode, plan.layouts, plan.shares, plan.parts.nbytes, sizes, residents, pager, device, store)
+    filler = Filler(held, plan.parts.largest_unit, plan.ranks)
     if resume:
         filler.read_back(len(sizes))
         _forget_weights(model)
@@ -378,6 +381,7 @@ def _fill_from(
         host,
         plan.layouts,
         trainable,
+        held,
     )
 
 

@@ -6,12 +6,12 @@ a resumed run goes on behind the last batch that was trained without loading tho
     a new run        each `iter` begins the next pass, as with any DataLoader
     a resumed run    until its first step, each `iter` goes on with the pass that was under way: one that looks at a
                      batch and is left changes nothing
+    a load           as a resumed run; an iteration that is under way goes on from the checkpoint's position too
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
@@ -68,9 +68,11 @@ class Loader(DataLoader[Any]):
         self._device, self._batches = device, batches
         self._next, self._handed_out = Position(0, 0), Position(0, 0)
         self._resuming = False
-        """Whether this run was resumed and has made no step yet."""
+        """Whether this run was resumed, or loaded a checkpoint, and has made no step since."""
+        self._loads = 0
+        """How often `go_on` was called, so that an iteration notices it."""
         self.restored = False
-        """Whether the generators of a resumed run are back, since it has loaded a batch."""
+        """Whether the generators are back that `go_on` was given, since a batch was loaded."""
         self.before_next: Mapping[str, torch.Tensor] | None = None
         """The generators as they were before the first batch since the last step was loaded; None if none was yet."""
 
@@ -80,18 +82,27 @@ class Loader(DataLoader[Any]):
         return self._next.epoch
 
     def __iter__(self) -> Any:
+        return self._moved(*self._begin(), self._loads)
+
+    def _begin(self) -> tuple[Iterator[Any], Position]:
+        """The batches of the next pass or of its rest, and where that is."""
         at = self._next
         if not self._resuming:
             self._next = Position(at.epoch + 1, 0)
         self._batches.begin_at = at
         self._draws.manual_seed(_seed_of(self._batches.seed, at.epoch, "workers"))
-        return self._moved(super().__iter__(), at)
+        return super().__iter__(), at
 
-    def _moved(self, batches: Iterator[Any], at: Position) -> Iterator[Any]:
-        if self._resuming and self.before_next is not None:
-            write_generators(self.before_next, self._device)  # a data set or a collate_fn may draw, as maskings do
-            self.restored = True
-        for number in itertools.count(at.batch + 1):
+    def _moved(self, batches: Iterator[Any], at: Position, loads: int) -> Iterator[Any]:
+        begins = True
+        while True:
+            if loads != self._loads:
+                loads, begins = self._loads, True
+                batches, at = self._begin()
+            if begins and self._resuming and self.before_next is not None:
+                write_generators(self.before_next, self._device)  # a data set or a collate_fn may draw, as maskings do
+                self.restored = True
+            begins = False
             noted = self.before_next is None
             if noted:
                 self.before_next = read_generators(self._device)
@@ -101,7 +112,7 @@ class Loader(DataLoader[Any]):
                 if noted:
                     self.before_next = None
                 return
-            self._handed_out = Position(at.epoch, number)
+            at = self._handed_out = Position(at.epoch, at.batch + 1)
             yield to_device(batch, self._device)
 
     def trained(self) -> dict[str, int]:
@@ -123,10 +134,10 @@ class Loader(DataLoader[Any]):
             "seed": batches.seed,
         }
 
-    def go_on(self, where: Mapping[str, int], generators: Mapping[str, torch.Tensor]) -> str | None:
+    def go_on(self, where: Mapping[str, int], generators: Mapping[str, torch.Tensor] | None) -> str | None:
         """Begin behind `where`, what `trained` returned in the run; a notice where the order is another one now.
 
-        `generators` are those before the next batch was loaded.
+        `generators` are those before the next batch was loaded; None before the first step, as in a new run.
         """
         epoch, batch, mine = where["epoch"], where["batch"], self.where()
         notice = None
@@ -149,7 +160,8 @@ class Loader(DataLoader[Any]):
             if batch >= len(self):
                 epoch, batch = epoch + 1, 0
         self._next = self._handed_out = Position(epoch, batch)
-        self.before_next, self._resuming = generators, True
+        self.before_next, self._resuming, self.restored = generators, generators is not None, False
+        self._loads += 1
         return notice
 
 

@@ -42,7 +42,7 @@ class Progress(NamedTuple):
         """What a commit holds: `facts`, `rng.*` and `buffer.*`."""
         tensors = {_RNG + name: state for name, state in self.generators.items()}
         tensors |= {_BUFFER + name: value for name, value in self.buffers.items()}
-        tensors[_FACTS] = _as_bytes(json.dumps(self.facts).encode())
+        tensors[_FACTS] = as_bytes(json.dumps(self.facts).encode())
         return tensors
 
     @classmethod
@@ -57,10 +57,10 @@ class Progress(NamedTuple):
 
 def read_generators(device: torch.device) -> dict[str, torch.Tensor]:
     """States of the generators of torch, Python, numpy (where it was imported) and `device`."""
-    states = {"torch": torch.get_rng_state(), "python": _as_bytes(json.dumps(random.getstate()).encode())}
+    states = {"torch": torch.get_rng_state(), "python": as_bytes(json.dumps(random.getstate()).encode())}
     if "numpy.random" in sys.modules:
         name, keys, *rest = sys.modules["numpy.random"].get_state()
-        states["numpy"] = _as_bytes(json.dumps([name, keys.tolist(), *rest]).encode())
+        states["numpy"] = as_bytes(json.dumps([name, keys.tolist(), *rest]).encode())
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
@@ -102,5 +102,6 @@ def scheduler_state(scheduler: Any) -> Any:
         raise ConfigError(str(error)) from None
 
 
-def _as_bytes(data: bytes) -> torch.Tensor:
+def as_bytes(data: bytes) -> torch.Tensor:
+    """(len(data),) uint8."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

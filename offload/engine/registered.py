@@ -3,6 +3,8 @@
 a new run        objects may come at any time; from then on each commit holds them
 a resumed run    as many objects as the commit holds must come before the first step, of the same types and in the
                  same order; each gets its state as it comes. After that step more may come
+a load           each object that is there gets its state at once. Those that the checkpoint has beyond them must come
+                 as in a resumed run; those that it has not stay as they are
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offload.engine.plain import from_plain, to_plain
-from offload.errors import UsageError
+from offload.errors import StoreError, UsageError
 
 _ADVICE = (
     "a commit holds None, booleans, numbers, strings, and lists, tuples and dicts of them. Let state_dict() return "
@@ -25,12 +27,29 @@ class Registered:
     def __init__(self) -> None:
         self._objects: list[Any] = []
         self._waiting: list[Mapping[str, Any]] = []
-        """Of a resumed run: the states of objects that have not come yet."""
+        """The states of objects of the run or checkpoint gone on from, that have not come yet."""
         self._may_grow = True
 
-    def expect(self, states: Sequence[Mapping[str, Any]], may_grow: bool) -> None:
-        """Of a resumed run: objects with `states` must come, and others only if it `may_grow` before its first step."""
-        self._waiting, self._may_grow = list(states), may_grow
+    def check_fits(self, states: Sequence[Mapping[str, Any]], what: str) -> None:
+        """Raise `StoreError` where the objects that are there are not the first of `states`, those of `what`."""
+        for position, (thing, held) in enumerate(zip(self._objects, states, strict=False), 1):
+            if held["type"] != type(thing).__name__:
+                raise StoreError(
+                    f"{what} has the registered objects {_names(states)}; number {position} of this engine is a "
+                    f"{type(thing).__name__}: register the same objects in the same order, or load the weights alone "
+                    f"(load_module_only=True)"
+                )
+
+    def restore(self, states: Sequence[Mapping[str, Any]], may_grow: bool) -> int:
+        """Give each object its state; how many there are without one, which stay as they are.
+
+        Where there are more states, objects must come for them, and others before the next step only if it `may_grow`.
+        """
+        for thing, held in zip(self._objects, states, strict=False):
+            thing.load_state_dict(from_plain(held["state"]))
+        more = max(0, len(self._objects) - len(states))
+        self._waiting, self._may_grow = list(states[len(self._objects) :]), may_grow or more > 0
+        return more
 
     @property
     def complete(self) -> bool:
@@ -55,14 +74,15 @@ class Registered:
             _state(thing, position)
         if not self._may_grow and len(objects) > len(self._waiting):
             raise UsageError(
-                f"the commit that this run was resumed from holds {len(self._objects) + len(self._waiting)} registered "
-                f"objects, and this would be number {len(self._objects) + len(self._waiting) + 1}: register the same "
-                f"objects as then. An object that is new can be registered after the first step()"
+                f"the commit or checkpoint that this run goes on from holds "
+                f"{len(self._objects) + len(self._waiting)} registered objects, and this would be number "
+                f"{len(self._objects) + len(self._waiting) + 1}: register the same objects as then. "
+                f"An object that is new can be registered after the first step()"
             )
         for thing, held in zip(objects, self._waiting, strict=False):
             if held["type"] != type(thing).__name__:
                 raise UsageError(
-                    f"the commit that this run was resumed from holds {_names(self._waiting)} next, got a "
+                    f"the commit or checkpoint that this run goes on from holds {_names(self._waiting)} next, got a "
                     f"{type(thing).__name__}: register the same objects in the same order"
                 )
         for thing in objects:
@@ -75,9 +95,10 @@ class Registered:
         """Raise `UsageError` where a step would be made without an object of the resumed run."""
         if self._waiting:
             raise UsageError(
-                f"the commit that this run was resumed from holds {len(self._objects) + len(self._waiting)} registered "
-                f"objects, and {len(self._objects)} were registered: {_names(self._waiting)} would be lost with this "
-                f"step. Call engine.register_for_checkpointing with all of them before it"
+                f"the commit or checkpoint that this run goes on from holds "
+                f"{len(self._objects) + len(self._waiting)} registered objects, and {len(self._objects)} were "
+                f"registered: {_names(self._waiting)} would be lost with this step. Call "
+                f"engine.register_for_checkpointing with all of them before it"
             )
 
     def stepped(self) -> None:

@@ -17,7 +17,7 @@ import enum
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,6 +47,10 @@ class Kind(enum.IntEnum):
     """Tell a number to all."""
     FORGET = 7
     """Drop gradients that were reduced."""
+    SAVE = 8
+    """Save a checkpoint."""
+    LOAD = 9
+    """Load one."""
 
 
 class Wish(NamedTuple):
@@ -197,6 +201,21 @@ class Rounds:
         """Return when every rank is about to drop its gradients, which are in part those of others."""
         self._reach(Kind.FORGET, -1)
 
+    @contextlib.contextmanager
+    def meeting(self, kind: Kind) -> Iterator[Callable[[Any, str], list[Any]]]:
+        """Wait until every rank is about to do this; gives what tells every rank's values to all, as `Ranks.share`.
+
+        An `Exception` that leaves it is known to all ranks; after anything else this rank has left the others alone.
+        """
+        self._reach(kind, -1)
+        self._asking = True
+        try:
+            yield self._ranks.share
+        except Exception:
+            self._asking = False
+            raise
+        self._asking = False
+
     def end(self, remove: bool) -> None:
         """Return when every rank is about to close its engine: until then others may need this one's weights.
 
@@ -273,6 +292,8 @@ _DOES = {
     Kind.END: "closes its engine",
     Kind.MEAN: "tells a number to all",
     Kind.FORGET: "drops its gradients (zero_grad)",
+    Kind.SAVE: "saves a checkpoint",
+    Kind.LOAD: "loads a checkpoint",
 }
 
 

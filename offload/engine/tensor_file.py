@@ -103,8 +103,8 @@ def read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
 class Writer:
     """A new file of `tensors`, of which stretches are written in any order; all of them, before `close`.
 
-    The file is made with mode 0600 where `private`, else as the umask has it, and must not exist. `close` makes it
-    durable. Errors are `IoError`.
+    The file is made with mode 0600 where `private`, else as the umask has it, and must not exist. Its room is
+    `reserved`, unless the caller does so for each tensor. `close` makes it durable. Errors are `IoError`.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class Writer:
         tensors: Mapping[str, Tensor],
         metadata: Mapping[str, str] | None = None,
         private: bool = False,
+        reserved: bool = True,
     ) -> None:
         head, self.places = plan(tensors, metadata or {})
         self._path = path
@@ -121,11 +122,23 @@ class Writer:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor = os.open(path, flags, 0o600 if private else 0o666)
-            os.posix_fallocate(self._descriptor, 0, self.nbytes)
+            os.ftruncate(self._descriptor, self.nbytes)
+            if reserved:
+                os.posix_fallocate(self._descriptor, 0, self.nbytes)
         except OSError as error:
             self._drop()
             raise IoError(str(path), 0, self.nbytes, error.errno or errno.EIO, "make") from error
         self._put(0, head)
+
+    def reserve(self, name: str) -> None:
+        """Make the room of a tensor really there, of a file that was not `reserved`."""
+        place = self.places[name]
+        try:
+            os.posix_fallocate(self._descriptor, place.offset, max(place.tensor.nbytes, 1))
+        except OSError as error:
+            raise IoError(
+                str(self._path), place.offset, place.tensor.nbytes, error.errno or errno.EIO, "reserve"
+            ) from error
 
     def write(self, name: str, start: int, data: memoryview | bytes) -> None:
         """Write bytes of a tensor, from its byte `start` on."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.engine import Parts
 from offload.engine.hooks import inside_backward
+from offload.engine.parts import Parts
 from offload.engine.rounds import Rounds
 from offload.errors import IoError
 from offload.swapper.scratch import Scratch
@@ -69,10 +69,17 @@ def _watch_store(store: Store, timeline: Timeline, names: Sequence[str]) -> None
 
     def requests(row: Row) -> Callable[..., Any]:
         def requested(
-            submit: Callable[..., Any], unit: int, state: State, slot: int, start: int, buffer: memoryview, *rest: Any
+            submit: Callable[..., Any],
+            unit: int,
+            state: State,
+            slot: int,
+            start: int,
+            buffer: memoryview,
+            *rest: Any,
+            **more: Any,
         ) -> Any:
             began = now()
-            future = submit(unit, state, slot, start, buffer, *rest)
+            future = submit(unit, state, slot, start, buffer, *rest, **more)
             return _watched(future, timeline, row, titles[unit][state], began, len(buffer))
 
         return requested

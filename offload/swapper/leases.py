@@ -84,6 +84,11 @@ class Leases:
         if entry.residency is Residency.HOST:
             self._table.move(entry, Residency.DISK)
 
+    def forget(self, entry: Entry) -> None:
+        """Take the lease of a unit whose home is DISK, where it has one; nothing of it is in use or unwritten."""
+        if entry.lease is not None and entry.size.home is Tier.DISK:
+            self._take_lease(entry)
+
     # -- what is read -------------------------------------------------------------------------------
 
     def start_read(self, entry: Entry, lease: Lease, priority: Priority) -> None:

@@ -383,6 +383,27 @@ class Pager:
         """Whether somebody waits for a weight lease. The lock is held by the caller."""
         return self._leases.starved > 0
 
+    # -- a load of all weights ----------------------------------------------------------------------
+
+    def begin_load(self) -> None:
+        """From now until `end_load`, nobody may read any unit; what lay in leases and slices beside homes is dropped.
+
+        Called by the thread that runs the model. No use may be open, and no update under way.
+        """
+        self.begin_updates(range(len(self._entries)))
+        with self.lock:
+            for entry in self._entries:
+                if entry.residency is Residency.READING:  # a read ahead
+                    self._leases.finish_read(entry)
+                self._leases.forget(entry)
+
+    def end_load(self) -> None:
+        """All weights are new, at home and in the store's newest slots."""
+        with self.lock:
+            for entry in self._entries:
+                entry.updating = False
+            self.notify()
+
     # -- state --------------------------------------------------------------------------------------
 
     @property

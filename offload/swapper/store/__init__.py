@@ -25,6 +25,7 @@ the other one counts. docs/store-format.md is for who reads it without us.
 | `store.py` | a rank's store, open |
 | `check.py` | all of a commit, compared |
 | `look.py` | a rank's folder from outside: what is there, what is wrong |
+| `clone.py` | bytes that two files share |
 | `run.py` | a run's folder from outside |
 """
 

@@ -26,6 +26,7 @@ from offload.sizes import MIB, PAGE, format_size
 from offload.swapper.states import State
 from offload.swapper.store import sums
 from offload.swapper.store.check import first_damage
+from offload.swapper.store.clone import clone_range
 from offload.swapper.store.drives import Shortage, find_shortage, shares
 from offload.swapper.store.folder import (
     Lock,
@@ -300,16 +301,32 @@ class Store:
         start: int,
         buffer: memoryview,
         priority: Priority = Priority.NORMAL,
+        compare: bool = False,
     ) -> Future:
-        """Fill `buffer` from byte `start` of a slot; pieces in order, so that all can be compared."""
+        """Fill `buffer` from byte `start` of a slot; pieces in order, so that all can be compared.
+
+        With `compare` also what this process has written, or found right before.
+        """
         extent = self._extents[unit][state][slot]
         assert start + len(buffer) <= extent.nbytes and self._file is not None
-        checked = ((unit, state), slot) in self._unproven and slot == self.newest[unit]
+        unproven = ((unit, state), slot) in self._unproven
+        checked = slot == self.newest[unit] and ((compare and self._checked) or unproven)
         future = self._queue.read(self._file, extent.offset + start, buffer, priority=priority, checksum=checked)
         if not checked:
             return future
         # The sums of this moment: an update may have given the unit others by the time that somebody looks.
         return _Checked(future, partial(self._compare, (unit, state), slot, self._sums[unit, state], start))
+
+    def sum_of(self, unit: int, state: State, nbytes: int) -> int | None:
+        """The CRC-32C of the first `nbytes` of the newest slot; None where it is not known."""
+        return sums.sum_of(self._sums[unit, state], 0, nbytes) if self._checked else None
+
+    def clone(self, unit: int, state: State, nbytes: int, descriptor: int, offset: int) -> bool:
+        """Let another file share the first `nbytes` of the newest slot; False where they cannot be shared."""
+        assert self._file is not None
+        parts = self._file.parts()
+        start = self._extents[unit][state][self.newest[unit]].offset
+        return len(parts) == 1 and clone_range(parts[0].descriptors.buffered, start, nbytes, descriptor, offset)
 
     def write(self, unit: int, state: State, slot: int, start: int, buffer: memoryview) -> Future:
         """Write `buffer` at byte `start` of a slot; it must stay unchanged until the future is done."""

@@ -1,0 +1,249 @@
+"""The second pass of a load: this rank's partitions are given what a checkpoint has of them, stretch by stretch.
+
+Each stretch is found by the names of its parameters, whatever units and ranks there were. What the store keeps goes to
+the slots that the last commit does not name, so that a kill leaves that commit whole; only frozen weights, which have
+no second slot, are written in place, and only where they are other ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from offload import kernels
+from offload.aio import aligned_empty
+from offload.engine.checkpoint_files import tensor_name
+from offload.engine.checkpoint_load import Found, Wish, open_states
+from offload.engine.checkpoint_map import Run, overlaps, runs
+from offload.engine.flow import BUFFER_NBYTES, flow, flow_buffers
+from offload.engine.held import Held
+from offload.engine.layout import Segment
+from offload.engine.pieces import pieces
+from offload.swapper.states import State
+from offload.swapper.store import Future, Queue
+
+_STEP = 2048
+"""Elements: 4096 bytes of the smallest state."""
+
+
+class _Work(NamedTuple):
+    """Elements [start, stop) of a partition, of one state or of several that are converted together."""
+
+    unit: int
+    targets: tuple[State, ...]
+    sources: tuple[State, ...]
+    start: int
+    stop: int
+    first: int
+    """The element of the unit that is the partition's `start`."""
+    kept: bool = False
+    """Whether all stays as it is, and only moves to the slot that is written."""
+
+
+class Filling:
+    """The second pass: gives this rank's partitions what a checkpoint has of them. The pager is in `begin_load`."""
+
+    def __init__(self, found: Found, held: Held, wish: Wish, queue: Queue) -> None:
+        self._found, self._held, self._states, self._queue = found, held, wish.states, queue
+        self._runs = [runs(layout, found.saved) for layout in held.layouts]
+        self._buffers = flow_buffers()
+        self._files = open_states(found)
+
+    def run(self) -> None:
+        """Fill every partition, and make what was written the newest in the store."""
+        written: list[dict[State, list[tuple[int, Future]]]] = [{} for _ in self._held.layouts]
+        work = (piece for unit in range(len(self._held.layouts)) for piece in self._work(unit))
+        try:
+            flow(
+                self._buffers,
+                work,
+                self._begin,
+                lambda piece, buffer: self._end(piece, buffer, written),
+                lambda *_: None,
+            )
+        finally:
+            for file in self._files:
+                file.close()
+        for unit, writes in enumerate(written):
+            if writes and self._held.store is not None:
+                self._held.store.wrote(unit, self._slot(unit), writes)
+
+    def _slot(self, unit: int) -> int:
+        return 0 if self._held.store is None else self._held.store.target(unit)
+
+    @property
+    def _two_slots(self) -> bool:
+        return self._held.store is not None and self._held.store.spec.slots == 2
+
+    def _work(self, unit: int) -> Iterator[_Work]:
+        trainable, frozen = self._held.shares[unit]
+        yield from self._trainable_work(unit, trainable)
+        behind = list(self._cut(unit, (State.WEIGHT,), len(trainable), frozen))
+        if any(run.saved for piece in behind for run in self._overlaps(piece)):
+            if not self._two_slots or not self._same(behind):
+                yield from behind
+
+    def _end(
+        self, piece: _Work, buffer: memoryview, written: Sequence[dict[State, list[tuple[int, Future]]]]
+    ) -> Sequence[Future]:
+        """Give a piece to its homes, and begin to write it."""
+        held, store, slot = self._held, self._held.store, self._slot(piece.unit)
+        self._convert(piece, buffer)
+        trainable = len(held.shares[piece.unit][0])
+        futures: list[Future] = []
+        for state, memory in self._regions(piece, buffer)[1].items():
+            start = piece.start * held.mode.states[state].itemsize
+            if not piece.kept:
+                held.put(piece.unit, state, start, memory)
+            if store is None or not store.keeps(piece.unit, state):
+                continue
+            futures.append(store.write(piece.unit, state, slot, start, memory))
+            written[piece.unit].setdefault(state, []).append((start, futures[-1]))
+            if self._two_slots and 0 < trainable <= piece.start:
+                # Updates write the trainable part alone, so what lies behind it must be in both slots.
+                futures.append(store.write(piece.unit, state, 1 - slot, start, memory))
+        return futures
+
+    def _trainable_work(self, unit: int, share: range) -> Iterator[_Work]:
+        """All states of the trainable part; what is not loaded too, where it moves to another slot."""
+        store = self._held.store
+        moves = store is not None and self._slot(unit) != store.newest[unit]
+        mine, theirs = self._held.mode.states, self._found.mode.states
+        for state in self._held.states(unit) if share else ():
+            if state in (State.WEIGHT, State.RESIDUAL):
+                if mine is theirs:
+                    yield from self._cut(unit, (state,), 0, share)
+                elif state is State.WEIGHT:
+                    yield from self._cut(unit, tuple(s for s in mine if s in (State.WEIGHT, State.RESIDUAL)), 0, share)
+            elif self._states:
+                yield from self._cut(unit, (state,), 0, share)
+            elif moves and self._held.stored(unit, state):
+                yield from (each._replace(kept=True) for each in self._cut(unit, (state,), 0, share))
+
+    def _cut(self, unit: int, targets: tuple[State, ...], start: int, share: range) -> Iterator[_Work]:
+        """Pieces that fit a buffer, of the elements `share` of a unit, which begin at `start` of the partition."""
+        sources = targets
+        if self._found.mode is not self._held.mode and State.WEIGHT in targets:
+            sources = tuple(s for s in self._found.mode.states if s in (State.WEIGHT, State.RESIDUAL))
+        numel = BUFFER_NBYTES // sum(self._itemsizes(sources, targets)) // _STEP * _STEP
+        for first in range(0, len(share), numel):
+            last = min(first + numel, len(share))
+            yield _Work(unit, targets, sources, start + first, start + last, share.start + first)
+
+    def _itemsizes(self, sources: Sequence[State], targets: Sequence[State]) -> list[int]:
+        mine, theirs = self._held.mode.states, self._found.mode.states
+        found = [mine[state].itemsize for state in targets]
+        return found if mine is theirs else found + [theirs[state].itemsize for state in sources]
+
+    def _regions(self, piece: _Work, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
+        """The memory of each state as the checkpoint has it, and as the engine has it."""
+        end, numel = 0, piece.stop - piece.start
+        sides: list[dict[State, memoryview]] = []
+        for states, mode in ((piece.targets, self._held.mode), (piece.sources, self._found.mode)):
+            if sides and mode is self._held.mode:
+                sides.append(sides[0])
+                break
+            side: dict[State, memoryview] = {}
+            for state in states:
+                nbytes = numel * mode.states[state].itemsize
+                side[state] = buffer[end : end + nbytes]
+                end += nbytes
+            sides.append(side)
+        return sides[1], sides[0]
+
+    def _overlaps(self, piece: _Work) -> list[Run]:
+        return overlaps(self._runs[piece.unit], piece.first, piece.first + piece.stop - piece.start)
+
+    def _begin(self, piece: _Work, buffer: memoryview) -> Sequence[Future]:
+        """Read what the checkpoint has, and of what it has not what is there now; the rest is zero."""
+        sources, targets = self._regions(piece, buffer)
+        if piece.kept:
+            return [future for state in targets for future in self._read_now(piece, state, targets[state], 0, None)]
+        found = self._overlaps(piece)
+        if sum(run.stop - run.start for run in found) < piece.stop - piece.start or any(
+            run.saved and not run.saved.trainable for run in found
+        ):
+            for memory in (*sources.values(), *targets.values()):
+                torch.frombuffer(memory, dtype=torch.uint8).zero_()
+        futures: list[Future] = []
+        for run in found:
+            start, numel = run.start - piece.first, run.stop - run.start
+            if run.saved is None:
+                for state, memory in targets.items():
+                    futures += self._read_now(piece, state, memory, start, numel)
+                continue
+            for state, memory in sources.items():
+                if state is State.WEIGHT or run.saved.trainable:
+                    futures += self._read_saved(run, state, memory, start)
+        return futures
+
+    def _read_now(self, piece: _Work, state: State, memory: memoryview, start: int, numel: int | None) -> list[Future]:
+        """Elements of the piece as they are now, from its element `start` on."""
+        itemsize = self._held.mode.states[state].itemsize
+        stop = len(memory) if numel is None else (start + numel) * itemsize
+        at = (piece.start + start) * itemsize
+        return self._held.read(piece.unit, state, at, memory[start * itemsize : stop])
+
+    def _read_saved(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Future]:
+        """Elements of a run, which is element `start` of the memory."""
+        found, source = self._found, run.saved
+        assert source is not None
+        itemsize = found.mode.states[state].itemsize
+        segment = Segment("", (), source.start, run.stop - run.start, source.trainable)
+        place = found.places[tensor_name(source.unit, state)]
+        for piece in pieces(found.layouts[source.unit], found.manifest.world_size, segment):
+            first = (start + piece.position) * itemsize
+            yield self._queue.read(
+                self._files[piece.rank],
+                place.offset + piece.start * itemsize,
+                memory[first : first + piece.numel * itemsize],
+            )
+
+    def _convert(self, piece: _Work, buffer: memoryview) -> None:
+        """From the checkpoint's mode to the engine's, where they differ."""
+        sources, targets = self._regions(piece, buffer)
+        if sources is targets or piece.kept:
+            return
+        saved = {s: torch.frombuffer(m, dtype=self._found.mode.states[s]) for s, m in sources.items()}
+        mine = {s: torch.frombuffer(m, dtype=self._held.mode.states[s]) for s, m in targets.items()}
+        for run in self._overlaps(piece):
+            if run.saved is not None:
+                part = slice(run.start - piece.first, run.stop - piece.first)
+                convert({s: t[part] for s, t in saved.items()}, {s: t[part] for s, t in mine.items()})
+
+    def _same(self, work: Sequence[_Work]) -> bool:
+        """Whether frozen weights are already what the checkpoint has: then they need not be written again."""
+        same = True
+        buffers = flow_buffers()
+        there = aligned_empty(BUFFER_NBYTES)
+
+        def end(piece: _Work, buffer: memoryview) -> Sequence[Future]:
+            nonlocal same
+            if same:
+                self._convert(piece, buffer)
+                mine = self._regions(piece, buffer)[1][State.WEIGHT]
+                for future in self._read_now(piece, State.WEIGHT, there[: len(mine)], 0, None):
+                    future.wait()
+                one, other = (torch.frombuffer(m[: len(mine)], dtype=torch.uint8) for m in (there, mine))
+                same = torch.equal(one, other)
+            return ()
+
+        flow(buffers, work, self._begin, end, lambda *_: None)
+        return same
+
+
+def convert(saved: Mapping[State, torch.Tensor], mine: Mapping[State, torch.Tensor]) -> None:
+    """Write weights of one mode, (numel,) of each state, as those of another."""
+    master = saved[State.WEIGHT]
+    if State.RESIDUAL in saved:
+        master = torch.empty(len(master), dtype=torch.float32, device="cpu")
+        kernels.join_master(saved[State.WEIGHT], saved[State.RESIDUAL], master)
+    master = master.float()
+    if State.RESIDUAL in mine:
+        kernels.split_master(master, mine[State.WEIGHT], mine[State.RESIDUAL])
+    elif mine[State.WEIGHT].dtype == torch.float32:
+        mine[State.WEIGHT].copy_(master)
+    else:
+        kernels.split_master(master, mine[State.WEIGHT], torch.empty(len(master), dtype=torch.int16, device="cpu"))

@@ -1,0 +1,228 @@
+"""Loading a checkpoint, in two passes: all that will be read is compared with its checksums first, on all ranks; only
+then is anything of the engine changed. So a checkpoint that is damaged, or does not fit, changes nothing.
+
+This is the first pass; the second is `checkpoint_fill`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+
+from offload.aio import DirectFile, crc32c, crc32c_joined
+from offload.engine.checkpoint_files import (
+    Manifest,
+    progress_file,
+    read_manifest,
+    states_file,
+    tensors_of,
+)
+from offload.engine.checkpoint_map import difference, places
+from offload.engine.description import described_layouts
+from offload.engine.flow import BUFFER_NBYTES, flow, flow_buffers
+from offload.engine.held import Held
+from offload.engine.layout import Segment, UnitLayout
+from offload.engine.progress import Progress
+from offload.engine.tensor_file import Place, read_header
+from offload.errors import IoError, StoreError
+from offload.swapper.states import MODES, Mode, State
+from offload.swapper.store import Future, Queue
+
+CLIENT_STATE = "client_state"
+"""The user's own, in the file of progress."""
+_STEP = 2048
+"""Elements: 4096 bytes of the smallest state."""
+
+
+class Wish(NamedTuple):
+    """What is to be loaded."""
+
+    strict: bool
+    states: bool
+    """Moments and counts of steps, beside the weights."""
+    schedule: bool
+    module_only: bool
+
+
+class Found(NamedTuple):
+    """A checkpoint that was checked, as far as it is to be loaded."""
+
+    folder: Path
+    manifest: Manifest
+    layouts: tuple[UnitLayout, ...]
+    mode: Mode
+    saved: Mapping[str, tuple[int, Segment]]
+    places: Mapping[str, Place]
+    """Where each tensor lies in every rank's file of states."""
+    progress: Progress
+    contents: Mapping[str, torch.Tensor]
+    own: bool
+    """Whether `progress` is this rank's own."""
+
+    @property
+    def client_state(self) -> Any:
+        """As JSON."""
+        return json.loads(bytes(self.contents[CLIENT_STATE].numpy()))
+
+    def steps(self, layouts: Sequence[UnitLayout], now: Sequence[Sequence[int]]) -> list[list[int]]:
+        """How often each parameter of `layouts` was updated; `now` of those that the checkpoint has not."""
+        counts = self.progress.facts["parameter_steps"]
+        saved = {id(s): counts[u][i] for u, row in enumerate(self.layouts) for i, s in enumerate(row.segments)}
+        return [
+            [
+                saved[id(self.saved[segment.name][1])] if segment.name in self.saved else before
+                for segment, before in zip(layout.segments, row, strict=True)
+            ]
+            for layout, row in zip(layouts, now, strict=True)
+        ]
+
+
+# -- reading and comparing ----------------------------------------------------------------------------
+
+
+def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str]) -> Found:
+    """Read all of a checkpoint but its states; raises `StoreError` where something is missing or damaged.
+
+    `tied_here` gives the first name of each tied parameter of this model by its other ones.
+    """
+    manifest = read_manifest(folder)
+    try:
+        layouts, mode = described_layouts(manifest.layout), MODES[manifest.layout["mode"]]
+        tied = manifest.about["tied"]
+        expected = tensors_of(layouts, mode, manifest.world_size, manifest.frozen)
+        names = [name for each in range(manifest.world_size) for name in (states_file(each), progress_file(each))]
+        found: dict[str, Place] = {}
+        for name in names:
+            size = (folder / name).stat().st_size
+            if size != manifest.files[name].nbytes:
+                raise ValueError(f"{name} has {size} bytes, not {manifest.files[name].nbytes}")
+            if name.startswith("states."):
+                found, _ = read_header(folder / name)
+                if {key: place.tensor for key, place in found.items()} != expected:
+                    raise ValueError(f"{name} holds other tensors than the manifest says")
+                if found.keys() != manifest.files[name].sums.keys():
+                    raise ValueError(f"the manifest has not a checksum of each tensor of {name}")
+        own = manifest.world_size == world_size
+        name = progress_file(rank if own else 0)
+        data = (folder / name).read_bytes()
+        if crc32c(data) != manifest.files[name].sums[""]:
+            raise ValueError(f"{name} is damaged: its checksum is not the one written")
+        contents = safetensors.torch.load(data)
+        progress = Progress.unpack(contents)
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(f"the checkpoint {folder} is not whole: {error}; load another") from error
+    saved = places(layouts, tied, manifest.frozen)
+    saved |= {first: saved[name] for name, first in tied_here.items() if name in saved and first not in saved}
+    return Found(folder, manifest, layouts, mode, saved, found, progress, contents, own)
+
+
+def check_fits(found: Found, held: Held, wish: Wish, names: set[str], buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raise `StoreError` where the checkpoint is of another model or mode. `names` are all that the model has."""
+    what = f"the checkpoint {found.folder}"
+    shapes = {s.name: s.shape for layout in held.layouts for s in layout.segments}
+    absent: set[str] = set()
+    if not found.manifest.frozen:
+        absent = {s.name for layout in found.layouts for s in layout.segments if not s.trainable}
+        absent |= {name for name, first in found.manifest.about["tied"].items() if first in absent}
+    mine = {name: shape for name, shape in shapes.items() if name not in absent or name in found.saved}
+    mine |= {name: tuple(value.shape) for name, value in buffers.items()}
+    theirs = {name: segment.shape for name, (_, segment) in found.saved.items()}
+    theirs |= {name: tuple(value.shape) for name, value in found.progress.buffers.items()}
+    difference(mine, names | buffers.keys(), theirs).check(wish.strict, what)
+    if wish.states and found.mode is not held.mode:
+        raise StoreError(
+            f"{what} is of mode {found.mode.name}, this engine is of mode {held.mode.name}, so the optimizer's states "
+            f"are not the same: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"
+        )
+
+
+def check_progress(found: Found, wish: Wish, groups: int, schedule: Any) -> None:
+    """Raise `StoreError` where counters or schedule are of another optimizer. `schedule` is the state of this one's."""
+    facts, what = found.progress.facts, f"the checkpoint {found.folder}"
+    if len(facts["groups"]) != groups:
+        raise StoreError(
+            f"{what} has {len(facts['groups'])} groups of parameters, this optimizer has {groups}: give it the same, "
+            f"or load the weights alone (load_module_only=True)"
+        )
+    saved = facts["scheduler"]
+    if wish.schedule and isinstance(saved, dict) and isinstance(schedule, dict) and saved.keys() != schedule.keys():
+        raise StoreError(
+            f"{what} has the state of another learning-rate schedule, with {', '.join(sorted(saved))}; this one has "
+            f"{', '.join(sorted(schedule))}: give the same, or say load_lr_scheduler_states=False"
+        )
+
+
+def fitting(
+    progress: Progress, buffers: Mapping[str, torch.Tensor], steps: Sequence[Sequence[int]], schedule: bool
+) -> Progress:
+    """What of `progress` is for this engine: its own buffers, its parameters' `steps`, the schedule if it is loaded."""
+    facts = {**progress.facts, "parameter_steps": [list(row) for row in steps]}
+    if not schedule:
+        facts["scheduler"] = None
+    mine = {name: value for name, value in progress.buffers.items() if name in buffers}
+    return Progress(facts, progress.generators, mine)
+
+
+def check_bytes(found: Found, wish: Wish, queue: Queue, rank: int, world_size: int) -> None:
+    """Compare this rank's share of what any rank will read with its checksums; raises `StoreError`."""
+    states = found.mode.states if wish.states else (State.WEIGHT, State.RESIDUAL)
+    wanted = [name for name in found.places if State(name.partition(".")[2]) in states]
+    work = [(each, name) for each in range(found.manifest.world_size) for name in wanted][rank::world_size]
+    files = open_states(found)
+    sums: dict[tuple[int, str], int] = {}
+
+    def begin(piece: _Stretch, buffer: memoryview) -> Sequence[Future]:
+        offset = found.places[piece.name].offset + piece.start
+        piece.reads.append(queue.read(files[piece.rank], offset, buffer[: piece.nbytes], checksum=True))
+        return piece.reads
+
+    def ended(piece: _Stretch, _: Sequence[Future]) -> None:
+        key = piece.rank, piece.name
+        sums[key] = crc32c_joined(sums.get(key, 0), piece.reads[0].crc32c(), piece.nbytes)
+        if piece.start + piece.nbytes < found.places[piece.name].tensor.nbytes:
+            return
+        path = found.folder / states_file(piece.rank)
+        if sums.pop(key) != found.manifest.files[path.name].sums[piece.name]:
+            raise StoreError(f"{path} is damaged: the checksum of {piece.name} is not the one written; load another")
+
+    def stretches() -> Iterator[_Stretch]:
+        for each, name in work:
+            nbytes = found.places[name].tensor.nbytes
+            for start in range(0, nbytes, BUFFER_NBYTES):
+                yield _Stretch(each, name, start, min(BUFFER_NBYTES, nbytes - start), [])
+
+    try:
+        flow(flow_buffers(), stretches(), begin, lambda *_: (), ended)
+    except IoError as error:
+        raise StoreError(f"the checkpoint {found.folder} cannot be read: {error}; load another") from error
+    finally:
+        for file in files:
+            file.close()
+
+
+class _Stretch(NamedTuple):
+    """Bytes of one rank's file."""
+
+    rank: int
+    name: str
+    start: int
+    nbytes: int
+    reads: list[Future]
+
+
+def open_states(found: Found) -> list[DirectFile]:
+    """Every rank's file of states. Raises `StoreError`."""
+    files: list[DirectFile] = []
+    try:
+        for rank in range(found.manifest.world_size):
+            files.append(DirectFile(found.folder / states_file(rank), writable=False))
+    except IoError as error:
+        for file in files:
+            file.close()
+        raise StoreError(f"the checkpoint {found.folder} cannot be read: {error}") from error
+    return files

@@ -1,0 +1,58 @@
+"""What an engine is made of: what `initialize` has built, and what the config says about a step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from offload.engine.bindings import Bindings
+from offload.engine.gradients import Gradients
+from offload.engine.held import Held
+from offload.engine.hooks import Hooks
+from offload.engine.layout import UnitLayout
+from offload.engine.ranks import Ranks
+from offload.engine.rounds import Rounds
+from offload.engine.updater import Updater
+from offload.engine.weights import Weights
+from offload.swapper.host import HostArena
+from offload.swapper.pager import Pager
+from offload.swapper.shared_queue import SharedQueue
+from offload.swapper.store import Store
+from offload.swapper.timeline import OFF, Timeline
+
+
+class Choices(NamedTuple):
+    """What the config says about a step."""
+
+    micro_batch_size: int
+    accumulation: int
+    total_batch_size: int
+    clip: float
+    """The largest global norm of the gradient; 0 leaves it as it is."""
+    skip_nonfinite: bool
+    """Whether a norm that is inf or NaN skips the step, or raises."""
+    seed: int
+    overlap: bool
+    """Whether updates run while the next forward does; off only to find faults."""
+
+
+class Parts(NamedTuple):
+    """What `initialize` has built, in the order in which it is closed."""
+
+    hooks: Hooks
+    weights: Weights
+    bindings: Bindings
+    updater: Updater | None
+    """None where nothing trains."""
+    pager: Pager
+    gradients: Gradients
+    ranks: Ranks | None
+    """None where this process is alone; so are `rounds`."""
+    rounds: Rounds | None
+    store: Store | None
+    queue: SharedQueue | None
+    arena: HostArena
+    layouts: tuple[UnitLayout, ...]
+    trainable: tuple[range, ...]
+    """The elements of each unit that this rank updates."""
+    held: Held
+    timeline: Timeline = OFF

@@ -1,0 +1,201 @@
+"""This moment of training: all that a commit holds beside weights and moments, taken and given back as `Progress`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.engine.layout import UnitLayout
+from offload.engine.loader import Loader
+from offload.engine.optimizer import Optimizer, merge_values
+from offload.engine.parts import Choices
+from offload.engine.plain import from_plain, to_plain
+from offload.engine.progress import (
+    Progress,
+    persistent_buffers,
+    read_generators,
+    scheduler_state,
+    write_generators,
+)
+from offload.engine.registered import Registered
+from offload.errors import UsageError
+
+_BEFORE_NEXT = "before_next."
+"""Of the generators' names in a blob: those of before the next batch was loaded, where they differ."""
+
+
+class TrainingState:
+    """Counters, schedule, loader, random generators, buffers, and what is the user's own."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        optimizer: Optimizer,
+        lr_scheduler: Any,
+        loader: Loader | None,
+        choices: Choices,
+        layouts: Sequence[UnitLayout],
+    ) -> None:
+        self._module, self._device, self.optimizer, self._choices = module, device, optimizer, choices
+        self.lr_scheduler, self.loader = lr_scheduler, loader
+        self.global_steps, self.skipped_steps, self.micro_steps = 0, 0, 0
+        """See the engine's."""
+        self.parameter_steps = [[0] * len(layout.segments) for layout in layouts]
+        """How often each parameter was updated, by unit."""
+        self.client_state: dict[str, Any] = {}
+        self.registered = Registered()
+        self._generators: Mapping[str, torch.Tensor] | None = None
+        """Those that follow at the next entry."""
+        self._after_step: Progress | None = None
+        """What a commit of the last step holds: as all was at the first call after it."""
+        self.after_step_is_due = False
+        self._configured = optimizer.configured()
+        self._due: Mapping[str, Any] | None = None
+        """Facts of the resumed run, whose values go to the groups when all registered objects are there."""
+        self._data = None if loader is None else loader.where()
+        """Where the loader was at the last boundary."""
+
+    def take(self) -> Progress:
+        """All of this moment that is not weights and moments."""
+        facts = {
+            "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "micro_steps": self.micro_steps,
+            "parameter_steps": self.parameter_steps,
+            "scheduler": scheduler_state(self.lr_scheduler),
+            **self.of_the_user(),
+            "data": self._data,
+            "groups": self.optimizer.values() if self._due is None else self._due["groups"],
+            "configured": self._configured if self._due is None else self._due["configured"],
+            "settings": self._settings(),
+        }
+        generators = read_generators(self._device)
+        if self.loader is not None and self.loader.before_next is not None:
+            generators |= {
+                _BEFORE_NEXT + name: state
+                for name, state in self.loader.before_next.items()
+                if name not in generators or not torch.equal(state, generators[name])
+            }
+        buffers = {
+            name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, buffer in persistent_buffers(self._module).items()
+        }
+        return Progress(facts, generators, buffers)
+
+    def restore(self, progress: Progress, schedule: bool = True) -> list[str]:
+        """Go on from `progress`. Random generators follow at the entry of the next engine call, or before its batch.
+
+        Without `schedule` that of `initialize` stays as it is, and so do the values of the groups that it moves.
+        What of it a user should know.
+        """
+        facts, mine, notices = progress.facts, self._settings(), list[str]()
+        same_schedule = schedule and facts["settings"]["schedule"] == mine["schedule"]
+        changed = [f"{name} {old} is now {mine[name]}" for name, old in facts["settings"].items() if old != mine[name]]
+        if (facts["scheduler"] is not None and same_schedule) or facts["registered"]:
+            goes_on = " (a schedule goes on from the former)"
+            changed = [line + goes_on if line.startswith("learning rates") else line for line in changed]
+        self._after_step = progress
+        if changed:
+            notices.append(f"resumed with other settings than the run had: {', '.join(changed)}")
+        self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
+        self.micro_steps, self.parameter_steps = facts["micro_steps"], facts["parameter_steps"]
+        self.client_state = from_plain(facts["client_state"])
+        if facts["scheduler"] is not None and same_schedule:
+            self.lr_scheduler.load_state_dict(from_plain(facts["scheduler"]))
+        # The first commit is made before anything can be registered.
+        more = self.registered.restore(facts["registered"], may_grow=not self.global_steps)
+        if more:
+            notices.append(f"the last {more} registered objects were not saved, and stay as they are")
+        # Otherwise the schedule of now counts, from where it is.
+        self._due = facts if same_schedule or self.lr_scheduler is None else None
+        self.put_values()
+        generators = {name: t for name, t in progress.generators.items() if not name.startswith(_BEFORE_NEXT)}
+        if self.global_steps:
+            self._generators = generators
+        else:
+            write_generators(generators, self._device)  # this is the moment at which a new run took them
+        if self.loader is None:
+            self._data = facts["data"]
+        elif facts["data"] is not None:
+            before = {n.removeprefix(_BEFORE_NEXT): t for n, t in progress.generators.items() if n not in generators}
+            notice = self.loader.go_on(facts["data"], {**generators, **before} if self.global_steps else None)
+            notices += [] if notice is None else [notice]
+            self._data = self.loader.where()
+        buffers = persistent_buffers(self._module)
+        with torch.no_grad():
+            for name, value in progress.buffers.items():
+                buffers[name].copy_(value)
+        return notices
+
+    def enter(self) -> None:
+        """A call of the engine: put generators back that were restored, and take the moment after a step, if due."""
+        if self._generators is not None:
+            # What has loaded a batch since has put them back before that, and it may have drawn.
+            if self.loader is None or not self.loader.restored:
+                write_generators(self._generators, self._device)
+            self._generators = None
+        if self.after_step_is_due:
+            self._after_step, self.after_step_is_due = self.take(), False
+
+    @property
+    def after_step(self) -> Progress | None:
+        """What a commit of the last step holds; None where that is not taken yet, or nothing is ever committed."""
+        return self._after_step
+
+    def for_commit(self, edited: bool) -> Progress:
+        """What a commit of now holds: a forward that was given up since the step has drawn, and changed buffers.
+
+        Where weights were `edited` since, all else may have been too, but for the generators.
+        """
+        if self._after_step is None:
+            return self.take()
+        return self.take()._replace(generators=self._after_step.generators) if edited else self._after_step
+
+    def stepped(self, micro_batches: int, is_committed: bool) -> None:
+        """A boundary was passed, of so many micro-batches, in an engine that commits its steps or not."""
+        self._after_step, self.after_step_is_due = None, is_committed
+        self.global_steps += 1
+        self.micro_steps += micro_batches
+        self.registered.stepped()
+        if self.loader is not None:
+            self._data = self.loader.trained()
+
+    def put_values(self) -> None:
+        """Give the groups the committed values, once nobody constructs a schedule over them any more."""
+        if self._due is not None and self.registered.complete:
+            # A schedule goes on from its own state, whatever the config's learning rate is now.
+            scheduled = self.lr_scheduler is not None or self.registered.schedules
+            merged = merge_values(self._due["groups"], self._due["configured"], self._configured, scheduled)
+            for group, values in zip(self.optimizer.param_groups, merged, strict=True):
+                group.update(values)
+            self._due = None
+
+    def of_the_user(self) -> dict[str, Any]:
+        """What the user wants to be held, as JSON. Raises `UsageError` where it cannot be."""
+        if not isinstance(self.client_state, dict):
+            raise UsageError(f"engine.client_state must be a dict, got {type(self.client_state).__name__}")
+        advice = (
+            "a commit holds None, booleans, numbers, strings, and lists, tuples and dicts of them. Take it out or "
+            "convert it (float(x), x.tolist()), and go on: nothing is lost"
+        )
+        state = to_plain(self.client_state, "engine.client_state", advice)
+        return {"client_state": state, "registered": self.registered.states()}
+
+    def _settings(self) -> dict[str, Any]:
+        """What may differ in a resumed run, which is then another run from there on."""
+        choices = self._choices
+        return {
+            "seed": choices.seed,
+            "micro-batch size": choices.micro_batch_size,
+            "accumulation": choices.accumulation,
+            "gradient clipping": choices.clip,
+            "learning rates": [group["lr"] for group in self._configured],
+            "betas": [list(group["betas"]) for group in self._configured],
+            "eps": [group["eps"] for group in self._configured],
+            "weight decay": [group["weight_decay"] for group in self._configured],
+            "schedule": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__,
+        }

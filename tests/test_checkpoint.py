@@ -1,0 +1,630 @@
+"""A run goes on from a checkpoint as the unbroken one, bit for bit; what is damaged or does not fit changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import offload
+from offload import kernels
+from offload.engine import checkpoint_files, checkpoint_save
+from offload.engine.checkpoint_files import checkpoints
+from offload.errors import EngineFailed, IoError, StoreError, UsageError
+from tests import models
+from tests.oracle import PLACEMENTS, Job, config, run, start, train_step
+
+DISK, CPU, NONE = ("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")
+MIXTURE = models.MIXTURE._replace(accumulation=1)
+
+
+def weights_of(engine: offload.Engine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def begin(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> offload.Engine:
+    """An engine over other weights and generators than the job's."""
+    torch.manual_seed(4711)
+    return offload.initialize(model=job.model(), config=config(job, placement, folder, **options))[0]
+
+
+def saved(job: Job, placement: tuple[str, str], folder: Path, steps: int = 2, **options: Any) -> list[float]:
+    """Train, save to `folder`/saved after `steps`; the losses."""
+    engine = start(job, placement, folder / "first", **options)
+    losses = [train_step(engine, job, step) for step in range(steps)]
+    assert engine.save_checkpoint(folder / "saved") is True
+    engine.destroy(remove=True)
+    return losses
+
+
+def goes_on(
+    job: Job, one: tuple[str, str], other: tuple[str, str], folder: Path, before: Any = (), after: Any = ()
+) -> None:
+    """Save in placement `one`, load in `other`; losses, norm and weights are those of a run that was not broken."""
+    whole = run(job, other, folder / "whole")
+    losses = saved(job, one, folder, **dict(before))
+    engine = begin(job, other, folder / "second", **dict(after))
+    train_step(engine, job, 9)  # so that leases, slices and moments hold something else
+    path, client_state = engine.load_checkpoint(folder / "saved")
+    assert path == str(folder / "saved" / "global_step2") and client_state == {} and engine.global_steps == 2
+    losses += [train_step(engine, job, step) for step in range(2, job.steps)]
+    assert losses == whole.losses and engine.get_global_grad_norm() == whole.norms[-1]
+    assert same(weights_of(engine), whole.weights)
+    engine.destroy(remove=True)
+
+
+# -- going on -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("one", "other"), [(DISK, DISK), (DISK, CPU), (CPU, NONE), (NONE, ("cpu", "nvme")), (("none", "cpu"), DISK)]
+)
+def test_a_run_goes_on_in_another_placement(
+    dtype: str, one: tuple[str, str], other: tuple[str, str], tmp_path: Path
+) -> None:
+    goes_on(models.DROPOUT._replace(dtype=dtype, steps=4), one, other, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", PLACEMENTS)
+@pytest.mark.parametrize("one", PLACEMENTS)
+def test_a_run_goes_on_in_every_placement(one: tuple[str, str], other: tuple[str, str], tmp_path: Path) -> None:
+    goes_on(models.DROPOUT._replace(dtype="bf16", steps=4), one, other, tmp_path)
+
+
+@pytest.mark.parametrize("placement", [DISK, CPU])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_tied_frozen_and_unused_parameters_and_buffers(dtype: str, placement: tuple[str, str], tmp_path: Path) -> None:
+    job = models.MIXTURE._replace(dtype=dtype, steps=4)
+    goes_on(job, placement, DISK, tmp_path)
+    goes_on(job, DISK, placement, tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"durability": "none"},
+        {"durability": {"every": 3}},
+        {"host_memory": "64MiB"},
+        {"durability": "step", "host_memory": "64MiB"},
+    ],
+    ids=str,
+)
+def test_with_one_slot_with_commits_now_and_then_and_with_a_cache(options: dict[str, Any], tmp_path: Path) -> None:
+    goes_on(models.DROPOUT._replace(dtype="bf16", steps=4), DISK, DISK, tmp_path, options, options)
+
+
+def test_units_may_be_cut_otherwise(tmp_path: Path) -> None:
+    """The same parameters in other units, by their names."""
+    job = models.DROPOUT._replace(steps=4, dtype="bf16")
+    whole = run(job, DISK, tmp_path / "whole", units=["GPT2Block"])
+    losses = saved(job, DISK, tmp_path)
+    engine = begin(job, DISK, tmp_path / "second", units=["GPT2MLP", "GPT2Attention"])
+    units = len(engine._parts.layouts)
+    engine.load_checkpoint(tmp_path / "saved")
+    losses += [train_step(engine, job, step) for step in range(2, 4)]
+    manifest = checkpoints(tmp_path / "saved")["global_step2"]
+    assert units != len(manifest.layout["units"])
+    assert losses == pytest.approx(whole.losses, rel=1e-3), "the norm's sum has another order"
+    engine.destroy(remove=True)
+
+
+def test_what_was_loaded_is_what_a_kill_leaves(tmp_path: Path) -> None:
+    """The load is the next commit of the store, whatever its epoch."""
+    job = models.DROPOUT._replace(steps=4, dtype="bf16")
+    whole = run(job, DISK, tmp_path / "whole")
+    losses = saved(job, DISK, tmp_path)
+    engine = begin(job, DISK, tmp_path / "second")
+    for step in range(5, 9):
+        train_step(engine, job, step)
+    engine.load_checkpoint(tmp_path / "saved")
+    engine.abandon(remove=False)  # as a kill would: nothing is finished
+    again = begin(job, DISK, tmp_path / "second", resume="must")
+    assert again.global_steps == 2
+    losses += [train_step(again, job, step) for step in range(2, 4)]
+    assert losses == whole.losses and same(weights_of(again), whole.weights)
+    again.destroy(remove=True)
+
+
+def test_schedule_groups_counts_and_client_state_come_back(tmp_path: Path) -> None:
+    job = models.MIXTURE
+
+    def made(folder: str) -> offload.Engine:
+        torch.manual_seed(0)
+
+        def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+            return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10)
+
+        return offload.initialize(
+            model=job.model(), lr_scheduler=schedule, config=config(job, DISK, tmp_path / folder)
+        )[0]
+
+    whole = made("whole")
+    expected = [train_step(whole, job, step) for step in range(6)]
+    calls = whole.module.calls.clone()
+    whole.destroy(remove=True)
+    first = made("first")
+    losses = [train_step(first, job, step) for step in range(3)]
+    state = {"best": 0.5, "names": ["a", None], "span": (1, 2), "by number": {3: True}}
+    first.save_checkpoint(tmp_path / "saved", tag=7, client_state=state)
+    first.destroy(remove=True)
+    second = made("second")
+    path, client_state = second.load_checkpoint(tmp_path / "saved")
+    assert path == str(tmp_path / "saved" / "7") and client_state == state and second.micro_steps == 6
+    losses += [train_step(second, job, step) for step in range(3, 6)]
+    assert losses == expected and torch.equal(second.module.calls, calls)
+    second.load_checkpoint(tmp_path / "saved", load_lr_scheduler_states=False)
+    assert second.global_steps == 3 and second.lr_scheduler.last_epoch == 6
+    second.destroy(remove=True)
+
+
+def test_gradients_of_before_a_load_are_dropped(tmp_path: Path) -> None:
+    job = models.GPT2._replace(accumulation=2, steps=3)
+    whole = run(job, DISK, tmp_path / "whole")
+    losses = saved(job, DISK, tmp_path)
+    engine = begin(job, DISK, tmp_path / "second")
+    engine.backward(job.loss(engine, 50, 0))
+    engine.step()
+    engine.load_checkpoint(tmp_path / "saved")
+    assert engine.micro_batches == 0
+    assert [*losses, train_step(engine, job, 2)] == whole.losses
+    engine.destroy(remove=True)
+
+
+# -- weights alone, other modes -----------------------------------------------------------------------
+
+
+def masters(folder: Path) -> dict[str, torch.Tensor]:
+    """The fp32 values in a bf16 checkpoint of one rank."""
+    manifest = next(iter(checkpoints(folder).values()))
+    tensors = safetensors.torch.load_file(folder / "global_step2" / "states.rank0.safetensors")
+    found = {}
+    for unit, row in enumerate(manifest.layout["units"]):
+        weight, trainable = tensors[f"{unit}.weight"], row["trainable"]
+        master = weight.float()
+        if trainable:
+            part = torch.empty(trainable)
+            kernels.join_master(weight[:trainable].clone(), tensors[f"{unit}.residual"], part)
+            master[:trainable] = part
+        for each in row["parameters"]:
+            shape = torch.Size(each["shape"])
+            found[each["name"]] = master[each["start"] : each["start"] + shape.numel()].view(shape)
+    return found
+
+
+def test_masters_of_a_bf16_checkpoint_are_weights_in_fp32_and_back(tmp_path: Path) -> None:
+    job = MIXTURE._replace(dtype="bf16")
+    saved(job, DISK, tmp_path)
+    expected = masters(tmp_path / "saved")
+    engine = begin(job._replace(dtype="fp32"), CPU, tmp_path / "second")
+    with pytest.raises(StoreError, match=r"mode bf16, this engine is of mode fp32.*load_optimizer_states=False"):
+        engine.load_checkpoint(tmp_path / "saved")
+    engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
+    loaded = weights_of(engine)
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+    shutil.rmtree(tmp_path / "saved")
+    assert engine.global_steps == 2
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.destroy()
+    back = begin(job, DISK, tmp_path / "third")
+    back.load_checkpoint(tmp_path / "saved", load_module_only=True)
+    assert back.global_steps == 0
+    shutil.rmtree(tmp_path / "saved")
+    back.save_checkpoint(tmp_path / "saved", tag="global_step2")
+    assert all(torch.equal(value, expected[name]) for name, value in masters(tmp_path / "saved").items())
+    back.destroy(remove=True)
+
+
+@pytest.mark.parametrize("placement", [DISK, CPU])
+def test_without_optimizer_states_moments_stay(placement: tuple[str, str], tmp_path: Path) -> None:
+    job = MIXTURE._replace(dtype="bf16")
+    saved(job, DISK, tmp_path)
+    engine = begin(job, placement, tmp_path / "second", durability="step")
+    for step in range(3):
+        train_step(engine, job, 20 + step)
+    engine.save_checkpoint(tmp_path / "before")
+    engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
+    engine.save_checkpoint(tmp_path / "after")
+    first, before, after = (
+        safetensors.torch.load_file(tmp_path / name / f"global_step{step}" / "states.rank0.safetensors")
+        for name, step in (("saved", 2), ("before", 3), ("after", 2))
+    )
+    for name, value in after.items():
+        assert torch.equal(value, (before if "exp_avg" in name else first)[name]), name
+    assert engine._state.parameter_steps[0][0] == 3 and engine.global_steps == 2
+    engine.destroy(remove=True)
+
+
+# -- what fits ----------------------------------------------------------------------------------------
+
+
+class Other(nn.Module):
+    """One layer of the mixture's names, one of another shape, one that it has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 33)
+        self.more = nn.Linear(33, 61)
+        self.unused = nn.Linear(33, 6)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.more(self.embedding(ids))
+
+
+class Same(Other):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(33, 5)
+
+
+def test_what_does_not_fit_is_named_as_load_state_dict_does(tmp_path: Path) -> None:
+    saved(MIXTURE, DISK, tmp_path)
+    job = MIXTURE._replace(model=Other)
+    engine = begin(job, DISK, tmp_path / "second")
+    before = weights_of(engine)
+    with pytest.raises(StoreError) as raised:
+        engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
+    message = str(raised.value)
+    assert "Missing key(s): more.weight, more.bias" in message and "Unexpected key(s): " in message
+    assert "head.weight" in message and "calls" in message
+    assert "size mismatch for unused.weight: the checkpoint has [5, 33], this model has [6, 33]" in message
+    with pytest.raises(StoreError, match=r"^(?!.*Missing)[^$]*size mismatch for unused.bias"):
+        engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
+    assert same(weights_of(engine), before)
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("placement", [DISK, CPU])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_not_strict_loads_what_both_have(placement: tuple[str, str], dtype: str, tmp_path: Path) -> None:
+    saved(MIXTURE._replace(dtype="bf16"), DISK, tmp_path)
+    job = MIXTURE._replace(model=Same, dtype=dtype)
+    engine = begin(job, placement, tmp_path / "second")
+    train_step(engine, job, 0)
+    before, expected = weights_of(engine), masters(tmp_path / "saved")
+    engine.load_checkpoint(tmp_path / "saved", load_module_strict=False, load_module_only=True)
+    after = weights_of(engine)
+    for name, value in after.items():
+        assert torch.equal(value, before[name] if "more" in name else expected[name].to(value.dtype)), name
+    engine.destroy(remove=True)
+
+
+def test_frozen_weights_may_be_left_out_and_are_those_of_the_model_then(tmp_path: Path) -> None:
+    job = MIXTURE._replace(dtype="bf16", steps=4)
+    whole = run(job, DISK, tmp_path / "whole")
+    first = start(job, DISK, tmp_path / "first")
+    losses = [train_step(first, job, step) for step in range(2)]
+    first.save_checkpoint(tmp_path / "all")
+    first.save_checkpoint(tmp_path / "some", exclude_frozen_parameters=True)
+    first.destroy(remove=True)
+    sizes = [(tmp_path / name / "global_step2" / "states.rank0.safetensors").stat().st_size for name in ("some", "all")]
+    assert sizes[0] < sizes[1]
+    second = start(job, CPU, tmp_path / "second")  # the job's seed gives the frozen weights of the first
+    second.load_checkpoint(tmp_path / "some")
+    losses += [train_step(second, job, step) for step in range(2, 4)]
+    assert losses == whole.losses and same(weights_of(second), whole.weights)
+    second.destroy(remove=True)
+
+
+class Thawed(models.Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(True)
+        self.blocks[3].requires_grad_(False)
+
+
+@pytest.mark.parametrize("placement", [DISK, NONE])
+def test_other_parameters_may_be_frozen(placement: tuple[str, str], tmp_path: Path) -> None:
+    """What trains now and did not then begins with moments of zero and its first step."""
+    job = MIXTURE._replace(dtype="bf16")
+    saved(job, DISK, tmp_path)
+    thawed = job._replace(model=Thawed)
+    engine = begin(thawed, placement, tmp_path / "second")
+    train_step(engine, thawed, 3)
+    engine.load_checkpoint(tmp_path / "saved")
+    loaded = weights_of(engine)
+    assert all(torch.equal(loaded[n], value.to(torch.bfloat16)) for n, value in masters(tmp_path / "saved").items())
+    engine.save_checkpoint(tmp_path / "again", tag="t")
+    tensors = safetensors.torch.load_file(tmp_path / "again" / "t" / "states.rank0.safetensors")
+    layouts, steps = engine._parts.layouts, engine._state.parameter_steps
+    unit = next(i for i, layout in enumerate(layouts) if layout.name == "blocks.1")
+    assert not tensors[f"{unit}.exp_avg"].any() and not tensors[f"{unit}.residual"].any() and steps[unit] == [0] * 4
+    train_step(engine, thawed, 4)
+    engine.destroy(remove=True)
+
+
+def test_an_engine_that_trains_nothing_loads_weights_of_any_mode(tmp_path: Path) -> None:
+    saved(models.GPT2, DISK, tmp_path)
+
+    def still() -> nn.Module:
+        return models.gpt2().requires_grad_(False)
+
+    engine = begin(models.GPT2._replace(model=still, dtype="bf16"), DISK, tmp_path / "second")
+    engine.load_checkpoint(tmp_path / "saved")
+    tensors = safetensors.torch.load_file(tmp_path / "saved" / "global_step2" / "states.rank0.safetensors")
+    loaded = weights_of(engine)["transformer.wte.weight"]
+    row = json.loads((tmp_path / "saved" / "global_step2" / "manifest.json").read_text())["layout"]["units"]
+    unit, each = next((u, p) for u, r in enumerate(row) for p in r["parameters"] if p["name"].endswith("wte.weight"))
+    values = tensors[f"{unit}.weight"][each["start"] : each["start"] + loaded.numel()].view(loaded.shape)
+    assert torch.equal(loaded, values.to(torch.bfloat16))
+    engine.save_checkpoint(tmp_path / "again")
+    engine.destroy()
+
+
+# -- finding ------------------------------------------------------------------------------------------
+
+
+def test_the_latest_a_named_one_and_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(models.GPT2, CPU, tmp_path / "run")
+    assert engine.load_checkpoint(tmp_path / "saved") == (None, {})
+    assert "no checkpoint was loaded" in caplog.text
+    with pytest.raises(StoreError, match=r"no checkpoint x .*: none"):
+        engine.load_checkpoint(tmp_path / "saved", tag="x")
+    for step in range(3):
+        train_step(engine, models.GPT2, step)
+        engine.save_checkpoint(tmp_path / "saved", save_latest=step < 2)
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
+    assert engine.load_checkpoint(tmp_path / "saved")[0] == str(tmp_path / "saved" / "global_step2")
+    assert engine.global_steps == 2
+    with pytest.raises(StoreError, match="global_step1, global_step2, global_step3"):
+        engine.load_checkpoint(tmp_path / "saved", tag="global_step4")
+    assert engine.load_checkpoint(tmp_path / "saved" / "global_step3")[0] is not None and engine.global_steps == 3
+    (tmp_path / "saved" / "theirs").mkdir()
+    with pytest.raises(StoreError, match="not a checkpoint of offload"):
+        engine.load_checkpoint(tmp_path / "saved", tag="theirs")
+    engine.destroy()
+
+
+def test_calls_that_cannot_be_right(tmp_path: Path) -> None:
+    job = models.GPT2
+    engine = start(job, CPU, tmp_path / "run")
+    for tag in ("", ".", "..", ".x", "a/b", "latest"):
+        with pytest.raises(UsageError, match="cannot name a folder"):
+            engine.save_checkpoint(tmp_path / "saved", tag=tag)
+    with pytest.raises(UsageError, match="keep_last is 0"):
+        engine.save_checkpoint(tmp_path / "saved", keep_last=0)
+    with pytest.raises(UsageError, match=r"client_state\['model'\] is a "):
+        engine.save_checkpoint(tmp_path / "saved", client_state={"model": torch.zeros(2)})
+
+    class Saves(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            engine.save_checkpoint(tmp_path / "saved")
+            return x
+
+    engine.module.transformer.drop = Saves()
+    with pytest.raises(UsageError, match="between steps"):
+        job.loss(engine, 0, 0)
+    assert not (tmp_path / "saved").exists() or not list((tmp_path / "saved").iterdir())
+    engine.destroy()
+
+
+def test_a_folder_that_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
+    engine = start(models.GPT2, CPU, tmp_path / "run")
+    (tmp_path / "saved" / "mine").mkdir(parents=True)
+    (tmp_path / "saved" / "mine" / "thesis.txt").write_text("all of it")
+    with pytest.raises(StoreError, match="is no checkpoint of offload"):
+        engine.save_checkpoint(tmp_path / "saved", tag="mine")
+    assert (tmp_path / "saved" / "mine" / "thesis.txt").read_text() == "all of it"
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["mine"]
+    engine.destroy()
+
+
+def test_keep_last_removes_the_oldest_of_ours_and_nothing_else(tmp_path: Path) -> None:
+    folder, job = tmp_path / "saved", models.GPT2
+    engine = start(job, CPU, tmp_path / "run")
+    engine.save_checkpoint(folder, tag="base", save_latest=False)
+    (folder / "global_step9").mkdir()
+    (folder / "notes").write_text("")
+    (folder / ".other.partial").mkdir()
+    for step in range(4):
+        train_step(engine, job, step)
+        engine.save_checkpoint(folder, keep_last=2)
+    there = {".other.partial", "global_step9", "latest", "notes"}
+    assert {path.name for path in folder.iterdir()} == {*there, "global_step3", "global_step4"}
+    engine.load_checkpoint(folder, tag="global_step3")
+    engine.save_checkpoint(folder, tag="again", keep_last=1)
+    assert {path.name for path in folder.iterdir()} == {*there, "again"}, "what was saved stays, whatever its epoch"
+    engine.destroy()
+
+
+# -- damage -------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 16]))
+
+
+def harm(folder: Path, how: str) -> None:
+    states = folder / "states.rank0.safetensors"
+    if how == "a byte of a state":
+        flip(states, states.stat().st_size - 5000)
+    elif how == "a byte of a weight":
+        flip(states, 4096 * 3)
+    elif how == "a header":
+        flip(states, 30)
+    elif how == "cut short":
+        os.truncate(states, states.stat().st_size - 4096)
+    elif how == "no states":
+        states.unlink()
+    elif how == "progress":
+        flip(folder / "progress.rank0.safetensors", 3000)
+    elif how == "manifest":
+        text = (folder / "manifest.json").read_text()
+        (folder / "manifest.json").write_text(text.replace('"epoch": 2', '"epoch": 3'))
+    elif how == "half a manifest":
+        os.truncate(folder / "manifest.json", 100)
+    elif how == "a later format":
+        text = (folder / "manifest.json").read_text()
+        (folder / "manifest.json").write_text(text.replace('"format": 1', '"format": 2'))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("a byte of a state", r"states.rank0.safetensors is damaged: the checksum of \d+.exp_avg_sq"),
+        ("a byte of a weight", r"states.rank0.safetensors is damaged: the checksum of 0.weight"),
+        ("a header", "states.rank0.safetensors"),
+        ("cut short", "states.rank0.safetensors has"),
+        ("no states", "states.rank0.safetensors"),
+        ("progress", "progress.rank0.safetensors is damaged"),
+        ("manifest", "manifest.json.*checksum"),
+        ("half a manifest", "manifest.json"),
+        ("a later format", "format 2.*reads format 1"),
+    ],
+)
+@pytest.mark.parametrize("placement", [DISK, CPU])
+def test_damage_is_named_and_changes_nothing(how: str, words: str, placement: tuple[str, str], tmp_path: Path) -> None:
+    job = models.DROPOUT._replace(dtype="bf16", steps=4)
+    whole = run(job, placement, tmp_path / "whole")
+    engine = start(job, placement, tmp_path / "run")
+    losses = [train_step(engine, job, step) for step in range(2)]
+    engine.save_checkpoint(tmp_path / "saved")
+    losses.append(train_step(engine, job, 2))
+    harm(tmp_path / "saved" / "global_step2", how)
+    with pytest.raises(StoreError, match=words):
+        engine.load_checkpoint(tmp_path / "saved", tag="global_step2")
+    losses.append(train_step(engine, job, 3))
+    assert losses == whole.losses and same(weights_of(engine), whole.weights)
+    engine.destroy(remove=True)
+
+
+def test_swap_files_that_are_damaged_are_not_saved(tmp_path: Path) -> None:
+    job = models.GPT2
+    engine = start(job, DISK, tmp_path / "run")
+    train_step(engine, job, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    store = engine._parts.store
+    assert store is not None
+    extent = store._extents[1][list(engine._parts.held.states(1))[1]][store.newest[1]]
+    flip(store.folders[0] / "states", extent.offset + 100)
+    os.sync()
+    with pytest.raises(OSError, match="checksum"):
+        engine.save_checkpoint(tmp_path / "saved", tag="bad")
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"global_step1", "latest"}
+    engine.destroy(remove=True)
+
+
+def test_a_load_that_fails_half_way_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last commit is whole: the run goes on from there."""
+    job = models.GPT2._replace(steps=4)
+    whole = run(job, DISK, tmp_path / "whole")
+    engine = start(job, DISK, tmp_path / "run")
+    losses = [train_step(engine, job, step) for step in range(2)]
+    engine.save_checkpoint(tmp_path / "saved", tag="two")
+    losses.append(train_step(engine, job, 2))
+
+    def fails(*_: Any) -> None:
+        raise IoError("states", 0, 1, 5, "write")
+
+    assert engine._parts.store is not None
+    monkeypatch.setattr(engine._parts.store, "commit", fails)
+    with pytest.raises((IoError, EngineFailed)):
+        engine.load_checkpoint(tmp_path / "saved")
+    with pytest.raises(EngineFailed):
+        train_step(engine, job, 3)
+    engine.destroy()
+    again = start(job, DISK, tmp_path / "run", resume="must")
+    losses = losses[: again.global_steps] + [train_step(again, job, step) for step in range(again.global_steps, 4)]
+    assert losses == whole.losses and same(weights_of(again), whole.weights)
+    again.destroy(remove=True)
+
+
+# -- replaced, or not at all --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_checkpoint_of_the_same_name_is_replaced(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not at_once:
+        monkeypatch.setattr(checkpoint_files, "exchange", lambda *_: False)
+    engine = start(models.GPT2, CPU, tmp_path / "run")
+    for step in range(2):
+        train_step(engine, models.GPT2, step)
+        engine.save_checkpoint(tmp_path / "saved", tag="best")
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"best", "latest"}
+    assert checkpoints(tmp_path / "saved")["best"].epoch == 2
+    engine.destroy()
+
+
+@contextmanager
+def mounted(folder: Path, make: list[str], nbytes: int) -> Iterator[Path]:
+    """A real file system in a file; skips where there is none to be had."""
+    if os.geteuid() != 0 or shutil.which(make[0]) is None:
+        pytest.skip(f"needs root and {make[0]}")
+    image, mount = folder / "image", folder / "mount"
+    mount.mkdir()
+    image.write_bytes(b"")
+    os.truncate(image, nbytes)
+    subprocess.run([*make, str(image)], check=True, capture_output=True)
+    if subprocess.run(["mount", "-o", "loop", str(image), str(mount)], capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_disk_without_room_keeps_what_was_there(known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = models.GPT2
+    engine = start(job, CPU, tmp_path / "run")
+    with mounted(tmp_path, ["mkfs.ext4", "-q", "-m", "0"], 16 << 20) as mount:
+        train_step(engine, job, 0)
+        engine.save_checkpoint(mount / "saved")
+        weights = weights_of(engine)
+        (mount / "filler").write_bytes(os.urandom(shutil.disk_usage(mount).free - (1 << 20)))
+        os.sync()
+        free = shutil.disk_usage(mount).free
+        train_step(engine, job, 1)
+        if not known:
+            monkeypatch.setattr(checkpoint_save, "find_shortage", lambda *_: None)
+        with pytest.raises((StoreError, IoError), match=r"needs .* MiB.*has .* free" if known else "No space left"):
+            engine.save_checkpoint(mount / "saved")
+        assert {path.name for path in (mount / "saved").iterdir()} == {"global_step1", "latest"}
+        assert shutil.disk_usage(mount).free >= free - 8192
+        train_step(engine, job, 2)
+        engine.load_checkpoint(mount / "saved")
+        assert same(weights_of(engine), weights)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("make", [["mkfs.btrfs", "-q"], ["mkfs.xfs", "-q"]], ids=["btrfs", "xfs"])
+def test_a_file_system_that_can_shares_the_bytes_with_the_swap_files(make: list[str], tmp_path: Path) -> None:
+    """Until the run writes over them; the checkpoint stays as it was."""
+    job = models.TINY._replace(accumulation=1)
+    with mounted(tmp_path, make, 512 << 20) as mount:
+        engine = start(job, DISK, mount / "run")
+        train_step(engine, job, 0)
+        weights = weights_of(engine)
+        os.sync()
+        before = shutil.disk_usage(mount).free
+        engine.save_checkpoint(mount / "saved")
+        os.sync()
+        nbytes = (mount / "saved" / "global_step1" / "states.rank0.safetensors").stat().st_size
+        assert nbytes > 30 << 20
+        assert before - shutil.disk_usage(mount).free < nbytes / 4
+        losses = [train_step(engine, job, step) for step in range(1, 4)]
+        engine.load_checkpoint(mount / "saved")
+        assert same(weights_of(engine), weights)
+        assert [train_step(engine, job, step) for step in range(1, 4)] == losses
+        engine.destroy(remove=True)

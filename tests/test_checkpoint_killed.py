@@ -1,0 +1,156 @@
+"""A save is killed at any moment: the checkpoint before is whole, `latest` names one that is, the next one works."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.engine import checkpoint_files, checkpoint_save
+from tests import models
+from tests.oracle import config, start, train_step
+
+JOB = models.DROPOUT._replace(dtype="bf16", steps=4)
+CPU = ("cpu", "cpu")
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["tests.oracle", "tests.models", "transformers.models.gpt2.modeling_gpt2"])
+"""Importing all of it takes longer than a save."""
+_REPLACES = ("all but the old one", "the old one goes", "between two renames")
+"""Moments of a save of a tag that is there already."""
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(module: Any, name: str, call: int = 1) -> Callable[[], None]:
+    """Die at the `call`th call of a function."""
+
+    def install() -> None:
+        real, left = getattr(module, name), [call]
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            left[0] -= 1
+            if not left[0]:
+                die()
+            return real(*arguments, **named)
+
+        setattr(module, name, counted)
+
+    return install
+
+
+def after(module: Any, name: str) -> Callable[[], None]:
+    """Die when a function returns."""
+
+    def install() -> None:
+        real = getattr(module, name)
+        setattr(module, name, lambda *a, **n: (real(*a, **n), die()))
+
+    return install
+
+
+def without_exchange() -> None:
+    checkpoint_files.exchange = lambda *_: False
+
+
+def between_renames() -> None:
+    without_exchange()
+    before(checkpoint_files.os, "rename", 2)()
+
+
+def after_renames() -> None:
+    without_exchange()
+    before(checkpoint_files, "sync_folder", 2)()
+
+
+MOMENTS: dict[str, Callable[[], None]] = {
+    "the folder was made": after(checkpoint_save, "begin_folder"),
+    "states are written": before(checkpoint_save, "crc32c_joined", 9),
+    "states are there": after(checkpoint_save, "_write_states"),
+    "the manifest is missing": before(checkpoint_save, "end_folder"),
+    "nothing has its name": before(checkpoint_files, "sync_folder"),
+    "it has its name": before(checkpoint_files, "sync_folder", 2),
+    "latest follows": before(checkpoint_files.os, "replace"),
+    "all but the old one": before(checkpoint_files, "remove"),
+    "the old one goes": before(checkpoint_files, "_delete"),
+    "between two renames": between_renames,
+    "after two renames": after_renames,
+}
+
+
+def save_and_die(folder: Path, moment: str | None, same_tag: bool, pipe: Any) -> None:
+    """Save after each step for ever, or die at a moment of the second save."""
+    logging.disable(logging.CRITICAL)
+    engine = start(JOB, CPU, folder / "run")
+    for step in range(1000):
+        train_step(engine, JOB, step)
+        if step and moment is not None:
+            MOMENTS[moment]()
+        engine.save_checkpoint(folder / "saved", tag="best" if same_tag else None, keep_last=2)
+        pipe.send(step + 1)
+
+
+def goes_on(folder: Path, least: int) -> int:
+    """Load the latest in a new process' engine and compare it with an unbroken run; the step that it was saved at."""
+    torch.manual_seed(99)
+    engine = offload.initialize(model=JOB.model(), config=config(JOB, CPU, folder / "other"))[0]
+    path, _ = engine.load_checkpoint(folder / "saved")
+    assert path is not None and engine.global_steps >= least
+    step = engine.global_steps
+    losses = [train_step(engine, JOB, each) for each in range(step, step + 2)]
+    engine.save_checkpoint(folder / "saved", tag=Path(path).name.strip(".").removesuffix(".old"), keep_last=1)
+    hidden = [p.name for p in (folder / "saved").iterdir() if p.name.startswith(".") and p.name.endswith(".removed")]
+    assert not hidden
+    engine.load_checkpoint(folder / "saved")
+    assert engine.global_steps == step + 2
+    engine.destroy()
+    whole = start(JOB, CPU, folder / "whole")
+    assert [train_step(whole, JOB, each) for each in range(step + 2)][step:] == losses
+    whole.destroy()
+    return step
+
+
+@pytest.mark.parametrize(
+    ("moment", "same_tag"),
+    [(moment, same) for moment in MOMENTS for same in (False, True) if same or moment not in _REPLACES],
+)
+def test_killed_at_each_moment(moment: str, same_tag: bool, tmp_path: Path) -> None:
+    receiver, sender = _processes.Pipe(duplex=False)
+    process = _processes.Process(target=save_and_die, args=(tmp_path, moment, same_tag, sender))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert receiver.recv() == 1 and not receiver.poll(), "it died in the second save"
+    named = moment in ("latest follows", "it has its name", "after two renames")
+    gone = moment in ("all but the old one", "the old one goes")
+    step = goes_on(tmp_path, 1)
+    assert step == (2 if gone or (named and same_tag) else 1)
+
+
+@pytest.mark.parametrize("same_tag", [False, True], ids=["others", "the same"])
+def test_killed_at_random_moments(same_tag: bool, tmp_path: Path) -> None:
+    chance = random.Random(same_tag)
+    for attempt in range(2):
+        folder = tmp_path / str(attempt)
+        receiver, sender = _processes.Pipe(duplex=False)
+        process = _processes.Process(target=save_and_die, args=(folder, None, same_tag, sender))
+        process.start()
+        first = receiver.recv()
+        time.sleep(chance.uniform(0.0, 0.1))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        while receiver.poll():
+            first = receiver.recv()
+        assert goes_on(folder, first) in (first, first + 1)

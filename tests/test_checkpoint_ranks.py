@@ -1,0 +1,220 @@
+"""Checkpoints of several ranks: the same bits with as many, the same weights and moments with more or fewer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.engine import checkpoint_load, checkpoint_save
+from offload.errors import IoError, RankError, StoreError
+from offload.swapper.states import State
+from tests import models
+from tests.oracle import Job, config
+from tests.rank_pool import RankPool, pool, rank_and_size, start
+from tests.test_ranks import JOBS
+
+DISK, CPU = ("nvme", "nvme"), ("cpu", "cpu")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with pool(2) as two:
+        yield two
+
+
+def train(engine: offload.Engine, job: Job, steps: range) -> list[float]:
+    """The mean loss of all ranks at each step."""
+    losses = []
+    for step in steps:
+        mean = 0.0
+        for micro in range(job.accumulation):
+            part = job.loss(engine, step, micro)
+            engine.backward(part)
+            mean += engine.mean(float(part.detach())) / job.accumulation
+            engine.step()
+        losses.append(mean)
+    return losses
+
+
+def weights_of(engine: offload.Engine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def save_at_two(job: Job, folder: Path, placement: tuple[str, str]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train four steps, save after two: the last two losses, and the last weights."""
+    engine = start(job, placement, folder / "first")
+    train(engine, job, range(2))
+    engine.save_checkpoint(folder / "saved", client_state={"rank": engine.global_rank})
+    losses, weights = train(engine, job, range(2, 4)), weights_of(engine)
+    engine.destroy(remove=True)
+    return losses, weights
+
+
+def load_at_two(
+    job: Job, folder: Path, placement: tuple[str, str], again: str = "again"
+) -> tuple[list[float], dict[str, torch.Tensor], Any, tuple[str, ...]]:
+    """Other weights, then those of the checkpoint, saved to `again` at once, and two steps."""
+    torch.manual_seed(4711)
+    engine = offload.initialize(model=job.model(), config=config(job, placement, folder / "second"))[0]
+    train(engine, job, range(7, 8))
+    path, client_state = engine.load_checkpoint(folder / "saved")
+    assert path is not None and engine.global_steps == 2
+    engine.save_checkpoint(folder / again)
+    losses, weights, notices = train(engine, job, range(2, 4)), weights_of(engine), engine.notices
+    engine.destroy(remove=True)
+    return losses, weights, client_state, notices
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixture"])
+@pytest.mark.parametrize(("one", "other"), [(DISK, DISK), (CPU, ("none", "nvme"))])
+def test_the_same_ranks_go_on_bit_for_bit(
+    name: str, one: tuple[str, str], other: tuple[str, str], ranks: RankPool, tmp_path: Path
+) -> None:
+    job = JOBS[name]._replace(dtype="bf16")
+    whole = ranks.run(save_at_two, job, tmp_path, one)
+    for rank, (losses, weights, client_state, _) in enumerate(ranks.run(load_at_two, job, tmp_path, other)):
+        assert losses == whole[rank][0] and client_state == {"rank": rank}
+        assert all(torch.equal(value, whole[rank][1][key]) for key, value in weights.items())
+
+
+def values(folder: Path) -> dict[tuple[str, State], torch.Tensor]:
+    """Every state of every parameter in the latest checkpoint, put together from all ranks' files."""
+    import safetensors.torch
+
+    found = checkpoint_load.look(folder / (folder / "latest").read_text(), 0, 0, {})
+    files = [
+        safetensors.torch.load_file(found.folder / checkpoint_load.states_file(rank))
+        for rank in range(found.manifest.world_size)
+    ]
+    joined: dict[tuple[str, State], torch.Tensor] = {}
+    for unit, layout in enumerate(found.layouts):
+        for segment in layout.segments:
+            for state in found.mode.states if segment.trainable else (State.WEIGHT,):
+                parts = [
+                    files[piece.rank][f"{unit}.{state.value}"][piece.start : piece.start + piece.numel]
+                    for piece in checkpoint_pieces(layout, found.manifest.world_size, segment)
+                ]
+                joined[segment.name, state] = torch.cat(parts) if parts else torch.empty(0)
+    return joined
+
+
+def checkpoint_pieces(*arguments: Any) -> Any:
+    from offload.engine.pieces import pieces
+
+    return pieces(*arguments)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixture", "adapters"])
+@pytest.mark.parametrize("more", [True, False], ids=["1 to 2", "2 to 1"])
+def test_another_number_of_ranks(name: str, more: bool, ranks: RankPool, tmp_path: Path) -> None:
+    """Weights and moments are equal exactly after the load; the steps after it as near as another order of sums is."""
+    job = JOBS[name]._replace(lr=3e-4)
+    if more:
+        losses, weights = save_at_two(job, tmp_path, DISK)
+        results = ranks.run(load_at_two, job, tmp_path, DISK)
+    else:
+        losses, weights = ranks.run(save_at_two, job, tmp_path, CPU)[0]
+        results = [load_at_two(job, tmp_path, DISK)]
+    one, other = values(tmp_path / "saved"), values(tmp_path / "again")
+    assert one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+    for after, loaded, client_state, notices in results:
+        assert after == pytest.approx(losses, rel=1e-5, abs=1e-6) and client_state == {"rank": 0}
+        assert any("dropout draws other numbers" in notice for notice in notices)
+        for key, expected in weights.items():
+            torch.testing.assert_close(loaded[key], expected, rtol=0, atol=1e-5)
+
+
+def fails_on_one(folder: Path) -> str:
+    """Rank 1 cannot write; afterwards both train on, and save."""
+    job = models.GPT2._replace(loss=JOBS["gpt2"].loss)
+    engine = start(job, DISK, folder / "run")
+    train(engine, job, range(1))
+    engine.save_checkpoint(folder / "saved")
+    real = checkpoint_save._write_states
+
+    def write(*arguments: Any) -> Any:
+        if rank_and_size()[0] == 1:
+            raise IoError("a file", 0, 10, 5, "write")
+        return real(*arguments)
+
+    checkpoint_save._write_states = write  # type: ignore[assignment]
+    told = ""
+    try:
+        engine.save_checkpoint(folder / "saved", tag="two")
+    except (StoreError, IoError) as error:
+        told = f"{type(error).__name__}: {error}"
+    finally:
+        checkpoint_save._write_states = real
+    engine.mean(0.0)  # rank 0 has removed what was begun
+    names = sorted(path.name for path in (folder / "saved").iterdir())
+    assert names == ["global_step1", "latest"], names
+    train(engine, job, range(1, 2))
+    engine.save_checkpoint(folder / "saved")
+    engine.destroy(remove=True)
+    return told
+
+
+def test_an_error_on_one_rank_is_an_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    zero, one = ranks.run(fails_on_one, tmp_path)
+    assert zero.startswith("StoreError: rank 1 could not save a checkpoint") and "a file" in zero
+    assert one.startswith("IoError")
+
+
+def one_saves_alone(folder: Path, what: str) -> str:
+    job = models.GPT2._replace(loss=JOBS["gpt2"].loss)
+    engine = start(job, CPU, folder / "run")
+    rank = rank_and_size()[0]
+    try:
+        if what == "tags":
+            engine.save_checkpoint(folder / "saved", tag=f"of {rank}")
+        elif rank == 0:
+            engine.save_checkpoint(folder / "saved")
+        elif what == "load":
+            engine.load_checkpoint(folder / "saved")
+        else:
+            engine.mean(1.0)
+    except RankError as error:
+        return str(error)
+    finally:
+        engine.abandon(remove=True)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["mean", "load", "tags"])
+def test_ranks_that_do_other_things_are_told(what: str, ranks: RankPool, tmp_path: Path) -> None:
+    for told in ranks.run(one_saves_alone, tmp_path, what):
+        assert ("other tag" if what == "tags" else "rank 0 saves a checkpoint; rank 1") in told
+    assert not (tmp_path / "saved").exists()
+
+
+def damaged_on_one(folder: Path) -> tuple[str, bool]:
+    """Each rank compares a share of the files: what one finds, both are told, and nothing has changed."""
+    job = models.GPT2._replace(loss=JOBS["gpt2"].loss)
+    engine = start(job, DISK, folder / "run")
+    train(engine, job, range(2))
+    weights, told = weights_of(engine), ""
+    try:
+        engine.load_checkpoint(folder / "saved")
+    except StoreError as error:
+        told = str(error)
+    unchanged = all(torch.equal(value, weights[key]) for key, value in weights_of(engine).items())
+    train(engine, job, range(2, 3))
+    engine.destroy(remove=True)
+    return told, unchanged
+
+
+def test_damage_is_told_to_all(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_at_two, models.GPT2._replace(loss=JOBS["gpt2"].loss), tmp_path, DISK)
+    path = tmp_path / "saved" / "global_step2" / "states.rank1.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5000] ^= 1
+    path.write_bytes(data)
+    for told, unchanged in ranks.run(damaged_on_one, tmp_path):
+        assert "states.rank1.safetensors is damaged" in told and unchanged
+    assert json.loads((path.parent / "manifest.json").read_text())["epoch"] == 2
