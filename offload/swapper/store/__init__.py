@@ -12,7 +12,7 @@ made of, the checksums of the data among it, then one of two alternating records
     writes ► fdatasync of every drive ► blob ► fsync ► record ► fsync
 
 No byte that a durable record names is overwritten before the next record is durable, and folders are synced where
-names are new, so a process may be killed, and the power may go, at any moment. A torn record fails its checksum, and
+names are new, so a process may be killed and the power may go at any moment. A torn record fails its checksum, and
 the other one counts. docs/store-format.md is for who reads it without us.
 
 | file | what it is |
