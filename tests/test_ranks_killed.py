@@ -42,9 +42,9 @@ class Run:
             process.start()
 
     def wait_for_a_step(self) -> None:
-        """Until rank 0 has told of a step of this run."""
+        """Until rank 0 has told of two steps of this run: the first of them is committed by then."""
         seen = len(self.steps())
-        while len(self.steps()) == seen and self.ranks[0].is_alive():
+        while len(self.steps()) < seen + 2 and self.ranks[0].is_alive():
             time.sleep(0.005)
 
     def steps(self) -> list[Any]:
