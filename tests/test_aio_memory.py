@@ -68,6 +68,13 @@ def test_memory_that_is_not_there_has_no_huge_page() -> None:
     assert huge_page_share(aligned_empty(4 * HUGE)) == 0
 
 
+def test_huge_pages_of_a_neighbour_are_not_counted() -> None:
+    buffers = [aligned_empty(4 * HUGE) for _ in range(8)]  # the kernel puts them side by side
+    for buffer in buffers[::2]:
+        buffer[:] = bytes(len(buffer))
+    assert [huge_page_share(buffer) for buffer in buffers[1::2]] == [0, 0, 0, 0]
+
+
 def _policy(address: int) -> tuple[int, int]:
     """What the kernel says of the page at `address`: the mode, and the nodes as bits."""
     call = {"x86_64": 239, "aarch64": 236}.get(platform.machine())

@@ -33,6 +33,9 @@ def aligned_empty(nbytes: int) -> memoryview:
     mapping.madvise(mmap.MADV_DONTFORK)
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages: slower, not wrong
         mapping.madvise(mmap.MADV_HUGEPAGE)
+        # The last page lies behind the buffer. Being of another kind, it keeps the kernel from counting this memory
+        # and a neighbour's as one mapping, of which `huge_page_share` could not tell whose the huge pages are.
+        mapping.madvise(mmap.MADV_NOHUGEPAGE, room + _HUGE_PAGE - PAGE, PAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE
     _mappings.add(mapping)
     return memoryview(mapping)[start : start + nbytes]
