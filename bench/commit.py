@@ -1,7 +1,7 @@
 """What durability costs: `python -m bench.commit FOLDER [--model NAME] [--every N]`.
 
-The same steps with everything on disk, once with a commit each step (or every N), checksums of all that is written and
-read among it, and once with durability none, in turns. Bound: a commit adds the blob and a record of 4096 bytes to the
+The same steps with everything on disk, once with a commit each step (or every N), checksums of all that is written
+among it, and once with durability none, in turns. Bound: a commit adds the blob and a record of 4096 bytes to the
 26 bytes a parameter, and nothing that the model waits for: it is made on the update worker, under the next forward.
 """
 

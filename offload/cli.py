@@ -26,11 +26,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 import offload
-from offload import cli_machine, cli_store
+from offload import cli_inspect, cli_machine, cli_store
+from offload.cli_machine import BAD_INPUT, FAILED
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
 from offload.sizes import format_size
-
-_BAD_INPUT, _FAILED = 2, 1
 
 _LISTS = {
     "losses": "loss",
@@ -82,6 +81,7 @@ class Stopped(KeyboardInterrupt):
 
 
 cli_machine.register(app)
+app.command()(cli_inspect.inspect)
 cli_store.register(app)
 
 
@@ -263,7 +263,7 @@ class _Training:
                         options, self._read(options.config), lambda line: self.console.print(line, markup=False)
                     )
                 except (ConfigError, BudgetError, StoreError, UsageError, OSError) as error:
-                    _quit(error, _BAD_INPUT)
+                    _quit(error, BAD_INPUT)
                 if isinstance(job, Finished):
                     self.console.print(job.message, markup=False)
                     self._result({key: [] for key in _LISTS} | {"steps": None})
@@ -307,7 +307,7 @@ class _Training:
             yield
         except (OffloadError, OSError) as error:
             self._end(job)
-            _quit(error, _FAILED)
+            _quit(error, FAILED)
         except Stopped:
             self._end(job)
             raise

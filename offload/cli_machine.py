@@ -19,7 +19,7 @@ from rich.table import Table
 from offload.errors import BudgetError, ConfigError, OffloadError
 from offload.sizes import format_size, parse_size
 
-_BAD_INPUT, _FAILED = 2, 1
+BAD_INPUT, FAILED = 2, 1
 
 bench = typer.Typer(
     help="Measure the parts, each against a bound or a peer in the same run.",
@@ -59,7 +59,7 @@ def info(
             table.add_row(name, value)
         Console(highlight=False, markup=False).print(table)
     if any("error" in drive for drive in found["drives"]):
-        raise typer.Exit(_BAD_INPUT)
+        raise typer.Exit(BAD_INPUT)
 
 
 @bench.command("io")
@@ -91,7 +91,7 @@ def bench_io(
     from offload.info import machine
 
     console = Console(stderr=json_output, highlight=False)
-    with errors(_BAD_INPUT):
+    with errors(BAD_INPUT):
         _check_plot(plot)
         plan = io.make_plan(
             paths,
@@ -104,7 +104,7 @@ def bench_io(
             rounds=rounds,
             with_fio=fio,
         )
-    with errors(_FAILED), signals(), _telling(console) as tell:
+    with errors(FAILED), signals(), _telling(console) as tell:
         rows = io.measure(plan, tell)
     if json_output:
         print(json.dumps(io.as_json(machine(), plan, rows)), flush=True)
@@ -112,7 +112,7 @@ def bench_io(
         console.print(_rows_table(rows))
         if fio and not plan.with_fio:
             console.print("fio is not installed, so there is no ratio to it (Debian: apt install fio)")
-    with errors(_FAILED):
+    with errors(FAILED):
         if plot is not None:
             io.plot(rows, plot)
 
@@ -140,17 +140,17 @@ def bench_adam(
     from offload.info import machine
 
     console = Console(stderr=json_output, highlight=False)
-    with errors(_BAD_INPUT):
+    with errors(BAD_INPUT):
         _check_plot(plot)
         count = _count(numel)
         wanted = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or ())
-    with errors(_FAILED), _telling(console) as tell:
+    with errors(FAILED), _telling(console) as tell:
         found = adam.measure(count, wanted, rounds, tell)
     if json_output:
         print(json.dumps(adam.as_json(machine(), found)), flush=True)
     else:
         console.print(_adam_table(found))
-    with errors(_FAILED):
+    with errors(FAILED):
         if plot is not None:
             adam.plot(found, plot)
 
@@ -204,7 +204,7 @@ def bench_swap(
     from offload.info import machine
 
     console = Console(stderr=json_output, highlight=False)
-    with errors(_BAD_INPUT):
+    with errors(BAD_INPUT):
         plan = swap_plan.make_plan(
             paths,
             units=units,
@@ -226,7 +226,7 @@ def bench_swap(
             depth=depth,
             probe_bytes=parse_size(probe_size),
         )
-    with errors(_FAILED), signals(), _telling(console) as tell:
+    with errors(FAILED), signals(), _telling(console) as tell:
         result = swap.measure(plan, tell)
     if json_output:
         print(json.dumps(swap_figures.as_json(machine(), plan, result)), flush=True)
@@ -298,7 +298,7 @@ def tune(
     from offload.config import load_config, read_json
 
     console = Console(stderr=json_output, highlight=False)
-    with errors(_BAD_INPUT):
+    with errors(BAD_INPUT):
         if output is not None and config is None:
             raise ConfigError("--output is where --config is written to; give both")
         there = config is not None and config.exists()
@@ -307,13 +307,13 @@ def tune(
             backend = queue.backend
         if config is not None:
             tuning.check_writable(config, output or config)
-    with errors(_FAILED), signals(), _telling(console) as tell:
+    with errors(FAILED), signals(), _telling(console) as tell:
         found = tuning.tune(paths, backend, parse_size(size), tell=tell)
     if json_output:
         print(json.dumps(tuning.as_json(found)), flush=True)
     else:
         _tell_tuned(console, found)
-    with errors(_FAILED):
+    with errors(FAILED):
         if config is not None:
             tuning.write_config(config, output or config, found.aio)
             console.print(f"written to {output or config}", markup=False)
@@ -368,7 +368,7 @@ def errors(code: int) -> Iterator[None]:
         yield
     except (OffloadError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(_BAD_INPUT if isinstance(error, ConfigError | BudgetError) else code) from None
+        raise typer.Exit(BAD_INPUT if isinstance(error, ConfigError | BudgetError) else code) from None
 
 
 @contextmanager

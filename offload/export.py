@@ -1,4 +1,4 @@
-"""`offload export`: the weights of a run as safetensors files that transformers loads, without the model's code.
+"""`offload export`: the weights of a run or a checkpoint as files that transformers loads.
 
     units ──► chunks of a rank's partition ──► in the dtype asked for ──► each stretch to its place in its file
 
@@ -23,13 +23,16 @@ import torch
 
 from offload import kernels
 from offload.aio import aligned_empty
+from offload.engine.checkpoint_files import find
+from offload.engine.checkpoint_source import CheckpointSource
 from offload.engine.description import described_layouts
 from offload.engine.layout import UnitLayout
-from offload.engine.source import Reading, Source
+from offload.engine.source import Reading, Source, StoreSource
 from offload.engine.tensor_file import Tensor, Writer, plan, shard
 from offload.errors import IoError, StoreError
 from offload.sizes import format_size
 from offload.swapper.states import MODES, Mode, State
+from offload.swapper.store import Queue
 from offload.swapper.store.folder import Lock, sync_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -58,6 +61,8 @@ class Plan(NamedTuple):
     layouts: tuple[UnitLayout, ...]
     mode: Mode
     world_size: int
+    frozen: bool
+    """Whether weights that do not train are written."""
     dtype: torch.dtype
     names: Mapping[str, tuple[str, ...]]
     """For each parameter the names under which it is written: its own, and tied ones that no loader would tie."""
@@ -78,6 +83,12 @@ class Plan(NamedTuple):
         return heads + self.weights_nbytes
 
 
+def open_source(path: Path, queue: Queue) -> Source:
+    """A run's folder, a checkpoint's, or one of checkpoints, of which it is the latest. Raises `StoreError`."""
+    checkpoint = find(path, None)
+    return StoreSource(path, queue) if checkpoint is None else CheckpointSource(Path(checkpoint), queue)
+
+
 def make_plan(source: Source, dtype: str | None, shard_nbytes: int) -> Plan:
     """Decide names, dtypes and files."""
     layouts = described_layouts(source.description)
@@ -91,6 +102,8 @@ def make_plan(source: Source, dtype: str | None, shard_nbytes: int) -> Plan:
     tensors: dict[str, Tensor] = {}
     for layout in layouts:
         for segment in layout.segments:
+            if not (segment.trainable or source.frozen):
+                continue
             others = () if loader_ties else (alias for alias, name in tied.items() if name == segment.name)
             names[segment.name] = (segment.name, *others)
             tensors |= dict.fromkeys(names[segment.name], Tensor(wanted, segment.shape))
@@ -99,7 +112,9 @@ def make_plan(source: Source, dtype: str | None, shard_nbytes: int) -> Plan:
     files = {_file_name(index, len(cut)): each for index, each in enumerate(cut)}
     metadata = {"format": "pt"} | (dict(tied) if config is None else {})
     config = None if config is None else _config(config, source.about["class"], wanted)
-    return Plan(layouts, mode, int(source.description["world_size"]), wanted, names, files, config, metadata)
+    return Plan(
+        layouts, mode, int(source.description["world_size"]), source.frozen, wanted, names, files, config, metadata
+    )
 
 
 def _file_name(index: int, count: int) -> str:
@@ -137,13 +152,16 @@ def export(source: Source, out: Path, plan: Plan, progress: Callable[[int], None
             notices.append(f"{beyond} values are beyond what {_short(plan.dtype)} holds: they are infinite now")
         if plan.config is None:
             notices.append("the model has no transformers config, so there are weights alone")
+        absent = sum(s.name not in plan.names for layout in plan.layouts for s in layout.segments)
+        if absent:
+            notices.append(f"{absent} frozen weights are not in it: they were left out when it was saved")
     return Exported(
         out,
         source.epoch,
         _short(plan.dtype),
         tuple(sorted(path.name for path in out.iterdir())),
         plan.weights_nbytes,
-        sum(segment.numel for layout in plan.layouts for segment in layout.segments),
+        sum(s.numel for layout in plan.layouts for s in layout.segments if s.name in plan.names),
         tuple(notices),
     )
 
@@ -267,7 +285,7 @@ def _stretches(plan: Plan) -> Iterator[_Stretch]:
         for rank in range(plan.world_size):
             position = 0
             trainable, frozen = layout.trainable(rank, plan.world_size), layout.frozen(rank, plan.world_size)
-            for share, joined in ((trainable, split), (frozen, False)):
+            for share, joined in ((trainable, split), (frozen if plan.frozen else range(0), False)):
                 for start in range(share.start, share.stop, _CHUNK_NUMEL):
                     numel = min(_CHUNK_NUMEL, share.stop - start)
                     yield _Stretch(rank, unit, start, position, numel, joined)

@@ -1,4 +1,7 @@
-"""`offload inspect`: what lies in a folder of swap files, whoever has it. Takes nothing and changes nothing."""
+"""`offload inspect`: what lies in a folder of swap files, whoever has it, or of checkpoints.
+
+Takes nothing and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,18 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from offload.engine.checkpoint_files import LATEST, MANIFEST, read_manifest, wrong_files
+from offload.engine.checkpoint_files import leftovers as leftovers_of_saves
 from offload.errors import StoreError
 from offload.swapper.store import rank_folders
 from offload.swapper.store.folder import holder
-from offload.swapper.store.look import Commit, Found, allocated_nbytes, is_rank, is_run, leftovers, look
+from offload.swapper.store.look import Commit, Found, Wrong, allocated_nbytes, is_rank, is_run, leftovers, look
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """JSON of what `path` is: an nvme path with its runs, a run, or a rank of one. Sizes in bytes.
+    """JSON of what `path` is: an nvme path with its runs, a run, a rank of one, a checkpoint, or a folder of such.
+
+    Sizes in bytes.
 
     Raises `StoreError` where there is no such folder.
     """
@@ -27,6 +34,11 @@ def inspect(path: Path) -> dict[str, Any]:
         return {"kind": "rank", **_run(path.parent, [path])}
     if is_run(path):
         return {"kind": "run", **_run(path, rank_folders(path))}
+    if (path / MANIFEST).is_file():
+        return {"kind": "checkpoint", **_checkpoint(path)}
+    saved = [each for each in path.iterdir() if (each / MANIFEST).is_file() and not each.name.startswith(".")]
+    if saved or (path / LATEST).is_file() or leftovers_of_saves(path):
+        return {"kind": "checkpoints", **_checkpoints(path, saved)}
     runs = [_run(each, rank_folders(each)) for each in sorted(path.iterdir()) if is_run(each)]
     return {"kind": "nvme_path", "path": str(path), "runs": runs}
 
@@ -64,6 +76,52 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
         if len(folders) == len(rank_folders(path)):
             content["missing_ranks"] = sorted(set(range(size)) - {rank["rank"] for rank in ranks})
     return content
+
+
+def _checkpoints(path: Path, saved: Sequence[Path]) -> dict[str, Any]:
+    latest = path / LATEST
+    found = [_checkpoint(each) for each in saved]
+    return {
+        "path": str(path),
+        "latest": latest.read_text(errors="replace").strip() if latest.is_file() else None,
+        "checkpoints": sorted(found, key=lambda each: (each["epoch"] or 0, each["created"] or "")),
+        "leftovers": [str(each) for each in leftovers_of_saves(path)],
+    }
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "path": str(path),
+        "tag": path.name,
+        "epoch": None,
+        "created": None,
+        "age_seconds": None,
+        "model": None,
+        "mode": None,
+        "world_size": None,
+        "frozen_weights": None,
+        "made_by": None,
+        "bytes": sum(each.stat().st_size for each in path.iterdir() if each.is_file()),
+        "damaged": [],
+    }
+    try:
+        manifest = read_manifest(path)
+    except StoreError as error:
+        return {**content, "damaged": [Wrong(str(path / MANIFEST), str(error))._asdict()]}
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(manifest.created)
+    wrong = [Wrong(str(path / name), reason) for name, reason in wrong_files(path, manifest).items()]
+    return {
+        **content,
+        "epoch": manifest.epoch,
+        "created": manifest.created,
+        "age_seconds": round(max(0.0, age.total_seconds()), 1),
+        "model": _model(manifest.layout, manifest.about),
+        "mode": manifest.layout["mode"],
+        "world_size": manifest.world_size,
+        "frozen_weights": manifest.frozen,
+        "made_by": manifest.about.get("offload"),
+        "damaged": [each._asdict() for each in wrong],
+    }
 
 
 def _model(layout: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:

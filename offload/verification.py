@@ -1,20 +1,21 @@
-"""`offload verify`: every byte of a run's last commit, compared with its checksum."""
+"""`offload verify`: every byte of a run's last commit, or of a checkpoint, compared with its checksum."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from offload.aio import StripedFile
-from offload.engine.source import check_can_be_read
+from offload.engine.checkpoint_files import find, progress_file, read_manifest, wrong_files
+from offload.engine.checkpoint_load import compare_bytes, look
+from offload.engine.source import check_can_be_read, lock_and_look
 from offload.errors import IoError, StoreError
 from offload.sizes import format_size
-from offload.swapper.store import Queue, rank_folders
+from offload.swapper.store import Queue
 from offload.swapper.store.check import Damage, damages
-from offload.swapper.store.folder import Lock
-from offload.swapper.store.look import Commit, Found, Wrong, look
+from offload.swapper.store.look import Commit, Found, Wrong
 
 
 class RankReport(NamedTuple):
@@ -92,19 +93,109 @@ class Report(NamedTuple):
         }
 
 
-class Checking:
+class CheckpointReport(NamedTuple):
+    """What was found in a checkpoint's folder."""
+
+    path: Path
+    epoch: int
+    world_size: int
+    nbytes: int
+    """Compared."""
+    wrong: tuple[Wrong, ...]
+
+    @property
+    def whole(self) -> bool:
+        return not self.wrong
+
+    def lines(self, most: int) -> list[str]:
+        """In words, with at most so many damages."""
+        found = [f"damaged: {wrong}" for wrong in self.wrong[:most]]
+        if len(self.wrong) > most:
+            found.append(f"and {len(self.wrong) - most} more")
+        state = f"damaged in {len(self.wrong)} places" if self.wrong else "whole"
+        return [*found, f"{self.path}: epoch {self.epoch}, {format_size(self.nbytes)}: {state}"]
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "path": str(self.path),
+            "whole": self.whole,
+            "epoch": self.epoch,
+            "world_size": self.world_size,
+            "bytes": self.nbytes,
+            "files": [wrong._asdict() for wrong in self.wrong],
+        }
+
+
+class Checking(Protocol):
+    """What can be verified."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that will be read at most."""
+        ...
+
+    def run(self, queue: Queue, progress: Callable[[int], None]) -> Report | CheckpointReport:
+        """Read and compare all."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_checking(path: Path) -> Checking:
+    """A run's folder, a checkpoint's, or one of checkpoints, of which it is the latest.
+
+    Raises `StoreError` where there is none of these, or it cannot be verified.
+    """
+    checkpoint = find(path, None)
+    return RunChecking(path) if checkpoint is None else CheckpointChecking(Path(checkpoint))
+
+
+class CheckpointChecking:
+    """A checkpoint whose manifest is right; the rest shows as it is read."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._path, self._manifest = checkpoint, read_manifest(checkpoint)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self._manifest.files.values())
+
+    def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> CheckpointReport:
+        """Read and compare all, or say why nothing of it can be loaded."""
+        path, manifest = self._path, self._manifest
+        wrong = [Wrong(str(path / name), reason) for name, reason in wrong_files(path, manifest).items()]
+        nbytes = 0
+
+        def compared(count: int) -> None:
+            nonlocal nbytes
+            nbytes += count
+            progress(count)
+
+        def damaged(file: Path, name: str) -> None:
+            wrong.append(Wrong(str(file), f"the checksum of {name} is not the one written"))
+
+        for rank in range(0 if wrong else manifest.world_size):
+            try:
+                found = look(path, rank, manifest.world_size, {})
+                compare_bytes(found, [(rank, name) for name in found.places], queue, damaged, compared)
+                compared(manifest.files[progress_file(rank)].nbytes)
+            except (StoreError, IoError) as error:
+                wrong.append(Wrong(str(path), str(error)))
+        return CheckpointReport(path, manifest.epoch, manifest.world_size, nbytes, tuple(wrong))
+
+    def close(self) -> None:
+        """Nothing is open between calls."""
+
+
+class RunChecking:
     """A run whose ranks are locked while they are read. Raises `StoreError` where it cannot be verified."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
         self._open = contextlib.ExitStack()
         try:
-            folders = rank_folders(run)
-            if not folders:
-                raise StoreError(f"{run} holds no rank<r> folder: give the folder of a run that has swap files")
-            for folder in folders:
-                self._open.enter_context(Lock(folder))
-            self._found = [look(folder) for folder in folders]
+            self._found = lock_and_look(run, self._open)
             for each in self._found:
                 check_can_be_read(each)
                 if not each.commits and not each.wrong:
@@ -129,12 +220,6 @@ class Checking:
     def close(self) -> None:
         """Give the locks back; idempotent."""
         self._open.close()
-
-    def __enter__(self) -> Checking:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _newest_whole(found: Found) -> Commit | None:
@@ -180,7 +265,7 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
 
 def _damages(
     found: Found, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]
-) -> Iterator[Damage]:
+) -> Generator[Damage]:
     assert found.manifest is not None
     spec = found.manifest.spec
     return damages(file, queue, spec.extents(), commit.record.slots, commit.table, spec.title, progress)
@@ -195,7 +280,7 @@ def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progr
     try:
         return f"{epoch} is already written over" if next(looking, None) else f"{epoch} is whole too"
     finally:
-        looking.close()  # type: ignore[attr-defined]  # what it reads ahead ends before the file is closed
+        looking.close()  # what it reads ahead ends before the file is closed
 
 
 def _places(file: StripedFile, damage: Damage) -> tuple[tuple[str, int, int], ...]:

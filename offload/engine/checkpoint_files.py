@@ -170,6 +170,25 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return Manifest.unpack(data, str(path))
 
 
+def wrong_files(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
+    """What is missing or of another size, by name; checksums are not looked at."""
+    found: dict[str, str] = {}
+    for name, saved in manifest.files.items():
+        try:
+            size = (checkpoint / name).stat().st_size
+        except OSError as error:
+            found[name] = f"cannot be read: {error.strerror}"
+        else:
+            if size != saved.nbytes:
+                found[name] = f"has {size} bytes, not {saved.nbytes}"
+    return found
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What saves and removals that died have left in a folder of checkpoints; the next save removes it."""
+    return sorted(path for what in ("partial", "old", "removed") for path in folder.glob(f".*.{what}") if path.is_dir())
+
+
 # -- coming and going ---------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ This is the first pass; the second is `checkpoint_fill`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from offload.engine.checkpoint_files import (
     read_manifest,
     states_file,
     tensors_of,
+    wrong_files,
 )
 from offload.engine.checkpoint_map import difference, places
 from offload.engine.description import described_layouts
@@ -97,10 +98,9 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
         expected = tensors_of(layouts, mode, manifest.world_size, manifest.frozen)
         names = [name for each in range(manifest.world_size) for name in (states_file(each), progress_file(each))]
         found: dict[str, Place] = {}
+        if wrong := wrong_files(folder, manifest):
+            raise ValueError("; ".join(f"{name} {reason}" for name, reason in wrong.items()))
         for name in names:
-            size = (folder / name).stat().st_size
-            if size != manifest.files[name].nbytes:
-                raise ValueError(f"{name} has {size} bytes, not {manifest.files[name].nbytes}")
             if name.startswith("states."):
                 found, _ = read_header(folder / name)
                 if {key: place.tensor for key, place in found.items()} != expected:
@@ -173,6 +173,28 @@ def check_bytes(found: Found, wish: Wish, queue: Queue, rank: int, world_size: i
     states = found.mode.states if wish.states else (State.WEIGHT, State.RESIDUAL)
     wanted = [name for name in found.places if State(name.partition(".")[2]) in states]
     work = [(each, name) for each in range(found.manifest.world_size) for name in wanted][rank::world_size]
+
+    def damaged(path: Path, name: str) -> None:
+        raise StoreError(f"{path} is damaged: the checksum of {name} is not the one written; load another")
+
+    try:
+        compare_bytes(found, work, queue, damaged)
+    except IoError as error:
+        raise StoreError(f"the checkpoint {found.folder} cannot be read: {error}; load another") from error
+
+
+def compare_bytes(
+    found: Found,
+    work: Iterable[tuple[int, str]],
+    queue: Queue,
+    damaged: Callable[[Path, str], None],
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Compare tensors, by rank and name, with their checksums.
+
+    `damaged` is told of the file and the tensor that differs, `progress` of bytes as they are compared. Raises
+    `IoError` where something cannot be read.
+    """
     files = open_states(found)
     sums: dict[tuple[int, str], int] = {}
 
@@ -182,13 +204,14 @@ def check_bytes(found: Found, wish: Wish, queue: Queue, rank: int, world_size: i
         return piece.reads
 
     def ended(piece: _Stretch, _: Sequence[Future]) -> None:
+        progress(piece.nbytes)
         key = piece.rank, piece.name
         sums[key] = crc32c_joined(sums.get(key, 0), piece.reads[0].crc32c(), piece.nbytes)
         if piece.start + piece.nbytes < found.places[piece.name].tensor.nbytes:
             return
         path = found.folder / states_file(piece.rank)
         if sums.pop(key) != found.manifest.files[path.name].sums[piece.name]:
-            raise StoreError(f"{path} is damaged: the checksum of {piece.name} is not the one written; load another")
+            damaged(path, piece.name)
 
     def stretches() -> Iterator[_Stretch]:
         for each, name in work:
@@ -198,8 +221,6 @@ def check_bytes(found: Found, wish: Wish, queue: Queue, rank: int, world_size: i
 
     try:
         flow(flow_buffers(), stretches(), begin, lambda *_: (), ended)
-    except IoError as error:
-        raise StoreError(f"the checkpoint {found.folder} cannot be read: {error}; load another") from error
     finally:
         for file in files:
             file.close()

@@ -37,6 +37,8 @@ class Source(Protocol):
     """As `description.describe` made it."""
     about: Mapping[str, Any]
     epoch: int
+    frozen: bool
+    """Whether weights that do not train are there."""
     buffers: Mapping[str, torch.Tensor]
     """Persistent buffers of the model, by name."""
 
@@ -58,12 +60,7 @@ class StoreSource:
         self._queue = queue
         self._open = contextlib.ExitStack()
         try:
-            folders = rank_folders(run)
-            if not folders:
-                raise StoreError(f"{run} holds no rank<r> folder: give the folder of a run that has swap files")
-            for folder in folders:
-                self._open.enter_context(Lock(folder))
-            found = [look(folder) for folder in folders]
+            found = lock_and_look(run, self._open)
             self._commits = commits_of_all(run, found)
             found = found[: len(self._commits)]
             self._files = [self._open.enter_context(each.open_states()) for each in found]
@@ -72,7 +69,7 @@ class StoreSource:
             self._passages = [Passages() for _ in found]
             first = _manifest(found[0])
             self.description, self.about = first.spec.fingerprint, first.spec.about
-            self.epoch = self._commits[0].record.epoch
+            self.epoch, self.frozen = self._commits[0].record.epoch, True
             self.buffers = Progress.unpack(self._commits[0].contents).buffers
         except BaseException:
             self._open.close()
@@ -114,6 +111,22 @@ class _Compared:
             path, what = self._source.file(rank).path, f"use {state.value} of unit {unit},"
             raise IoError(path, self._extent.offset + start, nbytes, errno.EBADMSG, what)
         return nbytes
+
+
+def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
+    """What lies in each rank's folder of a run, which nobody else may open until `stack` is closed.
+
+    Raises `StoreError` where there is none, or a process has one.
+    """
+    folders = rank_folders(run)
+    if not folders:
+        raise StoreError(
+            f"{run} holds neither swap files (no rank<r> folder) nor a checkpoint: give a run's folder, or one that "
+            f"save_checkpoint has made"
+        )
+    for folder in folders:
+        stack.enter_context(Lock(folder))
+    return [look(folder) for folder in folders]
 
 
 def commits_of_all(run: Path, found: Sequence[Found]) -> list[Commit]:

@@ -30,8 +30,7 @@ from offload.aio import Priority
 from offload.errors import EngineFailed
 from offload.swapper.arena import DeviceArena
 from offload.swapper.device import Device
-from offload.swapper.entry import Entry
-from offload.swapper.entry import UnitSize as UnitSize
+from offload.swapper.entry import Entry, UnitSize
 from offload.swapper.host import HostArena, Lease
 from offload.swapper.leases import Leases
 from offload.swapper.policy import Limits, keeps, next_to_bring

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.aio import StripedFile, aligned_empty, crc32c_joined
@@ -54,7 +54,7 @@ def damages(
     table: Mapping[Key, Slot],
     title: Callable[[int], str],
     progress: Callable[[int], None] = lambda _: None,
-) -> Iterator[Damage]:
+) -> Generator[Damage]:
     """Each stretch of the slots `slots` that is damaged. `progress` is told of bytes as they are compared.
 
     Takes 32 MiB of memory.
@@ -132,7 +132,7 @@ def first_damage(
     try:
         return next(found, None)
     finally:
-        found.close()  # type: ignore[attr-defined]  # what it reads ahead ends before the file is closed
+        found.close()  # what it reads ahead ends before the file is closed
 
 
 def _chunks(table: Mapping[Key, Slot]) -> Iterator[_Chunk]:

@@ -31,7 +31,7 @@ def shares(paths: Sequence[str | Path], speeds: Sequence[float], need: int) -> l
     Paths may be folders of one file system, which then share its room. The room must be enough for all.
     """
     found = _free_bytes(paths)
-    room = dict(found)
+    room: dict[int, float] = dict(found)
     left = float(need)
     given = [0.0] * len(paths)
     open_ = set(range(len(paths)))
@@ -45,7 +45,7 @@ def shares(paths: Sequence[str | Path], speeds: Sequence[float], need: int) -> l
         for drive in open_:
             given[drive] += step * speeds[drive]
         for device, r in rate.items():
-            room[device] -= step * r  # type: ignore[assignment]
+            room[device] -= step * r
         left -= step * sum(rate.values())
         open_ = {drive for drive in open_ if room[found[drive][0]] > 0.5}
     return given

@@ -1,0 +1,239 @@
+"""`inspect`, `verify` and `export` do with a checkpoint what they do with a run, and name what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import offload
+from offload.cli import app
+from offload.engine.checkpoint_files import read_manifest
+from offload.engine.tensor_file import read_header
+from tests import models, rank_pool
+from tests.oracle import Job, start, train_step
+from tests.test_export import FROZEN, LLAMA, tensors
+
+DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner(env={"COLUMNS": "300"}).invoke(app, [*map(str, arguments)])
+
+
+def told(*arguments: object, code: int = 0) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
+
+
+def save(job: Job, folder: Path, placement: tuple[str, str] = DISK, steps: int = 1, **options: Any) -> None:
+    """A run of some steps that saves each; its swap files lie beside."""
+    engine = start(job, placement, folder / "swap")
+    for step in range(steps):
+        train_step(engine, job, step)
+        engine.save_checkpoint(folder / "saved", **options)
+    engine.destroy()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    save(models.GPT2._replace(dtype="bf16"), folder, steps=2)
+    return folder / "saved"
+
+
+@pytest.fixture
+def saved(made: Path, tmp_path: Path) -> Path:
+    """Two checkpoints of one rank."""
+    return Path(shutil.copytree(made, tmp_path / "saved"))
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 4
+    path.write_bytes(data)
+
+
+# -- inspect ------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_checkpoints_lists_them(saved: Path) -> None:
+    (saved / ".global_step3.partial").mkdir()
+    (saved / "notes").mkdir()
+    found = told("inspect", saved)
+    assert (found["kind"], found["latest"]) == ("checkpoints", "global_step2")
+    assert [(each["tag"], each["epoch"]) for each in found["checkpoints"]] == [("global_step1", 1), ("global_step2", 2)]
+    assert found["leftovers"] == [str(saved / ".global_step3.partial")]
+    words = run("inspect", saved).output
+    assert re.search(r"global_step2 +2 +GPT2LMHeadModel, 162,368 +bf16 +1 .* latest", words)
+    assert ".global_step3.partial" in words and "notes" not in words
+
+
+def test_one_checkpoint_tells_of_itself(saved: Path) -> None:
+    found = told("inspect", saved / "global_step1")
+    assert found["kind"] == "checkpoint" and found["epoch"] == 1 and not found["damaged"]
+    assert found["model"] == {"class": "GPT2LMHeadModel", "parameters": 162368, "trainable": 162368, "units": 6}
+    assert (found["mode"], found["world_size"], found["frozen_weights"]) == ("bf16", 1, True)
+    assert found["made_by"] == offload.__version__
+    assert found["bytes"] == sum(path.stat().st_size for path in (saved / "global_step1").iterdir())
+    assert "GPT2LMHeadModel, 162,368 parameters, 6 units" in run("inspect", saved / "global_step1").output
+
+
+def test_a_checkpoint_that_is_not_whole_says_so(saved: Path) -> None:
+    (saved / "global_step1" / "states.rank0.safetensors").unlink()
+    flip(saved / "global_step2" / "manifest.json", 300)
+    one, other = sorted(told("inspect", saved)["checkpoints"], key=lambda each: str(each["tag"]))
+    assert one["damaged"][0]["path"].endswith("states.rank0.safetensors")
+    assert "No such file" in one["damaged"][0]["reason"]
+    assert other["epoch"] is None and other["damaged"][0]["path"].endswith("global_step2/manifest.json")
+    assert run("inspect", saved).output.count("damaged") == 2
+    for tag in ("global_step1", "global_step2"):
+        assert "damaged" in run("inspect", saved / tag).output
+
+
+# -- verify -------------------------------------------------------------------------------------------
+
+
+def test_the_latest_is_verified_and_any_that_is_named(saved: Path) -> None:
+    nbytes = sum(file.nbytes for file in read_manifest(saved / "global_step2").files.values())
+    for path in (saved, saved / "global_step2"):
+        found = told("verify", path)
+        assert found["whole"] and found["epoch"] == 2 and found["path"] == str(saved / "global_step2")
+        assert 0 <= nbytes - found["bytes"] < 16 << 10, "all but the header"
+    assert run("verify", saved / "global_step1").output.endswith(": whole\n")
+
+
+def test_every_tensor_that_differs_is_named(saved: Path) -> None:
+    path = saved / "global_step2" / "states.rank0.safetensors"
+    places, _ = read_header(path)
+    for name in ("0.weight", "3.exp_avg"):
+        flip(path, places[name].offset + places[name].tensor.nbytes - 1)
+    found = told("verify", saved, code=1)
+    assert not found["whole"] and [wrong["path"] for wrong in found["files"]] == [str(path)] * 2
+    words = run("verify", saved).output
+    assert "checksum of 0.weight is" in words and "checksum of 3.exp_avg is" in words
+    assert "damaged in 2 places" in words
+    assert told("verify", saved / "global_step1")["whole"]
+
+
+@pytest.mark.parametrize(
+    ("file", "how", "words"),
+    [
+        ("progress.rank0.safetensors", "flip", "progress.rank0.safetensors is damaged"),
+        ("states.rank0.safetensors", "cut", "bytes, not"),
+        ("states.rank0.safetensors", "remove", "No such file"),
+        ("progress.rank0.safetensors", "remove", "No such file"),
+    ],
+)
+def test_a_file_that_is_not_what_was_written(file: str, how: str, words: str, saved: Path) -> None:
+    path = saved / "global_step2" / file
+    if how == "flip":
+        flip(path, path.stat().st_size - 3)
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+    found = told("verify", saved, code=1)
+    assert len(found["files"]) == 1 and words in found["files"][0]["path"] + found["files"][0]["reason"]
+
+
+def test_a_manifest_that_is_damaged_cannot_be_verified(saved: Path) -> None:
+    flip(saved / "global_step2" / "manifest.json", 300)
+    result = run("verify", saved)
+    assert result.exit_code == 2 and "global_step2/manifest.json" in result.output
+
+
+def test_what_is_neither_run_nor_checkpoint_is_refused(tmp_path: Path) -> None:
+    for command in (["verify", tmp_path], ["export", tmp_path, tmp_path / "out"]):
+        result = run(*command)
+        assert result.exit_code == 2 and "neither swap files" in result.output and "nor a checkpoint" in result.output
+    (tmp_path / "latest").write_text("global_step7")
+    result = run("verify", tmp_path)
+    assert result.exit_code == 2 and "there is no checkpoint global_step7" in result.output
+
+
+# -- export -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("placement", [DISK, MEMORY], ids=["disk", "memory"])
+@pytest.mark.parametrize("job", [models.GPT2, LLAMA, FROZEN], ids=["tied", "llama", "frozen"])
+def test_a_checkpoint_gives_what_its_run_gives(
+    job: Job, placement: tuple[str, str], dtype: str, tmp_path: Path
+) -> None:
+    job = job._replace(dtype="bf16")
+    save(job, tmp_path, placement)
+    told("export", tmp_path / "saved", tmp_path / "of-checkpoint", "--dtype", dtype)
+    swap = tmp_path
+    if placement == MEMORY:
+        save(job, tmp_path / "again")
+        swap = tmp_path / "again"
+    told("export", swap / "swap" / "default", tmp_path / "of-run", "--dtype", dtype)
+    ours, theirs = tensors(tmp_path / "of-checkpoint"), tensors(tmp_path / "of-run")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    config = [(tmp_path / name / "config.json").read_text() for name in ("of-checkpoint", "of-run")]
+    assert config[0] == config[1]
+
+
+def test_frozen_weights_that_were_not_saved_are_told_of(tmp_path: Path) -> None:
+    save(FROZEN, tmp_path, exclude_frozen_parameters=True)
+    found = told("export", tmp_path / "saved", tmp_path / "out")
+    model = FROZEN.model()
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert tensors(tmp_path / "out").keys() == dict(model.named_parameters()).keys() - frozen
+    assert f"{len(frozen)} frozen weights are not in it" in " ".join(found["notices"])
+    assert found["parameters"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert "without those that are frozen" in run("inspect", tmp_path / "saved" / "global_step1").output
+    assert told("verify", tmp_path / "saved")["whole"]
+
+
+def test_buffers_come_along(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+        return model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).square().mean()
+
+    save(Job(make, loss), tmp_path)
+    told("export", tmp_path / "saved", tmp_path / "out")
+    found = tensors(tmp_path / "out")
+    assert found["1.running_mean"].abs().sum() > 0 and found["1.num_batches_tracked"] == 1
+
+
+def test_damage_ends_an_export_and_leaves_nothing(saved: Path, tmp_path: Path) -> None:
+    path = saved / "global_step2" / "states.rank0.safetensors"
+    places, _ = read_header(path)
+    flip(path, places["2.weight"].offset)
+    result = run("export", saved, tmp_path / "out")
+    assert result.exit_code == 1 and "2.weight" in result.output and str(path) in result.output
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+    assert run("export", saved / "global_step1", tmp_path / "out").exit_code == 0
+
+
+def _on_ranks(folder: Path) -> None:
+    job = FROZEN._replace(dtype="bf16")
+    engine = rank_pool.start(job, DISK, folder / "swap")
+    train_step(engine, job, 0)
+    engine.save_checkpoint(folder / "saved")
+    engine.destroy()
+
+
+def test_the_parts_of_all_ranks_are_put_together(tmp_path: Path) -> None:
+    with rank_pool.pool(2) as ranks:
+        ranks.run(_on_ranks, tmp_path)
+    told("export", tmp_path / "swap" / "default", tmp_path / "of-run", "--dtype", "fp32")
+    told("export", tmp_path / "saved", tmp_path / "of-checkpoint", "--dtype", "fp32")
+    ours, theirs = tensors(tmp_path / "of-checkpoint"), tensors(tmp_path / "of-run")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert told("verify", tmp_path / "saved")["world_size"] == 2
+    flip(tmp_path / "saved" / "global_step1" / "progress.rank1.safetensors", 3000)
+    assert "progress.rank1" in run("verify", tmp_path / "saved").output
