@@ -28,6 +28,7 @@ from offload.engine.description import described_layouts
 from offload.engine.flow import BUFFER_NBYTES, flow, flow_buffers
 from offload.engine.held import Held
 from offload.engine.layout import Segment, UnitLayout
+from offload.engine.masters import KEPT
 from offload.engine.progress import Progress
 from offload.engine.tensor_file import Place, read_header
 from offload.errors import IoError, StoreError
@@ -170,7 +171,7 @@ def fitting(
 
 def check_bytes(found: Found, wish: Wish, queue: Queue, rank: int, world_size: int) -> None:
     """Compare this rank's share of what any rank will read with its checksums; raises `StoreError`."""
-    states = found.mode.states if wish.states else (State.WEIGHT, State.RESIDUAL)
+    states = found.mode.states if wish.states else KEPT
     wanted = [name for name in found.places if State(name.partition(".")[2]) in states]
     work = [(each, name) for each in range(found.manifest.world_size) for name in wanted][rank::world_size]
 

@@ -23,6 +23,7 @@ from offload.engine.progress import (
 from offload.engine.registered import Registered
 from offload.errors import UsageError
 
+_LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
 _BEFORE_NEXT = "before_next."
 """Of the generators' names in a blob: those of before the next batch was loaded, where they differ."""
 
@@ -41,6 +42,7 @@ class TrainingState:
         layouts: Sequence[UnitLayout],
     ) -> None:
         self._module, self._device, self.optimizer, self._choices = module, device, optimizer, choices
+        self.scaler = choices.scaler
         self.lr_scheduler, self.loader = lr_scheduler, loader
         self.global_steps, self.skipped_steps, self.micro_steps = 0, 0, 0
         """See the engine's."""
@@ -67,6 +69,7 @@ class TrainingState:
             "micro_steps": self.micro_steps,
             "parameter_steps": self.parameter_steps,
             "scheduler": scheduler_state(self.lr_scheduler),
+            "loss_scale": None if self.scaler is None else self.scaler.state(),
             **self.of_the_user(),
             "data": self._data,
             "groups": self.optimizer.values() if self._due is None else self._due["groups"],
@@ -103,6 +106,9 @@ class TrainingState:
             notices.append(f"resumed with other settings than the run had: {', '.join(changed)}")
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
         self.micro_steps, self.parameter_steps = facts["micro_steps"], facts["parameter_steps"]
+        if self.scaler is not None and facts["loss_scale"] is not None:
+            self.scaler.restore(facts["loss_scale"])
+            self.optimizer.loss_scale = self.scaler.scale
         self.client_state = from_plain(facts["client_state"])
         if facts["scheduler"] is not None and same_schedule:
             self.lr_scheduler.load_state_dict(from_plain(facts["scheduler"]))
@@ -155,11 +161,19 @@ class TrainingState:
             return self.take()
         return self.take()._replace(generators=self._after_step.generators) if edited else self._after_step
 
-    def stepped(self, micro_batches: int, is_committed: bool) -> None:
-        """A boundary was passed, of so many micro-batches, in an engine that commits its steps or not."""
+    def stepped(self, micro_batches: int, is_committed: bool, overflow: bool) -> None:
+        """A boundary was passed, of so many micro-batches, in an engine that commits its steps or not.
+
+        With an `overflow` it is skipped: the norm was not finite.
+        """
         self._after_step, self.after_step_is_due = None, is_committed
         self.global_steps += 1
         self.micro_steps += micro_batches
+        self.skipped_steps += overflow
+        self.optimizer.overflow = overflow
+        if self.scaler is not None:
+            self.scaler.stepped(overflow)
+            self.optimizer.loss_scale = self.scaler.scale
         self.registered.stepped()
         if self.loader is not None:
             self._data = self.loader.trained()
@@ -193,9 +207,10 @@ class TrainingState:
             "micro-batch size": choices.micro_batch_size,
             "accumulation": choices.accumulation,
             "gradient clipping": choices.clip,
-            "learning rates": [group["lr"] for group in self._configured],
-            "betas": [list(group["betas"]) for group in self._configured],
-            "eps": [group["eps"] for group in self._configured],
-            "weight decay": [group["weight_decay"] for group in self._configured],
+            "optimizer": self.optimizer.rule.name,
+            **{
+                _LABELS.get(key, key): [group[key] for group in self._configured]
+                for key in self.optimizer.rule.scheduled
+            },
             "schedule": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__,
         }
