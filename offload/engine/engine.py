@@ -585,12 +585,17 @@ class Engine:
                 if rounds is not None and ranks is not None and meet:
                     if remove or not (ranks.lost or rounds.interrupted):
                         rounds.end(remove)
+                        if remove:  # nobody deletes anything before the note is there that says that all may go
+                            self._note_end()
+                            ranks.share(None, "delete its store")
                     else:
                         ranks.look()  # a launcher stops this rank when another dies, and may be faster
+                elif remove:
+                    self._note_end()
                 finished = True
         finally:
             self._alive = False
-            self._close(remove and finished, {"steps": self.global_steps})
+            self._close(remove and finished)
 
     def _finish(self) -> None:
         """Complete and commit what was begun."""
@@ -606,16 +611,21 @@ class Engine:
     def abandon(self, remove: bool) -> None:
         """Close without finishing anything: what `initialize` does when its last steps fail."""
         self._alive = False
-        self._close(remove, None)
+        self._close(remove)
 
-    def _close(self, remove: bool, note: Mapping[str, Any] | None) -> None:
+    def _note_end(self) -> None:
+        """Leave a note that the run has ended, which its first rank does for all."""
+        if self._parts.store is not None and self.global_rank == 0:
+            self._parts.store.note_end({"steps": self.global_steps})
+
+    def _close(self, remove: bool) -> None:
         """Give everything back. The store stays where it can be resumed from, unless it is to be removed."""
         try:
-            self._close_parts(remove, note)
+            self._close_parts(remove)
         finally:
             self._parts.timeline.close()
 
-    def _close_parts(self, remove: bool, note: Mapping[str, Any] | None) -> None:
+    def _close_parts(self, remove: bool) -> None:
         parts = self._parts
         atexit.unregister(self.at_exit)
         self.module.__dict__.pop("zero_grad", None)
@@ -633,12 +643,12 @@ class Engine:
             if parts.ranks is not None:
                 parts.ranks.close(f"its engine was closed at step {self.global_steps}")
             if parts.store is not None:
-                self._close_store(parts.store, remove, note if self.global_rank == 0 else None)
+                self._close_store(parts.store, remove)
             self._closed = True
 
-    def _close_store(self, store: Store, remove: bool, note: Mapping[str, Any] | None) -> None:
+    def _close_store(self, store: Store, remove: bool) -> None:
         if remove:
-            store.remove(note)
+            store.remove()
         elif self._commit_every:
             store.close()
         else:

@@ -231,7 +231,9 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
                 progress = Progress.unpack(store.open(at))
                 _check_fits(progress, model, optimizer)
             else:
-                store.create()
+                store.create(over=plan.resume)
+                if plan.ranks is not None:  # the first commit says that nobody has anything of an earlier run any more
+                    plan.ranks.share(None, "make its store")
         parts = _fill(plan, model, queue, store, resume=progress is not None)
     except BaseException:
         if queue is not None:
