@@ -5,6 +5,7 @@ engine, optimizer, loader, scheduler = offload.initialize(model=model, config="d
 
 from __future__ import annotations
 
+from offload import schedules
 from offload.engine.birth import init
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
@@ -36,4 +37,5 @@ __all__ = [
     "gathered",
     "init",
     "initialize",
+    "schedules",
 ]
