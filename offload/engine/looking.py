@@ -119,7 +119,7 @@ class Looking:
             weights.without_frozen = False
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
-                state[name] = value.detach().to("cpu")
+                state[name] = value.to("cpu")  # what is there already stays the same tensor: tied weights are one
         return state
 
     def use_in(self, module: nn.Module, place: Place) -> None:
