@@ -134,6 +134,12 @@ def test_gradients_that_spill_and_pieces_of_everything(tmp_path: Path, monkeypat
         engine = start(job, DISK, tmp_path / name, **options)
         assert (engine._parts.gradients.spill is not None) == (name == "least")
         found.append(a_round(engine, job, lambda engine=engine: everything(engine.module)))  # type: ignore[misc]
+        backward(engine, job, 3)
+        for number, parameter in enumerate(p for p in engine.module.parameters() if p.requires_grad):
+            offload.safe_set_full_grad(parameter, torch.full(parameter.shape, 0.001 * number))
+        found[-1].append(everything(engine.module))
+        engine.step()
+        found[-1].append(everything(engine.module))
         engine.destroy(remove=True)
     for mine, other in zip(*found, strict=True):
         assert differences(mine, other) == []
