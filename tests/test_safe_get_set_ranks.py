@@ -99,14 +99,16 @@ def test_ranks_at_different_places(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def values_of_each(folder: Path) -> list[float]:
+    """Each rank sets other values of a parameter of which both hold a part."""
     engine = start_rank(ROWS, DISK, folder)
     rank, _ = rank_and_size()
-    scale = engine.module.scale
-    offload.safe_set_full_optimizer_state(scale, torch.tensor(1.0 + rank), "exp_avg")
-    offload.safe_set_full_grad(scale, torch.tensor(3.0 + rank))
-    found = [offload.safe_get_full_optimizer_state(scale, "exp_avg"), offload.safe_get_full_grad(scale)]
+    weight = engine.module.blocks[0][2].weight
+    assert len(engine._looking._pieces(engine._looking.place(weight))) == 2
+    offload.safe_set_full_optimizer_state(weight, torch.full(weight.shape, 1.0 + rank), "exp_avg")
+    offload.safe_set_full_grad(weight, torch.full(weight.shape, 3.0 + rank))
+    found = [offload.safe_get_full_optimizer_state(weight, "exp_avg"), offload.safe_get_full_grad(weight)]
     engine.destroy(remove=True)
-    return [float(value) for value in found if value is not None]
+    return [number for value in found if value is not None for number in value.unique().tolist()]
 
 
 def test_the_values_of_the_first_rank_count(ranks: RankPool, tmp_path: Path) -> None:
