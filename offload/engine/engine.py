@@ -34,6 +34,7 @@ from offload.engine.checkpoint_load import (
 from offload.engine.checkpoint_save import Order
 from offload.engine.hooks import inside_backward
 from offload.engine.loader import Loader, to_device
+from offload.engine.looking import Looking
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Choices, Parts
 from offload.engine.progress import (
@@ -113,6 +114,7 @@ class Engine:
             parts.gradients.settle = self._await_updates
         parts.weights.several_ranks = parts.rounds is not None
         parts.arena.give_cache = self._give_cache
+        self._looking = Looking(parts)
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -292,6 +294,21 @@ class Engine:
         """How often units were used so far, found on the device, and used otherwise than foreseen."""
         return self._parts.pager.counts()
 
+    # -- weights ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's weights and persistent buffers by the model's names: ordinary tensors on the CPU.
+
+        Weights are copies, in the dtype that the model computes in, read one parameter after the other; tied ones stay
+        tied. A rank may ask for it alone. Raises `BudgetError` where they would not fit into the RAM.
+        """
+        return self.module_state_dict()
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The same as `state_dict`, also without frozen parameters."""
+        self._check()
+        return self._looking.state_dict(self.module, exclude_frozen_parameters)
+
     # -- checkpoints --------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -446,7 +463,7 @@ class Engine:
             start, stop = self._mine(unit, edit.start, edit.stop)
             if start < stop:
                 first = start + part.start - edit.start
-                mine.append(Edit(start, stop, edit.values[first : first + stop - start]))
+                mine.append(edit._replace(start=start, stop=stop, values=edit.values[first : first + stop - start]))
         try:
             parts.updater.schedule([UnitUpdate(unit, len(part), (), tuple(mine))], None)
         except BaseException as error:
