@@ -80,6 +80,8 @@ class Hooks:
         """Outermost backwards in which a gradient arrived."""
         self.entered: Callable[[], None] = self.reset_aborted
         """Called at the entry of each outermost forward."""
+        self.began_backward: Callable[[], None] = lambda: None
+        """Called at the start of each outermost backward."""
         self._removers: list[Callable[[], None]] = []
         modules = dict(model.named_modules())
         # The root is a site even without units of its own: saved tensors of all of a forward are packed.
@@ -225,6 +227,7 @@ class Hooks:
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
+            self.began_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
