@@ -151,5 +151,5 @@ class Meter:
 
 def cause_of(row: Row, name: str) -> str | None:
     """The sum to which a span belongs; None where it belongs to none."""
-    causes = {Row.WAITS: _WAITS, Row.WORKER: _WORKER}.get(row, ())
+    causes = _WAITS if row is Row.WAITS else _WORKER if row is Row.WORKER else ()
     return next((cause for words, cause in causes if name.startswith(words)), None)
