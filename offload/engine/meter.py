@@ -88,7 +88,7 @@ class Meter:
 
     def add_loss(self, loss: torch.Tensor, first: bool) -> None:
         """What a backward has begun from; the `first` since the last boundary forgets those that were given up."""
-        part = loss.detach().to(torch.float32, copy=True).sum()
+        part = loss.detach().to(torch.float32).sum()  # memory of its own
         self._loss = part if first or self._loss is None else self._loss + part
 
     def begin_phase(self, phase: str) -> None:
