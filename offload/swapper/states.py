@@ -10,13 +10,16 @@ import torch
 
 
 class State(enum.Enum):
-    """What there is of each trainable element. The compute copy is WEIGHT; GRAD lives for one step, the others stay."""
+    """What there is of each trainable element. The compute copy is WEIGHT; GRAD lives for one step, the others stay.
+
+    Checksums in a store count them in this order, so a new one comes behind the others, before GRAD.
+    """
 
     WEIGHT = "weight"
     RESIDUAL = "residual"
-    MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    MASTER = "master"
     SUM = "sum"
     MOMENTUM_BUFFER = "momentum_buffer"
     GRAD = "grad"
