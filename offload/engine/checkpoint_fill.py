@@ -79,6 +79,9 @@ class Filling:
         mine = self._held.mode.weights
         return self._found.mode.weights != mine or State.MASTER in mine
 
+    def _makes_masters(self, targets: Sequence[State]) -> bool:
+        return self._converts and State.WEIGHT in targets
+
     @property
     def _two_slots(self) -> bool:
         return self._held.store is not None and self._held.store.spec.slots == 2
@@ -131,7 +134,7 @@ class Filling:
     def _cut(self, unit: int, targets: tuple[State, ...], start: int, share: range) -> Iterator[_Work]:
         """Pieces that fit a buffer, of the elements `share` of a unit, which begin at `start` of the partition."""
         sources = targets
-        if self._converts and State.WEIGHT in targets:
+        if self._makes_masters(targets):
             sources = tuple(self._found.mode.weights)
         numel = BUFFER_NBYTES // sum(self._itemsizes(sources, targets)) // _STEP * _STEP
         for first in range(0, len(share), numel):
@@ -141,14 +144,14 @@ class Filling:
     def _itemsizes(self, sources: Sequence[State], targets: Sequence[State]) -> list[int]:
         mine, theirs = self._held.mode.states, self._found.mode.states
         found = [mine[state].itemsize for state in targets]
-        return found + [theirs[state].itemsize for state in sources] if self._converts else found
+        return found + [theirs[state].itemsize for state in sources] if self._makes_masters(targets) else found
 
     def _regions(self, piece: _Work, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
         """The memory of each state as the checkpoint has it, and as the engine has it."""
         end, numel = 0, piece.stop - piece.start
         sides: list[dict[State, memoryview]] = []
         for states, mode in ((piece.targets, self._held.mode), (piece.sources, self._found.mode)):
-            if sides and not self._converts:
+            if sides and not self._makes_masters(piece.targets):
                 sides.append(sides[0])
                 break
             side: dict[State, memoryview] = {}

@@ -135,7 +135,7 @@ def check_fits(found: Found, held: Held, wish: Wish, names: set[str], buffers: M
     theirs = {name: segment.shape for name, (_, segment) in found.saved.items()}
     theirs |= {name: tuple(value.shape) for name, value in found.progress.buffers.items()}
     difference(mine, names | buffers.keys(), theirs).check(wish.strict, what)
-    if wish.states and found.mode is not held.mode:
+    if wish.states and found.mode != held.mode:
         raise StoreError(
             f"{what} is of mode {found.mode.name}, this engine is of mode {held.mode.name}, so the optimizer's states "
             f"are not the same: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"

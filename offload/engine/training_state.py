@@ -126,7 +126,9 @@ class TrainingState:
         if more:
             notices.append(f"the last {more} registered objects were not saved, and stay as they are")
         # Otherwise the schedule of now counts, from where it is.
-        self._due = facts if same_schedule or self.lr_scheduler is None else None
+        # The numbers of another optimizer's groups say nothing here.
+        same_rule = then["optimizer"] == mine["optimizer"]
+        self._due = facts if same_rule and (same_schedule or self.lr_scheduler is None) else None
         self.put_values()
         generators = {name: t for name, t in progress.generators.items() if not name.startswith(_BEFORE_NEXT)}
         if self.global_steps:
