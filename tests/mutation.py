@@ -379,7 +379,7 @@ MUTANTS = (
     ),
     Mutant(
         "name the checkpoint as the latest before it is there",
-        "offload.engine.checkpoint_files",
+        "offload.engine.checkpoint_folder",
         '    with told(checkpoint, "rename"):\n        sync_folder(partial)',
         "    (folder / LATEST).write_text(checkpoint.name)\n"
         '    with told(checkpoint, "rename"):\n        sync_folder(partial)',
@@ -387,9 +387,9 @@ MUTANTS = (
     ),
     Mutant(
         "replace a checkpoint by deleting it first",
-        "offload.engine.checkpoint_files",
+        "offload.engine.checkpoint_folder",
         "        elif exchange(partial, checkpoint):",
-        "        elif shutil.rmtree(checkpoint) or sync_folder(folder) or os.rename(partial, checkpoint) or True:\n"
+        "        elif _delete(checkpoint) or sync_folder(folder) or os.rename(partial, checkpoint) or True:\n"
         "            pass\n        elif exchange(partial, checkpoint):",
         "tests/test_checkpoint_killed.py",
     ),

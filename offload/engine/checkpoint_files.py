@@ -134,8 +134,8 @@ def check_tag(tag: Any) -> str:
         )
     if (nbytes := len(name.encode())) > _LONGEST:
         raise UsageError(
-            f"the tag {name!r} cannot name a folder of its own: it has {nbytes} bytes, of {_LONGEST} that a file system "
-            f"takes beside what a save adds; give a shorter name"
+            f"the tag {name!r} cannot name a folder of its own: it has {nbytes} bytes, of {_LONGEST} that a file "
+            f"system takes beside what a save adds; give a shorter name"
         )
     return name
 

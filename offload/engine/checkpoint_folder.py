@@ -177,7 +177,7 @@ def leftovers(folder: Path) -> tuple[list[Path], list[Path]]:
                 if _is_left(path):
                     goes.append(path)
             elif not os.path.lexists(checkpoint := folder / named["tag"]):
-                if is_checkpoint(path) and not path.is_symlink():
+                if is_checkpoint(path) and _is_left(path):
                     returns.append(path)
             elif _is_left(path) and _is_whole(checkpoint):
                 goes.append(path)
