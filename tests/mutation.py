@@ -393,6 +393,27 @@ MUTANTS = (
         "            pass\n        elif exchange(partial, checkpoint):",
         "tests/test_checkpoint_killed.py",
     ),
+    Mutant(
+        "take any manifest for one of a checkpoint",
+        "offload.engine.checkpoint_files",
+        'return isinstance(content, dict) and content.get("kind") == _KIND',
+        "return isinstance(content, dict)",
+        "tests/test_checkpoint_folder.py",
+    ),
+    Mutant(
+        "delete all that is in a folder of a checkpoint",
+        "offload.engine.checkpoint_folder",
+        "if not _FILES.fullmatch(e.name) or not e.is_file(follow_symlinks=False)",
+        "if False",
+        "tests/test_checkpoint_folder.py",
+    ),
+    Mutant(
+        "lock a file that has lost its name",
+        "offload.engine.checkpoint_folder",
+        "            if _is_at(descriptor, path):\n                with",
+        "            if True:\n                with",
+        "tests/test_checkpoint_folder.py",
+    ),
 )
 
 
