@@ -125,6 +125,7 @@ def merge(file: Mapping[str, Any] | None, options: Options) -> tuple[dict[str, A
         _set(merged, ("bf16", "enabled"), True)
     _merge_paths(merged, list(options.nvme_path), lines)
     _merge_batch(merged, options.batch_size, lines)
+    _merge_schedule(merged, options.steps)
     zero = merged.setdefault("zero_optimization", {})
     if isinstance(zero, dict):
         zero.setdefault("stage", 3)
@@ -184,6 +185,14 @@ def _merge_batch(merged: dict[str, Any], typed: int | None, lines: list[str]) ->
             lines.append(f"--batch-size {wish} overrules {key} {value:g}")
     merged.pop(keys[1], None)
     merged |= {keys[0]: wish, "gradient_accumulation_steps": accumulation}
+
+
+def _merge_schedule(merged: dict[str, Any], steps: int) -> None:
+    """A schedule that asks how long training is gets --steps."""
+    kind, params = _get(merged, ("scheduler", "type")), _get(merged, ("scheduler", "params"))
+    if str(kind).lower() in ("warmupdecaylr", "warmupcosinelr") and (params is None or isinstance(params, dict)):
+        if _get(params, ("total_num_steps",)) in (None, "auto"):
+            _set(merged, ("scheduler", "params", "total_num_steps"), steps)
 
 
 def _get(content: Any, path: tuple[str, ...]) -> Any:

@@ -32,6 +32,7 @@ from offload.engine.checkpoint_load import (
 from offload.engine.checkpoint_save import Order
 from offload.engine.hooks import inside_backward
 from offload.engine.loader import Loader, to_device
+from offload.engine.looking import Looking
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Choices, Parts
 from offload.engine.progress import (
@@ -111,6 +112,7 @@ class Engine:
             parts.gradients.settle = self._await_updates
         parts.weights.several_ranks = parts.rounds is not None
         parts.arena.give_cache = self._give_cache
+        self._looking = Looking(parts)
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -290,6 +292,21 @@ class Engine:
         """How often units were used so far, found on the device, and used otherwise than foreseen."""
         return self._parts.pager.counts()
 
+    # -- weights ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's weights and persistent buffers by the model's names: ordinary tensors on the CPU.
+
+        Weights are copies, in the dtype that the model computes in, read one parameter after the other; tied ones stay
+        tied. A rank may ask for it alone. Raises `BudgetError` where they would not fit into the RAM.
+        """
+        return self.module_state_dict()
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The same as `state_dict`, also without frozen parameters."""
+        self._check()
+        return self._looking.state_dict(self.module, exclude_frozen_parameters)
+
     # -- checkpoints --------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -444,7 +461,7 @@ class Engine:
             start, stop = self._mine(unit, edit.start, edit.stop)
             if start < stop:
                 first = start + part.start - edit.start
-                mine.append(Edit(start, stop, edit.values[first : first + stop - start]))
+                mine.append(edit._replace(start=start, stop=stop, values=edit.values[first : first + stop - start]))
         try:
             parts.updater.schedule([UnitUpdate(unit, len(part), (), tuple(mine))], None)
         except BaseException as error:
@@ -583,12 +600,17 @@ class Engine:
                 if rounds is not None and ranks is not None and meet:
                     if remove or not (ranks.lost or rounds.interrupted):
                         rounds.end(remove)
+                        if remove:  # nobody deletes anything before the note is there that says that all may go
+                            self._note_end()
+                            ranks.share(None, "delete its store")
                     else:
                         ranks.look()  # a launcher stops this rank when another dies, and may be faster
+                elif remove:
+                    self._note_end()
                 finished = True
         finally:
             self._alive = False
-            self._close(remove and finished, {"steps": self.global_steps})
+            self._close(remove and finished)
 
     def _finish(self) -> None:
         """Complete and commit what was begun."""
@@ -604,16 +626,21 @@ class Engine:
     def abandon(self, remove: bool) -> None:
         """Close without finishing anything: what `initialize` does when its last steps fail."""
         self._alive = False
-        self._close(remove, None)
+        self._close(remove)
 
-    def _close(self, remove: bool, note: Mapping[str, Any] | None) -> None:
+    def _note_end(self) -> None:
+        """Leave a note that the run has ended, which its first rank does for all."""
+        if self._parts.store is not None and self.global_rank == 0:
+            self._parts.store.note_end({"steps": self.global_steps})
+
+    def _close(self, remove: bool) -> None:
         """Give everything back. The store stays where it can be resumed from, unless it is to be removed."""
         try:
-            self._close_parts(remove, note)
+            self._close_parts(remove)
         finally:
             self._parts.timeline.close()
 
-    def _close_parts(self, remove: bool, note: Mapping[str, Any] | None) -> None:
+    def _close_parts(self, remove: bool) -> None:
         parts = self._parts
         atexit.unregister(self.at_exit)
         self.module.__dict__.pop("zero_grad", None)
@@ -631,12 +658,12 @@ class Engine:
             if parts.ranks is not None:
                 parts.ranks.close(f"its engine was closed at step {self.global_steps}")
             if parts.store is not None:
-                self._close_store(parts.store, remove, note if self.global_rank == 0 else None)
+                self._close_store(parts.store, remove)
             self._closed = True
 
-    def _close_store(self, store: Store, remove: bool, note: Mapping[str, Any] | None) -> None:
+    def _close_store(self, store: Store, remove: bool) -> None:
         if remove:
-            store.remove(note)
+            store.remove()
         elif self._commit_every:
             store.close()
         else:

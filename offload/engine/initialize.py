@@ -35,6 +35,7 @@ from offload.engine.ranks import UNABLE, Ranks, join_ranks, meet_others, stay_aw
 from offload.engine.reduction import ReducedGradients
 from offload.engine.rounds import Rounds
 from offload.engine.saved import SavedTensors
+from offload.engine.schedules import choose
 from offload.engine.spill import Spill, windows
 from offload.engine.updater import Updater
 from offload.engine.watch import watch
@@ -82,9 +83,9 @@ def initialize(
 
     `config` (or `config_params`, or `args.deepspeed_config`) is a DeepSpeed JSON file's path or its content as a dict.
     `optimizer` is a `torch.optim.AdamW` or `Adam`, a callable that makes one from the parameters, or None for the
-    config's; `lr_scheduler` an object with `step()`, or a callable that makes one from the optimizer. The loader is
-    None without `training_data`. The model's parameters are taken over: outside of forward and backward they are
-    placeholders.
+    config's; `lr_scheduler` an object with `step()`, a callable that makes one from the optimizer, or None for the
+    config's. The loader is None without `training_data`. The model's parameters are taken over: outside of forward and
+    backward they are placeholders.
 
     Raises `ConfigError`, `BudgetError` or `StoreError` before anything is changed; a disk that is too small is such an
     error too.
@@ -126,12 +127,8 @@ def _initialize(
     batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
     plan = decide(loaded, batch, model, device, ranks)
     chosen = _optimizer(plan, model, optimizer, model_parameters)
-    schedule = lr_scheduler(chosen) if _is_factory(lr_scheduler) else lr_scheduler
-    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            "ReduceLROnPlateau needs a metric at each step, which engine.step() has not; call its step(metric) "
-            "yourself and do not pass it as lr_scheduler"
-        )
+    schedule, notices = choose(loaded.scheduler, lr_scheduler, chosen)
+    plan = plan._replace(notices=(*plan.notices, *notices))
     loader = None
     if training_data is not None:
         loader = load(
@@ -152,10 +149,6 @@ def _the_config(args: Any, config: Any, config_params: Any) -> Any:
             f"give the path of a DeepSpeed JSON file or its content as a dict"
         )
     return given[0]
-
-
-def _is_factory(given: Any) -> bool:
-    return isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
 
 
 def _optimizer(plan: Plan, model: nn.Module, given: Any, model_parameters: Any) -> Optimizer:
@@ -231,7 +224,9 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
                 progress = Progress.unpack(store.open(at))
                 _check_fits(progress, model, optimizer)
             else:
-                store.create()
+                store.create(over=plan.resume)
+                if plan.ranks is not None:  # the first commit says that nobody has anything of an earlier run any more
+                    plan.ranks.share(None, "make its store")
         parts = _fill(plan, model, queue, store, resume=progress is not None)
     except BaseException:
         if queue is not None:
