@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -89,6 +90,11 @@ def _schedule(name: str) -> str:
         f"should be {', '.join(SCHEDULES)}, or one of torch.optim.lr_scheduler that a file can describe, got {name!r}; "
         f"{hint}Any other schedule can be passed to offload.initialize as lr_scheduler="
     )
+
+
+def _steps(value: Any) -> Any:
+    """Infinity, as `accelerate` writes it, is never: 0."""
+    return 0 if value == math.inf else _number(value)
 
 
 def _spelling(names: Mapping[str, str]) -> BeforeValidator:
@@ -405,6 +411,32 @@ class Aio(Block):
     )
 
 
+class _Folder(Block):
+    """Where each step's numbers go."""
+
+    enabled: bool = Field(False, description="whether they are written")
+    output_path: Annotated[str, BeforeValidator(_path)] = Field("runs", description="folder of all jobs")
+    job_name: str | None = Field(None, description="folder in it; default: the name of the run")
+
+
+class TensorBoard(_Folder):
+    """Numbers of each step for TensorBoard; see guides/monitor.md. Needs `pip install 'offload[monitor]'`."""
+
+
+class CsvMonitor(_Folder):
+    """Numbers of each step, a CSV file for each of them; see guides/monitor.md."""
+
+
+class Wandb(Block):
+    """Numbers of each step for Weights & Biases; see guides/monitor.md. Needs `pip install wandb`."""
+
+    enabled: bool = Field(False, description="whether they are sent")
+    project: str = Field("offload", description="project")
+    team: str | None = Field(None, description="whose project it is; default: that of the login")
+    group: str | None = Field(None, description="group of runs")
+    name: str | None = Field(None, description="name of the run; default: one that wandb makes")
+
+
 class Debug(Block):
     """Switches that find faults."""
 
@@ -482,12 +514,12 @@ class Config(Block):
     """The whole config, with what it means."""
 
     UNSUPPORTED = _keys(
-        """steps_per_print wall_clock_breakdown dump_state memory_breakdown log_level vocabulary_size
+        """dump_state log_level vocabulary_size
         zero_allow_untested_optimizer zero_force_ds_cpu_optimizer timers comms_logger checkpoint prescale_gradients
         gradient_predivide_factor communication_data_type sparse_gradients dataloader_drop_last disable_allgather
         gradient_allreduce_op managed_gradient_accumulation seq_parallel_communication_data_type
         seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting activation_checkpointing nebula
-        tensorboard wandb csv_monitor comet flops_profiler autotuning datastates_ckpt"""
+        comet flops_profiler autotuning datastates_ckpt"""
     )
     REFUSED: ClassVar[dict[str, str]] = dict.fromkeys(
         _keys(
@@ -509,6 +541,18 @@ class Config(Block):
     fp16: Precision = Field(Precision(), description="not supported yet")
     data_types: DataTypes = Field(DataTypes(), description="see below")
     aio: Aio = Field(Aio(), description="see below")
+    steps_per_print: Annotated[int, BeforeValidator(_steps), Field(ge=0)] | None = Field(
+        None,
+        description="steps from one line about training to the next; 0 or Infinity: none; default: none, "
+        "and 10 with one of the next two",
+    )
+    wall_clock_breakdown: bool = Field(
+        False, description="measure the phases of a step and what it waits for; see guides/monitor.md"
+    )
+    memory_breakdown: bool = Field(False, description="have the peaks of memory in the line")
+    tensorboard: TensorBoard = Field(TensorBoard(), description="see below")
+    csv_monitor: CsvMonitor = Field(CsvMonitor(), description="see below")
+    wandb: Wandb = Field(Wandb(), description="see below")
     zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="see below")
     offload: OffloadBlock = Field(OffloadBlock(), description="see below")
     _no_effect: _NoEffect = PrivateAttr(default_factory=lambda: _NoEffect([], []))
@@ -531,6 +575,13 @@ class Config(Block):
     @property
     def dtype(self) -> Literal["bf16", "fp32"]:
         return "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def steps_per_line(self) -> int:
+        """Steps from one line about training to the next; 0: there is none."""
+        if self.steps_per_print is None:
+            return 10 if self.wall_clock_breakdown or self.memory_breakdown else 0
+        return self.steps_per_print
 
     @property
     def units(self) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from offload.engine.checkpoint_save import Order
 from offload.engine.hooks import inside_backward
 from offload.engine.loader import Loader, to_device
 from offload.engine.looking import Looking
+from offload.engine.meter import Stepped
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Choices, Parts
 from offload.engine.progress import (
@@ -134,6 +135,8 @@ class Engine:
             raise UsageError("backward got a loss that does not depend on any trainable parameter (no_grad? detach?)")
         scaled = loss / self._choices.accumulation if scale_wrt_gas else loss
         scaled.backward(retain_graph=retain_graph)
+        if self._parts.meter is not None:
+            self._parts.meter.add_loss(scaled, first=self.micro_batches <= 1)
         return scaled
 
     def step(self) -> None:
@@ -211,6 +214,11 @@ class Engine:
     def micro_steps(self) -> int:
         """Micro-batches of all boundaries passed."""
         return self._state.micro_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all boundaries passed, on all ranks."""
+        return self._state.global_samples
 
     @property
     def client_state(self) -> dict[str, Any]:
@@ -383,6 +391,14 @@ class Engine:
         """Finish the step before, decide on this one, schedule it."""
         with self._parts.timeline.span(Row.COMPUTE, f"step {self.global_steps + 1}"):
             self._end_step()
+        if self._parts.meter is not None:
+            self._parts.meter.end_step(self._stepped())
+
+    def _stepped(self) -> Stepped:
+        """What this step was, for who measures it."""
+        state, norm = self._state, self._grad_norm
+        assert norm is not None
+        return Stepped(state.global_steps, state.global_samples, self.get_lr()[0], norm, state.skipped_steps)
 
     def _end_step(self) -> None:
         parts = self._parts
@@ -639,6 +655,8 @@ class Engine:
             self._close_parts(remove)
         finally:
             self._parts.timeline.close()
+            if self._parts.meter is not None:
+                self._parts.meter.close()
 
     def _close_parts(self, remove: bool) -> None:
         parts = self._parts

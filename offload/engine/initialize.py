@@ -25,6 +25,8 @@ from offload.engine.gradients import Gradients, borders
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
 from offload.engine.loader import Loader, check_length, load
+from offload.engine.meter import Meter
+from offload.engine.monitor import check_monitor, make_reporter
 from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch
 from offload.engine.parts import Choices, Parts
 from offload.engine.placeholder import Place
@@ -38,7 +40,7 @@ from offload.engine.saved import SavedTensors
 from offload.engine.schedules import choose
 from offload.engine.spill import Spill, windows
 from offload.engine.updater import Updater
-from offload.engine.watch import watch
+from offload.engine.watch import measure, watch
 from offload.engine.weights import Weights
 from offload.errors import ConfigError, StoreError
 from offload.swapper.arena import DeviceArena
@@ -213,6 +215,8 @@ def _io_notices(queue: SharedQueue | None) -> tuple[str, ...]:
 def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any, loader: Loader | None) -> Engine:
     """Make files, memory, threads and hooks. What fails on the way closes what was made before."""
     timeline = open_timeline(plan.config.offload.trace, plan.rank, plan.world_size)
+    if plan.rank == 0:
+        check_monitor(plan.config)
     queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
     store: Store | None = None
     try:
@@ -234,7 +238,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         if store is not None:
             store.remove() if not plan.resume else store.close()
         raise
-    parts = watch(parts, timeline, model, plan.units.sites)
+    parts = _measured(plan, watch(parts, timeline, model, plan.units.sites))
     choices = Choices(
         plan.batch.micro,
         plan.batch.accumulation,
@@ -267,10 +271,25 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         elif store is not None and plan.commit_every:
             # Epoch 0: a kill during the first step resumes from the initial weights.
             store.commit(0, engine.progress().pack())
+        if parts.meter is not None:
+            parts.meter.begin()
     except BaseException:
         engine.abandon(remove=progress is None)
         raise
     return engine
+
+
+def _measured(plan: Plan, parts: Parts) -> Parts:
+    """The parts with a meter, where the config wants to know of steps; rank 0 alone tells of them."""
+    reporter = make_reporter(plan.config, plan.batch.total) if plan.rank == 0 else None
+    if reporter is None:
+        return parts
+    queue, breakdown = parts.queue, plan.config.wall_clock_breakdown
+
+    def io_bytes() -> tuple[int, int]:
+        return (0, 0) if queue is None else (queue.read_bytes, queue.written_bytes)
+
+    return measure(parts, Meter(plan.device.torch, io_bytes, breakdown, reporter), breakdown)
 
 
 def _last_commit_of_all(plan: Plan, store: Store) -> int | None:

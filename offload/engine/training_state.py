@@ -45,7 +45,7 @@ class TrainingState:
     ) -> None:
         self._module, self._device, self.optimizer, self._choices = module, device, optimizer, choices
         self.lr_scheduler, self.loader = lr_scheduler, loader
-        self.global_steps, self.skipped_steps, self.micro_steps = 0, 0, 0
+        self.global_steps, self.skipped_steps, self.micro_steps, self.global_samples = 0, 0, 0, 0
         """See the engine's."""
         self.parameter_steps = [[0] * len(layout.segments) for layout in layouts]
         """How often each parameter was updated, by unit."""
@@ -70,6 +70,7 @@ class TrainingState:
             "global_steps": self.global_steps,
             "skipped_steps": self.skipped_steps,
             "micro_steps": self.micro_steps,
+            "global_samples": self.global_samples,
             "parameter_steps": self.parameter_steps,
             "scheduler": scheduler_state(self.lr_scheduler),
             **self.of_the_user(),
@@ -109,6 +110,7 @@ class TrainingState:
             notices.append(f"resumed with other settings than the run had: {', '.join(changed)}")
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
         self.micro_steps, self.parameter_steps = facts["micro_steps"], facts["parameter_steps"]
+        self.global_samples = facts["global_samples"]
         self.client_state = from_plain(facts["client_state"])
         self._schedule_changed = same_schedule and any(line.startswith(_OF_SCHEDULE) for line in changed)
         if facts["scheduler"] is not None and same_schedule:
@@ -167,6 +169,7 @@ class TrainingState:
         self._after_step, self.after_step_is_due = None, is_committed
         self.global_steps += 1
         self.micro_steps += micro_batches
+        self.global_samples += self._choices.total_batch_size
         self.registered.stepped()
         if self.loader is not None:
             self._data = self.loader.trained()
