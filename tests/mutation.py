@@ -35,6 +35,48 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(
+        "a state that is set is the weight",
+        "offload.engine.updater",
+        "self._set(tile, start, stop, edit.state,",
+        "self._set(tile, start, stop, State.WEIGHT,",
+        "tests/test_safe_get_set.py",
+    ),
+    Mutant(
+        "look at a state while updates run",
+        "offload.engine.looking",
+        "self._parts.updater.finish(commit=False)",
+        "pass",
+        "tests/test_safe_get_set.py",
+    ),
+    Mutant(
+        "look at a master without its residual",
+        "offload.engine.looking",
+        "and State.RESIDUAL in self._held.mode.states",
+        "and False",
+        "tests/test_safe_get_set.py",
+    ),
+    Mutant(
+        "a gradient that is set keeps the norm of before",
+        "offload.engine.gradients",
+        "if key[0] != segment}",
+        "}",
+        "tests/test_safe_get_set.py",
+    ),
+    Mutant(
+        "each rank sets a gradient of its own",
+        "offload.engine.looking",
+        "ranks.broadcast(values, 0)",
+        "pass",
+        "tests/test_safe_get_set_ranks.py",
+    ),
+    Mutant(
+        "an edit of a state that other ranks take for the weight",
+        "offload.engine.rounds",
+        "Edit(start, stop, values, State(state))",
+        "Edit(start, stop, values)",
+        "tests/test_safe_get_set_ranks.py",
+    ),
+    Mutant(
         "drop the decay",
         "offload.engine.engine",
         'weight_decay=float(group["weight_decay"])',
