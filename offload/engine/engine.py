@@ -19,7 +19,6 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ from torch import nn
 
 from offload import kernels
 from offload.engine.checkpoint import Checkpoints
-from offload.engine.checkpoint_files import check_tag
 from offload.engine.checkpoint_load import (
     Wish,
 )
@@ -334,16 +332,16 @@ class Engine:
         `load_checkpoint`: numbers, strings, lists and dicts. With `save_latest` it is what a load without a tag takes;
         `keep_last` then removes the oldest others, so that so many are left. Every rank calls it. True.
 
-        Raises `StoreError` where there is no room, before anything is written, and `IoError` where the disk refuses.
+        Raises `StoreError` where there is no room, something that is no checkpoint has its name, or another save into
+        `save_dir` is under way, before anything is written, and `IoError` where the disk refuses.
         """
         self._between("save_checkpoint")
-        name = check_tag(f"global_step{self.global_steps}" if tag is None else tag)
-        if keep_last is not None and keep_last < 1:
-            raise UsageError(
-                f"keep_last is {keep_last}, at least the checkpoint that is saved must be kept: give 1 or more"
-            )
-        order = Order(Path(save_dir), name, save_latest, not exclude_frozen_parameters, keep_last)
-        self._checkpoints.save(order, self.micro_batches, client_state)
+        name = f"global_step{self.global_steps}" if tag is None else tag
+        self._checkpoints.save(
+            lambda: Order.checked(save_dir, name, save_latest, not exclude_frozen_parameters, keep_last),
+            self.micro_batches,
+            client_state,
+        )
         return True
 
     def load_checkpoint(

@@ -33,7 +33,7 @@ from offload.engine.placeholder import Place
 from offload.engine.placement import WINDOWS
 from offload.engine.plan import Plan, compute_device, decide, summary
 from offload.engine.progress import Progress, persistent_buffers
-from offload.engine.ranks import Ranks, join_ranks, meet_others, stay_away
+from offload.engine.ranks import UNABLE, Ranks, join_ranks, meet_others, stay_away
 from offload.engine.reduction import ReducedGradients
 from offload.engine.rounds import Rounds
 from offload.engine.saved import SavedTensors
@@ -111,7 +111,7 @@ def initialize(
             )
     except BaseException as error:
         if ranks is not None:
-            ranks.close(f"{type(error).__name__}: {error}")  # the others wait for this one
+            ranks.close(f"{UNABLE}{type(error).__name__}: {error}")  # the others wait for this one
         raise
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from offload.aio import StripedFile
+from offload.engine.checkpoint_files import refuse_rank
 from offload.engine.progress import Progress
 from offload.errors import IoError, StoreError
 from offload.swapper.states import State
@@ -120,6 +121,7 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
     """
     folders = [folder for folder in rank_folders(run) if is_rank(folder)]
     if not folders:
+        refuse_rank(run)
         raise StoreError(
             f"{run} holds neither swap files (no rank<r> folder) nor a checkpoint: give a run's folder, or one that "
             f"save_checkpoint has made"
