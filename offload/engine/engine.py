@@ -19,7 +19,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from offload.engine.checkpoint import Checkpoints
 from offload.engine.checkpoint_load import Wish
 from offload.engine.checkpoint_save import Order
 from offload.engine.decision import Decider, grad_scale, part_of
+from offload.engine.facts import Facts
 from offload.engine.hooks import inside_backward
 from offload.engine.loader import Loader, to_device
 from offload.engine.looking import Looking
@@ -40,18 +41,10 @@ from offload.engine.updater import UnitUpdate, Updater
 from offload.engine.weights import Edit
 from offload.errors import NumericsError, OffloadError, UsageError
 from offload.sizes import format_size
-from offload.swapper.pager import Counts
 from offload.swapper.store import Store
 from offload.swapper.timeline import Row
 
 logger = logging.getLogger("offload")
-
-
-class IoBytes(NamedTuple):
-    """Bytes that the engine's own reads and writes have moved."""
-
-    read: int
-    written: int
 
 
 class _ZeroGrad:
@@ -67,7 +60,7 @@ class _ZeroGrad:
         return types.MethodType(type(self._module).zero_grad, memo[id(self._module)])
 
 
-class Engine:
+class Engine(Facts):
     """A model whose weights and optimizer states are paged; made by `offload.initialize`."""
 
     def __init__(
@@ -125,6 +118,16 @@ class Engine:
 
     forward = __call__
 
+    if not TYPE_CHECKING:  # else any name would be right for a checker of types
+
+        def __getattr__(self, name: str) -> Any:
+            """What an engine has not is the model's: `generate`, `parameters`, `named_modules`."""
+            module = self.__dict__.get("module")
+            if module is None or name.startswith("_") or not hasattr(module, name):
+                model = "" if module is None else f", nor has its model, {type(module).__name__}"
+                raise AttributeError(f"an engine has no attribute {name!r}{model}", name=name, obj=self)
+            return getattr(module, name)
+
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Add the gradients of `loss`, a scalar, divided by the accumulation unless `scale_wrt_gas` is false.
 
@@ -169,10 +172,6 @@ class Engine:
         if self.lr_scheduler is not None and not self.optimizer.overflow:
             self.lr_scheduler.step()
 
-    def was_step_applied(self) -> bool:
-        """Whether the last boundary updated the weights; False before the first, and where the norm was not finite."""
-        return self._grad_norm is not None and not self.optimizer.overflow
-
     @property
     def micro_batches(self) -> int:
         """Backwards since the last boundary."""
@@ -203,6 +202,11 @@ class Engine:
         self._state.registered.add(objects)
         self._state.put_values()
 
+    def mean(self, value: float) -> float:
+        """The mean of a number over all ranks, such as a loss to log; every rank must ask for it at the same place."""
+        self._enter()
+        return value if self._parts.rounds is None else self._parts.rounds.mean(value)
+
     def train(self, mode: bool = True) -> Engine:
         """Set the model's training mode, as `nn.Module.train` does."""
         self.module.train(mode)
@@ -211,111 +215,6 @@ class Engine:
     def eval(self) -> Engine:
         """Set the model to evaluation, as `nn.Module.eval` does."""
         return self.train(False)
-
-    @property
-    def global_steps(self) -> int:
-        """Boundaries passed, skipped ones among them; after a resume, those that were committed."""
-        return self._state.global_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """Boundaries at which the norm was not finite and nothing was updated."""
-        return self._state.skipped_steps
-
-    @property
-    def loss_scale(self) -> float:
-        """By which the loss of the next backward is multiplied: 1 but in fp16."""
-        return 1.0 if self._state.scaler is None else self._state.scaler.scale
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches of all boundaries passed."""
-        return self._state.micro_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Samples of all boundaries passed, on all ranks."""
-        return self._state.global_samples
-
-    @property
-    def client_state(self) -> dict[str, Any]:
-        """The user's own: numbers, strings, lists and dicts. Each commit holds it, as it is when that of step k is
-        taken: at the first engine call after step k."""
-        return self._state.client_state
-
-    @client_state.setter
-    def client_state(self, value: dict[str, Any]) -> None:
-        self._state.client_state = value
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The schedule that was given to `initialize`, or None."""
-        return self._state.lr_scheduler
-
-    @lr_scheduler.setter
-    def lr_scheduler(self, value: Any) -> None:
-        self._state.lr_scheduler = value
-
-    # -- what a loop asks ---------------------------------------------------------------------------
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each group, as the next step will use it."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last boundary's gradient before the clip; None before the first."""
-        return self._grad_norm
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
-        return self._choices.accumulation
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch on this rank."""
-        return self._choices.micro_batch_size
-
-    def train_batch_size(self) -> int:
-        """Samples of a step on all ranks."""
-        return self._choices.total_batch_size
-
-    @property
-    def global_rank(self) -> int:
-        """The number of this process among those that train together."""
-        return 0 if self._parts.ranks is None else self._parts.ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many processes train together."""
-        return 1 if self._parts.ranks is None else self._parts.ranks.size
-
-    def mean(self, value: float) -> float:
-        """The mean of a number over all ranks, such as a loss to log; every rank must ask for it at the same place."""
-        self._enter()
-        return value if self._parts.rounds is None else self._parts.rounds.mean(value)
-
-    @property
-    def parameter_count(self) -> int:
-        """Elements of all parameters; a tied one counts once."""
-        return sum(segment.numel for layout in self._parts.layouts for segment in layout.segments)
-
-    @property
-    def host_memory(self) -> int:
-        """Bytes of the host arena: this engine's part of the host budget."""
-        return self._parts.arena.nbytes
-
-    @property
-    def device_memory(self) -> int:
-        """Bytes of the device arena: the device budget."""
-        return self._parts.pager.arena.nbytes
-
-    def io_bytes(self) -> IoBytes:
-        """Bytes read and written so far by the engine."""
-        queue = self._parts.queue
-        return IoBytes(0, 0) if queue is None else IoBytes(queue.read_bytes, queue.written_bytes)
-
-    def use_counts(self) -> Counts:
-        """How often units were used so far, found on the device, and used otherwise than foreseen."""
-        return self._parts.pager.counts()
 
     # -- weights ------------------------------------------------------------------------------------
 

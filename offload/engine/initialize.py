@@ -237,6 +237,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         plan.config.offload.on_nonfinite == "skip",
         plan.config.offload.seed,
         plan.config.offload.debug.overlap,
+        plan.config,
         LossScaler(plan.config.fp16) if plan.config.dtype == "fp16" else None,
     )
     engine = Engine(

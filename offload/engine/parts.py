@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from offload.config import Config
 from offload.engine.bindings import Bindings
 from offload.engine.gradients import Gradients
 from offload.engine.held import Held
@@ -35,6 +36,8 @@ class Choices(NamedTuple):
     seed: int
     overlap: bool
     """Whether updates run while the next forward does; off only to find faults."""
+    config: Config
+    """All else that it says."""
     scaler: LossScaler | None = None
     """In fp16."""
 
