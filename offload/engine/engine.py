@@ -13,6 +13,7 @@ Threads. All methods belong to the thread that runs the model. In a forked child
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import os
@@ -33,6 +34,7 @@ from offload.engine.hooks import inside_backward
 from offload.engine.loader import Loader, to_device
 from offload.engine.looking import Looking
 from offload.engine.meter import Stepped
+from offload.engine.micro_batches import MicroBatches
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Choices, Parts
 from offload.engine.progress import Progress
@@ -87,10 +89,7 @@ class Engine(Facts):
         self._closed = False
         self._grad_norm: float | None = None
         self._unforeseen = 0
-        self._backwards_before = 0
-        """Backwards before the last boundary."""
-        self._backwards_at_step = 0
-        """Backwards before the last call of `step()`."""
+        self._micro = MicroBatches(lambda: parts.hooks.backward_count)
         self._decider = Decider(parts.layouts, parts.trainable, module, optimizer)
         self._scaled = False
         """Whether a backward is of a loss that was multiplied by the loss scale."""
@@ -158,15 +157,8 @@ class Engine(Facts):
         nothing was updated.
         """
         self._enter()
-        since, accumulation = self._parts.hooks.backward_count - self._backwards_at_step, self._choices.accumulation
-        if since > 1 and accumulation > 1:
-            raise UsageError(
-                f"{since} backwards ran since the last step(), gradient_accumulation_steps is {accumulation}: whether "
-                f"they are one micro-batch or {since} cannot be known. Call step() after every backward, or add the "
-                f"losses of a micro-batch up before backward()"
-            )
-        self._backwards_at_step = self._parts.hooks.backward_count
-        if self.micro_batches < accumulation:
+        self._micro.end(self._choices.accumulation)
+        if not self.is_gradient_accumulation_boundary():
             return
         self.optimizer.step()
         if self.lr_scheduler is not None and not self.optimizer.overflow:
@@ -175,11 +167,29 @@ class Engine(Facts):
     @property
     def micro_batches(self) -> int:
         """Backwards since the last boundary."""
-        return self._parts.hooks.backward_count - self._backwards_before
+        return self._micro.count
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the weights."""
-        return self.micro_batches >= self._choices.accumulation
+        return self._micro.is_boundary(self._choices.accumulation)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the next `step()` updates the weights, whatever the count, until this is called again.
+
+        With None the count says it again. A loop that says it may leave out the `step()` of other micro-batches, as
+        `accelerate` does. `backward` divides by gradient_accumulation_steps all the same.
+        """
+        self._check()
+        self._micro.tell(is_boundary)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """A context for micro-batches that do not end a step: each backward in it is one, `step()` never updates.
+
+        It changes no result and no traffic: each gradient leaves its rank's device as it comes, and is added there
+        where its partition lies, so there is nothing that could wait for the last micro-batch.
+        """
+        self._check()
+        return self._micro.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last boundary, and their micro-batches.
@@ -189,7 +199,7 @@ class Engine(Facts):
         self._enter()
         self._parts.hooks.forget_gradients()
         self._parts.gradients.forget()
-        self._backwards_before = self._backwards_at_step = self._parts.hooks.backward_count
+        self._micro.reset()
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Hold the states of `objects` in each commit, as `accelerate` does: such as a schedule that the user steps.
@@ -288,7 +298,7 @@ class Engine(Facts):
         loaded = self._checkpoints.load(load_dir, tag, wish)
         if loaded is None:
             return None, {}
-        self._backwards_before = self._backwards_at_step = self._parts.hooks.backward_count
+        self._micro.reset()
         self._grad_norm, self._edited = self._grad_norm if wish.module_only else None, False
         self.notices += loaded.notices
         return loaded.folder, loaded.client_state
@@ -328,12 +338,7 @@ class Engine(Facts):
         self._enter()  # a call of `optimizer.step()` comes in here
         if parts.updater is None:
             raise UsageError("no parameter of this model is trainable, so there is nothing to step")
-        count, boundary = self.micro_batches, self._choices.accumulation
-        if count < boundary or (count > boundary and boundary > 1):
-            raise UsageError(
-                f"{count} backwards ran since the last boundary, gradient_accumulation_steps is {boundary}; call "
-                f"step() after every backward, or set the accumulation to what the loop does"
-            )
+        self._micro.check_boundary(self._choices.accumulation)
         self._state.registered.check_complete()
         parts.bindings.settle()
         parts.updater.finish()
@@ -343,7 +348,7 @@ class Engine(Facts):
             if parts.rounds is None:
                 decision = known()
             else:
-                decision = parts.rounds.step(count, self.global_steps, self.optimizer.checksum(), known)
+                decision = parts.rounds.step(self.micro_batches, self.global_steps, self.optimizer.checksum(), known)
         except KeyboardInterrupt as error:  # a gradient on its way from the device may be half added
             parts.pager.fail(error)
             raise
@@ -386,14 +391,15 @@ class Engine(Facts):
         self, updater: Updater, norm: float, present: Sequence[set[int]], order: Sequence[int], refused: bool
     ) -> None:
         """Count the step and schedule its updates; drop its gradients where it is skipped or `refused`."""
-        self._backwards_before = self._backwards_at_step = self._parts.hooks.backward_count
+        micro_batches = self._micro.trained(self._choices.accumulation)
+        self._micro.reset()
         self._scaled = False
         if refused:
             self._parts.gradients.clear()
             return
         finite, clip, loss_scale = math.isfinite(norm), self._choices.clip, self.loss_scale
         self._grad_norm = norm
-        self._state.stepped(self._choices.accumulation, bool(self._commit_every), overflow=not finite)
+        self._state.stepped(micro_batches, bool(self._commit_every), overflow=not finite)
         updates: list[UnitUpdate] = []
         if finite:
             scale = grad_scale(norm, clip, loss_scale)

@@ -185,7 +185,7 @@ class TrainingState:
         if self.scaler is not None:
             self.scaler.stepped(overflow)
             self.optimizer.loss_scale = self.scaler.scale
-        self.global_samples += self._choices.total_batch_size
+        self.global_samples += self._choices.total_batch_size // self._choices.accumulation * micro_batches
         self.registered.stepped()
         if self.loader is not None:
             self._data = self.loader.trained()
