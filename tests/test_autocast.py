@@ -1,4 +1,4 @@
-"""`torch_autocast`: fp32 weights under torch's autocast train as a plain loop does, with the same bits wherever they lie."""
+"""`torch_autocast`: fp32 weights under torch's autocast train as a plain loop does, with the same bits everywhere."""
 
 from __future__ import annotations
 

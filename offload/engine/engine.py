@@ -19,24 +19,26 @@ import math
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
+from offload.engine import batch
 from offload.engine.checkpoint import Checkpoints
 from offload.engine.checkpoint_load import Wish
 from offload.engine.checkpoint_save import Order
 from offload.engine.decision import Decider, grad_scale, part_of
 from offload.engine.facts import Facts
 from offload.engine.hooks import inside_backward
-from offload.engine.loader import Loader, to_device
+from offload.engine.loader import Loader, check_length, load, to_device
 from offload.engine.looking import Looking
 from offload.engine.meter import Stepped
 from offload.engine.micro_batches import MicroBatches
 from offload.engine.optimizer import Optimizer
-from offload.engine.parts import Choices, Parts
+from offload.engine.parts import Choices, Parts, resized
 from offload.engine.progress import Progress
 from offload.engine.training_state import TrainingState
 from offload.engine.updater import UnitUpdate, Updater
@@ -88,6 +90,8 @@ class Engine(Facts):
         self._alive = True
         self._closed = False
         self._grad_norm: float | None = None
+        self._clip_once: float | None = None
+        """To what norm the next gradient is clipped, where the user says it."""
         self._unforeseen = 0
         self._micro = MicroBatches(lambda: parts.hooks.backward_count)
         self._decider = Decider(parts.layouts, parts.trainable, module, optimizer)
@@ -170,6 +174,62 @@ class Engine(Facts):
         self.optimizer.step()
         if self.lr_scheduler is not None and not self.optimizer.overflow:
             self.lr_scheduler.step()
+
+    def train_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
+        """Run micro-batches of `data_iter` up to the next boundary and step there; their mean loss, on this rank.
+
+        See `batch.run` for what a batch and the model's output may be. Where the data end before the boundary
+        `StopIteration` comes out, as `next` raises it; the gradients stay, and the next call goes on with them.
+        """
+        batch.check_batches(data_iter)
+        steps, losses = self.global_steps, list[torch.Tensor]()
+        while self.global_steps == steps:
+            loss = batch.run(self, next(data_iter))
+            self.backward(loss)
+            losses.append(loss.detach().float())
+            self.step()
+        return torch.stack(losses).mean()
+
+    def deepspeed_io(
+        self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> Loader:
+        """A loader as that of `training_data`: this rank's rows of each batch, shuffled by the config's seed.
+
+        `batch_size` is that of one rank, the micro-batch's by default. Its position is in no commit; that of
+        `training_data` is.
+        """
+        check_length(dataset)
+        choices = self._choices
+        size = choices.micro_batch_size if batch_size is None else batch_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise UsageError(f"deepspeed_io expects a batch_size of at least 1, got {size!r}")
+        return load(dataset, size, self.global_rank, self.world_size, choices.seed, collate_fn, self.device)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Train on so many samples of all ranks a step from the next on: it changes how many micro-batches it has.
+
+        Between steps alone. Raises `UsageError` where that cannot be.
+        """
+        self._between("set_train_batch_size")
+        if self.micro_batches:
+            raise UsageError(f"set_train_batch_size is for between steps, {self.micro_batches} micro-batches ran since")
+        kept = None if self._choices.config.data_types.grad_accum_dtype else self._parts.gradients.dtype
+        self._choices = self._state.choices = resized(self._choices, train_batch_size, self.world_size, kept)
+
+    def clip_grad_norm_(self, max_norm: float) -> None:
+        """Clip the gradient of the next step to `max_norm`, 0 for not at all, in place of gradient_clipping.
+
+        The norm is known when the step is made: `get_global_grad_norm()` after it.
+        """
+        self._check()
+        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
+            raise UsageError(f"clip_grad_norm_ expects a number of at least 0, got {max_norm!r}")
+        self._clip_once = float(max_norm) if math.isfinite(max_norm) else 0.0
+
+    @property
+    def _clip(self) -> float:
+        """The largest norm of the next gradient; 0 leaves it as it is."""
+        return self._choices.clip if self._clip_once is None else self._clip_once
 
     @property
     def micro_batches(self) -> int:
@@ -355,7 +415,9 @@ class Engine(Facts):
             if parts.rounds is None:
                 decision = known()
             else:
-                decision = parts.rounds.step(self.micro_batches, self.global_steps, self.optimizer.checksum(), known)
+                decision = parts.rounds.step(
+                    self.micro_batches, self.global_steps, self.optimizer.checksum(self._clip), known
+                )
         except KeyboardInterrupt as error:  # a gradient on its way from the device may be half added
             parts.pager.fail(error)
             raise
@@ -404,7 +466,8 @@ class Engine(Facts):
         if refused:
             self._parts.gradients.clear()
             return
-        finite, clip, loss_scale = math.isfinite(norm), self._choices.clip, self.loss_scale
+        clip, self._clip_once = self._clip, None
+        finite, loss_scale = math.isfinite(norm), self.loss_scale
         self._grad_norm = norm
         self._state.stepped(micro_batches, bool(self._commit_every), overflow=not finite)
         updates: list[UnitUpdate] = []
