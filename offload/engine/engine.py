@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 from offload.engine import batch
 from offload.engine.checkpoint import Checkpoints
@@ -33,7 +32,7 @@ from offload.engine.checkpoint_save import Order
 from offload.engine.decision import Decider, grad_scale, part_of
 from offload.engine.facts import Facts
 from offload.engine.hooks import inside_backward
-from offload.engine.loader import Loader, check_length, load, to_device
+from offload.engine.loader import Loader, to_device
 from offload.engine.looking import Looking
 from offload.engine.meter import Stepped
 from offload.engine.micro_batches import MicroBatches
@@ -89,9 +88,8 @@ class Engine(Facts):
         self._pid = os.getpid()
         self._alive = True
         self._closed = False
-        self._grad_norm: float | None = None
-        self._clip_once: float | None = None
-        """To what norm the next gradient is clipped, where the user says it."""
+        self._grad_norm = None
+        self._clip_once = None
         self._unforeseen = 0
         self._micro = MicroBatches(lambda: parts.hooks.backward_count)
         self._decider = Decider(parts.layouts, parts.trainable, module, optimizer)
@@ -190,21 +188,6 @@ class Engine(Facts):
             self.step()
         return torch.stack(losses).mean()
 
-    def deepspeed_io(
-        self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[[list[Any]], Any] | None = None
-    ) -> Loader:
-        """A loader as that of `training_data`: this rank's rows of each batch, shuffled by the config's seed.
-
-        `batch_size` is that of one rank, the micro-batch's by default. Its position is in no commit; that of
-        `training_data` is.
-        """
-        check_length(dataset)
-        choices = self._choices
-        size = choices.micro_batch_size if batch_size is None else batch_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise UsageError(f"deepspeed_io expects a batch_size of at least 1, got {size!r}")
-        return load(dataset, size, self.global_rank, self.world_size, choices.seed, collate_fn, self.device)
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Train on so many samples of all ranks a step from the next on: it changes how many micro-batches it has.
 
@@ -215,30 +198,6 @@ class Engine(Facts):
             raise UsageError(f"set_train_batch_size is for between steps, {self.micro_batches} micro-batches ran since")
         kept = None if self._choices.config.data_types.grad_accum_dtype else self._parts.gradients.dtype
         self._choices = self._state.choices = resized(self._choices, train_batch_size, self.world_size, kept)
-
-    def clip_grad_norm_(self, max_norm: float) -> None:
-        """Clip the gradient of the next step to `max_norm`, 0 for not at all, in place of gradient_clipping.
-
-        The norm is known when the step is made: `get_global_grad_norm()` after it.
-        """
-        self._check()
-        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
-            raise UsageError(f"clip_grad_norm_ expects a number of at least 0, got {max_norm!r}")
-        self._clip_once = float(max_norm) if math.isfinite(max_norm) else 0.0
-
-    @property
-    def _clip(self) -> float:
-        """The largest norm of the next gradient; 0 leaves it as it is."""
-        return self._choices.clip if self._clip_once is None else self._clip_once
-
-    @property
-    def micro_batches(self) -> int:
-        """Backwards since the last boundary."""
-        return self._micro.count
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step()` updates the weights."""
-        return self._micro.is_boundary(self._choices.accumulation)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next `step()` updates the weights, whatever the count, until this is called again.

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch.utils.data import Dataset
+
+from offload.engine.loader import Loader, check_length, load
+from offload.engine.micro_batches import MicroBatches
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Choices, Parts
 from offload.engine.training_state import TrainingState
@@ -27,11 +32,15 @@ class IoBytes(NamedTuple):
 class Facts:
     """The part of an engine that answers."""
 
+    device: torch.device
     optimizer: Optimizer
     _parts: Parts
     _choices: Choices
     _state: TrainingState
+    _micro: MicroBatches
     _grad_norm: float | None
+    _clip_once: float | None
+    """To what norm the next gradient is clipped, where the user says it."""
 
     # -- progress -----------------------------------------------------------------------------------
 
@@ -87,6 +96,15 @@ class Facts:
         """The norm of the last boundary's gradient before the clip; None before the first."""
         return self._grad_norm
 
+    @property
+    def micro_batches(self) -> int:
+        """Backwards since the last boundary."""
+        return self._micro.count
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step()` updates the weights."""
+        return self._micro.is_boundary(self._choices.accumulation)
+
     # -- the optimizer ------------------------------------------------------------------------------
 
     def get_lr(self) -> list[float]:
@@ -114,6 +132,20 @@ class Facts:
     def get_type(self) -> list[str]:
         """The name of each group's optimizer, as the config would say it."""
         return [self.optimizer.rule.title(group) for group in self.optimizer.param_groups]
+
+    def clip_grad_norm_(self, max_norm: float) -> None:
+        """Clip the gradient of the next step to `max_norm`, 0 for not at all, in place of gradient_clipping.
+
+        The norm is known when the step is made: `get_global_grad_norm()` after it.
+        """
+        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
+            raise UsageError(f"clip_grad_norm_ expects a number of at least 0, got {max_norm!r}")
+        self._clip_once = float(max_norm) if math.isfinite(max_norm) else 0.0
+
+    @property
+    def _clip(self) -> float:
+        """The largest norm of the next gradient; 0 leaves it as it is."""
+        return self._choices.clip if self._clip_once is None else self._clip_once
 
     # -- the config ---------------------------------------------------------------------------------
 
@@ -153,6 +185,21 @@ class Facts:
     def train_batch_size(self) -> int:
         """Samples of a step on all ranks."""
         return self._choices.total_batch_size
+
+    def deepspeed_io(
+        self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> Loader:
+        """A loader as that of `training_data`: this rank's rows of each batch, shuffled by the config's seed.
+
+        `batch_size` is that of one rank, the micro-batch's by default. Its position is in no commit; that of
+        `training_data` is.
+        """
+        check_length(dataset)
+        choices = self._choices
+        size = choices.micro_batch_size if batch_size is None else batch_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise UsageError(f"deepspeed_io expects a batch_size of at least 1, got {size!r}")
+        return load(dataset, size, self.global_rank, self.world_size, choices.seed, collate_fn, self.device)
 
     # -- where it runs ------------------------------------------------------------------------------
 
