@@ -154,9 +154,19 @@ class Engine:
         self._backwards_at_step = self._parts.hooks.backward_count
         if self.micro_batches < accumulation:
             return
-        self.optimizer.step()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        self._step_and_schedule()
+
+    def _step_and_schedule(self) -> None:
+        before = self.global_steps
+        try:
+            self.optimizer.step()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        except BaseException as error:
+            # A step whose schedule did not move, or moved by half, must not be committed; the last commit is whole.
+            if self.lr_scheduler is not None and self.global_steps != before:
+                self._parts.pager.fail(error)
+            raise
 
     @property
     def micro_batches(self) -> int:
@@ -660,9 +670,19 @@ class Engine:
         except (OffloadError, OSError, RuntimeError) as error:  # the last from CUDA
             logger.error("at exit: %s", error)
         if self.resumable:
-            logger.warning(
-                'the store is kept at step %d: set "resume": "auto" in the "offload" block to go on, or delete it with '
-                "`offload rm %s`",
-                self.global_steps,
-                self.resumable,
-            )
+            self._say_what_is_kept(self.resumable)
+
+    def _say_what_is_kept(self, folder: str) -> None:
+        assert self._parts.store is not None
+        durable = self._parts.store.durable
+        if durable is None:
+            logger.warning("nothing is committed in the store, delete it with `offload rm %s`", folder)
+            return
+        made = f", the last that was committed of {self.global_steps}" if durable.epoch != self.global_steps else ""
+        logger.warning(
+            'the store is kept at step %d%s: set "resume": "auto" in the "offload" block to go on, or delete it with '
+            "`offload rm %s`",
+            durable.epoch,
+            made,
+            folder,
+        )
