@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +32,21 @@ class Breaks(lr_scheduler.LambdaLR):
             raise KeyboardInterrupt
 
 
-def begin(folder: Path, **options: Any) -> offload.Engine:
+class Halves:
+    """A schedule as a script writes it: where it is nobody can ask."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.param_groups[0]["lr"] /= 2
+
+
+def breaks(optimizer: torch.optim.Optimizer) -> Breaks:
+    return Breaks(optimizer, lambda step: 1 / (1 + step))
+
+
+def begin(folder: Path, schedule: Callable[[Any], Any] | None = breaks, **options: Any) -> offload.Engine:
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -39,9 +54,6 @@ def begin(folder: Path, **options: Any) -> offload.Engine:
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}},
         "offload": {"nvme_path": str(folder), "device": "cpu", "resume": "auto", **options},
     }
-
-    def schedule(optimizer: torch.optim.Optimizer) -> Breaks:
-        return Breaks(optimizer, lambda step: 1 / (1 + step))
 
     return offload.initialize(model=nn.Linear(4, 1), lr_scheduler=schedule, config=config).engine
 
@@ -51,7 +63,7 @@ def train_step(engine: offload.Engine) -> tuple[float, float, int]:
     loss = engine(rows).square().mean()
     engine.backward(loss)
     engine.step()
-    return loss.item(), engine.get_lr()[0], engine.lr_scheduler.last_epoch
+    return loss.item(), engine.get_lr()[0], getattr(engine.lr_scheduler, "last_epoch", 0)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -98,7 +110,6 @@ def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytes
     engine = begin(tmp_path / "failed", durability={"every": 2})
     for _ in range(4):
         train_step(engine)
-    engine._parts.updater.finish()
     engine.backward(engine(torch.ones(2, 4)).square().mean())
     engine.step()
     engine._parts.pager.fail(RuntimeError("of the test"))
@@ -108,3 +119,19 @@ def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytes
     again = begin(tmp_path / "failed")
     assert again.global_steps == 4
     again.destroy()
+
+
+def test_a_schedule_that_cannot_be_held_is_told_at_the_start_and_at_the_resume(tmp_path: Path) -> None:
+    engine = begin(tmp_path / "run", Halves)
+    assert sum("Halves has no state_dict()" in line for line in engine.notices) == 1
+    train_step(engine)
+    engine.destroy()
+    again = begin(tmp_path / "run", Halves)
+    assert sum("Halves stays as this script has made it, at step 1" in line for line in again.notices) == 1
+    again.destroy()
+    for engine in (begin(tmp_path / "held"), begin(tmp_path / "none", None)):
+        assert not any("schedule" in line for line in engine.notices)
+        engine.destroy()
+    free = begin(tmp_path / "free", Halves, durability="none", resume="never")
+    assert not any("Halves" in line for line in free.notices), "nothing is held there at all"
+    free.destroy()

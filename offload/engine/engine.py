@@ -92,6 +92,7 @@ class Engine:
         self.notices = tuple(notices)
         self._parts, self._choices, self._commit_every = parts, choices, commit_every
         self._state = TrainingState(module, device, optimizer, lr_scheduler, loader, choices, parts.layouts)
+        self.notices += tuple(self._state.notices() if commit_every else ())
         self._checkpoints = Checkpoints(module, parts, self._state, bool(commit_every))
         self._pid = os.getpid()
         self._alive = True

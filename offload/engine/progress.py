@@ -92,9 +92,14 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def is_held(scheduler: Any) -> bool:
+    """Whether a commit can hold where a schedule is, and give it back."""
+    return all(callable(getattr(scheduler, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
 def scheduler_state(scheduler: Any) -> Any:
     """The state of a learning-rate schedule as JSON (see `to_plain`); None where it has none."""
-    if scheduler is None or not hasattr(scheduler, "state_dict"):
+    if scheduler is None or not is_held(scheduler):
         return None
     try:
         return to_plain(scheduler.state_dict(), f"the state of {type(scheduler).__name__}", _ADVICE)

@@ -15,6 +15,7 @@ from offload.engine.parts import Choices
 from offload.engine.plain import from_plain, to_plain
 from offload.engine.progress import (
     Progress,
+    is_held,
     persistent_buffers,
     read_generators,
     scheduler_state,
@@ -86,6 +87,16 @@ class TrainingState:
         }
         return Progress(facts, generators, buffers)
 
+    def notices(self) -> list[str]:
+        """What no commit will hold, and a user should know before the first step."""
+        if self.lr_scheduler is None or is_held(self.lr_scheduler):
+            return []
+        return [
+            f"the schedule {type(self.lr_scheduler).__name__} has no state_dict() and load_state_dict(), so commits do "
+            f"not hold where it is: a resumed run begins it anew. Give it both, or step it engine.global_steps times "
+            f"after initialize"
+        ]
+
     def restore(self, progress: Progress, schedule: bool = True) -> list[str]:
         """Go on from `progress`. Random generators follow at the entry of the next engine call, or before its batch.
 
@@ -104,8 +115,13 @@ class TrainingState:
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
         self.micro_steps, self.parameter_steps = facts["micro_steps"], facts["parameter_steps"]
         self.client_state = from_plain(facts["client_state"])
-        if facts["scheduler"] is not None and same_schedule:
+        if facts["scheduler"] is not None and same_schedule and is_held(self.lr_scheduler):
             self.lr_scheduler.load_state_dict(from_plain(facts["scheduler"]))
+        elif same_schedule and self.lr_scheduler is not None and self.global_steps:
+            notices.append(
+                f"the schedule {type(self.lr_scheduler).__name__} stays as this script has made it, at step "
+                f"{self.global_steps}: where it was could not be held"
+            )
         # The first commit is made before anything can be registered.
         more = self.registered.restore(facts["registered"], may_grow=not self.global_steps)
         if more:
