@@ -163,6 +163,7 @@ class Engine:
             self.optimizer.step()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
+                self._state.ended()
         except BaseException as error:
             # A step whose schedule did not move, or moved by half, must not be committed; the last commit is whole.
             if self.lr_scheduler is not None and self.global_steps != before:
@@ -198,6 +199,16 @@ class Engine:
         self._check()
         self._state.registered.add(objects)
         self._state.put_values()
+
+    def restore_generators(self) -> None:
+        """Put the random generators back as they were at the end of the last step, in a loop with its own DataLoader.
+
+        Call it in a resumed run, or after a load, when the batches that were trained on are skipped, right before the
+        next one is fetched: what is drawn between there and the first call of the engine comes out as in the run. In a
+        new run, and from the first step on, it does nothing.
+        """
+        self._check()
+        self._state.restore_generators()
 
     def train(self, mode: bool = True) -> Engine:
         """Set the model's training mode, as `nn.Module.train` does."""
@@ -379,6 +390,7 @@ class Engine:
         """Finish the step before, decide on this one, schedule it."""
         with self._parts.timeline.span(Row.COMPUTE, f"step {self.global_steps + 1}"):
             self._end_step()
+        self._state.ended()
 
     def _end_step(self) -> None:
         parts = self._parts

@@ -25,7 +25,8 @@ from offload.engine.registered import Registered
 from offload.errors import UsageError
 
 _BEFORE_NEXT = "before_next."
-"""Of the generators' names in a blob: those of before the next batch was loaded, where they differ."""
+"""Of the generators' names in a blob: those of before the next batch was loaded, where they differ. Without a loader of
+ours they are those of the end of the step."""
 
 
 class TrainingState:
@@ -51,6 +52,10 @@ class TrainingState:
         self.registered = Registered()
         self._generators: Mapping[str, torch.Tensor] | None = None
         """Those that follow at the next entry."""
+        self._before_next: Mapping[str, torch.Tensor] | None = None
+        """Those that `restore_generators` puts back; None from the first step on."""
+        self._at_end: Mapping[str, torch.Tensor] | None = None
+        """Those of the end of the last step, where somebody else loads the batches."""
         self._after_step: Progress | None = None
         """What a commit of the last step holds: as all was at the first call after it."""
         self.after_step_is_due = False
@@ -75,10 +80,11 @@ class TrainingState:
             "settings": self._settings(),
         }
         generators = read_generators(self._device)
-        if self.loader is not None and self.loader.before_next is not None:
+        before = self._at_end if self.loader is None else self.loader.before_next
+        if before is not None:
             generators |= {
                 _BEFORE_NEXT + name: state
-                for name, state in self.loader.before_next.items()
+                for name, state in before.items()
                 if name not in generators or not torch.equal(state, generators[name])
             }
         buffers = {
@@ -130,15 +136,16 @@ class TrainingState:
         self._due = facts if same_schedule or self.lr_scheduler is None else None
         self.put_values()
         generators = {name: t for name, t in progress.generators.items() if not name.startswith(_BEFORE_NEXT)}
+        before = {n.removeprefix(_BEFORE_NEXT): t for n, t in progress.generators.items() if n not in generators}
+        self._at_end, self._before_next = None, None
         if self.global_steps:
-            self._generators = generators
+            self._generators, self._before_next = generators, {**generators, **before}
         else:
             write_generators(generators, self._device)  # this is the moment at which a new run took them
         if self.loader is None:
             self._data = facts["data"]
         elif facts["data"] is not None:
-            before = {n.removeprefix(_BEFORE_NEXT): t for n, t in progress.generators.items() if n not in generators}
-            notice = self.loader.go_on(facts["data"], {**generators, **before} if self.global_steps else None)
+            notice = self.loader.go_on(facts["data"], self._before_next)
             notices += [] if notice is None else [notice]
             self._data = self.loader.where()
         buffers = persistent_buffers(self._module)
@@ -157,6 +164,17 @@ class TrainingState:
         if self.after_step_is_due:
             self._after_step, self.after_step_is_due = self.take(), False
 
+    def restore_generators(self) -> None:
+        """See the engine's."""
+        if self._before_next is not None:
+            write_generators(self._before_next, self._device)
+            self._generators = None  # the entry that follows leaves them alone
+
+    def ended(self) -> None:
+        """A step is over: what somebody else's loader draws from here on is drawn again in a resumed run."""
+        if self.loader is None and self.after_step_is_due:
+            self._at_end = read_generators(self._device)
+
     @property
     def after_step(self) -> Progress | None:
         """What a commit of the last step holds; None where that is not taken yet, or nothing is ever committed."""
@@ -174,6 +192,7 @@ class TrainingState:
     def stepped(self, micro_batches: int, is_committed: bool) -> None:
         """A boundary was passed, of so many micro-batches, in an engine that commits its steps or not."""
         self._after_step, self.after_step_is_due = None, is_committed
+        self._before_next = self._at_end = None
         self.global_steps += 1
         self.micro_steps += micro_batches
         self.registered.stepped()
