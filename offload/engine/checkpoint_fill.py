@@ -130,6 +130,7 @@ class Filling:
             written[piece.unit].setdefault(state, []).append((start, futures[-1]))
             if self._two_slots and 0 < trainable <= piece.start:
                 # Updates write the trainable part alone, so what lies behind it must be in both slots.
+                held.pager.table.rewritten = True
                 futures.append(store.write(piece.unit, state, 1 - slot, start, memory))
         return futures
 

@@ -35,7 +35,7 @@ from offload.engine.checkpoint_save import Order
 from offload.engine.hooks import inside_backward
 from offload.engine.loader import Loader, to_device
 from offload.engine.optimizer import Optimizer
-from offload.engine.parts import Choices, Parts
+from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.progress import (
     Progress,
 )
@@ -642,22 +642,19 @@ class Engine:
         parts = self._parts
         atexit.unregister(self.at_exit)
         self.module.__dict__.pop("zero_grad", None)
-        parts.hooks.remove()
-        parts.weights.remove()
-        if parts.updater is not None:
-            parts.updater.close()
-        parts.gradients.close()
-        parts.pager.close()
-        if parts.queue is not None:
-            parts.queue.close()
+        closing = parts.closing()
+        if parts.ranks is not None:  # after the arena, so that no collective is under way
+            ranks, reason = parts.ranks, f"its engine was closed at step {self.global_steps}"
+            closing.append(lambda: ranks.close(reason))
+        if parts.store is not None:
+            store, told = parts.store, note if self.global_rank == 0 else None
+            closing.append(lambda: self._close_store(store, remove, told))
         try:
-            parts.arena.close()  # before the ranks part, so that no collective is under way; raises after a GPU's fault
-        finally:
-            if parts.ranks is not None:
-                parts.ranks.close(f"its engine was closed at step {self.global_steps}")
-            if parts.store is not None:
-                self._close_store(parts.store, remove, note if self.global_rank == 0 else None)
+            close_all(*closing)
+        except Exception:
             self._closed = True
+            raise
+        self._closed = True
 
     def _close_store(self, store: Store, remove: bool, note: Mapping[str, Any] | None) -> None:
         if remove:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.engine.plain import to_plain
+from offload.engine.plain import mark_floats, to_plain, unmark_floats
 from offload.errors import ConfigError, UsageError
 
 _FACTS = "facts"
@@ -42,14 +42,14 @@ class Progress(NamedTuple):
         """What a commit holds: `facts`, `rng.*` and `buffer.*`."""
         tensors = {_RNG + name: state for name, state in self.generators.items()}
         tensors |= {_BUFFER + name: value for name, value in self.buffers.items()}
-        tensors[_FACTS] = as_bytes(json.dumps(self.facts).encode())
+        tensors[_FACTS] = as_bytes(json.dumps(mark_floats(self.facts), allow_nan=False).encode())
         return tensors
 
     @classmethod
     def unpack(cls, contents: Mapping[str, torch.Tensor]) -> Progress:
         """What `pack` gave."""
         tensors = dict(contents)
-        facts = json.loads(bytes(tensors.pop(_FACTS).numpy()))
+        facts = unmark_floats(json.loads(bytes(tensors.pop(_FACTS).numpy())))
         generators = {name.removeprefix(_RNG): t for name, t in tensors.items() if name.startswith(_RNG)}
         buffers = {name.removeprefix(_BUFFER): t for name, t in tensors.items() if name.startswith(_BUFFER)}
         return cls(facts, generators, buffers)

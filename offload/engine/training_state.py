@@ -142,6 +142,8 @@ class TrainingState:
             self._generators, self._before_next = generators, {**generators, **before}
         else:
             write_generators(generators, self._device)  # this is the moment at which a new run took them
+        if self.loader is not None and facts["data"] is None and self.global_steps:
+            notices.append("the run had no training_data: what this one is given begins at its first pass")
         if self.loader is None:
             self._data = facts["data"]
         elif facts["data"] is not None:
