@@ -270,9 +270,7 @@ def _keep(content: dict[str, Any]) -> tuple[str, ...]:
     path = ("offload", "durability")
     wish = _get(content, path)
     if wish == "none":
-        raise ConfigError(
-            "--keep with durability none: nothing of such swap files could be exported or resumed; leave out one of them"
-        )
+        raise ConfigError("--keep with durability none: nothing could be exported or resumed; leave one of them out")
     if wish not in (None, "auto"):
         return ()
     _set(content, path, "step")
