@@ -5,9 +5,20 @@ engine, optimizer, loader, scheduler = offload.initialize(model=model, config="d
 
 from __future__ import annotations
 
+from offload import schedules
 from offload.engine.birth import init
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
+from offload.engine.looking import (
+    register_external_parameter,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    unregister_external_parameter,
+)
 from offload.engine.weights import gathered
 from offload.errors import (
     BudgetError,
@@ -36,4 +47,13 @@ __all__ = [
     "gathered",
     "init",
     "initialize",
+    "register_external_parameter",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "schedules",
+    "unregister_external_parameter",
 ]

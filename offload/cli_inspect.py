@@ -151,8 +151,11 @@ def _checkpoints_table(found: Mapping[str, Any]) -> Table:
             "" if each["age_seconds"] is None else f"{_age(each['age_seconds'])} ago",
             ", ".join(words),
         )
-    for path in found["leftovers"]:
-        table.add_row(escape(Path(path).name), *[""] * 6, "left over; the next save removes it")
+    by = found["saved_to_by"]
+    for kind, then in (("leftovers", "the next save removes it"), ("set_aside", "the next save gives it its name")):
+        for path in found[kind]:
+            said = f"left over; {then}" if by is None else f"of a save that is under way, or left over: {by}"
+            table.add_row(escape(Path(path).name), *[""] * 6, escape(said))
     return table
 
 

@@ -10,15 +10,18 @@ which DeepSpeed ignores. docs/configuration.md is written from the descriptions 
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
+import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from offload.errors import ConfigError
 from offload.sizes import parse_size
@@ -51,6 +54,49 @@ def _size(value: Any) -> Any:
         raise ValueError("should be a size that a machine can have") from None
 
 
+def _rates(value: Any) -> Any:
+    """A number for all groups of parameters, or a list with one for each."""
+    numbers = value if isinstance(value, list | tuple) else (value,)
+    if not numbers or not all(_is_rate(number) for number in numbers):
+        raise ValueError("should be a number of at least 0, or a list of such, one for each group of parameters")
+    rates = tuple(float(number) for number in numbers)
+    return rates if isinstance(value, list | tuple) else rates[0]
+
+
+def _is_rate(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value <= sys.float_info.max
+
+
+def _or_auto(value: Any) -> Any:
+    return value if isinstance(value, str) and value == "auto" else _rates(value)
+
+
+def _momentum(value: Any) -> Any:
+    rates = _rates(value)
+    if max(rates if isinstance(rates, tuple) else (rates,)) >= 1:
+        raise ValueError("should be below 1")
+    return rates
+
+
+def _schedule(name: str) -> str:
+    """The type of a schedule, in any case of letters."""
+    known = {word.lower(): word for word in (*SCHEDULES, *TORCH_SCHEDULES)}
+    if name.lower() in known:
+        return known[name.lower()]
+    near = difflib.get_close_matches(name.lower(), known, 1, 0.6)
+    hint = f'did you mean "{known[near[0]]}"? ' if near else ""
+    raise ValueError(
+        f"should be {', '.join(SCHEDULES)}, or one of torch.optim.lr_scheduler that a file can describe, got {name!r}; "
+        f"{hint}Any other schedule can be passed to offload.initialize as lr_scheduler="
+    )
+
+
+def _steps(value: Any) -> Any:
+    """Infinity, as `accelerate` writes it, is never: 0."""
+    return 0 if value == math.inf else _number(value)
+
+
 def _spelling(names: Mapping[str, str]) -> BeforeValidator:
     """Other spellings of a choice, in any case of letters."""
     return BeforeValidator(lambda value: names.get(value.lower(), value) if isinstance(value, str) else value)
@@ -60,6 +106,11 @@ Whole = Annotated[int, BeforeValidator(_number)]
 Count = Annotated[Whole, Field(gt=0)]
 Elements = Annotated[Whole, Field(ge=0)]
 Number = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
+Ratio = Annotated[Number, Field(le=1)]
+Rates = Annotated[float | tuple[float, ...], BeforeValidator(_rates)]
+RatesOrAuto = Annotated[float | tuple[float, ...] | Literal["auto"], BeforeValidator(_or_auto)]
+Momentum = Annotated[float | tuple[float, ...], BeforeValidator(_momentum)]
+WarmupType = Annotated[Literal["log", "linear"], _spelling({"log": "log", "linear": "linear"})]
 Name = Annotated[str, Field(min_length=1)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_strings)]
 Paths = Annotated[tuple[Annotated[Name, BeforeValidator(_path)], ...], BeforeValidator(_strings)]
@@ -221,6 +272,104 @@ class OptimizerBlock(Block):
         return self.type == "AdamW" or self.params.adam_w_mode
 
 
+class ScheduleParams(Block):
+    """The params of a schedule, which has the type that it is listed under in `SCHEDULES`."""
+
+    ORDERED: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of fields, of which the first is not above the second."""
+
+
+class RangeTestParams(ScheduleParams):
+    """LRRangeTest: rises without an end, to find the largest learning rate that trains."""
+
+    lr_range_test_min_lr: Rates = Field(1e-3, description="learning rate at the start")
+    lr_range_test_step_size: Count = Field(2000, description="steps in which it rises by min_lr * step_rate")
+    lr_range_test_step_rate: Number = Field(1.0, description="how fast it rises")
+    lr_range_test_staircase: bool = Field(False, description="rise only at the end of each step_size")
+
+
+class OneCycleParams(ScheduleParams):
+    """OneCycle: up and down once, the momentum the other way round; then a decay."""
+
+    ORDERED = (("cycle_min_lr", "cycle_max_lr"), ("cycle_min_mom", "cycle_max_mom"))
+
+    cycle_min_lr: Rates = Field(description="learning rate at both ends of the cycle; needed")
+    cycle_max_lr: Rates = Field(description="learning rate in the middle; needed")
+    decay_lr_rate: Number = Field(
+        0.0, description="after the cycle: cycle_min_lr / (1 + decay_lr_rate * steps / decay_step_size)"
+    )
+    cycle_first_step_size: Count = Field(2000, description="steps up")
+    cycle_second_step_size: Count | None = Field(None, description="steps down; default: as many as up")
+    cycle_first_stair_count: Elements = Field(0, description="stairs on the way up; 0: each step rises")
+    cycle_second_stair_count: Elements | None = Field(None, description="stairs down; default: as many as up")
+    decay_step_size: Elements = Field(0, description="steps of the decay's unit; 0: no decay")
+    cycle_momentum: bool = Field(True, description="whether the momentum, betas[0], moves too")
+    cycle_min_mom: Momentum = Field(0.8, description="momentum in the middle")
+    cycle_max_mom: Momentum = Field(0.9, description="momentum at both ends of the cycle")
+    decay_mom_rate: Number = Field(
+        0.0, description="after the cycle: cycle_max_mom * (1 + decay_mom_rate * steps / decay_step_size)"
+    )
+
+
+_MAX_LR = 'where it rises to; "auto": each group\'s own learning rate'
+_WARM_UP = "steps of the warm-up, 1 counts as 2"
+_WARMUP_TYPE = "log: fast at first; linear: evenly"
+_TOTAL = "steps of the whole training; needed, but for `offload train`, which gives its --steps"
+
+
+class WarmupParams(ScheduleParams):
+    """WarmupLR: rises, and stays."""
+
+    ORDERED = (("warmup_min_lr", "warmup_max_lr"),)
+    OWN_AUTO = ("warmup_max_lr",)
+
+    warmup_min_lr: Rates = Field(0.0, description="learning rate at the start")
+    warmup_max_lr: RatesOrAuto = Field("auto", description=_MAX_LR)
+    warmup_num_steps: Count = Field(1000, description=_WARM_UP)
+    warmup_type: WarmupType = Field("log", description=_WARMUP_TYPE)
+
+
+class WarmupDecayParams(WarmupParams):
+    """WarmupDecayLR: rises, and falls to 0 in a line."""
+
+    total_num_steps: Count = Field(description=_TOTAL)
+    warmup_max_lr: RatesOrAuto = Field(1e-3, description=_MAX_LR)
+
+
+class WarmupCosineParams(ScheduleParams):
+    """WarmupCosineLR: rises to each group's own learning rate, and falls along a cosine."""
+
+    total_num_steps: Count = Field(description=_TOTAL)
+    warmup_min_ratio: Ratio = Field(0.0, description="share of the learning rate at which the warm-up begins")
+    warmup_num_steps: Count = Field(1000, description=_WARM_UP)
+    cos_min_ratio: Ratio = Field(1e-4, description="share of the learning rate at which the cosine ends")
+    warmup_type: WarmupType = Field("log", description=_WARMUP_TYPE)
+
+
+SCHEDULES: dict[str, type[ScheduleParams]] = {
+    "WarmupLR": WarmupParams,
+    "WarmupDecayLR": WarmupDecayParams,
+    "WarmupCosineLR": WarmupCosineParams,
+    "OneCycle": OneCycleParams,
+    "LRRangeTest": RangeTestParams,
+}
+TORCH_SCHEDULES = _keys(
+    """StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR CosineAnnealingWarmRestarts
+    CyclicLR OneCycleLR"""
+)
+"""Those of torch.optim.lr_scheduler that are made from an optimizer and numbers."""
+
+
+class SchedulerBlock(Block):
+    """The schedule of learning rates, which `engine.step()` advances; without this block they stay as they are."""
+
+    type: Annotated[str, AfterValidator(_schedule)] = Field(
+        description="`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle`, `LRRangeTest`, or of "
+        f"torch.optim.lr_scheduler {', '.join(f'`{name}`' for name in TORCH_SCHEDULES)}"
+    )
+    params: dict[Any, Any] = Field({}, description="see below; those of torch's schedules are torch's")
+
+
 class Precision(Block):
     """A 16-bit mode."""
 
@@ -260,6 +409,32 @@ class Aio(Block):
     intra_op_parallelism: Annotated[Count, Field(le=64)] | None = Field(
         None, description="threads that hand blocks to the kernel; older name: thread_count"
     )
+
+
+class _Folder(Block):
+    """Where each step's numbers go."""
+
+    enabled: bool = Field(False, description="whether they are written")
+    output_path: Annotated[str, BeforeValidator(_path)] = Field("runs", description="folder of all jobs")
+    job_name: str | None = Field(None, description="folder in it; default: the name of the run")
+
+
+class TensorBoard(_Folder):
+    """Numbers of each step for TensorBoard; see guides/monitor.md. Needs `pip install 'offload[monitor]'`."""
+
+
+class CsvMonitor(_Folder):
+    """Numbers of each step, a CSV file for each of them; see guides/monitor.md."""
+
+
+class Wandb(Block):
+    """Numbers of each step for Weights & Biases; see guides/monitor.md. Needs `pip install wandb`."""
+
+    enabled: bool = Field(False, description="whether they are sent")
+    project: str = Field("offload", description="project")
+    team: str | None = Field(None, description="whose project it is; default: that of the login")
+    group: str | None = Field(None, description="group of runs")
+    name: str | None = Field(None, description="name of the run; default: one that wandb makes")
 
 
 class Debug(Block):
@@ -339,25 +514,21 @@ class Config(Block):
     """The whole config, with what it means."""
 
     UNSUPPORTED = _keys(
-        """steps_per_print wall_clock_breakdown dump_state memory_breakdown log_level vocabulary_size
+        """dump_state log_level vocabulary_size
         zero_allow_untested_optimizer zero_force_ds_cpu_optimizer timers comms_logger checkpoint prescale_gradients
         gradient_predivide_factor communication_data_type sparse_gradients dataloader_drop_last disable_allgather
         gradient_allreduce_op managed_gradient_accumulation seq_parallel_communication_data_type
         seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting activation_checkpointing nebula
-        tensorboard wandb csv_monitor comet flops_profiler autotuning datastates_ckpt"""
+        comet flops_profiler autotuning datastates_ckpt"""
     )
-    REFUSED: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(
-            _keys(
-                """amp sparse_attention compression_training weight_quantization quantize_training data_efficiency
+    REFUSED: ClassVar[dict[str, str]] = dict.fromkeys(
+        _keys(
+            """amp sparse_attention compression_training weight_quantization quantize_training data_efficiency
             curriculum_learning elasticity progressive_layer_drop eigenvalue pipeline hybrid_engine expert_parallel
             tensor_parallel compile torch_autocast zenflow"""
-            ),
-            _CHANGES,
         ),
-        "scheduler": "is not supported yet: pass lr_scheduler=, a torch scheduler or a function that makes one from "
-        "the optimizer, to offload.initialize",
-    }
+        _CHANGES,
+    )
     OLD_NAMES: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
 
     train_batch_size: Count | None = Field(None, description="samples of a step on all ranks")
@@ -365,10 +536,23 @@ class Config(Block):
     gradient_accumulation_steps: Count | None = Field(None, description="micro-batches of a step")
     gradient_clipping: Number = Field(1.0, description="largest global norm of the gradient; 0 leaves it as it is")
     optimizer: OptimizerBlock | None = Field(None, description="see below")
+    scheduler: SchedulerBlock | None = Field(None, description="see below")
     bf16: Precision = Field(Precision(), description="bf16 weights with split fp32 masters; older name: bfloat16")
     fp16: Precision = Field(Precision(), description="not supported yet")
     data_types: DataTypes = Field(DataTypes(), description="see below")
     aio: Aio = Field(Aio(), description="see below")
+    steps_per_print: Annotated[int, BeforeValidator(_steps), Field(ge=0)] | None = Field(
+        None,
+        description="steps from one line about training to the next; 0 or Infinity: none; default: none, "
+        "and 10 with one of the next two",
+    )
+    wall_clock_breakdown: bool = Field(
+        False, description="measure the phases of a step and what it waits for; see guides/monitor.md"
+    )
+    memory_breakdown: bool = Field(False, description="have the peaks of memory in the line")
+    tensorboard: TensorBoard = Field(TensorBoard(), description="see below")
+    csv_monitor: CsvMonitor = Field(CsvMonitor(), description="see below")
+    wandb: Wandb = Field(Wandb(), description="see below")
     zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="see below")
     offload: OffloadBlock = Field(OffloadBlock(), description="see below")
     _no_effect: _NoEffect = PrivateAttr(default_factory=lambda: _NoEffect([], []))
@@ -391,6 +575,13 @@ class Config(Block):
     @property
     def dtype(self) -> Literal["bf16", "fp32"]:
         return "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def steps_per_line(self) -> int:
+        """Steps from one line about training to the next; 0: there is none."""
+        if self.steps_per_print is None:
+            return 10 if self.wall_clock_breakdown or self.memory_breakdown else 0
+        return self.steps_per_print
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -461,6 +652,8 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     except pydantic.ValidationError as error:
         raise ConfigError(_explain(error)) from error
     config._no_effect = no_effect
+    if config.scheduler is not None and config.scheduler.type in SCHEDULES:
+        schedule_params(SCHEDULES[config.scheduler.type], config.scheduler.params, "scheduler.params.")
     if config.fp16.enabled:
         raise ConfigError('"fp16" is not supported yet; set "bf16": {"enabled": true} instead')
     if "nvme" in (config.weight_tier, config.optimizer_tier) and not config.drives:
@@ -468,6 +661,29 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
             '"device" is nvme, but no "nvme_path" is given; set it beside the device, or once in the "offload" block'
         )
     return config
+
+
+P = TypeVar("P", bound=ScheduleParams)
+
+
+def schedule_params(model: type[P], content: Mapping[Any, Any], path: str = "") -> P:
+    """The params of a schedule, of a file (at `path` in it) or of a script. Raises `ConfigError`."""
+    try:
+        params = model.model_validate(_sort_out(model, content, path, _NoEffect([], [])))
+    except pydantic.ValidationError as error:
+        raise ConfigError(_explain(error, path)) from error
+    for low, high in model.ORDERED:
+        check_order(path + low, getattr(params, low), path + high, getattr(params, high))
+    return params
+
+
+def check_order(low: str, lows: Any, high: str, highs: Any) -> None:
+    """Raise `ConfigError` where one of `lows` is above its one of `highs`; "auto" is above nothing."""
+    of_each = isinstance(lows, list | tuple) and isinstance(highs, list | tuple)  # as many as groups, or refused there
+    alone, other = (rates if isinstance(rates, list | tuple) else (rates,) for rates in (lows, highs))
+    for least, most in zip(alone, other, strict=False) if of_each else itertools.product(alone, other):
+        if most != "auto" and least > most:
+            raise ConfigError(f"{low} {least:g} is above {high} {most:g}; exchange them, or change one")
 
 
 def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
@@ -607,27 +823,33 @@ def _unknown(model: type[Block], near: str | None, dotted: str) -> str:
     return f"unknown key {dotted}; {hint}"
 
 
-_EXPECTED = {"model_type": "should be a block, as {...}", "tuple_type": "should be a list"}
+_EXPECTED = {
+    "model_type": "should be a block, as {...}",
+    "dict_type": "should be a block, as {...}",
+    "tuple_type": "should be a list",
+    "missing": "is needed",
+}
 _ADVICE = {
     "gradient_clipping": "0 switches clipping off",
     "offload.run": "it names a folder: letters, digits, '.', '_' and '-', the first a letter or digit",
     "offload.durability": 'give "auto", "step", "none", or {"every": 10}, which commits every tenth step',
+    "scheduler.params.total_num_steps": 'give the steps of the whole training; "auto" is for `offload train` to fill',
     "optimizer.type": "set one of these, or pass optimizer= to offload.initialize",
 }
 
 
-def _explain(error: pydantic.ValidationError) -> str:
-    """The first error in words: the key's dotted path, what was expected, what came, and what to do."""
+def _explain(error: pydantic.ValidationError, path: str = "") -> str:
+    """The first error in words: the key's path from `path` on, what was expected, what came, and what to do."""
     errors = error.errors(include_url=False)
     # Of a field that is a word or a block there is one for each: a block was meant where one came.
     several = len(errors) > 1 and _is_choice(errors[0]["loc"][-1]) and isinstance(errors[0]["input"], Mapping)
     first = errors[1] if several else errors[0]
-    key = ".".join(str(part) for part in first["loc"] if not _is_choice(part))
-    got = first["input"]
+    key = path + ".".join(str(part) for part in first["loc"] if not _is_choice(part))
+    got = "" if first["type"] == "missing" or repr(first["input"]) in first["msg"] else f", got {first['input']!r}"
     expected = re.sub("^(Value error, |Input |String )", "", first["msg"])
     expected = _EXPECTED.get(first["type"], expected)
     advice = next((f"; {words}" for name, words in _ADVICE.items() if key == name or key.startswith(f"{name}.")), "")
-    return f"{key} {expected}{'' if repr(got) in expected else f', got {got!r}'}{advice}"
+    return f"{key} {expected}{got}{advice}"
 
 
 def _is_choice(part: object) -> bool:
@@ -659,7 +881,9 @@ def document() -> str:
     for path, model in _blocks(Config, ""):
         title = f"`{path}`" if path else "Top level"
         if path != "fp16":
-            tables.append(f"## {title}\n\n{(model.__doc__ or '').splitlines()[0]}\n\n{_table(model)}")
+            tables.append(_section(title, model))
+        if model is SchedulerBlock:
+            tables.extend(_section(f"`{path}.params` of {name}", params) for name, params in SCHEDULES.items())
         for lines, keys in ((tuning, (*model.TUNING, *model.UNSUPPORTED)), (refused, model.REFUSED)):
             lines.extend([f"* {title}: {', '.join(f'`{key}`' for key in keys)}"] if keys else [])
     refused.append("* `fp16`, when it is enabled")
@@ -672,6 +896,10 @@ def document() -> str:
             "",
         ]
     )
+
+
+def _section(title: str, model: type[Block]) -> str:
+    return f"## {title}\n\n{(model.__doc__ or '').splitlines()[0]}\n\n{_table(model)}"
 
 
 def _table(model: type[Block]) -> str:

@@ -12,8 +12,17 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from offload.engine.checkpoint_files import LATEST, MANIFEST, read_manifest, wrong_files
-from offload.engine.checkpoint_files import leftovers as leftovers_of_saves
+from offload.engine.checkpoint_files import (
+    LATEST,
+    MANIFEST,
+    is_checkpoint,
+    may_be_checkpoint,
+    read_manifest,
+    refuse_rank,
+    wrong_files,
+)
+from offload.engine.checkpoint_folder import leftovers as leftovers_of_saves
+from offload.engine.checkpoint_folder import saver
 from offload.errors import StoreError
 from offload.swapper.store import rank_folders
 from offload.swapper.store.folder import holder
@@ -30,17 +39,24 @@ def inspect(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise StoreError(f"there is no folder {path}")
     path = path.resolve()
+    if may_be_checkpoint(path):
+        return {"kind": "checkpoint", **_checkpoint(path)}
     if is_rank(path):
         return {"kind": "rank", **_run(path.parent, [path])}
-    if is_run(path):
+    if _holds_a_run(path):
         return {"kind": "run", **_run(path, rank_folders(path))}
-    if (path / MANIFEST).is_file():
-        return {"kind": "checkpoint", **_checkpoint(path)}
-    saved = [each for each in path.iterdir() if (each / MANIFEST).is_file() and not each.name.startswith(".")]
-    if saved or (path / LATEST).is_file() or leftovers_of_saves(path):
+    refuse_rank(path)
+    saved = [each for each in path.iterdir() if may_be_checkpoint(each) and not each.name.startswith(".")]
+    if saved or (path / LATEST).is_file() or any(leftovers_of_saves(path)):
         return {"kind": "checkpoints", **_checkpoints(path, saved)}
-    runs = [_run(each, rank_folders(each)) for each in sorted(path.iterdir()) if is_run(each)]
+    runs = [_run(each, rank_folders(each)) for each in sorted(path.iterdir()) if _holds_a_run(each)]
     return {"kind": "nvme_path", "path": str(path), "runs": runs}
+
+
+def _holds_a_run(path: Path) -> bool:
+    """Whether this is a run's folder; one of checkpoints with such tags as rank0 is not."""
+    ranks = rank_folders(path)
+    return is_run(path) and (not ranks or not all(map(is_checkpoint, ranks)))
 
 
 def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
@@ -81,11 +97,14 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
 def _checkpoints(path: Path, saved: Sequence[Path]) -> dict[str, Any]:
     latest = path / LATEST
     found = [_checkpoint(each) for each in saved]
+    goes, returns = leftovers_of_saves(path)
     return {
         "path": str(path),
         "latest": latest.read_text(errors="replace").strip() if latest.is_file() else None,
         "checkpoints": sorted(found, key=lambda each: (each["epoch"] or 0, each["created"] or "")),
-        "leftovers": [str(each) for each in leftovers_of_saves(path)],
+        "saved_to_by": saver(path),
+        "leftovers": [str(each) for each in goes],
+        "set_aside": [str(each) for each in returns],
     }
 
 

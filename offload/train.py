@@ -125,10 +125,12 @@ def merge(file: Mapping[str, Any] | None, options: Options) -> tuple[dict[str, A
         _set(merged, ("bf16", "enabled"), True)
     _merge_paths(merged, list(options.nvme_path), lines)
     _merge_batch(merged, options.batch_size, lines)
+    _merge_schedule(merged, options.steps)
     zero = merged.setdefault("zero_optimization", {})
     if isinstance(zero, dict):
         zero.setdefault("stage", 3)
     merged.setdefault("optimizer", {}).setdefault("type", "AdamW")
+    _merge_line(merged, lines)
     return merged, tuple(lines)
 
 
@@ -184,6 +186,29 @@ def _merge_batch(merged: dict[str, Any], typed: int | None, lines: list[str]) ->
             lines.append(f"--batch-size {wish} overrules {key} {value:g}")
     merged.pop(keys[1], None)
     merged |= {keys[0]: wish, "gradient_accumulation_steps": accumulation}
+
+
+def _merge_schedule(merged: dict[str, Any], steps: int) -> None:
+    """A schedule that asks how long training is gets --steps."""
+    kind, params = _get(merged, ("scheduler", "type")), _get(merged, ("scheduler", "params"))
+    if str(kind).lower() in ("warmupdecaylr", "warmupcosinelr") and (params is None or isinstance(params, dict)):
+        if _get(params, ("total_num_steps",)) in (None, "auto"):
+            _set(merged, ("scheduler", "params", "total_num_steps"), steps)
+
+
+def _merge_line(merged: dict[str, Any], lines: list[str]) -> None:
+    """This command tells of each step itself: the engine does not print another line."""
+    asked = [key for key in ("wall_clock_breakdown", "memory_breakdown") if merged.get(key) is True]
+    every = merged.get("steps_per_print")
+    if asked or isinstance(every, int | float):
+        if isinstance(every, int | float) and 0 < every < math.inf:
+            asked.insert(0, "steps_per_print")
+        merged["steps_per_print"] = 0
+    if asked:
+        lines.append(
+            f"{', '.join(asked)}: this command has a progress line of its own; numbers of each step go to tensorboard, "
+            f"csv_monitor and wandb"
+        )
 
 
 def _get(content: Any, path: tuple[str, ...]) -> Any:

@@ -15,6 +15,7 @@ from offload.errors import IoError, StoreError
 from offload.sizes import format_size
 from offload.swapper.store import Queue
 from offload.swapper.store.check import Damage, damages
+from offload.swapper.store.folder import reserve
 from offload.swapper.store.look import Commit, Found, Wrong
 
 
@@ -35,6 +36,8 @@ class RankReport(NamedTuple):
     """For each damage the file, offset and bytes on each drive."""
     before: str | None
     """The commit before, in words; None where there is none."""
+    compared: bool = True
+    """Whether the states could be read."""
 
     @property
     def whole(self) -> bool:
@@ -63,7 +66,8 @@ class Report(NamedTuple):
             if each.epoch is None:
                 found.append(f"rank {each.rank}: no commit is whole; it cannot be resumed, go back to a checkpoint")
             else:
-                state = f"damaged in {len(each.damages)} places" if each.damages else "whole"
+                state = "whole" if each.compared else "could not be read"
+                state = f"damaged in {len(each.damages)} places" if each.damages else state
                 before = f"; {each.before}" if each.before else ""
                 words = f"epoch {each.epoch}, commit {each.serial}, {format_size(each.nbytes)}"
                 found.append(f"rank {each.rank}: {words}: {state}{before}")
@@ -231,6 +235,7 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
     bad: list[Damage] = []
     places: list[tuple[tuple[str, int, int], ...]] = []
     before: str | None = None
+    compared = False
     commit = next((c for c in found.commits if c.record.serial == serial and c.blob is not None), None)
     if commit is None:
         commit = _newest_whole(found)
@@ -244,9 +249,12 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
             for damage in _damages(found, commit, file, queue, progress):
                 bad.append(damage)
                 places.append(_places(file, damage))
+            compared = True
             other = next((c for c in found.commits if c.record.serial < record.serial), None)
             if other is not None:
                 before = _before(found, other, file, queue, progress)
+        if bad and serial == max(c.record.serial for c in found.commits):
+            reserve(found.folder / "suspect", 1)  # the next resume compares all, and takes the commit before if it can
     except IoError as error:  # missing: it is among what is wrong, unless it cannot be opened for another reason
         if not any(each.path.startswith(error.path) or error.path.startswith(each.path) for each in wrong):
             wrong.append(Wrong(error.path, str(error)))
@@ -255,11 +263,12 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
         found.rank,
         record.serial,
         record.epoch,
-        _nbytes(commit),
+        _nbytes(commit) if compared else 0,
         tuple(wrong),
         tuple(bad),
         tuple(places),
         before,
+        compared,
     )
 
 

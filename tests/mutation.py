@@ -35,6 +35,48 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(
+        "a state that is set is the weight",
+        "offload.engine.updater",
+        "self._set(tile, start, stop, edit.state,",
+        "self._set(tile, start, stop, State.WEIGHT,",
+        "tests/test_safe_get_set.py",
+    ),
+    Mutant(
+        "look at a state while updates run",
+        "offload.engine.looking",
+        "self._parts.updater.finish(commit=False)",
+        "pass",
+        "tests/test_safe_get_set.py",
+    ),
+    Mutant(
+        "look at a master without its residual",
+        "offload.engine.looking",
+        "and State.RESIDUAL in self._held.mode.states",
+        "and False",
+        "tests/test_safe_get_set.py",
+    ),
+    Mutant(
+        "a gradient that is set keeps the norm of before",
+        "offload.engine.gradients",
+        "if key[0] != segment}",
+        "}",
+        "tests/test_safe_get_set.py",
+    ),
+    Mutant(
+        "each rank sets a gradient of its own",
+        "offload.engine.looking",
+        "ranks.broadcast(values, 0)",
+        "pass",
+        "tests/test_safe_get_set_ranks.py",
+    ),
+    Mutant(
+        "an edit of a state that other ranks take for the weight",
+        "offload.engine.rounds",
+        "Edit(start, stop, values, State(state))",
+        "Edit(start, stop, values)",
+        "tests/test_safe_get_set_ranks.py",
+    ),
+    Mutant(
         "drop the decay",
         "offload.engine.engine",
         'weight_decay=float(group["weight_decay"])',
@@ -379,7 +421,7 @@ MUTANTS = (
     ),
     Mutant(
         "name the checkpoint as the latest before it is there",
-        "offload.engine.checkpoint_files",
+        "offload.engine.checkpoint_folder",
         '    with told(checkpoint, "rename"):\n        sync_folder(partial)',
         "    (folder / LATEST).write_text(checkpoint.name)\n"
         '    with told(checkpoint, "rename"):\n        sync_folder(partial)',
@@ -387,11 +429,32 @@ MUTANTS = (
     ),
     Mutant(
         "replace a checkpoint by deleting it first",
-        "offload.engine.checkpoint_files",
+        "offload.engine.checkpoint_folder",
         "        elif exchange(partial, checkpoint):",
-        "        elif shutil.rmtree(checkpoint) or sync_folder(folder) or os.rename(partial, checkpoint) or True:\n"
+        "        elif _delete(checkpoint) or sync_folder(folder) or os.rename(partial, checkpoint) or True:\n"
         "            pass\n        elif exchange(partial, checkpoint):",
         "tests/test_checkpoint_killed.py",
+    ),
+    Mutant(
+        "take any manifest for one of a checkpoint",
+        "offload.engine.checkpoint_files",
+        'return isinstance(content, dict) and content.get("kind") == _KIND',
+        "return isinstance(content, dict)",
+        "tests/test_checkpoint_folder.py",
+    ),
+    Mutant(
+        "delete all that is in a folder of a checkpoint",
+        "offload.engine.checkpoint_folder",
+        "if not _FILES.fullmatch(e.name) or not e.is_file(follow_symlinks=False)",
+        "if False",
+        "tests/test_checkpoint_folder.py",
+    ),
+    Mutant(
+        "lock a file that has lost its name",
+        "offload.engine.checkpoint_folder",
+        "            if _is_at(descriptor, path):\n                with",
+        "            if True:\n                with",
+        "tests/test_checkpoint_folder.py",
     ),
 )
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import offload
 from offload import kernels
-from offload.engine import checkpoint_files, checkpoint_save
+from offload.engine import checkpoint_folder, checkpoint_save
 from offload.engine.checkpoint_files import checkpoints
 from offload.errors import EngineFailed, IoError, StoreError, UsageError
 from tests import models
@@ -431,6 +431,7 @@ def test_keep_last_removes_the_oldest_of_ours_and_nothing_else(tmp_path: Path) -
     (folder / "global_step9").mkdir()
     (folder / "notes").write_text("")
     (folder / ".other.partial").mkdir()
+    (folder / ".other.partial" / "thesis.txt").write_text("all of it")
     for step in range(4):
         train_step(engine, job, step)
         engine.save_checkpoint(folder, keep_last=2)
@@ -556,7 +557,7 @@ def test_a_checkpoint_of_the_same_name_is_replaced(
     at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_once:
-        monkeypatch.setattr(checkpoint_files, "exchange", lambda *_: False)
+        monkeypatch.setattr(checkpoint_folder, "exchange", lambda *_: False)
     engine = start(models.GPT2, CPU, tmp_path / "run")
     for step in range(2):
         train_step(engine, models.GPT2, step)

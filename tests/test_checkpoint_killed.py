@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import offload
-from offload.engine import checkpoint_files, checkpoint_save
+from offload.engine import checkpoint_folder, checkpoint_save
 from tests import models
 from tests.oracle import config, start, train_step
 
@@ -25,7 +25,7 @@ CPU = ("cpu", "cpu")
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.oracle", "tests.models", "transformers.models.gpt2.modeling_gpt2"])
 """Importing all of it takes longer than a save."""
-_REPLACES = ("all but the old one", "the old one goes", "between two renames")
+_REPLACES = ("all but the old one", "the old one goes", "the old one is empty", "between two renames")
 """Moments of a save of a tag that is there already."""
 
 
@@ -61,17 +61,17 @@ def after(module: Any, name: str) -> Callable[[], None]:
 
 
 def without_exchange() -> None:
-    checkpoint_files.exchange = lambda *_: False
+    checkpoint_folder.exchange = lambda *_: False
 
 
 def between_renames() -> None:
     without_exchange()
-    before(checkpoint_files.os, "rename", 2)()
+    before(checkpoint_folder.os, "rename", 2)()
 
 
 def after_renames() -> None:
     without_exchange()
-    before(checkpoint_files, "sync_folder", 2)()
+    before(checkpoint_folder, "sync_folder", 2)()
 
 
 MOMENTS: dict[str, Callable[[], None]] = {
@@ -79,11 +79,12 @@ MOMENTS: dict[str, Callable[[], None]] = {
     "states are written": before(checkpoint_save, "crc32c_joined", 9),
     "states are there": after(checkpoint_save, "_write_states"),
     "the manifest is missing": before(checkpoint_save, "end_folder"),
-    "nothing has its name": before(checkpoint_files, "sync_folder"),
-    "it has its name": before(checkpoint_files, "sync_folder", 2),
-    "latest follows": before(checkpoint_files.os, "replace"),
-    "all but the old one": before(checkpoint_files, "remove"),
-    "the old one goes": before(checkpoint_files, "_delete"),
+    "nothing has its name": before(checkpoint_folder, "sync_folder"),
+    "it has its name": before(checkpoint_folder, "sync_folder", 2),
+    "latest follows": before(checkpoint_folder.os, "replace"),
+    "all but the old one": before(checkpoint_folder, "_delete"),
+    "the old one goes": before(checkpoint_folder.os, "unlink", 3),  # the first is of `.latest.<tag>`
+    "the old one is empty": before(checkpoint_folder.os, "rmdir"),
     "between two renames": between_renames,
     "after two renames": after_renames,
 }
@@ -101,7 +102,7 @@ def save_and_die(folder: Path, moment: str | None, same_tag: bool, pipe: Any) ->
         pipe.send(step + 1)
 
 
-def goes_on(folder: Path, least: int) -> int:
+def goes_on(folder: Path, least: int, same_tag: bool) -> int:
     """Load the latest in a new process' engine and compare it with an unbroken run; the step that it was saved at."""
     torch.manual_seed(99)
     engine = offload.initialize(model=JOB.model(), config=config(JOB, CPU, folder / "other"))[0]
@@ -109,9 +110,9 @@ def goes_on(folder: Path, least: int) -> int:
     assert path is not None and engine.global_steps >= least
     step = engine.global_steps
     losses = [train_step(engine, JOB, each) for each in range(step, step + 2)]
-    engine.save_checkpoint(folder / "saved", tag=Path(path).name.strip(".").removesuffix(".old"), keep_last=1)
-    hidden = [p.name for p in (folder / "saved").iterdir() if p.name.startswith(".") and p.name.endswith(".removed")]
-    assert not hidden
+    tag = Path(path).name.strip(".").removesuffix(".old") if same_tag else None
+    engine.save_checkpoint(folder / "saved", tag=tag, keep_last=1)
+    assert len([path for path in (folder / "saved").iterdir() if path.name != "latest"]) == 1, "all that was left goes"
     engine.load_checkpoint(folder / "saved")
     assert engine.global_steps == step + 2
     engine.destroy()
@@ -133,8 +134,8 @@ def test_killed_at_each_moment(moment: str, same_tag: bool, tmp_path: Path) -> N
     assert process.exitcode == -signal.SIGKILL
     assert receiver.recv() == 1 and not receiver.poll(), "it died in the second save"
     named = moment in ("latest follows", "it has its name", "after two renames")
-    gone = moment in ("all but the old one", "the old one goes")
-    step = goes_on(tmp_path, 1)
+    gone = moment in ("all but the old one", "the old one goes", "the old one is empty")
+    step = goes_on(tmp_path, 1, same_tag)
     assert step == (2 if gone or (named and same_tag) else 1)
 
 
@@ -153,4 +154,4 @@ def test_killed_at_random_moments(same_tag: bool, tmp_path: Path) -> None:
         process.join()
         while receiver.poll():
             first = receiver.recv()
-        assert goes_on(folder, first) in (first, first + 1)
+        assert goes_on(folder, first, same_tag) in (first, first + 1)

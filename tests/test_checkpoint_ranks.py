@@ -12,7 +12,7 @@ import torch
 
 import offload
 from offload.engine import checkpoint_load, checkpoint_save
-from offload.errors import IoError, RankError, StoreError
+from offload.errors import IoError, RankError, StoreError, UsageError
 from offload.swapper.states import State
 from tests import models
 from tests.oracle import Job, config
@@ -164,6 +164,55 @@ def test_an_error_on_one_rank_is_an_error_on_all(ranks: RankPool, tmp_path: Path
     zero, one = ranks.run(fails_on_one, tmp_path)
     assert zero.startswith("StoreError: rank 1 could not save a checkpoint") and "a file" in zero
     assert one.startswith("IoError")
+
+
+def one_is_wrong(folder: Path) -> list[str]:
+    """What only rank 1 asks for cannot be; each time both are told, and go on together."""
+    job = models.GPT2._replace(loss=JOBS["gpt2"].loss)
+    engine = start(job, CPU, folder / "run")
+    rank, told = rank_and_size()[0], []
+    right: dict[str, Any] = {"save_dir": folder / "saved", "tag": "one"}
+    wrong: list[dict[str, Any]] = [{"tag": "a/b"}, {"keep_last": 0}, {"keep_last": "2"}, {"save_dir": None}]
+    wrong += [{"client_state": [1]}, {"client_state": {"big": 10**5000}}]
+    for each in wrong:
+        try:
+            engine.save_checkpoint(**{**right, **(each if rank else {})})
+        except (StoreError, UsageError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    assert not (folder / "saved").exists()
+    engine.save_checkpoint(**right)
+    for load_dir in (None if rank else folder / "saved", folder / "saved"):
+        try:
+            engine.load_checkpoint(load_dir)  # type: ignore[arg-type]
+        except (StoreError, UsageError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    train(engine, job, range(1))
+    engine.destroy(remove=True)
+    return told
+
+
+def test_what_one_rank_alone_gets_wrong_is_told_to_all(ranks: RankPool, tmp_path: Path) -> None:
+    zero, one = ranks.run(one_is_wrong, tmp_path)
+    assert len(zero) == len(one) == 7
+    for mine, theirs in zip(zero, one, strict=True):
+        assert theirs.startswith("UsageError: ") and mine.startswith("StoreError: rank 1 could not "), (mine, theirs)
+        assert theirs in mine
+
+
+def test_nothing_of_a_save_is_left_for_any_rank_to_see(ranks: RankPool, tmp_path: Path) -> None:
+    for each in ranks.run(names_after_saves, tmp_path):
+        assert each == ["global_step0", "latest"]
+
+
+def names_after_saves(folder: Path) -> list[str]:
+    engine = start(models.GPT2._replace(loss=JOBS["gpt2"].loss), CPU, folder / "run")
+    seen: set[str] = set()
+    for _ in range(5):
+        engine.save_checkpoint(folder / "saved")
+        seen |= {path.name for path in (folder / "saved").iterdir()}
+        engine.mean(0.0)
+    engine.destroy(remove=True)
+    return sorted(seen)
 
 
 def one_saves_alone(folder: Path, what: str) -> str:

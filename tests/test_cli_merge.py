@@ -36,6 +36,19 @@ def test_defaults_without_a_file() -> None:
     assert (config.offload.seed, config.offload.run, config.offload.resume) == (0, "default", "never")
 
 
+def test_a_schedule_that_asks_for_the_end_gets_the_steps() -> None:
+    for params in ({}, {"params": {"total_num_steps": "auto"}}, {"params": None}):
+        content, lines = merge({**FILE, "scheduler": {"type": "WarmupDecayLR", **params}}, Options(steps=7))
+        assert load_config(content).scheduler.params == {"total_num_steps": 7} and lines == ()
+    for block in (
+        {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}},
+        {"type": "WarmupLR", "params": {}},
+        {"type": "StepLR"},
+        5,
+    ):
+        assert merge({**FILE, "scheduler": block}, Options(steps=7))[0]["scheduler"] == block
+
+
 def test_nothing_typed_leaves_the_file_as_it_is() -> None:
     before = copy.deepcopy(FILE)
     content, lines = merge(FILE, Options())

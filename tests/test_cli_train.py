@@ -77,6 +77,17 @@ def test_json_and_log_tell_of_every_step() -> None:
     assert found["losses"][2] < found["losses"][0] and sum(found["written_bytes"][1:]) > 10 * found["parameters"]
 
 
+def test_a_schedule_of_the_file_ends_with_the_steps() -> None:
+    params = {"warmup_max_lr": "auto", "warmup_num_steps": 2, "warmup_type": "linear", "total_num_steps": "auto"}
+    content = {
+        "optimizer": {"params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupDecayLR", "params": params},
+    }
+    Path("ds.json").write_text(json.dumps(content))
+    facts(call("--config", "ds.json", "--steps", "5", "--log", "log", "--json"))
+    assert [line["lr"] for line in log()] == pytest.approx([0.0, 0.0, 0.005, 0.01, 0.02 / 3])
+
+
 def test_the_store_goes_and_a_note_stays() -> None:
     assert call("--steps", "1").exit_code == 0
     assert [path.name for path in swap_files()] == ["finished.json"]
@@ -101,7 +112,7 @@ def test_homes_give_the_same_bits() -> None:
 def test_a_person_reads_plain_lines_where_there_is_no_terminal() -> None:
     result = call("--steps", "2", "--keep")
     assert result.exit_code == 0 and "\x1b" not in result.output and "\r" not in result.output
-    for words in ("step 1/2  loss", "tokens/s", "GB/s", "RAM", "peak RAM", "offload rm swap/default"):
+    for words in ("step 1/2  loss", "tokens/s", "GB/s", "RAM", "peak RAM", "offload rm /", "/swap/default"):
         assert words in result.stdout, words
     assert "Warning" not in result.stderr
 

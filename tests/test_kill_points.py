@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from offload.swapper.store import Store, run_status
+from offload.swapper.store import store as store_module
 from tests import models
 from tests.oracle import Result, assert_same, kill_and_resume, processes, run, start, train_step
 
@@ -79,9 +80,9 @@ def in_call_of(method: str, point: Point) -> None:
     """`method` of a store."""
     arm, real = deadly(point), getattr(Store, method)
 
-    def call(store: Store, *arguments: Any) -> Any:
+    def call(store: Store, *arguments: Any, **options: Any) -> Any:
         arm()
-        return real(store, *arguments)
+        return real(store, *arguments, **options)
 
     setattr(Store, method, call)
 
@@ -269,14 +270,12 @@ def test_while_the_run_is_removed(tmp_path: Path, whole: Result) -> None:
 
 
 def _dead_in_removal() -> None:
-    import shutil
-
-    def remove_half(folder: Path, **_: Any) -> None:
+    def remove_half(folder: Path) -> None:
         (folder / "states").unlink()
         die()
 
-    shutil.rmtree = remove_half  # type: ignore[assignment]
-    Store.close = lambda store: store.remove({"steps": JOB.steps})  # type: ignore[method-assign]
+    store_module.remove_files = remove_half  # type: ignore[assignment]
+    Store.close = lambda store: (store.note_end({"steps": JOB.steps}), store.remove())  # type: ignore
 
 
 # -- random moments -----------------------------------------------------------------------------------

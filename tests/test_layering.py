@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"errors", "sizes"},
     "swapper": {"errors", "sizes", "aio"},
     "engine": {"errors", "sizes", "config", "aio", "kernels", "swapper"},
+    "schedules": {"engine"},
     "presets": {"errors"},
     "text": {"errors"},
     "deepnvme": {"errors", "sizes", "aio"},
@@ -34,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli_store": {"errors", "sizes", "aio", "swapper", "verification", "export", "cli_machine"},
     "cli_machine": {"errors", "sizes", "config", "aio", "bench", "info", "tune", "<root>"},
     "cli": {"errors", "sizes", "config", "train", "swapper", "cli_machine", "cli_inspect", "cli_store", "<root>"},
-    "__init__": {"errors", "engine"},
+    "__init__": {"errors", "engine", "schedules"},
     "__main__": {"cli"},
 }
 NEVER: dict[str, set[str]] = {

@@ -101,9 +101,9 @@ class Run:
     def _store(self) -> Store:
         return Store(self.paths, "run", 0, SPEC, self._queue)
 
-    def create(self) -> None:
+    def create(self, over: bool = False) -> None:
         self._note(self.last, None)
-        self.store.create()
+        self.store.create(over)
         self._note(None)
         self.last = self.before = None
         self.now = {(u, s): bytes(n) for u, row in enumerate(SPEC.partitions) for s, n in row.items()}
@@ -187,11 +187,12 @@ class Run:
     def start_over(self) -> None:
         """Another rank was killed before its first commit, so this one's is given up."""
         self.restart()
-        self.create()
+        self.create(over=True)
 
     def remove(self) -> None:
         self._note(self.last, None)
-        self.store.remove({"steps": 3})
+        self.store.note_end({"steps": 3})
+        self.store.remove()
         self._note(None)
 
     def anything(self, steps: int) -> None:

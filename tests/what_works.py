@@ -41,8 +41,8 @@ TAIL = """
 * Views of weights that live on (in a `ctx` attribute, in hooks that keep what they are given) hold room on the
   device. Units of different sizes that are needed at one time may need more than the sum of their sizes, since what is
   in use cannot be moved: `(2k - 1)` times the largest is always enough for `k` of them.
-* `p.grad` is None after a backward: gradients are in the engine. `torch.nn.utils.clip_grad_norm_` sees none; set
-  `gradient_clipping` in the config.
+* `p.grad` is None after a backward: gradients are in the engine, `offload.safe_get_full_grad` reads one.
+  `torch.nn.utils.clip_grad_norm_` sees none; set `gradient_clipping` in the config.
 * BatchNorm in bf16 on the CPU needs `"data_types": {"buffer_dtype": "bf16"}`; without, `initialize` says so.
 * `torch.save(model)`, which pickles the whole module, does not work with hooks on it; save `model.state_dict()`.
 """

@@ -158,9 +158,7 @@ class Bindings:
     def settle(self) -> None:
         """Before weights change: raise `UsageError` where a view of some lives on."""
         with self._lock:
-            gathered = [place.name for unit in self._units for place in unit.places if place.gathered]
-            if gathered:
-                raise UsageError(f"weights cannot change while {gathered[0]} is gathered: leave the `with` block first")
+            self.check_not_gathered("changed")
             self._sweep()
             if self._live:
                 gc.collect()  # a view in a cycle, such as an exception's frames
@@ -172,6 +170,12 @@ class Bindings:
                     f"autograd.Function (use save_for_backward), in a list, in the frames of an exception "
                     f"(sys.last_traceback). Drop it, or clone() what shall stay"
                 )
+
+    def check_not_gathered(self, what: str) -> None:
+        """Raise `UsageError` where a user has weights in memory of their own, so that they cannot be `what` now."""
+        gathered = [place.name for unit in self._units for place in unit.places if place.gathered]
+        if gathered:
+            raise UsageError(f"weights cannot be {what} while {gathered[0]} is gathered: leave the `with` block first")
 
     @property
     def whole(self) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from offload.engine.checkpoint_files import LATEST, find
+from offload.engine.checkpoint_files import LATEST, check_folder, find
 from offload.engine.checkpoint_fill import Filling
 from offload.engine.checkpoint_load import (
     CLIENT_STATE,
@@ -32,6 +32,7 @@ from offload.engine.progress import as_bytes, persistent_buffers, scheduler_stat
 from offload.engine.rounds import Kind
 from offload.engine.together import together
 from offload.engine.training_state import TrainingState
+from offload.errors import UsageError
 from offload.swapper.store import Queue
 
 logger = logging.getLogger("offload")
@@ -55,17 +56,23 @@ class Checkpoints:
         self._rank = 0 if parts.ranks is None else parts.ranks.rank
         self._size = 1 if parts.ranks is None else parts.ranks.size
 
-    def save(self, order: Order, pending: int, client_state: Mapping[str, Any] | None) -> None:
-        """See `Engine.save_checkpoint`; `pending` micro-batches are not of a step yet."""
+    def save(self, ordered: Callable[[], Order], pending: int, client_state: Any) -> None:
+        """See `Engine.save_checkpoint`; `pending` micro-batches are not of a step yet.
+
+        `ordered` may raise: what is wrong on one rank is told to all of them.
+        """
         parts = self._parts
         with together(parts.rounds, self._rank, self._size, Kind.SAVE, "save a checkpoint") as ranks:
+            orders: list[Order] = []
+            ranks.settle(lambda: orders.append(ordered()))
             with own_or_shared(parts.queue) as queue:
-                save(parts.held, order, lambda: self._moment(pending, client_state), queue, ranks)
+                save(parts.held, orders[0], lambda: self._moment(pending, client_state), queue, ranks)
 
     def load(self, load_dir: str | os.PathLike[str], tag: Any, wish: Wish) -> Loaded | None:
         """See `Engine.load_checkpoint`; None where there is none. A failure half-way stops the pager."""
         parts = self._parts
         with together(parts.rounds, self._rank, self._size, Kind.LOAD, "load a checkpoint") as ranks:
+            ranks.settle(lambda: str(check_folder(load_dir, "load_dir")))
             ranks.same({"folder": str(load_dir), "tag": str(tag), "wish": list(wish)})
             folder = ranks.by_first(lambda: find(load_dir, tag))
             if folder is None:
@@ -83,7 +90,10 @@ class Checkpoints:
                     raise
         return Loaded(folder, from_plain(found[0].client_state), tuple(notices))
 
-    def _moment(self, pending: int, client_state: Mapping[str, Any] | None) -> Moment:
+    def _moment(self, pending: int, client_state: Any) -> Moment:
+        self._parts.bindings.check_not_gathered("saved")
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise UsageError(f"client_state must be a dict or None, got {type(client_state).__name__}")
         if pending:
             logger.warning(
                 "the gradients of %d micro-batches since the last boundary are not in the checkpoint",

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 
 from offload import kernels
-from offload.aio import aligned_empty
 from offload.engine.checkpoint_files import tensor_name
 from offload.engine.checkpoint_load import Found, Wish, open_states
 from offload.engine.checkpoint_map import Run, overlaps, runs
@@ -55,8 +54,9 @@ class Filling:
         """Fill every partition, and make what was written the newest in the store."""
         self._compare_kept()
         written: list[dict[State, list[tuple[int, Future]]]] = [{} for _ in self._held.layouts]
-        work = (piece for unit in range(len(self._held.layouts)) for piece in self._work(unit))
         try:
+            frozen = self._frozen_to_write()
+            work = (piece for unit in range(len(self._held.layouts)) for piece in self._work(unit, unit in frozen))
             flow(
                 self._buffers,
                 work,
@@ -104,13 +104,16 @@ class Filling:
     def _two_slots(self) -> bool:
         return self._held.store is not None and self._held.store.spec.slots == 2
 
-    def _work(self, unit: int) -> Iterator[_Work]:
+    def _work(self, unit: int, frozen: bool) -> Iterator[_Work]:
+        yield from self._trainable_work(unit, self._held.shares[unit][0])
+        if frozen:
+            yield from self._frozen_work(unit)
+
+    def _frozen_work(self, unit: int, room: int = BUFFER_NBYTES) -> list[_Work]:
+        """What the checkpoint has of the frozen part, if anything."""
         trainable, frozen = self._held.shares[unit]
-        yield from self._trainable_work(unit, trainable)
-        behind = list(self._cut(unit, (State.WEIGHT,), len(trainable), frozen))
-        if any(run.saved for piece in behind for run in self._overlaps(piece)):
-            if not self._two_slots or not self._same(behind):
-                yield from behind
+        work = list(self._cut(unit, (State.WEIGHT,), len(trainable), frozen, room))
+        return work if any(run.saved for piece in work for run in self._overlaps(piece)) else []
 
     def _end(
         self, piece: _Work, buffer: memoryview, written: Sequence[dict[State, list[tuple[int, Future]]]]
@@ -150,12 +153,14 @@ class Filling:
             elif moves and self._held.stored(unit, state):
                 yield from (each._replace(kept=True) for each in self._cut(unit, (state,), 0, share))
 
-    def _cut(self, unit: int, targets: tuple[State, ...], start: int, share: range) -> Iterator[_Work]:
-        """Pieces that fit a buffer, of the elements `share` of a unit, which begin at `start` of the partition."""
+    def _cut(
+        self, unit: int, targets: tuple[State, ...], start: int, share: range, room: int = BUFFER_NBYTES
+    ) -> Iterator[_Work]:
+        """Pieces that fit `room`, of the elements `share` of a unit, which begin at `start` of the partition."""
         sources = targets
         if self._found.mode is not self._held.mode and State.WEIGHT in targets:
             sources = tuple(s for s in self._found.mode.states if s in (State.WEIGHT, State.RESIDUAL))
-        numel = BUFFER_NBYTES // sum(self._itemsizes(sources, targets)) // _STEP * _STEP
+        numel = room // sum(self._itemsizes(sources, targets)) // _STEP * _STEP
         for first in range(0, len(share), numel):
             last = min(first + numel, len(share))
             yield _Work(unit, targets, sources, start + first, start + last, share.start + first)
@@ -241,25 +246,31 @@ class Filling:
                 part = slice(run.start - piece.first, run.stop - piece.first)
                 convert({s: t[part] for s, t in saved.items()}, {s: t[part] for s, t in mine.items()})
 
-    def _same(self, work: Sequence[_Work]) -> bool:
-        """Whether frozen weights are already what the checkpoint has: then they need not be written again."""
-        same = True
-        buffers = flow_buffers()
-        there = aligned_empty(BUFFER_NBYTES)
+    def _frozen_to_write(self) -> set[int]:
+        """The units whose frozen weights are not what the checkpoint has, or have no need to stay as they are.
+
+        Before anything is written, through the same buffers: one half for the checkpoint's, one for those of now.
+        """
+        half = BUFFER_NBYTES // 2
+        units = [unit for unit in range(len(self._held.layouts)) if self._frozen_work(unit)]
+        if not self._two_slots:
+            return set(units)
+        differ: set[int] = set()
+
+        def begin(piece: _Work, buffer: memoryview) -> Sequence[Future]:
+            now = self._regions(piece, buffer[half:])[1][State.WEIGHT]
+            return [*self._begin(piece, buffer[:half]), *self._read_now(piece, State.WEIGHT, now, 0, None)]
 
         def end(piece: _Work, buffer: memoryview) -> Sequence[Future]:
-            nonlocal same
-            if same:
-                self._convert(piece, buffer)
-                mine = self._regions(piece, buffer)[1][State.WEIGHT]
-                for future in self._read_now(piece, State.WEIGHT, there[: len(mine)], 0, None):
-                    future.wait()
-                one, other = (torch.frombuffer(m[: len(mine)], dtype=torch.uint8) for m in (there, mine))
-                same = torch.equal(one, other)
+            self._convert(piece, buffer[:half])
+            saved, now = (self._regions(piece, part)[1][State.WEIGHT] for part in (buffer[:half], buffer[half:]))
+            if not torch.equal(torch.frombuffer(saved, dtype=torch.uint8), torch.frombuffer(now, dtype=torch.uint8)):
+                differ.add(piece.unit)
             return ()
 
-        flow(buffers, work, self._begin, end, lambda *_: None)
-        return same
+        work = (piece for unit in units for piece in self._frozen_work(unit, half) if unit not in differ)
+        flow(self._buffers, work, begin, end, lambda *_: None)
+        return differ
 
 
 def convert(saved: Mapping[State, torch.Tensor], mine: Mapping[State, torch.Tensor]) -> None:

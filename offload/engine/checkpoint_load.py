@@ -36,8 +36,6 @@ from offload.swapper.store import Future, Queue
 
 CLIENT_STATE = "client_state"
 """The user's own, in the file of progress."""
-_STEP = 2048
-"""Elements: 4096 bytes of the smallest state."""
 
 
 class Wish(NamedTuple):

@@ -8,6 +8,7 @@ it was written; otherwise from its home.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,21 +22,27 @@ from offload.engine.checkpoint_files import (
     MANIFEST,
     Manifest,
     Saved,
-    begin_folder,
-    drop_partial,
-    end_folder,
+    check_folder,
+    check_tag,
     progress_file,
-    prune,
     states_file,
     tensor_name,
     tensors_of,
+)
+from offload.engine.checkpoint_folder import (
+    begin_folder,
+    drop_partial,
+    end_folder,
+    make_folder,
+    only_save,
+    prune,
     write_new,
 )
 from offload.engine.flow import BUFFER_NBYTES, flow, flow_buffers
 from offload.engine.held import Held
 from offload.engine.tensor_file import Tensor, Writer
 from offload.engine.together import Together
-from offload.errors import StoreError
+from offload.errors import StoreError, UsageError
 from offload.sizes import MIB, format_size
 from offload.swapper.states import State
 from offload.swapper.store import Future, Queue, find_shortage
@@ -57,6 +64,27 @@ class Order(NamedTuple):
     @property
     def checkpoint(self) -> Path:
         return self.folder / self.tag
+
+    @classmethod
+    def checked(cls, folder: Any, tag: Any, latest: bool, frozen: bool, keep_last: Any) -> Order:
+        """Of what a user gave; raises `UsageError`."""
+        if keep_last is not None:
+            keep_last = _count(keep_last)
+        return cls(check_folder(folder, "save_dir"), check_tag(tag), bool(latest), bool(frozen), keep_last)
+
+
+def _count(keep_last: Any) -> int:
+    try:
+        if not isinstance(keep_last, bool):
+            keep_last = operator.index(keep_last)
+            if keep_last >= 1:
+                return int(keep_last)
+    except TypeError:
+        pass
+    raise UsageError(
+        f"keep_last is {keep_last!r}; it must be a whole number of at least 1, since the checkpoint that is saved is "
+        f"kept: give one, or None to keep all"
+    )
 
 
 class Moment(NamedTuple):
@@ -90,7 +118,8 @@ def own_or_shared(queue: Queue | None) -> Iterator[Queue]:
 def save(held: Held, order: Order, take: Callable[[], Moment], queue: Queue, ranks: Together) -> None:
     """Write a checkpoint, whole or not at all. `take` gives this moment; all ranks come here.
 
-    Raises `StoreError` where there is no room, `IoError` where something cannot be written; what was there stays.
+    Raises `StoreError` where there is no room, something else has the name, or somebody else saves to the folder, and
+    `IoError` where something cannot be written; what was there stays.
     """
     ranks.same({"folder": str(order.folder), "tag": order.tag, "frozen": order.frozen, "keep_last": order.keep_last})
     taken: list[tuple[Moment, bytes]] = []
@@ -102,23 +131,26 @@ def save(held: Held, order: Order, take: Callable[[], Moment], queue: Queue, ran
 
     need = sum(ranks.settle(prepare)) + _SLACK
     moment, progress = taken[0]
-    partial = Path(ranks.by_first(lambda: str(_begin(order, need))))
-    try:
-        rows = ranks.settle(lambda: _write(held, order, partial, progress, queue, ranks))
-        ranks.by_first(lambda: _end(order, moment, partial, rows))
-    except BaseException:
-        if ranks.rank == 0:
-            drop_partial(order.checkpoint)
-        raise
+    with contextlib.ExitStack() as locks:  # of rank 0
+        partial = Path(ranks.by_first(lambda: str(_begin(order, need, locks))))
+        try:
+            rows = ranks.settle(lambda: _write(held, order, partial, progress, queue, ranks))
+            ranks.by_first(lambda: _end(order, moment, partial, rows, locks))
+        except BaseException:
+            if ranks.rank == 0:
+                drop_partial(order.checkpoint)
+            raise
 
 
 def _tensors(held: Held, order: Order, world_size: int) -> dict[str, Tensor]:
     return tensors_of(held.layouts, held.mode, world_size, order.frozen)
 
 
-def _begin(order: Order, need: int) -> Path:
-    """Make the folder, if there is room for `need` bytes beside all that is there."""
-    partial = begin_folder(order.checkpoint)  # also removes what a save that died has left
+def _begin(order: Order, need: int, locks: contextlib.ExitStack) -> Path:
+    """Make the folder, if there is room for `need` bytes beside all that is there; nobody else saves until `locks`."""
+    make_folder(order.folder)
+    locks.enter_context(only_save(order.folder, order.tag))
+    partial = begin_folder(order.checkpoint, order.latest)  # also removes what a save that died has left
     short = find_shortage([order.folder], need)
     if short is not None:
         drop_partial(order.checkpoint)
@@ -130,7 +162,13 @@ def _begin(order: Order, need: int) -> Path:
     return partial
 
 
-def _end(order: Order, moment: Moment, partial: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _end(
+    order: Order,
+    moment: Moment,
+    partial: Path,
+    rows: Sequence[Mapping[str, Any]],
+    locks: contextlib.ExitStack,
+) -> None:
     files = {name: Saved(*each) for row in rows for name, each in row.items()}
     now = datetime.now(timezone.utc).isoformat()
     manifest = Manifest(moment.epoch, now, order.frozen, moment.layout, moment.about, files)
@@ -138,6 +176,7 @@ def _end(order: Order, moment: Moment, partial: Path, rows: Sequence[Mapping[str
     end_folder(order.checkpoint, order.latest)
     if order.keep_last is not None:
         prune(order.folder, order.keep_last, order.tag)
+    locks.close()  # before the other ranks go on
 
 
 def _write(

@@ -19,7 +19,6 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +26,14 @@ from torch import nn
 
 from offload import kernels
 from offload.engine.checkpoint import Checkpoints
-from offload.engine.checkpoint_files import check_tag
 from offload.engine.checkpoint_load import (
     Wish,
 )
 from offload.engine.checkpoint_save import Order
 from offload.engine.hooks import inside_backward
 from offload.engine.loader import Loader, to_device
+from offload.engine.looking import Looking
+from offload.engine.meter import Stepped
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.progress import (
@@ -114,6 +114,7 @@ class Engine:
             parts.gradients.settle = self._await_updates
         parts.weights.several_ranks = parts.rounds is not None
         parts.arena.give_cache = self._give_cache
+        self._looking = Looking(parts)
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -135,6 +136,8 @@ class Engine:
             raise UsageError("backward got a loss that does not depend on any trainable parameter (no_grad? detach?)")
         scaled = loss / self._choices.accumulation if scale_wrt_gas else loss
         scaled.backward(retain_graph=retain_graph)
+        if self._parts.meter is not None:
+            self._parts.meter.add_loss(scaled, first=self.micro_batches <= 1)
         return scaled
 
     def step(self) -> None:
@@ -235,6 +238,11 @@ class Engine:
         return self._state.micro_steps
 
     @property
+    def global_samples(self) -> int:
+        """Samples of all boundaries passed, on all ranks."""
+        return self._state.global_samples
+
+    @property
     def client_state(self) -> dict[str, Any]:
         """The user's own: numbers, strings, lists and dicts. Each commit holds it, as it is when that of step k is
         taken: at the first engine call after step k."""
@@ -314,6 +322,21 @@ class Engine:
         """How often units were used so far, found on the device, and used otherwise than foreseen."""
         return self._parts.pager.counts()
 
+    # -- weights ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's weights and persistent buffers by the model's names: ordinary tensors on the CPU.
+
+        Weights are copies, in the dtype that the model computes in, read one parameter after the other; tied ones stay
+        tied. A rank may ask for it alone. Raises `BudgetError` where they would not fit into the RAM.
+        """
+        return self.module_state_dict()
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The same as `state_dict`, also without frozen parameters."""
+        self._check()
+        return self._looking.state_dict(self.module, exclude_frozen_parameters)
+
     # -- checkpoints --------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -331,16 +354,16 @@ class Engine:
         `load_checkpoint`: numbers, strings, lists and dicts. With `save_latest` it is what a load without a tag takes;
         `keep_last` then removes the oldest others, so that so many are left. Every rank calls it. True.
 
-        Raises `StoreError` where there is no room, before anything is written, and `IoError` where the disk refuses.
+        Raises `StoreError` where there is no room, something that is no checkpoint has its name, or another save into
+        `save_dir` is under way, before anything is written, and `IoError` where the disk refuses.
         """
         self._between("save_checkpoint")
-        name = check_tag(f"global_step{self.global_steps}" if tag is None else tag)
-        if keep_last is not None and keep_last < 1:
-            raise UsageError(
-                f"keep_last is {keep_last}, at least the checkpoint that is saved must be kept: give 1 or more"
-            )
-        order = Order(Path(save_dir), name, save_latest, not exclude_frozen_parameters, keep_last)
-        self._checkpoints.save(order, self.micro_batches, client_state)
+        name = f"global_step{self.global_steps}" if tag is None else tag
+        self._checkpoints.save(
+            lambda: Order.checked(save_dir, name, save_latest, not exclude_frozen_parameters, keep_last),
+            self.micro_batches,
+            client_state,
+        )
         return True
 
     def load_checkpoint(
@@ -391,6 +414,14 @@ class Engine:
         with self._parts.timeline.span(Row.COMPUTE, f"step {self.global_steps + 1}"):
             self._end_step()
         self._state.ended()
+        if self._parts.meter is not None:
+            self._parts.meter.end_step(self._stepped())
+
+    def _stepped(self) -> Stepped:
+        """What this step was, for who measures it."""
+        state, norm = self._state, self._grad_norm
+        assert norm is not None
+        return Stepped(state.global_steps, state.global_samples, self.get_lr()[0], norm, state.skipped_steps)
 
     def _end_step(self) -> None:
         parts = self._parts
@@ -469,7 +500,7 @@ class Engine:
             start, stop = self._mine(unit, edit.start, edit.stop)
             if start < stop:
                 first = start + part.start - edit.start
-                mine.append(Edit(start, stop, edit.values[first : first + stop - start]))
+                mine.append(edit._replace(start=start, stop=stop, values=edit.values[first : first + stop - start]))
         try:
             parts.updater.schedule([UnitUpdate(unit, len(part), (), tuple(mine))], None)
         except BaseException as error:
@@ -608,12 +639,17 @@ class Engine:
                 if rounds is not None and ranks is not None and meet:
                     if remove or not (ranks.lost or rounds.interrupted):
                         rounds.end(remove)
+                        if remove:  # nobody deletes anything before the note is there that says that all may go
+                            self._note_end()
+                            ranks.share(None, "delete its store")
                     else:
                         ranks.look()  # a launcher stops this rank when another dies, and may be faster
+                elif remove:
+                    self._note_end()
                 finished = True
         finally:
             self._alive = False
-            self._close(remove and finished, {"steps": self.global_steps})
+            self._close(remove and finished)
 
     def _finish(self) -> None:
         """Complete and commit what was begun."""
@@ -629,16 +665,23 @@ class Engine:
     def abandon(self, remove: bool) -> None:
         """Close without finishing anything: what `initialize` does when its last steps fail."""
         self._alive = False
-        self._close(remove, None)
+        self._close(remove)
 
-    def _close(self, remove: bool, note: Mapping[str, Any] | None) -> None:
+    def _note_end(self) -> None:
+        """Leave a note that the run has ended, which its first rank does for all."""
+        if self._parts.store is not None and self.global_rank == 0:
+            self._parts.store.note_end({"steps": self.global_steps})
+
+    def _close(self, remove: bool) -> None:
         """Give everything back. The store stays where it can be resumed from, unless it is to be removed."""
         try:
-            self._close_parts(remove, note)
+            self._close_parts(remove)
         finally:
             self._parts.timeline.close()
+            if self._parts.meter is not None:
+                self._parts.meter.close()
 
-    def _close_parts(self, remove: bool, note: Mapping[str, Any] | None) -> None:
+    def _close_parts(self, remove: bool) -> None:
         parts = self._parts
         atexit.unregister(self.at_exit)
         self.module.__dict__.pop("zero_grad", None)
@@ -647,8 +690,8 @@ class Engine:
             ranks, reason = parts.ranks, f"its engine was closed at step {self.global_steps}"
             closing.append(lambda: ranks.close(reason))
         if parts.store is not None:
-            store, told = parts.store, note if self.global_rank == 0 else None
-            closing.append(lambda: self._close_store(store, remove, told))
+            store = parts.store
+            closing.append(lambda: self._close_store(store, remove))
         try:
             close_all(*closing)
         except Exception:
@@ -656,9 +699,9 @@ class Engine:
             raise
         self._closed = True
 
-    def _close_store(self, store: Store, remove: bool, note: Mapping[str, Any] | None) -> None:
+    def _close_store(self, store: Store, remove: bool) -> None:
         if remove:
-            store.remove(note)
+            store.remove()
         elif self._commit_every:
             store.close()
         else:

@@ -129,6 +129,10 @@ class Gradients:
                     return lease
             self._receive()
 
+    def _receive_all(self) -> None:
+        while self._arriving:
+            self._receive()
+
     def _receive(self) -> None:
         """Add the oldest stretch that is on its way."""
         arriving = self._arriving[0]
@@ -160,8 +164,7 @@ class Gradients:
 
     def known(self) -> Known:
         """What a step is decided on. Waits for what is on its way from the device."""
-        while self._arriving:
-            self._receive()
+        self._receive_all()
         total = 0.0
         for squares in self._squares:
             for key in sorted(squares):
@@ -170,6 +173,27 @@ class Gradients:
 
     def _present(self) -> list[set[int]]:
         return [{segment for segment, _ in squares} for squares in self._squares]
+
+    def has(self, unit: int, segment: int) -> bool:
+        """Whether this rank was given a gradient of this parameter since the last step."""
+        return segment in self._present()[unit]
+
+    def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        """Fill `values`, (n,) on the CPU, with elements [first, first + n) of a segment: all that are this rank's."""
+        self._receive_all()
+        start = self._layouts[unit].segments[segment].start - self._parts[unit].start + first
+        with self._lock:
+            for chunk in range(0, len(values), CHUNK):
+                some = values[chunk : chunk + CHUNK]
+                some.copy_(self._part(unit, start + chunk, start + chunk + len(some)))
+
+    def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        """Make `values`, (n,) fp32 on the CPU, the elements that `look` gives; there may be none on this rank."""
+        self._receive_all()
+        with self._lock:
+            squares = self._squares[unit]
+            self._squares[unit] = {key: squares[key] for key in squares if key[0] != segment}
+        self._accumulate(unit, segment, first, values)
 
     def give(self, units: Sequence[int]) -> None:
         """The gradients of `units` belong to their updates from now until `free`; none may be added meanwhile."""

@@ -53,10 +53,13 @@ class Held(NamedTuple):
             return Resident(lease.tensor(torch.uint8), lease.buffer)
         return None
 
-    def read(self, unit: int, state: State, start: int, buffer: memoryview) -> list[Future]:
-        """Fill `buffer` from byte `start` of the newest copy: at once from its home, else when the future is done."""
+    def read(self, unit: int, state: State, start: int, buffer: memoryview, compare: bool = True) -> list[Future]:
+        """Fill `buffer` from byte `start` of the newest copy: at once from its home, else when the future is done.
+
+        Who reads a partition in order can have it compared with its checksums; see `Store.read`.
+        """
         if self.store is not None and self.store.keeps(unit, state):
-            return [self.store.read(unit, state, self.store.newest[unit], start, buffer, compare=True)]
+            return [self.store.read(unit, state, self.store.newest[unit], start, buffer, compare=compare)]
         home = self.home(unit, state)
         assert home is not None, "what is not on disk has a home above it"
         part = home.tensor.view(torch.uint8)[start : start + len(buffer)]

@@ -34,6 +34,7 @@ from offload.swapper.pager import Pager
 from offload.swapper.trace import Kind
 
 _NO_GRAPH_TASK = -1
+_EXTERNAL = "_offload_external_parameters"
 
 
 class _Frame(NamedTuple):
@@ -80,11 +81,21 @@ class Hooks:
         """Outermost backwards in which a gradient arrived."""
         self.entered: Callable[[], None] = self.reset_aborted
         """Called at the entry of each outermost forward."""
+        self.began_backward: Callable[[], None] = lambda: None
+        """Called at the start of each outermost backward."""
         self._removers: list[Callable[[], None]] = []
+        self._external: dict[int, list[int]] = {}
+        """For each module by id, units of which it uses parameters that are not its own, as the user has said."""
+        self._hooked: set[int] = set()
         modules = dict(model.named_modules())
         # The root is a site even without units of its own: saved tensors of all of a forward are packed.
         for name, units in ({"": ()} | sites).items():
             self._hook_module(modules[name], units)
+        unit_of = {id(place.parameter): place.unit for unit in places for place in unit}
+        for module in modules.values():
+            for parameter in external_parameters(module):
+                if id(parameter) in unit_of:
+                    self.use_in(module, unit_of[id(parameter)])
         self._trainable = [place for unit in places for place in unit if place.trainable]
         for place in self._trainable:
             place.take_gradient = self._gradient_hook(place)
@@ -138,6 +149,18 @@ class Hooks:
         self._bindings.keep(unit)
         return True
 
+    def use_in(self, module: nn.Module, unit: int) -> None:
+        """Bind `unit` as well whenever `module` runs."""
+        if id(module) not in self._hooked:
+            self._hook_module(module, ())
+        self._external.setdefault(id(module), []).append(unit)
+
+    def end_use_in(self, module: nn.Module, unit: int) -> None:
+        """Take one `use_in` back, if there was one."""
+        units = self._external.get(id(module), [])
+        if unit in units:
+            units.remove(unit)
+
     @property
     def running(self) -> bool:
         """Whether a forward or a backward is under way on this thread."""
@@ -146,9 +169,11 @@ class Hooks:
     # -- forward ------------------------------------------------------------------------------------
 
     def _hook_module(self, module: nn.Module, units: tuple[int, ...]) -> None:
+        self._hooked.add(id(module))  # which its hooks keep alive
+
         def before(called: nn.Module, args: tuple[Any, ...]) -> None:
             if called is module:
-                self._enter(module, units)
+                self._enter(module, (*units, *self._external.get(id(module), ())))
 
         def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             return self._leave(output) if self._is_innermost(called, module) else output
@@ -225,6 +250,7 @@ class Hooks:
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
+            self.began_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -243,6 +269,16 @@ class Hooks:
             self._gradient_seen = True
 
         return hook
+
+
+def external_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters of others that the user has registered with `module`."""
+    return list(module.__dict__.get(_EXTERNAL, ()))
+
+
+def set_external_parameters(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """They are kept in the module: a deep copy of a model has its own."""
+    module.__dict__[_EXTERNAL] = list(parameters)
 
 
 def inside_backward() -> bool:

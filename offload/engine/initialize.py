@@ -26,19 +26,22 @@ from offload.engine.gradients import Gradients, borders
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
 from offload.engine.loader import Loader, check_length, load
+from offload.engine.meter import Meter
+from offload.engine.monitor import check_monitor, make_reporter
 from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch
 from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.placeholder import Place
 from offload.engine.placement import WINDOWS
 from offload.engine.plan import Plan, compute_device, decide, summary
 from offload.engine.progress import Progress, persistent_buffers
-from offload.engine.ranks import Ranks, join_ranks, meet_others, stay_away
+from offload.engine.ranks import UNABLE, Ranks, join_ranks, meet_others, stay_away
 from offload.engine.reduction import ReducedGradients
 from offload.engine.rounds import Rounds
 from offload.engine.saved import SavedTensors
+from offload.engine.schedules import choose
 from offload.engine.spill import Spill, windows
 from offload.engine.updater import Updater
-from offload.engine.watch import watch
+from offload.engine.watch import measure, watch
 from offload.engine.weights import Weights
 from offload.errors import ConfigError, StoreError
 from offload.swapper.arena import DeviceArena
@@ -83,9 +86,9 @@ def initialize(
 
     `config` (or `config_params`, or `args.deepspeed_config`) is a DeepSpeed JSON file's path or its content as a dict.
     `optimizer` is a `torch.optim.AdamW` or `Adam`, a callable that makes one from the parameters, or None for the
-    config's; `lr_scheduler` an object with `step()`, or a callable that makes one from the optimizer. The loader is
-    None without `training_data`. The model's parameters are taken over: outside of forward and backward they are
-    placeholders.
+    config's; `lr_scheduler` an object with `step()`, a callable that makes one from the optimizer, or None for the
+    config's. The loader is None without `training_data`. The model's parameters are taken over: outside of forward and
+    backward they are placeholders.
 
     Raises `ConfigError`, `BudgetError` or `StoreError` before anything is changed; a disk that is too small is such an
     error too.
@@ -109,7 +112,7 @@ def initialize(
             )
     except BaseException as error:
         if ranks is not None:
-            ranks.close(f"{type(error).__name__}: {error}")  # the others wait for this one
+            ranks.close(f"{UNABLE}{type(error).__name__}: {error}")  # the others wait for this one
         raise
 
 
@@ -127,12 +130,8 @@ def _initialize(
     batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
     plan = decide(loaded, batch, model, device, ranks)
     chosen = _optimizer(plan, model, optimizer, model_parameters)
-    schedule = lr_scheduler(chosen) if _is_factory(lr_scheduler) else lr_scheduler
-    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            "ReduceLROnPlateau needs a metric at each step, which engine.step() has not; call its step(metric) "
-            "yourself and do not pass it as lr_scheduler"
-        )
+    schedule, notices = choose(loaded.scheduler, lr_scheduler, chosen)
+    plan = plan._replace(notices=(*plan.notices, *notices))
     loader = None
     if training_data is not None:
         loader = load(
@@ -153,10 +152,6 @@ def _the_config(args: Any, config: Any, config_params: Any) -> Any:
             f"give the path of a DeepSpeed JSON file or its content as a dict"
         )
     return given[0]
-
-
-def _is_factory(given: Any) -> bool:
-    return isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
 
 
 def _optimizer(plan: Plan, model: nn.Module, given: Any, model_parameters: Any) -> Optimizer:
@@ -221,6 +216,8 @@ def _io_notices(queue: SharedQueue | None) -> tuple[str, ...]:
 def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any, loader: Loader | None) -> Engine:
     """Make files, memory, threads and hooks. What fails on the way closes what was made before."""
     timeline = open_timeline(plan.config.offload.trace, plan.rank, plan.world_size)
+    if plan.rank == 0:
+        check_monitor(plan.config)
     queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
     store: Store | None = None
     parts: Parts | None = None
@@ -233,9 +230,11 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
                 progress = Progress.unpack(store.open(at))
                 _check_fits(progress, model, optimizer)
             else:
-                store.create()
+                store.create(over=plan.resume)
+                if plan.ranks is not None:  # the first commit says that nobody has anything of an earlier run any more
+                    plan.ranks.share(None, "make its store")
         parts = _fill(plan, model, queue, store, resume=progress is not None)
-        parts = watch(parts, timeline, model, plan.units.sites)
+        parts = _measured(plan, watch(parts, timeline, model, plan.units.sites))
         notices = (
             *plan.notices,
             *_io_notices(queue),
@@ -260,6 +259,8 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         elif store is not None and plan.commit_every:
             # Epoch 0: a kill during the first step resumes from the initial weights.
             store.commit(0, engine.progress().pack())
+        if parts.meter is not None:
+            parts.meter.begin()
     except BaseException:
         engine.abandon(remove=progress is None)
         raise
@@ -276,6 +277,19 @@ def _choices(plan: Plan) -> Choices:
         plan.config.offload.seed,
         plan.config.offload.debug.overlap,
     )
+
+
+def _measured(plan: Plan, parts: Parts) -> Parts:
+    """The parts with a meter, where the config wants to know of steps; rank 0 alone tells of them."""
+    reporter = make_reporter(plan.config, plan.batch.total) if plan.rank == 0 else None
+    if reporter is None:
+        return parts
+    queue, breakdown = parts.queue, plan.config.wall_clock_breakdown
+
+    def io_bytes() -> tuple[int, int]:
+        return (0, 0) if queue is None else (queue.read_bytes, queue.written_bytes)
+
+    return measure(parts, Meter(plan.device.torch, io_bytes, breakdown, reporter), breakdown)
 
 
 def _last_commit_of_all(plan: Plan, store: Store) -> int | None:

@@ -10,6 +10,7 @@ from offload.engine.gradients import Gradients
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
 from offload.engine.layout import UnitLayout
+from offload.engine.meter import Meter
 from offload.engine.ranks import Ranks
 from offload.engine.rounds import Rounds
 from offload.engine.updater import Updater
@@ -57,6 +58,8 @@ class Parts(NamedTuple):
     """The elements of each unit that this rank updates."""
     held: Held
     timeline: Timeline = OFF
+    meter: Meter | None = None
+    """None where nobody wants to know."""
 
     def closing(self) -> list[Callable[[], object]]:
         """What gives everything back but ranks, store and time line, in this order; each may be called again."""

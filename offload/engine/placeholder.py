@@ -405,7 +405,7 @@ def _set_grad(func: Any, tensor: Any, value: Any = None) -> None:
     if value is not None:
         raise UsageError(
             f"the gradient of {tensor.offload_place.name} cannot be set: gradients are in the engine, which "
-            f"backward() adds to"
+            f"backward() adds to; offload.safe_set_full_grad sets one"
         )
     _plainly(func, tensor, value)
 

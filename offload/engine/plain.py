@@ -8,6 +8,7 @@ keeps its milestones by number).
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from typing import Any
 
@@ -15,6 +16,7 @@ from offload.errors import UsageError
 
 _MARK = "\0"  # of what JSON does not know
 _DEPTH = 100
+_SURE_BITS = 2000  # Python writes 640 digits at least, whatever its limit is
 
 
 def to_plain(value: Any, name: str, advice: str) -> Any:
@@ -26,6 +28,7 @@ def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return mark_floats(value)
     if value is None or isinstance(value, bool | int | float | str):
+        _check_digits(value, name)
         return value
     if not depth:
         raise UsageError(f"{name} is nested more than {_DEPTH} deep, perhaps in itself; {advice}")
@@ -41,12 +44,25 @@ def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
     for key in value:
         if key is not None and not isinstance(key, bool | int | float | str):
             raise UsageError(f"{name} has the key {key!r}, a {type(key).__module__}.{type(key).__qualname__}; {advice}")
+        _check_digits(key, f"a key of {name}")
     pairs = [[_encode(key, name, advice, depth), inner(item, key)] for key, item in value.items()]
     if isinstance(value, Counter):
         return {f"{_MARK}counter": pairs}
     if all(isinstance(key, str) and not key.startswith(_MARK) for key in value):
         return dict(pairs)
     return {f"{_MARK}dict": pairs}
+
+
+def _check_digits(value: Any, name: str) -> None:
+    """Raise `UsageError` where a whole number is longer than Python reads or writes it."""
+    if isinstance(value, int) and value.bit_length() > _SURE_BITS:
+        try:
+            int.__repr__(value)
+        except ValueError:
+            raise UsageError(
+                f"{name} is a whole number of {value.bit_length()} bits, which is more than the "
+                f"{sys.get_int_max_str_digits()} digits that Python writes as text; keep hex(x), a string, in its place"
+            ) from None
 
 
 def from_plain(value: Any) -> Any:

@@ -31,8 +31,9 @@ class Progress(NamedTuple):
     """What a blob holds, as it was taken at the entry of the first engine call after a step."""
 
     facts: Mapping[str, Any]
-    """JSON: global_steps, skipped_steps, micro_steps, parameter_steps by unit, scheduler, registered, client_state,
-    data (where the loader is), groups (their values), configured (what those were at `initialize`), settings."""
+    """JSON: global_steps, skipped_steps, micro_steps, global_samples, parameter_steps by unit, scheduler, registered,
+    client_state, data (where the loader is), groups (their values), configured (what those were at `initialize`),
+    settings."""
     generators: Mapping[str, torch.Tensor]
     """State of each random generator, as bytes."""
     buffers: Mapping[str, torch.Tensor]

@@ -44,6 +44,8 @@ _BLAME = 5.0
 _NOTICE = 60.0
 _GRACE = datetime.timedelta(seconds=2)
 _engines = itertools.count()
+UNABLE = "it could not start: "
+"""With this begins the reason of a rank that has failed to make its engine."""
 
 
 class Ranks:
@@ -210,9 +212,11 @@ class Ranks:
         while not (gone := self._gone(_BLAME, others)) and time.monotonic() < deadline:
             time.sleep(0.1)
         who = "; ".join(gone) or f"a rank that cannot be told does not answer ({error})"
+        # One that could not start would fail again; one that was killed would not.
+        unable = any((self._pulse.ended(rank) or "").startswith(UNABLE) for rank in others)
         self._lost = RankError(
-            f"{who}. Rank {self.rank} cannot go on alone; every rank keeps its last committed step: start all of them "
-            f'again, with "resume": "auto"'
+            f"{who}. Rank {self.rank} cannot go on alone; every rank keeps its last committed step: "
+            f'{"mend that first, then " if unable else ""}start all of them again, with "resume": "auto"'
         )
         if self._on_gpu:  # a kernel that waits for the one that is gone would wait on, and every later copy behind it
             abort = getattr(dist.distributed_c10d, "_abort_process_group", None)

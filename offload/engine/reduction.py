@@ -102,6 +102,10 @@ class ReducedGradients(Gradients):
         """Of what this rank had a gradient, whoever keeps it."""
         return [set(segments) for segments in self._seen]
 
+    def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        super().replace(unit, segment, first, values)
+        self._seen[unit].add(segment)
+
     def give(self, units: Sequence[int]) -> None:
         super().give(units)
         for unit in units:

@@ -26,6 +26,7 @@ from offload.engine.ranks import Ranks
 from offload.engine.weights import Edit
 from offload.errors import RankError, UsageError
 from offload.swapper.device import Event
+from offload.swapper.states import State
 
 
 class Kind(enum.IntEnum):
@@ -51,6 +52,8 @@ class Kind(enum.IntEnum):
     """Save a checkpoint."""
     LOAD = 9
     """Load one."""
+    LOOK = 10
+    """Look at a state of a parameter, or set a gradient."""
 
 
 class Wish(NamedTuple):
@@ -176,17 +179,17 @@ class Rounds:
         if source is None:
             return []
         with self._question():
-            mine = [[edit.start, edit.stop, edit.values.dtype is torch.float32] for edit in edits]
+            mine = [[e.start, e.stop, e.values.dtype is torch.float32, e.state.value] for e in edits]
             what = self._ranks.share(mine, "change weights")
             agreed: list[Edit] = []
-            for position, (start, stop, is_fp32) in enumerate(what[source]):
+            for position, (start, stop, is_fp32, state) in enumerate(what[source]):
                 if source == self._ranks.rank:
                     values = edits[position].values
                 else:
                     dtype = torch.float32 if is_fp32 else torch.bfloat16
                     values = torch.empty(stop - start, dtype=dtype, device="cpu")
                 self._ranks.broadcast(values, source)
-                agreed.append(Edit(start, stop, values))
+                agreed.append(Edit(start, stop, values, State(state)))
         return agreed
 
     def mean(self, value: float) -> float:
@@ -294,6 +297,7 @@ _DOES = {
     Kind.FORGET: "drops its gradients (zero_grad)",
     Kind.SAVE: "saves a checkpoint",
     Kind.LOAD: "loads a checkpoint",
+    Kind.LOOK: "looks at a state of a parameter",
 }
 
 

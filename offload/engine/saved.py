@@ -114,8 +114,9 @@ class SavedTensors:
         used = self._placeholders.get(address)
         if used is not None:
             raise UsageError(
-                f"parameter {used} is used by compiled code while no module that owns it runs; call that module, or "
-                f'name the one that uses it in "units" of the "offload" block'
+                f"parameter {used} is used by compiled code while no module that owns it runs; call that module, name "
+                f'the one that uses it in "units" of the "offload" block, or tell by '
+                f"offload.register_external_parameter(module, parameter)"
             )
         return None
 

@@ -12,12 +12,13 @@ from typing import Any, Protocol
 import torch
 
 from offload.aio import StripedFile
+from offload.engine.checkpoint_files import refuse_rank
 from offload.engine.progress import Progress
 from offload.errors import IoError, StoreError
 from offload.swapper.states import State
 from offload.swapper.store import Future, Queue, rank_folders
 from offload.swapper.store.folder import Lock
-from offload.swapper.store.look import Commit, Found, look
+from offload.swapper.store.look import Commit, Found, is_rank, look
 from offload.swapper.store.manifest import Extent, Manifest
 from offload.swapper.store.sums import Passages
 
@@ -118,8 +119,9 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
 
     Raises `StoreError` where there is none, or a process has one.
     """
-    folders = rank_folders(run)
+    folders = [folder for folder in rank_folders(run) if is_rank(folder)]
     if not folders:
+        refuse_rank(run)
         raise StoreError(
             f"{run} holds neither swap files (no rank<r> folder) nor a checkpoint: give a run's folder, or one that "
             f"save_checkpoint has made"

@@ -22,11 +22,14 @@ from offload.engine.progress import (
     write_generators,
 )
 from offload.engine.registered import Registered
+from offload.engine.schedules import Schedule
 from offload.errors import UsageError
 
 _BEFORE_NEXT = "before_next."
 """Of the generators' names in a blob: those of before the next batch was loaded, where they differ. Without a loader of
 ours they are those of the end of the step."""
+_OF_SCHEDULE = "the schedule's "
+"""Of the settings' names."""
 
 
 class TrainingState:
@@ -44,7 +47,7 @@ class TrainingState:
     ) -> None:
         self._module, self._device, self.optimizer, self._choices = module, device, optimizer, choices
         self.lr_scheduler, self.loader = lr_scheduler, loader
-        self.global_steps, self.skipped_steps, self.micro_steps = 0, 0, 0
+        self.global_steps, self.skipped_steps, self.micro_steps, self.global_samples = 0, 0, 0, 0
         """See the engine's."""
         self.parameter_steps = [[0] * len(layout.segments) for layout in layouts]
         """How often each parameter was updated, by unit."""
@@ -62,6 +65,8 @@ class TrainingState:
         self._configured = optimizer.configured()
         self._due: Mapping[str, Any] | None = None
         """Facts of the resumed run, whose values go to the groups when all registered objects are there."""
+        self._schedule_changed = False
+        """Whether the schedule goes on with other parameters than the resumed run had."""
         self._data = None if loader is None else loader.where()
         """Where the loader was at the last boundary."""
 
@@ -71,6 +76,7 @@ class TrainingState:
             "global_steps": self.global_steps,
             "skipped_steps": self.skipped_steps,
             "micro_steps": self.micro_steps,
+            "global_samples": self.global_samples,
             "parameter_steps": self.parameter_steps,
             "scheduler": scheduler_state(self.lr_scheduler),
             **self.of_the_user(),
@@ -111,7 +117,8 @@ class TrainingState:
         """
         facts, mine, notices = progress.facts, self._settings(), list[str]()
         same_schedule = schedule and facts["settings"]["schedule"] == mine["schedule"]
-        changed = [f"{name} {old} is now {mine[name]}" for name, old in facts["settings"].items() if old != mine[name]]
+        then = {name: value for name, value in facts["settings"].items() if name in mine}
+        changed = [f"{name} {old} is now {mine[name]}" for name, old in then.items() if old != mine[name]]
         if (facts["scheduler"] is not None and same_schedule) or facts["registered"]:
             goes_on = " (a schedule goes on from the former)"
             changed = [line + goes_on if line.startswith("learning rates") else line for line in changed]
@@ -120,7 +127,9 @@ class TrainingState:
             notices.append(f"resumed with other settings than the run had: {', '.join(changed)}")
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
         self.micro_steps, self.parameter_steps = facts["micro_steps"], facts["parameter_steps"]
+        self.global_samples = facts["global_samples"]
         self.client_state = from_plain(facts["client_state"])
+        self._schedule_changed = same_schedule and any(line.startswith(_OF_SCHEDULE) for line in changed)
         if facts["scheduler"] is not None and same_schedule and is_held(self.lr_scheduler):
             self.lr_scheduler.load_state_dict(from_plain(facts["scheduler"]))
         elif same_schedule and self.lr_scheduler is not None and self.global_steps:
@@ -197,6 +206,7 @@ class TrainingState:
         self._before_next = self._at_end = None
         self.global_steps += 1
         self.micro_steps += micro_batches
+        self.global_samples += self._choices.total_batch_size
         self.registered.stepped()
         if self.loader is not None:
             self._data = self.loader.trained()
@@ -209,6 +219,8 @@ class TrainingState:
             merged = merge_values(self._due["groups"], self._due["configured"], self._configured, scheduled)
             for group, values in zip(self.optimizer.param_groups, merged, strict=True):
                 group.update(values)
+            if self._schedule_changed:
+                self.lr_scheduler.apply()
             self._due = None
 
     def of_the_user(self) -> dict[str, Any]:
@@ -225,6 +237,7 @@ class TrainingState:
     def _settings(self) -> dict[str, Any]:
         """What may differ in a resumed run, which is then another run from there on."""
         choices = self._choices
+        parameters = self.lr_scheduler.parameters if isinstance(self.lr_scheduler, Schedule) else {}
         return {
             "seed": choices.seed,
             "micro-batch size": choices.micro_batch_size,
@@ -235,4 +248,5 @@ class TrainingState:
             "eps": [group["eps"] for group in self._configured],
             "weight decay": [group["weight_decay"] for group in self._configured],
             "schedule": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__,
+            **{_OF_SCHEDULE + name: value for name, value in parameters.items()},
         }

@@ -357,7 +357,7 @@ class Updater:
         for edit in job.update.edits:
             start, stop = max(edit.start, tile.start), min(edit.stop, tile.stop)
             if start < stop:
-                self._set(tile, start, stop, edit.values[start - edit.start : stop - edit.start])
+                self._set(tile, start, stop, edit.state, edit.values[start - edit.start : stop - edit.start])
         for piece in tile.pieces.values():
             if piece.away is not None:
                 self._copy(piece.away, piece.work)
@@ -393,9 +393,12 @@ class Updater:
         partition = kernels.Partition(work[State.WEIGHT], tile.gradient, moments, work.get(State.RESIDUAL))
         kernels.update(partition, segments)
 
-    def _set(self, tile: _Tile, start: int, stop: int, values: torch.Tensor) -> None:
-        """Give elements [start, stop) the values of an edit; see `Edit.values`."""
+    def _set(self, tile: _Tile, start: int, stop: int, state: State, values: torch.Tensor) -> None:
+        """Give elements [start, stop) of a state the values of an edit; see `Edit.values`."""
         part = slice(start - tile.start, stop - tile.start)
+        if state is not State.WEIGHT:
+            tile.pieces[state].work[part].copy_(values)
+            return
         weight = tile.pieces[State.WEIGHT].work[part]
         if State.RESIDUAL not in tile.pieces:
             weight.copy_(values)

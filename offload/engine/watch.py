@@ -3,6 +3,7 @@
 Without a time line none of this runs, and the parts know nothing of it but the waits and kernels that they name
 themselves (`Table.timeline`, `Updater.timeline`). With one, `watch` puts itself in front of public methods of the
 objects that one engine is made of, and beside the hooks of its modules. It only looks: every call goes on as it was.
+`measure` does the same for a meter, which adds up what a time line would show.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import torch
 from torch import nn
 
 from offload.engine.hooks import inside_backward
+from offload.engine.meter import Meter
 from offload.engine.parts import Parts
 from offload.engine.rounds import Rounds
 from offload.errors import IoError
 from offload.swapper.scratch import Scratch
 from offload.swapper.states import State
 from offload.swapper.store import Store
-from offload.swapper.timeline import OFF, Row, Timeline, now
+from offload.swapper.timeline import OFF, Relay, Row, Timeline, now
+from offload.swapper.trace import Kind
 
 
 def watch(parts: Parts, timeline: Timeline, model: nn.Module, sites: dict[str, tuple[int, ...]]) -> Parts:
@@ -41,6 +44,45 @@ def watch(parts: Parts, timeline: Timeline, model: nn.Module, sites: dict[str, t
     if parts.rounds is not None:
         _watch_rounds(parts.rounds, timeline, names)
     return parts._replace(timeline=timeline)
+
+
+def measure(parts: Parts, meter: Meter, breakdown: bool) -> Parts:
+    """Let the `meter` know what these parts do from now on, with a `breakdown` of steps; the parts, which have it."""
+    if breakdown:
+        relay = Relay(parts.timeline, meter.hear)
+        parts.pager.table.timeline = relay
+        if parts.updater is not None:
+            parts.updater.timeline = relay
+        _measure_phases(parts, meter)
+        parts = parts._replace(timeline=relay)
+    return parts._replace(meter=meter)
+
+
+def _measure_phases(parts: Parts, meter: Meter) -> None:
+    """Forwards of training, outermost backwards, and the gradients that these bring."""
+
+    def began(begin: Callable[[Kind], None], kind: Kind) -> None:
+        begin(kind)
+        if kind is Kind.TRAIN:
+            meter.begin_phase("forward")
+
+    def ended(end_forward: Callable[[], None]) -> None:
+        end_forward()
+        meter.end_phase("forward")
+
+    def added(add: Callable[..., None], unit: int, segment: int, gradient: torch.Tensor) -> None:
+        meter.add_bytes("gradients", gradient.numel() * gradient.element_size())
+        add(unit, segment, gradient)
+
+    def ended_backward(end_backward: Callable[[], None]) -> None:
+        end_backward()
+        meter.end_phase("backward")
+
+    parts.hooks.began_backward = functools.partial(meter.begin_phase, "backward")
+    _in_front(parts.pager, "begin", began)
+    _in_front(parts.pager, "end_forward", ended)
+    _in_front(parts.gradients, "add", added)
+    _in_front(parts.gradients, "end_backward", ended_backward)
 
 
 def _in_front(owner: object, method: str, watcher: Callable[..., Any]) -> None:

@@ -1,5 +1,7 @@
 """Reading and editing weights between steps: state dicts, copies, EMA, `load_state_dict`, `offload.gathered`.
 
+What else there is of a parameter is read in `looking`, and edited here too.
+
 A copy that is read is ordinary memory. An edit is an update without a gradient: it waits for the step before, goes
 through the update worker to the slot that the last commit does not name, and is committed with the next step, or when
 the engine is destroyed. Edits of one unit are gathered and written together, when another unit is edited or the
@@ -21,8 +23,12 @@ from offload.engine.layout import UnitLayout
 from offload.engine.placeholder import Place, place_of
 from offload.engine.placement import free_host_memory
 from offload.errors import BudgetError, UsageError
-from offload.sizes import format_size
+from offload.sizes import GIB, format_size
 from offload.swapper.pager import Pager
+from offload.swapper.states import State
+
+_MOST_GATHERED = GIB
+"""Bytes of edits that wait to be written together; a fixed number, so that all ranks write at the same place."""
 
 
 class Edit(NamedTuple):
@@ -31,8 +37,9 @@ class Edit(NamedTuple):
     start: int
     stop: int
     values: torch.Tensor
-    """(stop - start,) in the mode's weight dtype or in fp32, on the CPU. In fp32 they are the master; in the weight's
-    dtype, elements whose bits do not change keep what the master has beyond them."""
+    """(stop - start,) on the CPU. Of a weight in fp32, which makes them the master, or in the mode's weight dtype: then
+    elements whose bits do not change keep what the master has beyond them. Of another state in fp32."""
+    state: State = State.WEIGHT
 
 
 class Weights:
@@ -49,7 +56,7 @@ class Weights:
     ) -> None:
         self._pager, self._layouts, self._places, self._hooks, self._dtype = pager, layouts, places, hooks, dtype
         self._place_of = {id(place.parameter): place for unit in places for place in unit}
-        self._pending: dict[int, torch.Tensor] = {}  # position -> values
+        self._pending: dict[tuple[int, State], torch.Tensor] = {}  # (position, state) -> values
         self._pending_unit = -1
         self._copies: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor] = weakref.WeakValueDictionary()
         self.entered: Callable[[], None] = lambda: None
@@ -58,6 +65,8 @@ class Weights:
         """Carries out the edits of one unit; None in an engine that trains nothing."""
         self.several_ranks = False
         """Whether other ranks must hear of every edit."""
+        self.without_frozen = False
+        """Whether state dicts leave frozen parameters out."""
         self.settle: Callable[[], None] = lambda: None
         """Raises where weights may not change now."""
         self._removers: list[Callable[[], None]] = [
@@ -95,8 +104,8 @@ class Weights:
         """A copy of the newest weights of one parameter, on the compute device."""
         self.entered()
         segment = self._layouts[unit].segments[position]
-        if self._pending_unit == unit and position in self._pending:
-            values = self._pending[position]
+        if self.waits(unit, position, State.WEIGHT):
+            values = self._pending[position, State.WEIGHT]
             if values.dtype == self._dtype:
                 return values.to(self._places[unit][position].device, copy=True).view(segment.shape)
             self.flush()
@@ -108,8 +117,12 @@ class Weights:
         self._pager.read_weights(unit, receive)
         return copies[0]
 
-    def edit(self, unit: int, position: int, values: torch.Tensor) -> None:
-        """Make `values`, of the parameter's shape, its weights."""
+    def waits(self, unit: int, position: int, state: State) -> bool:
+        """Whether an edit of this state of a parameter was not carried out yet."""
+        return self._pending_unit == unit and (position, state) in self._pending
+
+    def edit(self, unit: int, position: int, values: torch.Tensor, state: State = State.WEIGHT) -> None:
+        """Make `values`, of the parameter's shape, its weights, or another state of it that outlives a step."""
         self.entered()
         place = self._places[unit][position]
         values = values.detach()
@@ -120,11 +133,11 @@ class Weights:
                     f"change them before offload.initialize"
                 )
             return
-        if self._pending_unit != unit:
+        if self._pending_unit != unit or sum(pending.nbytes for pending in self._pending.values()) > _MOST_GATHERED:
             self.flush()
             self.settle()
-        dtype = self._dtype if values.dtype == self._dtype else torch.float32
-        self._pending[position] = values.to("cpu", dtype, copy=True).contiguous().view(-1)
+        dtype = self._dtype if values.dtype == self._dtype and state is State.WEIGHT else torch.float32
+        self._pending[position, state] = values.to("cpu", dtype, copy=True).contiguous().view(-1)
         self._pending_unit = unit
 
     def end_edits(self, unit: int) -> None:
@@ -147,7 +160,10 @@ class Weights:
         unit, pending = self._pending_unit, self._pending
         segments = self._layouts[unit].segments
         assert self.apply is not None
-        edits = [Edit(segments[p].start, segments[p].stop, pending[p]) for p in sorted(pending)]
+        edits = [
+            Edit(segments[position].start, segments[position].stop, pending[position, state], state)
+            for position, state in sorted(pending, key=lambda key: (key[0], key[1].value))
+        ]
         self.apply(unit, [edit for edit in edits if edit.start < edit.stop])
         self._pending, self._pending_unit = {}, -1  # after: what was refused is not lost
 
@@ -169,17 +185,23 @@ class Weights:
 
     def _replace(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            place = self._mine(parameter)
-            if place is not None and prefix + name in state and not place.gathered:
+            place = self.place(parameter)
+            if place is None or prefix + name not in state:
+                continue
+            if self.without_frozen and not parameter.requires_grad:
+                del state[prefix + name]
+            elif not place.gathered:
                 state[prefix + name] = self.weight(place.unit, place.position)
 
-    def _mine(self, parameter: nn.Parameter) -> Place | None:
+    def place(self, parameter: Any) -> Place | None:
         """The place of `parameter`, also while it is bound; None where it is of a copy of the model."""
         return self._place_of.get(id(parameter))
 
     def _check_room(self) -> None:
         """Raise `BudgetError` where a state dict of all would not fit into the RAM."""
-        need = sum(layout.numel for layout in self._layouts) * self._dtype.itemsize
+        parameters = (place.parameter for unit in self._places for place in unit)
+        wanted = sum(p.numel() for p in parameters if p.requires_grad or not self.without_frozen)
+        need = wanted * self._dtype.itemsize
         free = free_host_memory()
         if need > free:
             raise BudgetError(

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import time
 import weakref
 from collections.abc import Sequence
@@ -15,22 +16,43 @@ from typing import Protocol
 
 from offload.errors import IoError, StoreError
 
+FILES = ("commit", "manifest.json", "states", "blob.0", "blob.1", "suspect", "lock")
+"""Everything that a rank's folder may hold, beside what replaces one of them (`*.tmp`)."""
+
 
 class Lock:
-    """The one process that may touch a rank's folder, by `flock`, so that it dies with the process."""
+    """The one process that may touch a rank's folder, by `flock`, so that it dies with the process.
+
+    Raises `StoreError` that names who has it, `FileNotFoundError` where the folder is not there (any more).
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "lock"
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor: int | None = os.open(self._path, flags, 0o600)
-        try:
-            _lock(self._descriptor)
-        except OSError:
-            holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            self.release()
-            raise StoreError(f"{folder} is in use by {holder}; end it, or choose another run name") from None
+        self._descriptor: int | None = None
+        while self._descriptor is None:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                _lock(self._descriptor)
+            except OSError:
+                holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                self.release()
+                raise StoreError(f"{folder} is in use by {holder}; end it, or choose another run name") from None
+            if not self._is_there():
+                self.release()
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def _is_there(self) -> bool:
+        """Whether what is locked is still the folder's; who had it may have removed both meanwhile."""
+        assert self._descriptor is not None
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
+        except FileNotFoundError:
+            return False
+
+    @property
+    def held(self) -> bool:
+        return self._descriptor is not None
 
     def release(self) -> None:
         """Give it back; idempotent."""
@@ -101,7 +123,28 @@ def _make_folder(folder: Path) -> None:
                 raise  # else another rank has just removed the empty folder of the run before
 
 
+def remove_files(folder: Path, names: Sequence[str] = FILES) -> None:
+    """Delete what is a store's in a rank's folder, and the folder itself unless something else is in it."""
+    for path in (*(folder / name for name in names), *folder.glob("*.tmp")):
+        path.unlink(missing_ok=True)
+    sync_folder(folder)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 # -- small files --------------------------------------------------------------------------------------
+
+
+def read_whole(path: Path) -> bytes:
+    """The bytes of a regular file; raises `OSError` for anything else, a link too, and never waits."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 def write_in_place(path: Path, data: bytes, offset: int = 0) -> None:

@@ -19,13 +19,13 @@ from offload.aio.stripes import Layout
 from offload.errors import StoreError
 from offload.sizes import PAGE
 from offload.swapper.store import sums
+from offload.swapper.store.folder import FILES, read_whole
 from offload.swapper.store.manifest import Manifest, read_manifest
 from offload.swapper.store.record import FORMAT_VERSION, Record, page_version, read_records
 from offload.swapper.store.sums import Key, Slot
 
 SUMS, MANIFEST = "store.sums", "store.manifest"
 """What the store adds to a blob."""
-FILES = ("commit", "manifest.json", "states", "blob.0", "blob.1", "lock")
 _TRIES = 3
 """A commit that is made while a live store is looked at makes its parts differ: then it is looked at again."""
 
@@ -93,9 +93,8 @@ class Found(NamedTuple):
 def is_rank(folder: Path) -> bool:
     """Whether this is the folder of a rank of a run, as far as it may be looked into."""
     try:
-        return (
-            folder.name[:4] == "rank" and folder.name[4:].isdigit() and any((folder / name).exists() for name in FILES)
-        )
+        named = folder.name[:4] == "rank" and folder.name[4:].isdigit()
+        return named and any((folder / name).exists() for name in FILES if name != "lock")
     except OSError:
         return False
 
@@ -246,10 +245,19 @@ def _reason(path: Path, error: StoreError) -> str:
     return "it is missing" if not path.exists() else str(error).removeprefix(f"cannot read {path}: ")
 
 
+def place_of(folder: Path) -> tuple[str | None, int, Path | None]:
+    """What a rank's folder on any drive says of itself: the id of its store, which of its drives it lies on, and the
+    rank's folder on the first. Without a manifest that can be read there is none of it."""
+    notes = _notes(folder / "manifest.json")
+    drives = notes.get("drives") or [None]
+    first = None if not isinstance(drives[0], str) else Path(drives[0]) / folder.parent.name / folder.name
+    return notes.get("id"), int(notes.get("drive") or 0), first
+
+
 def _notes(path: Path) -> dict[str, Any]:
     """What a manifest says, as far as it is JSON."""
     try:
-        notes = json.loads(path.read_bytes())
+        notes = json.loads(read_whole(path))
     except (OSError, ValueError):
         return {}
     return notes if isinstance(notes, dict) else {}
@@ -262,7 +270,7 @@ def store_id(folder: Path) -> str | None:
 
 def _bytes(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
+        return read_whole(path)
     except OSError:
         return None
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from offload.errors import StoreError
 from offload.swapper.states import State
+from offload.swapper.store.folder import read_whole
 from offload.swapper.store.record import FORMAT_VERSION
 
 
@@ -147,7 +148,7 @@ class Manifest(NamedTuple):
 def read_manifest(path: Path) -> Manifest:
     """The manifest in a file; raises `StoreError` where there is none that can be read."""
     try:
-        data = path.read_bytes()
+        data = read_whole(path)
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
     return Manifest.unpack(data, str(path))
@@ -161,6 +162,10 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
         if difference is None:
             continue
         advice = f"choose another run name, or remove it with `offload rm {folder.parent}`"
+        if name == "slots":
+            advice = "go on with the durability that it had, or leave it out"
+            there, here = ("none" if spec.slots == 1 else "step, or every N" for spec in (found, mine))
+            difference = f'"durability" was {there} there and is {here} here'
         if "world_size" in difference:
             advice = (
                 "go on with as many ranks as it had; with another number of ranks, save_checkpoint there and "

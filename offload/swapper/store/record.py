@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from offload.aio import crc32c
 from offload.sizes import PAGE
+from offload.swapper.store.folder import read_whole
 
 FORMAT_VERSION = 2
 """Of record, manifest and blob together: docs/store-format.md."""
@@ -89,7 +90,7 @@ class Records(NamedTuple):
 def read_records(path: Path) -> Records:
     """Read a commit file; one that is missing or short holds nothing but what it has."""
     try:
-        data = path.read_bytes()
+        data = read_whole(path)
     except OSError:
         return Records((), ())
     pages = [data[start : start + PAGE] for start in (0, PAGE)]
@@ -109,7 +110,6 @@ def was_committed(folder: Path) -> bool:
     if found.valid or 1 in found.torn:
         return True
     try:
-        with (folder / "blob.1").open("rb") as file:
-            return any(file.read(8))
+        return any(read_whole(folder / "blob.1")[:8])
     except OSError:
         return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.errors import StoreError
-from offload.swapper.store.folder import Lock, holder
+from offload.swapper.store.folder import FILES, Lock, holder, read_whole, remove_files
 from offload.swapper.store.look import Found, allocated_nbytes, is_rank, look, store_id
 from offload.swapper.store.manifest import read_manifest
 from offload.swapper.store.record import was_committed
@@ -35,7 +34,7 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
         return RunStatus(any(was_committed(rank) for rank in rank_folders(folder)), None)
     # The note is the first thing that a removal does, and a start takes it away: what lies beside it is a remainder.
     try:
-        note = json.loads(finished.read_text())
+        note = json.loads(read_whole(finished))
         return RunStatus(False, note if isinstance(note, dict) else {})
     except (OSError, ValueError):
         return RunStatus(False, {})  # it ended; when and how cannot be read any more
@@ -71,15 +70,19 @@ def find_removal(path: Path) -> Removal:
     note = path / "finished.json"
     ranks = rank_folders(path)
     found = [look(rank) for rank in ranks]
-    if not path.is_dir() or not (note.is_file() or any(map(is_rank, ranks)) or any(not _names(r) for r in ranks)):
+    # A start that a kill cut short has left at least a lock.
+    remains = any(is_rank(rank) or set(_names(rank)) <= {"lock"} for rank in ranks)
+    if not path.is_dir() or not (note.is_file() or remains):
         raise StoreError(f"{path} is not a run folder: it has neither rank<r> folders nor finished.json")
     for each in found:
         _check_drive(each)
     folders = tuple(folder for each in found for folder in each.folders[:1] + _mine(each))
     files = (*sorted(path.glob("*.tmp")), *([note] if note.is_file() else []))
     ours = {path.name for path in (*ranks, *files)}
-    strangers = tuple(name for name in _names(path) if name not in ours)
-    return Removal(path, tuple(ranks), folders, files, strangers, allocated_nbytes(folders), note.is_file())
+    strangers = [name for name in _names(path) if name not in ours]
+    for folder in folders:
+        strangers += [f"{folder.name}/{name}" for name in _names(folder) if name not in FILES and name[-4:] != ".tmp"]
+    return Removal(path, tuple(ranks), folders, files, tuple(strangers), allocated_nbytes(folders), note.is_file())
 
 
 def remove_run(path: Path) -> Removal:
@@ -88,12 +91,15 @@ def remove_run(path: Path) -> Removal:
     Raises `StoreError` where it is no run folder, or while a process holds it.
     """
     with contextlib.ExitStack() as locks:
-        for rank in rank_folders(path):
-            if is_rank(rank):
-                locks.enter_context(Lock(rank))
+        ranks = [rank for rank in rank_folders(path) if is_rank(rank)]
+        for rank in ranks:
+            locks.enter_context(Lock(rank))
         removal = find_removal(path)
         for folder in removal.folders:
-            shutil.rmtree(folder, ignore_errors=folder not in removal.ranks)
+            if folder not in ranks and folder.is_dir() and is_rank(folder):
+                locks.enter_context(Lock(folder))
+        for folder in reversed(removal.folders):
+            remove_files(folder)
         for file in removal.files:
             file.unlink(missing_ok=True)
         for run in dict.fromkeys((path, *(folder.parent for folder in removal.folders))):
@@ -114,6 +120,9 @@ def _mine(found: Found) -> tuple[Path, ...]:
     """The rank's folders on its other drives, unless another store has taken their place."""
     if found.drive or found.manifest is None:
         return ()
+    first = Path(found.manifest.drives[0]) / found.folder.parent.name / found.folder.name
+    if not first.exists() or not found.folder.samefile(first):
+        return ()  # this is a copy, the other drives are the original's
     there = [folder for folder in found.folders[1:] if folder.is_dir()]
     return tuple(
         folder
@@ -123,7 +132,7 @@ def _mine(found: Found) -> tuple[Path, ...]:
 
 
 def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 class OtherRun(NamedTuple):

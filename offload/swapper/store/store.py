@@ -32,21 +32,24 @@ from offload.swapper.store.folder import (
     Lock,
     close_in_children,
     make_folders,
+    read_whole,
+    remove_files,
     reserve,
     sync_folder,
     write_durably,
     write_in_place,
 )
-from offload.swapper.store.look import MANIFEST, SUMS
+from offload.swapper.store.look import MANIFEST, SUMS, place_of
 from offload.swapper.store.manifest import Manifest, StoreSpec, compare, read_manifest
-from offload.swapper.store.record import MAX_UNITS, Record, read_records, was_committed
+from offload.swapper.store.record import MAX_UNITS, Record, Records, read_records, was_committed
 from offload.swapper.store.sums import Key, Passages, Slot, Stretch
 
 logger = logging.getLogger("offload")
 
 _STRIPE_BYTES = 2 * MIB
+_END = "finished.json"
 _LEAST_STRETCH = MIB // 4
-"""Bytes of a state that a tile has, but for the last of a unit, whatever the memory."""
+"""Bytes of a state that have a checksum of their own, where there are many: smaller tiles share one."""
 
 
 class Future(Protocol):
@@ -84,7 +87,8 @@ class Store:
             raise StoreError(f"the model has {len(spec.partitions)} units, a store holds at most {MAX_UNITS}")
         self.spec = spec
         self.run = run
-        self.folders = [Path(path) / run / f"rank{rank}" for path in paths]
+        # The process may change its folder later.
+        self.folders = [Path(os.path.abspath(path)) / run / f"rank{rank}" for path in paths]
         self.newest = [0] * len(spec.partitions)
         self.durable: Record | None = None
         self.notices: list[str] = []
@@ -99,14 +103,22 @@ class Store:
         self._manifest: Manifest | None = None
         self._file: StripedFile | None = None
         self._commit_path = self.folders[0] / "commit"
-        make_folders(self.folders)
-        self._lock = Lock(self.folders[0])
+        self._locks = _lock_all(self.folders)
         close_in_children.add(self)
 
     # -- opening ------------------------------------------------------------------------------------
 
-    def create(self) -> None:
-        """Start over: reserve all room and write the manifest. Nothing is durable before `commit`."""
+    def create(self, over: bool = False) -> None:
+        """Start over: reserve all room and write the manifest. Nothing is durable before `commit`.
+
+        `over` says that commits of this run may be deleted. Raises `StoreError` where there are others' files, or
+        there is no room.
+        """
+        try:
+            self._check_mine(over)
+        except BaseException:
+            self.close()  # what lies there stays
+            raise
         try:
             self._forget()
             self._check_room(find_shortage(self._drives, self.spec.nbytes))
@@ -120,25 +132,54 @@ class Store:
                 sync_folder(folder)
                 sync_folder(folder.parent)
                 sync_folder(folder.parent.parent)
-            if self._checked:
+            if not self._checked:
+                self._forget_end()
+            else:
                 for unit, row in enumerate(self._extents):
                     self._sums |= {(unit, state): sums.of_zeros(slots[0].nbytes) for state, slots in row.items()}
         except BaseException:
             # Nothing is in this store yet: a start that fails leaves no files behind.
+            self._unlink()  # while nobody else may have it
             self.close()
-            self._unlink()
             raise
 
+    def _check_mine(self, over: bool) -> None:
+        """Raise `StoreError` where a folder holds what is not a remainder of this run: it may be another's, in use."""
+        first, ended = self.folders[0], self._end.exists()
+        mine = place_of(first)[0]
+        for drive, folder in enumerate(self.folders):
+            its, number, at = place_of(folder)
+            if its is not None and number and (number != drive or its != mine):
+                # Where the run ended, its removal may have been cut short; else its first drive may be missing.
+                if not (ended and number == drive):
+                    raise StoreError(
+                        f"{folder} holds drive {number} of a run whose first drive is {at}: mount that one and give "
+                        f"the drives in the order that they had, or choose another run name, or delete what lies there "
+                        f"with `offload rm {folder.parent}`"
+                    )
+            elif was_committed(folder) and not (over and not drive) and not (folder.parent / _END).exists():
+                raise StoreError(
+                    f"{folder} holds a run that did not end; go on with it by --resume auto, with the drives that it "
+                    f"had in their order, or choose another run name, or delete it with `offload rm {folder.parent}`"
+                )
+
     def _forget(self) -> None:
-        """Delete what an earlier start has left: a record before what it names, and the note of an end after both."""
+        """Delete what an earlier start has left, a record before what it names; the note of an end goes at last."""
         first = self.folders[0]
         for name in ("commit", "blob.1"):
             (first / name).unlink(missing_ok=True)
             sync_folder(first)
         sync_folder(first.parent)
-        (first.parent / "finished.json").unlink(missing_ok=True)
-        for path in (first / "blob.0", first / "manifest.json", *(folder / "states" for folder in self.folders)):
-            path.unlink(missing_ok=True)
+        for folder in reversed(self.folders):  # the first drive says whose the others are
+            for name in ("blob.0", "states", "suspect", "manifest.json"):
+                (folder / name).unlink(missing_ok=True)
+            sync_folder(folder)
+
+    def _forget_end(self) -> None:
+        """Take the note of an earlier run's end away, durably: from now on what lies here is a run."""
+        if self._end.exists():
+            self._end.unlink(missing_ok=True)
+            sync_folder(self._end.parent)
 
     def newest_serial(self) -> int | None:
         """The number of the last commit of what is there that can be opened; None where none was ever made.
@@ -147,8 +188,7 @@ class Store:
         """
         if not was_committed(self.folders[0]):
             return None
-        found = read_records(self._commit_path)
-        return self._newest(found.valid, found.torn).serial
+        return self._newest(read_records(self._commit_path)).serial
 
     def open(self, at: int | None = None) -> dict[str, torch.Tensor]:
         """Open what is there and return what its last commit holds, or the one before if that is number `at`.
@@ -158,7 +198,7 @@ class Store:
         """
         try:
             found = read_records(self._commit_path)
-            record = self._newest(found.valid, found.torn) if at is None else self._record_at(at, found.valid)
+            record = self._newest(found) if at is None else self._record_at(at, found.valid)
             contents = self._read_blob(record)
             if contents is None:
                 raise self._damaged_blob(record)
@@ -167,6 +207,9 @@ class Store:
                 if later.serial > record.serial:
                     # What it names is about to be overwritten: it must never be found again.
                     write_in_place(self._commit_path, bytes(PAGE), later.blob * PAGE)
+            if self._commit_path.stat().st_size > 2 * PAGE:
+                os.truncate(self._commit_path, 2 * PAGE)
+            self._suspect.unlink(missing_ok=True)
             self.durable = record
             self.newest = list(record.slots)
             self._sums = sums.unpack(contents.pop(SUMS))
@@ -182,15 +225,18 @@ class Store:
             self.close()
             raise
 
-    def _newest(self, records: Sequence[Record], torn: Sequence[int]) -> Record:
+    def _newest(self, found: Records) -> Record:
         """The newest record that can be opened.
 
         Where a page is torn or a blob is damaged, that may be the trace of a commit that a power cut interrupted, and
         the commit before is whole; or it is damage of later, and the slots of the commit before have been written over.
-        All that it names is read to know.
+        All that it names is read to know, and also where damage was seen before.
         """
+        records = found.valid
         if not records:
             raise StoreError(f"{self.folders[0]} has no commit record whose checksum is right: it cannot be resumed")
+        doubtful = bool(found.torn) or self._suspect.exists()
+        wrong: list[str] = []
         for record in records:
             if len(record.slots) != len(self.newest):
                 raise StoreError(
@@ -200,8 +246,9 @@ class Store:
                 )
             contents = self._read_blob(record)
             if contents is None:
+                wrong.append(f"blob.{record.blob} of epoch {record.epoch} is damaged")
                 continue
-            if record is records[0] and not torn:
+            if record is records[0] and not doubtful:
                 return record
             self._open_files(record, contents)
             assert self._file is not None
@@ -211,15 +258,13 @@ class Store:
             self._file.close()
             self._file = None
             if damage is None:
-                self.notices.append(
-                    f"a commit after epoch {record.epoch} is not whole; epoch {record.epoch} was checked and is taken"
-                )
+                why = f" ({'; '.join(wrong)})" if wrong else ""
+                self.notices.append(f"a commit is not whole{why}; epoch {record.epoch} was checked and is taken")
                 return record
-            raise StoreError(
-                f"{self.folders[0]}: a commit after epoch {record.epoch} is not whole, and epoch {record.epoch} is not "
-                f"either: {damage}; it cannot be resumed, go back to a checkpoint"
-            )
-        raise self._damaged_blob(records[0])
+            wrong.append(f"epoch {record.epoch}: {damage}")
+        raise StoreError(
+            f"{self.folders[0]}: no commit is whole: {'; '.join(wrong)}; it cannot be resumed, go back to a checkpoint"
+        )
 
     def _damaged_blob(self, record: Record) -> StoreError:
         return StoreError(
@@ -256,7 +301,7 @@ class Store:
                 self.notices.append(f"{error}; it is written anew from the copy that epoch {record.epoch} holds")
                 missing = True
                 continue
-            number = json.loads(path.read_bytes()).get("drive")
+            number = place_of(folder)[1]
             if (found.id, number) != (copy.id, drive):
                 raise StoreError(
                     f"{folder} holds drive {number} of store {found.id}, expected drive {drive} of store {copy.id}: "
@@ -344,6 +389,8 @@ class Store:
         if self._checked:
             for state, writes in written.items():
                 new = [Stretch(start, future.wait(), future.crc32c()) for start, future in writes]
+                if len(new) > _most_stretches(new[-1].start + new[-1].nbytes):  # tiny tiles: sub_group_size
+                    new = sums.joined(new, _LEAST_STRETCH)
                 self._sums[unit, state] = sums.renewed(self._sums[unit, state], new)
                 self._prove((unit, state), slot, range(new[-1].start + new[-1].nbytes))
         self.newest[unit] = slot
@@ -357,6 +404,8 @@ class Store:
             self._prove(key, slot, compared)
         if not right:
             assert self._file is not None
+            with contextlib.suppress(OSError):  # the damage is what is told
+                reserve(self._suspect, 1)
             raise IoError(
                 self._file.path,
                 extent.offset + start,
@@ -386,11 +435,13 @@ class Store:
         record = Record(serial, epoch, tuple(self.newest), which, len(blob), crc32c(blob), time.time_ns())
         write_in_place(self._commit_path, record.pack(), which * PAGE)
         self.durable = record
+        if serial == 1:
+            self._forget_end()
 
     def _more_sums(self) -> int:
         """Bytes by which the checksums may grow: at first there is one for each state, then one for each tile."""
         places = [slots[0].nbytes for row in self._extents for slots in row.values()]
-        most = sum(2 + nbytes // _LEAST_STRETCH for nbytes in places)
+        most = sum(map(_most_stretches, places))
         return sums.ROW_NBYTES * max(0, most - sum(map(len, self._sums.values())))
 
     def _reserve_blobs(self, nbytes: int) -> None:
@@ -410,28 +461,42 @@ class Store:
         if self._file is not None:
             self._file.close()
         self._file = None
-        self._lock.release()
+        for lock in self._locks:
+            lock.release()
 
     def close_in_child(self) -> None:
         """A forked child keeps neither the lock, which would outlive the run, nor the room of deleted files."""
         if self._file is not None:
             for part in self._file.parts():
                 part.descriptors.close()
-        self._lock.release()
+        for lock in self._locks:
+            lock.release()
 
-    def remove(self, finished: Mapping[str, Any] | None = None) -> None:
-        """Delete the files, close, and leave `finished.json` beside where they were."""
-        if finished is not None:  # first: what a kill then leaves of the rest means nothing
-            note = dict(finished, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
-            write_durably(self.folders[0].parent / "finished.json", json.dumps(note).encode())
-        self._unlink()  # before the lock is given back: another process may start this run again at once
+    def note_end(self, facts: Mapping[str, Any]) -> None:
+        """Leave `finished.json` with `facts`: from now on what lies beside it is a remainder, which means nothing."""
+        note = dict(facts, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+        write_durably(self._end, json.dumps(note).encode())
+
+    def remove(self) -> None:
+        """Delete the files, and close. Does nothing once it is closed."""
+        if self._locks[0].held:
+            self._unlink()  # before the locks are given back: another process may start this run again at once
         self.close()
 
     def _unlink(self) -> None:
-        for folder in self.folders:
-            shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # other ranks may still be there
-                folder.parent.rmdir()
+        for folder in reversed(self.folders):  # the first drive says what the others are
+            with contextlib.suppress(OSError):
+                remove_files(folder)
+                folder.parent.rmdir()  # other ranks may still be there
+
+    @property
+    def _end(self) -> Path:
+        return self.folders[0].parent / _END
+
+    @property
+    def _suspect(self) -> Path:
+        """A note that something of the last commit was found damaged: the next open compares all of it."""
+        return self.folders[0] / "suspect"
 
     # -- what lies where ----------------------------------------------------------------------------
 
@@ -488,12 +553,35 @@ class Store:
 
     def _read_blob(self, record: Record) -> dict[str, torch.Tensor] | None:
         try:
-            blob = (self.folders[0] / f"blob.{record.blob}").read_bytes()[: record.blob_nbytes]
+            blob = read_whole(self.folders[0] / f"blob.{record.blob}")[: record.blob_nbytes]
         except OSError:
             return None
         if len(blob) != record.blob_nbytes or crc32c(blob) != record.blob_crc:
             return None
         return safetensors.torch.load(blob)
+
+
+def _most_stretches(nbytes: int) -> int:
+    """How many checksums a slot may have, for which the blobs have room: frozen weights have one of their own."""
+    return 2 + nbytes // _LEAST_STRETCH
+
+
+def _lock_all(folders: Sequence[Path]) -> list[Lock]:
+    """Make the folders of a rank and take them all; raises `StoreError`."""
+    if len({folder.parent.parent.resolve() for folder in folders}) < len(folders):
+        raise StoreError(f"nvme_path names a folder twice: {', '.join(str(f.parent.parent) for f in folders)}")
+    while True:
+        make_folders(folders)
+        locks: list[Lock] = []
+        try:
+            for folder in folders:
+                locks.append(Lock(folder))
+            return locks
+        except BaseException as error:
+            for lock in locks:
+                lock.release()
+            if not isinstance(error, FileNotFoundError):  # else who had it has just removed it
+                raise
 
 
 class _Checked:

@@ -49,6 +49,17 @@ def renewed(old: Slot, new: Iterable[Stretch]) -> Slot:
     return (*written, *(stretch for stretch in old if stretch.start >= end))
 
 
+def joined(stretches: Iterable[Stretch], least: int) -> list[Stretch]:
+    """Neighbours that follow each other, put together until each but the last has `least` bytes."""
+    found: list[Stretch] = []
+    for each in stretches:
+        if found and found[-1].nbytes < least:
+            one = found.pop()
+            each = Stretch(one.start, one.nbytes + each.nbytes, crc32c_joined(one.crc, each.crc, each.nbytes))
+        found.append(each)
+    return found
+
+
 def sum_of(slot: Sequence[Stretch], start: int, nbytes: int) -> int | None:
     """The CRC-32C of these bytes; None where they do not begin and end where stretches do."""
     first, last = _border(slot, start), _border(slot, start + nbytes)

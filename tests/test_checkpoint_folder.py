@@ -1,0 +1,565 @@
+"""A folder of checkpoints: what is not ours stays, one save at a time, what a kill has left goes, bad input is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import offload
+from offload.cli import app
+from offload.engine import checkpoint_fill, checkpoint_folder, checkpoint_save, flow
+from offload.engine.checkpoint_files import Manifest, checkpoints, read_manifest
+from offload.engine.checkpoint_folder import begin_folder, end_folder, only_save, prune, saver, write_new
+from offload.errors import StoreError, UsageError
+from tests import models
+from tests.oracle import start, train_step
+
+DISK, CPU = ("nvme", "nvme"), ("cpu", "cpu")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[offload.Engine]:
+    """One that has made a step."""
+    engine = start(models.GPT2, CPU, tmp_path_factory.mktemp("run"))
+    train_step(engine, models.GPT2, 0)
+    yield engine
+    engine.destroy()
+
+
+@pytest.fixture(scope="module")
+def whole(engine: offload.Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, to be copied."""
+    folder = tmp_path_factory.mktemp("whole")
+    engine.save_checkpoint(folder, tag="one")
+    return folder / "one"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "saved"
+    path.mkdir()
+    return path
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in folder.rglob("*")}
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def inspect(*arguments: object) -> Any:
+    return CliRunner(env={"COLUMNS": "300"}).invoke(app, [*map(str, arguments)])
+
+
+# -- what is not ours ---------------------------------------------------------------------------------
+
+
+def a_manifest_of_others(path: Path, _: Path) -> None:
+    path.mkdir()
+    (path / "manifest.json").write_text('{"other": 1}')
+    (path / "data").write_text("all of it")
+
+
+def only_a_manifest_of_others(path: Path, _: Path) -> None:
+    path.mkdir()
+    (path / "manifest.json").write_text('{"other": 1}')
+
+
+def a_thesis(path: Path, _: Path) -> None:
+    path.mkdir()
+    (path / "thesis.txt").write_text("all of it")
+
+
+def a_thesis_in_a_checkpoint(path: Path, whole: Path) -> None:
+    shutil.copytree(whole, path)
+    (path / "thesis.txt").write_text("all of it")
+
+
+def a_folder_in_a_checkpoint(path: Path, whole: Path) -> None:
+    shutil.copytree(whole, path)
+    (path / "states.rank7.safetensors").mkdir()
+
+
+def a_file(path: Path, _: Path) -> None:
+    path.write_text("all of it")
+
+
+def a_link_to_a_checkpoint(path: Path, whole: Path) -> None:
+    shutil.copytree(whole, path.parent / "linked")
+    path.symlink_to("linked")
+
+
+def a_link_to_nothing(path: Path, _: Path) -> None:
+    path.symlink_to("nothing")
+
+
+OTHERS: tuple[Callable[[Path, Path], None], ...] = (
+    a_manifest_of_others,
+    only_a_manifest_of_others,
+    a_thesis,
+    a_thesis_in_a_checkpoint,
+    a_folder_in_a_checkpoint,
+    a_file,
+    a_link_to_a_checkpoint,
+    a_link_to_nothing,
+)
+
+
+@pytest.mark.parametrize("name", ["tag", ".tag.partial", ".tag.old", ".tag.removed"])
+@pytest.mark.parametrize("make", OTHERS)
+def test_what_is_not_ours_is_refused_and_stays(
+    make: Callable[[Path, Path], None], name: str, engine: offload.Engine, whole: Path, folder: Path
+) -> None:
+    make(folder / name, whole)
+    before = everything(folder)
+    with pytest.raises(StoreError, match=rf"{name} (is|has|would)"):
+        engine.save_checkpoint(folder, tag="tag")
+    assert everything(folder) == before and (folder / name).is_symlink() == ("link" in make.__name__)
+    if name != "tag":  # a save of another tag leaves it alone, and goes on
+        engine.save_checkpoint(folder, tag="another")
+        assert before.items() <= everything(folder).items()
+
+
+def test_the_swap_files_of_a_run_are_no_checkpoint(engine: offload.Engine, tmp_path: Path) -> None:
+    run = start(models.GPT2, DISK, tmp_path)
+    train_step(run, models.GPT2, 0)
+    run.destroy()
+    before = everything(tmp_path / "default")
+    with pytest.raises(StoreError, match="rank0 is there and is no checkpoint"):
+        engine.save_checkpoint(tmp_path / "default", tag="rank0")
+    assert everything(tmp_path / "default") == before
+    rank = tmp_path / "default" / "rank0"
+    shutil.copytree(rank, tmp_path / "backup")
+    for path in (rank, tmp_path / "backup"):
+        for command in (["verify", path], ["export", path, tmp_path / "out"]):
+            result = inspect(*command)
+            assert result.exit_code == 2 and f"give the run's folder, {path.parent}" in result.output, result.output
+        with pytest.raises(StoreError, match="swap files of one rank"):
+            engine.load_checkpoint(path)
+    assert "rank 0" in inspect("inspect", rank).output
+    assert "swap files of one rank" in inspect("inspect", tmp_path / "backup").output
+
+
+def test_a_checkpoint_may_have_the_name_of_a_rank(engine: offload.Engine, folder: Path) -> None:
+    engine.save_checkpoint(folder, tag="rank0")
+    assert json.loads(inspect("inspect", folder, "--json").stdout)["kind"] == "checkpoints"
+    assert json.loads(inspect("inspect", folder / "rank0", "--json").stdout)["kind"] == "checkpoint"
+    assert inspect("verify", folder / "rank0").exit_code == 0
+
+
+def test_a_manifest_of_others_is_no_checkpoint_to_look_at(engine: offload.Engine, folder: Path) -> None:
+    a_manifest_of_others(folder / "site", folder)
+    assert json.loads(inspect("inspect", folder / "site", "--json").stdout)["kind"] == "nvme_path"
+    assert "neither swap files" in inspect("verify", folder / "site").output
+    assert engine.load_checkpoint(folder / "site") == (None, {})
+
+
+@pytest.mark.parametrize("how", ["half a manifest", "another format", "a byte"])
+def test_a_damaged_checkpoint_of_ours_is_replaced(how: str, engine: offload.Engine, whole: Path, folder: Path) -> None:
+    path = Path(shutil.copytree(whole, folder / "tag")) / "manifest.json"
+    text = path.read_text()
+    changed = {
+        "half a manifest": text[:200],
+        "another format": text.replace('"format": 1', '"format": 9'),
+        "a byte": text.replace('"epoch": 1', '"epoch": 2'),
+    }[how]
+    assert changed != text
+    path.write_text(changed)
+    engine.save_checkpoint(folder, tag="tag")
+    assert names(folder) == {"tag", "latest"} and read_manifest(folder / "tag").epoch == 1
+
+
+def test_what_is_not_of_a_checkpoint_keeps_it_from_being_pruned(
+    engine: offload.Engine, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tag in ("one", "two"):
+        engine.save_checkpoint(folder, tag=tag)
+    (folder / "one" / "thesis.txt").write_text("all of it")
+    before = everything(folder / "one")
+    engine.save_checkpoint(folder, tag="three", keep_last=1)
+    assert everything(folder / "one") == before and names(folder) == {"one", "three", "latest"}
+    assert "the checkpoint one stays: thesis.txt" in caplog.text
+
+
+def test_latest_that_is_a_folder_is_refused(engine: offload.Engine, folder: Path) -> None:
+    (folder / "latest").mkdir()
+    with pytest.raises(StoreError, match="latest is a folder"):
+        engine.save_checkpoint(folder, tag="tag")
+    assert names(folder) == {"latest"}
+    engine.save_checkpoint(folder, tag="tag", save_latest=False)
+    with pytest.raises(StoreError, match=r"cannot read .*latest"):
+        engine.load_checkpoint(folder)
+
+
+# -- one at a time ------------------------------------------------------------------------------------
+
+_HOLDS = """
+import sys
+from pathlib import Path
+from offload.engine.checkpoint_folder import only_save
+with only_save(Path(sys.argv[1]), "theirs"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_another_process_that_saves_is_named(engine: offload.Engine, folder: Path) -> None:
+    (folder / ".theirs.partial").mkdir()  # what it is writing
+    other = subprocess.Popen(
+        [sys.executable, "-c", _HOLDS, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        before = everything(folder)
+        for tag in ("theirs", "mine"):
+            with pytest.raises(StoreError, match=rf"is being saved to by process {other.pid} on .* \(theirs\)"):
+                engine.save_checkpoint(folder, tag=tag, keep_last=1)
+        assert everything(folder) == before
+        assert f"process {other.pid}" in str(saver(folder))
+        assert "of a save that is under way" in inspect("inspect", folder).output
+        other.kill()
+    assert saver(folder) is None and (folder / checkpoint_folder.LOCK).exists()
+    engine.save_checkpoint(folder, tag="mine")
+    assert names(folder) == {"mine", "latest"}
+
+
+def test_two_engines_of_one_process(engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is refused, and the first ends as if nobody had come."""
+    second = start(models.GPT2, CPU, tmp_path)
+    written, go_on = threading.Event(), threading.Event()
+    real = checkpoint_save._write_states
+
+    def write(*arguments: Any) -> Any:
+        result = real(*arguments)
+        written.set()
+        assert go_on.wait(60)
+        return result
+
+    monkeypatch.setattr(checkpoint_save, "_write_states", write)
+    first = threading.Thread(target=second.save_checkpoint, args=(tmp_path / "saved", "tag"))
+    first.start()
+    assert written.wait(60)
+    monkeypatch.setattr(checkpoint_save, "_write_states", real)
+    for tag in ("tag", "another"):
+        with pytest.raises(StoreError, match=f"is being saved to by process {os.getpid()} "):
+            engine.save_checkpoint(tmp_path / "saved", tag=tag)
+    go_on.set()
+    first.join()
+    assert names(tmp_path / "saved") == {"tag", "latest"}
+    assert engine.load_checkpoint(tmp_path / "saved")[0] == str(tmp_path / "saved" / "tag")
+    second.destroy()
+
+
+def test_many_threads_take_turns_or_are_refused(folder: Path) -> None:
+    """Whoever has the lock is alone, though its file comes and goes."""
+    inside, most, refused = [0], [0], []
+
+    def work(number: int) -> None:
+        for _ in range(40):
+            try:
+                with only_save(folder, str(number)):
+                    inside[0] += 1
+                    most[0] = max(most[0], inside[0])
+                    os.stat(folder)
+                    inside[0] -= 1
+            except StoreError:
+                refused.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] and not names(folder)
+
+
+def test_a_file_system_without_locks_is_warned_of(
+    engine: offload.Engine, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(checkpoint_folder.fcntl, "flock", refuses)
+    engine.save_checkpoint(folder, tag="tag")
+    assert "cannot be locked" in caplog.text and names(folder) == {"tag", "latest"}
+
+
+# -- others are faster --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("moment", "name"), [("rename", "one"), ("listdir", ".one.removed"), ("unlink", "manifest.json")]
+)
+def test_what_has_gone_by_itself_is_no_error(
+    moment: str,
+    name: str,
+    engine: offload.Engine,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Another process deletes what is about to be deleted."""
+    engine.save_checkpoint(folder, tag="one")
+    real, came = getattr(os, moment), []
+
+    def faster(path: Any, *rest: Any, **named: Any) -> Any:
+        if Path(path).name == name and not came:
+            came.append(path)
+            subprocess.run(["rm", "-r", folder / "one" if moment == "rename" else folder / ".one.removed"], check=True)
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(checkpoint_folder.os, moment, faster)
+    engine.save_checkpoint(folder, tag="two", keep_last=1)
+    assert came and names(folder) == {"two", "latest"} and not caplog.records
+
+
+def test_a_prune_that_fails_is_a_warning(
+    engine: offload.Engine, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.save_checkpoint(folder, tag="one")
+    real = os.rename
+
+    def refuses(source: Any, target: Any) -> None:
+        if Path(source).name == "one":
+            raise OSError(30, "Read-only file system")
+        real(source, target)
+
+    monkeypatch.setattr(checkpoint_folder.os, "rename", refuses)
+    assert engine.save_checkpoint(folder, tag="two", keep_last=1)
+    assert (folder / "latest").read_text() == "two" and names(folder) == {"one", "two", "latest"}
+    assert "the checkpoint one stays: cannot remove" in caplog.text
+
+
+# -- what a kill has left -----------------------------------------------------------------------------
+
+
+def test_every_leftover_goes_with_the_next_save_whatever_its_tag(
+    engine: offload.Engine, whole: Path, folder: Path
+) -> None:
+    for name in ("kept", ".kept.old", ".a.partial", ".b.removed"):
+        shutil.copytree(whole, folder / name)
+    (folder / ".a.partial" / "manifest.json").write_text("")  # a power cut
+    (folder / ".b.removed" / "progress.rank0.safetensors").unlink()
+    (folder / ".c.partial").mkdir()
+    (folder / ".latest.d").write_text("d")
+    (folder / ".latest.swp").write_text("b0VIM 9.0")
+    said = inspect("inspect", folder).output
+    assert said.count("left over; the next save removes it") == 5
+    engine.save_checkpoint(folder, tag="new")
+    assert names(folder) == {"kept", "new", "latest", ".latest.swp"}
+    assert "left over" not in inspect("inspect", folder).output
+
+
+def test_one_that_was_set_aside_gets_its_name_again(engine: offload.Engine, whole: Path, folder: Path) -> None:
+    """Of any tag: a save died between two renames."""
+    shutil.copytree(whole, folder / ".a.old")
+    assert "left over; the next save gives it its name" in inspect("inspect", folder).output
+    engine.save_checkpoint(folder, tag="new")
+    assert names(folder) == {"a", "new", "latest"} and engine.load_checkpoint(folder, tag="a")[0] is not None
+
+
+def test_one_that_was_set_aside_outlives_what_is_damaged(
+    engine: offload.Engine, whole: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_folder, "exchange", lambda *_: False)
+    for name in ("a", ".a.old"):
+        shutil.copytree(whole, folder / name)
+    (folder / "a" / "states.rank0.safetensors").unlink()
+    engine.save_checkpoint(folder, tag="new")
+    assert (folder / ".a.old").exists()
+    engine.save_checkpoint(folder, tag="a")
+    assert names(folder) == {"a", "new", "latest"}
+
+
+def test_a_folder_that_is_made_outlives_a_power_cut(
+    engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    real = checkpoint_folder.sync_folder
+    monkeypatch.setattr(checkpoint_folder, "sync_folder", lambda path: (synced.append(path), real(path)))
+    engine.save_checkpoint(tmp_path / "a" / "b" / "saved", tag="tag")
+    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(synced)
+
+
+# -- which one goes -----------------------------------------------------------------------------------
+
+
+def write(folder: Path, tag: str, epoch: int, created: str) -> None:
+    with only_save(folder, tag):
+        partial = begin_folder(folder / tag)
+        write_new(partial / "manifest.json", Manifest(epoch, created, True, {"world_size": 0}, {}, {}).pack())
+        end_folder(folder / tag, latest=True)
+
+
+def test_what_was_saved_first_goes_first_whatever_its_step(folder: Path) -> None:
+    """A run went back to an earlier checkpoint, and saves the new branch."""
+    for second, (tag, epoch) in enumerate([("a1", 1), ("a2", 2), ("a3", 3), ("b2", 2)]):
+        write(folder, tag, epoch, f"2026-01-01T00:00:0{second}+00:00")
+    assert prune(folder, 2, "b2") == ["a1", "a2"]
+    write(folder, "same", 1, "2026-01-01T00:00:02+00:00")
+    assert list(checkpoints(folder)) == ["same", "a3", "b2"], "of one moment, the earlier step"
+
+
+# -- bad input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tag", [" a", "a ", "a\n", "\ta", "a\x07b", "a\u2028b", "a\ud800b", "a\x00b", "x" * 247, "ü" * 124]
+)
+def test_a_tag_that_is_no_name(tag: str, engine: offload.Engine, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot name a folder") as raised:
+        engine.save_checkpoint(tmp_path / "saved", tag=tag)
+    assert repr(tag) in str(raised.value) and not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("tag", ["x" * 246, "ü" * 123, "two words", "日本", "latest.swp", "a.partial", "a.old"])
+def test_a_tag_that_is_unusual(tag: str, engine: offload.Engine, folder: Path) -> None:
+    for _ in range(2):
+        engine.save_checkpoint(folder, tag=tag)
+    engine.save_checkpoint(folder, tag="a", keep_last=1)
+    assert names(folder) == {"a", "latest"}
+
+
+@pytest.mark.parametrize("text", ["", "\n", "../one", "a\x07", ".a.partial"])
+def test_a_latest_that_names_nothing(text: str, engine: offload.Engine, whole: Path, folder: Path) -> None:
+    shutil.copytree(whole, folder / "one")
+    (folder / "latest").write_text(text)
+    with pytest.raises(StoreError, match=r"latest should hold the tag .* there: one"):
+        engine.load_checkpoint(folder)
+    assert "latest should hold the tag" in inspect("verify", folder).output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep_last": "2"}, "keep_last is '2'"),
+        ({"keep_last": 1.5}, r"keep_last is 1\.5"),
+        ({"keep_last": True}, "keep_last is True"),
+        ({"keep_last": -1}, "keep_last is -1"),
+        ({"client_state": [1, 2]}, "client_state must be a dict or None, got list"),
+        ({"client_state": []}, "client_state must be a dict or None, got list"),
+        ({"client_state": "abc"}, "client_state must be a dict or None, got str"),
+        ({"client_state": {"a": {"big": 10**5000}}}, r"client_state\['a'\]\['big'\] is a whole number of 16610 bits"),
+        ({"client_state": {10**5000: 1}}, "a key of client_state is a whole number"),
+        ({"save_dir": None}, "save_dir must be a path.*NoneType"),
+        ({"save_dir": b"saved"}, "save_dir must be a path.*bytes"),
+        ({"save_dir": "a\0b"}, "save_dir is 'a.x00b'"),
+        ({"save_dir": "a\ud800b"}, "save_dir is 'a.ud800b'"),
+    ],
+)
+def test_what_cannot_be_meant(options: dict[str, Any], words: str, engine: offload.Engine, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        engine.save_checkpoint(**{"save_dir": tmp_path / "saved", **options})
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_load_from_no_path(engine: offload.Engine) -> None:
+    for path in (None, b"saved", 3):
+        with pytest.raises(UsageError, match="load_dir must be a path"):
+            engine.load_checkpoint(path)  # type: ignore[arg-type]
+
+
+def test_a_number_too_long_for_a_commit_is_named(engine: offload.Engine, folder: Path) -> None:
+    engine.client_state = {"big": 10**5000}
+    try:
+        with pytest.raises(UsageError, match=r"engine.client_state\['big'\] is a whole number"):
+            engine.save_checkpoint(folder)
+    finally:
+        engine.client_state = {}
+    engine.save_checkpoint(folder, client_state={"long": 10**4000})
+    assert engine.load_checkpoint(folder)[1] == {"long": 10**4000}
+
+
+@pytest.mark.parametrize("modify", [True, False])
+def test_weights_that_are_gathered_are_not_saved(modify: bool, engine: offload.Engine, folder: Path) -> None:
+    weight = engine.module.transformer.wte.weight
+    with offload.gathered(weight, modify=modify):
+        for call in (engine.save_checkpoint, engine.load_checkpoint):
+            with pytest.raises(UsageError, match=r"while transformer.wte.weight is gathered: leave the `with` block"):
+                call(folder if call == engine.save_checkpoint else folder.parent / "other")
+            break
+    assert not names(folder)
+    engine.save_checkpoint(folder)
+
+
+# -- memory -------------------------------------------------------------------------------------------
+
+
+class HalfFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        for layer in self.layers[1:3]:
+            layer.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def half_frozen_loss(model: nn.Module, step: int, _: int) -> torch.Tensor:
+    return model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["the same frozen weights", "others"])
+def test_a_load_with_frozen_weights_takes_one_set_of_buffers(
+    others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = models.GPT2._replace(model=HalfFrozen, loss=half_frozen_loss)
+    engine = start(job, DISK, tmp_path / "one")
+    train_step(engine, job, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy(remove=True)
+    engine = start(job._replace(seed=4711 if others else job.seed), DISK, tmp_path / "two")
+    now, most = [0], [0]
+    real = flow.aligned_empty
+
+    def counted(nbytes: int) -> memoryview:
+        memory = real(nbytes)
+        now[0] += nbytes
+        most[0] = max(most[0], now[0])
+        weakref.finalize(memory, lambda: now.__setitem__(0, now[0] - nbytes))
+        return memory
+
+    monkeypatch.setattr(flow, "aligned_empty", counted)
+    monkeypatch.setattr(checkpoint_fill, "aligned_empty", counted, raising=False)
+    wrote: list[str] = []
+    real_put = type(engine._parts.store).write
+
+    def write(store: Any, unit: int, state: Any, *rest: Any) -> Any:
+        wrote.append(engine._parts.held.sizes[unit].title)
+        return real_put(store, unit, state, *rest)
+
+    monkeypatch.setattr(type(engine._parts.store), "write", write)
+    engine.load_checkpoint(tmp_path / "saved")
+    assert most[0] == flow.BUFFERS * flow.BUFFER_NBYTES
+    assert any("layers.1" in title for title in wrote) == others
+    assert all(torch.equal(value, expected[name]) for name, value in engine.module.state_dict().items())
+    engine.destroy(remove=True)
+
+
+def test_no_word_is_logged_of_a_save_that_is_right(
+    engine: offload.Engine, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            engine.save_checkpoint(folder, tag="tag", keep_last=1)
+    assert not caplog.records

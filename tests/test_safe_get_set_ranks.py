@@ -1,0 +1,115 @@
+"""DeepSpeed's safe_get_* and safe_set_* on several ranks: each gives what it holds, and all have the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import offload
+from offload.errors import RankError
+from tests import models
+from tests.oracle import Job, start, train_step
+from tests.rank_pool import RankPool, pool, rank_and_size
+from tests.rank_pool import start as start_rank
+from tests.test_safe_get_set import DISK, Found, a_round, backward, differences, everything, halved
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with pool(2) as two:
+        yield two
+
+
+def rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    rank, size = rank_and_size()
+    ids = models.tokens(step, micro, (4, 16), 61).chunk(size)[rank]
+    return functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+
+
+ROWS = models.MIXTURE._replace(loss=rows_loss)
+
+
+def look_and_set(job: Job, placement: tuple[str, str], folder: Path) -> tuple[list[Found], Found, list[float]]:
+    """Of one rank or of several: what is found in a round, and after everything was set; and losses after that."""
+    engine = (start_rank if rank_and_size()[1] > 1 else start)(job, placement, folder)
+    found = a_round(engine, job, lambda: everything(engine.module))
+    halved(engine)
+    backward(engine, job, 3)
+    for parameter in engine.module.parameters():
+        gradient = offload.safe_get_full_grad(parameter)
+        if gradient is not None:
+            offload.safe_set_full_grad(parameter, gradient * 2)
+    after = everything(engine.module)
+    engine.step()
+    losses = []
+    for step in (4, 5):
+        losses.append(engine.mean(float(job.loss(engine, step, 0).detach())))
+        train_step(engine, job, step)
+    engine.destroy(remove=True)
+    return found, after, losses
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_two_ranks_as_one(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
+    job = ROWS._replace(dtype=dtype)
+    alone = look_and_set(job, DISK, tmp_path / "alone")
+    first = None
+    for placement in (DISK, ("none", "cpu")):
+        one, other = ranks.run(look_and_set, job, placement, tmp_path / "-".join(placement))
+        first = first or one
+        for found, after, losses in (one, other):
+            assert losses == first[2] and differences(after, first[1]) == []
+            for mine, expected in zip(found, first[0], strict=True):
+                assert differences(mine, expected) == []
+    assert first is not None
+    rtol, atol = (1e-3, 1e-5) if dtype == "fp32" else (0.1, 5e-3)
+    for mine, expected in zip([*first[0], first[1]], [*alone[0], alone[1]], strict=True):
+        assert differences(mine, expected, lambda a, b: torch.allclose(a, b, rtol=rtol, atol=atol)) == []
+
+
+def different_places(folder: Path) -> list[str]:
+    """What is said where the ranks look at different things, or one looks while the other steps."""
+    engine = start_rank(ROWS, DISK, folder)
+    rank, _ = rank_and_size()
+    said = []
+    weight = engine.module.embedding.weight if rank else engine.module.scale
+    with pytest.raises(RankError) as error:
+        offload.safe_get_full_fp32_param(weight)
+    said.append(str(error.value))
+    backward(engine, ROWS, 0)
+    with pytest.raises(RankError) as error:
+        if rank:
+            offload.safe_set_full_grad(engine.module.scale, torch.ones(()))
+        else:
+            engine.step()
+    said.append(str(error.value))
+    engine.destroy(remove=True)
+    return said
+
+
+def test_ranks_at_different_places(ranks: RankPool, tmp_path: Path) -> None:
+    for said in ranks.run(different_places, tmp_path):
+        assert "with other parameter: rank 0 with 'scale', rank 1 with 'embedding.weight'" in said[0]
+        assert "rank 0 is at step(); rank 1 looks at a state of a parameter" in said[1]
+
+
+def values_of_each(folder: Path) -> list[float]:
+    """Each rank sets other values of a parameter of which both hold a part."""
+    engine = start_rank(ROWS, DISK, folder)
+    rank, _ = rank_and_size()
+    weight = engine.module.blocks[0][2].weight
+    assert len(engine._looking._pieces(engine._looking.place(weight))) == 2
+    offload.safe_set_full_optimizer_state(weight, torch.full(weight.shape, 1.0 + rank), "exp_avg")
+    offload.safe_set_full_grad(weight, torch.full(weight.shape, 3.0 + rank))
+    found = [offload.safe_get_full_optimizer_state(weight, "exp_avg"), offload.safe_get_full_grad(weight)]
+    engine.destroy(remove=True)
+    return [number for value in found if value is not None for number in value.unique().tolist()]
+
+
+def test_the_values_of_the_first_rank_count(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(values_of_each, tmp_path) == [[1.0, 3.0], [1.0, 3.0]]
