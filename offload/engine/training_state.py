@@ -148,7 +148,8 @@ class TrainingState:
         before = {n.removeprefix(_BEFORE_NEXT): t for n, t in progress.generators.items() if n not in generators}
         self._at_end, self._before_next = None, None
         if self.global_steps:
-            self._generators, self._before_next = generators, {**generators, **before}
+            self._generators = generators
+            self._before_next = {**generators, **before}
         else:
             write_generators(generators, self._device)  # this is the moment at which a new run took them
         if self.loader is not None and facts["data"] is None and self.global_steps:
