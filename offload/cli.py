@@ -57,6 +57,7 @@ class Home(str, Enum):
 
 class Dtype(str, Enum):
     bf16 = "bf16"
+    fp16 = "fp16"
     fp32 = "fp32"
 
 

@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
@@ -115,8 +115,10 @@ Name = Annotated[str, Field(min_length=1)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_strings)]
 Paths = Annotated[tuple[Annotated[Name, BeforeValidator(_path)], ...], BeforeValidator(_strings)]
 Size = Annotated[int, BeforeValidator(_size)]
-AdamType = Annotated[Literal["Adam", "AdamW"], _spelling({"adam": "Adam", "adamw": "AdamW"})]
-SumDtype = Annotated[Literal["fp32", "bf16"], _spelling({"float32": "fp32", "float": "fp32", "bfloat16": "bf16"})]
+OptimizerName = Literal["Adam", "AdamW", "Lamb", "Adagrad", "Lion", "SGD"]
+OptimizerType = Annotated[OptimizerName, _spelling({name.lower(): name for name in get_args(OptimizerName)})]
+_DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+SumDtype = Annotated[Literal["fp32", "bf16", "fp16"], _spelling(_DTYPE_NAMES)]
 
 
 # -- blocks -------------------------------------------------------------------------------------------
@@ -238,8 +240,28 @@ class ZeroOptimization(Block):
     )
 
 
+Beta = Annotated[Number, Field(lt=1)]
+
+OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Adam": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "adam_w_mode": True, "bias_correction": True},
+    "AdamW": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "adam_w_mode": True, "bias_correction": True},
+    "Lamb": {
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "max_coeff": 10.0,
+        "min_coeff": 0.01,
+        "bias_correction": True,
+    },
+    "Adagrad": {"eps": 1e-10, "weight_decay": 0.0, "lr_decay": 0.0},
+    "Lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
+    "SGD": {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+}
+"""The hyperparameters of each type beside the learning rate, and what they are where a file does not say."""
+
+
 class OptimizerParams(Block):
-    """Hyperparameters, as in torch.optim.AdamW."""
+    """Hyperparameters, named as in torch.optim; those of the other types are errors."""
 
     TUNING = ("torch_adam", "fp32_optimizer_states", "fused", "foreach", "capturable", "differentiable")
     REFUSED: ClassVar[dict[str, str]] = {
@@ -249,27 +271,54 @@ class OptimizerParams(Block):
     }
 
     lr: Number | None = Field(None, description="learning rate; needed unless optimizer= is passed")
-    betas: tuple[Annotated[Number, Field(lt=1)], Annotated[Number, Field(lt=1)]] = Field(
-        (0.9, 0.999), description="decay of the two moments, each at least 0 and below 1"
+    betas: tuple[Beta, Beta] | None = Field(
+        None,
+        description="Adam, AdamW, Lamb, Lion: decay of the moments, each at least 0 and below 1; default [0.9, 0.999], "
+        "of Lion [0.9, 0.99]",
     )
-    eps: Number = Field(1e-8, description="added to the root of the second moment")
-    weight_decay: Number = Field(0.0, description="decoupled for AdamW and for Adam with adam_w_mode")
-    adam_w_mode: bool = Field(True, description="false makes Adam add the decay to the gradient")
-    bias_correction: Literal[True] = Field(True, description="only true")
+    eps: Number | None = Field(
+        None,
+        description="Adam, AdamW, Lamb, Adagrad: added to the root of the second moment; default 1e-8, Adagrad's 1e-10",
+    )
+    weight_decay: Number | None = Field(
+        None, description="default 0; decoupled for AdamW, Lamb, Lion, and for Adam with adam_w_mode"
+    )
+    adam_w_mode: bool | None = Field(None, description="Adam: true by default; false adds the decay to the gradient")
+    bias_correction: Literal[True] | None = Field(None, description="Adam, AdamW, Lamb: only true")
+    max_coeff: Number | None = Field(None, description="Lamb: bound of the trust ratio, default 10")
+    min_coeff: Number | None = Field(None, description="Lamb: bound of the trust ratio, default 0.01")
+    lr_decay: Number | None = Field(None, description="Adagrad: default 0")
+    momentum: Number | None = Field(None, description="SGD: default 0, which keeps no moment")
+    dampening: Number | None = Field(None, description="SGD: default 0")
+    nesterov: bool | None = Field(None, description="SGD: default false; needs a momentum, and no dampening")
 
 
 class OptimizerBlock(Block):
-    """The optimizer: Adam or AdamW."""
+    """The optimizer: Adam, AdamW, Lamb, Adagrad, Lion or SGD."""
 
     TUNING = ("legacy_fusion",)
 
-    type: AdamType = Field("AdamW", description="Adam or AdamW, in any case of letters")
+    type: OptimizerType = Field("AdamW", description="Adam, AdamW, Lamb, Adagrad, Lion or SGD, in any case of letters")
     params: OptimizerParams = Field(OptimizerParams(), description="see below")
 
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> OptimizerBlock:
+        known = OPTIMIZER_DEFAULTS[self.type]
+        for name in self.params.model_fields_set:
+            if name != "lr" and name not in known and getattr(self.params, name) is not None:
+                raise ValueError(f"has params.{name}, which {self.type} has not; it has lr, {', '.join(known)}")
+        settings = self.settings
+        if settings.get("nesterov") and (not settings["momentum"] or settings["dampening"]):
+            raise ValueError("has params.nesterov, which needs a momentum above 0 and a dampening of 0")
+        return self
+
     @property
-    def decoupled(self) -> bool:
-        """Whether the decay is AdamW's; DeepSpeed's "Adam" is AdamW too unless adam_w_mode is false."""
-        return self.type == "AdamW" or self.params.adam_w_mode
+    def settings(self) -> dict[str, Any]:
+        """The hyperparameters of the type beside the learning rate."""
+        given = {name: getattr(self.params, name) for name in OPTIMIZER_DEFAULTS[self.type]}
+        return {
+            name: value if given[name] is None else given[name] for name, value in OPTIMIZER_DEFAULTS[self.type].items()
+        }
 
 
 class ScheduleParams(Block):
@@ -370,16 +419,32 @@ class SchedulerBlock(Block):
     params: dict[Any, Any] = Field({}, description="see below; those of torch's schedules are torch's")
 
 
-class Precision(Block):
-    """A 16-bit mode."""
+class Bf16(Block):
+    """bf16 weights with split fp32 masters."""
 
     TUNING = _keys(
-        """auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale consecutive_hysteresis
-        fused_mode fp16_master_weights_and_grads immediate_grad_update check_grad_overflow
-        bf16_master_weights_and_grads bf16_optimizer_states"""
+        "immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states auto_cast"
     )
 
     enabled: bool = Field(False, description="whether the mode is on")
+
+
+class Fp16(Block):
+    """fp16 weights with fp32 masters, and a scaled loss."""
+
+    TUNING = _keys("auto_cast fused_mode fp16_master_weights_and_grads")
+
+    enabled: bool = Field(False, description="whether the mode is on")
+    loss_scale: Number = Field(0.0, description="factor of the loss; 0: dynamic, found while training")
+    initial_scale_power: Annotated[Elements, Field(le=32)] = Field(
+        16, description="a dynamic scale begins with 2 to that power"
+    )
+    loss_scale_window: Count = Field(1000, description="steps without an overflow after which the scale doubles")
+    hysteresis: Count = Field(2, description="overflows up to which the scale stays; that one halves it")
+    consecutive_hysteresis: bool = Field(
+        False, description="whether a step without an overflow gives the hysteresis back, not only a whole window"
+    )
+    min_loss_scale: Annotated[Number, Field(gt=0)] = Field(1.0, description="the least that a dynamic scale becomes")
 
 
 class DataTypes(Block):
@@ -389,7 +454,7 @@ class DataTypes(Block):
 
     grad_accum_dtype: SumDtype | None = Field(
         None,
-        description="dtype in which micro-batches are added: fp32 by default, bf16 for a single micro-batch in bf16",
+        description="dtype in which micro-batches are added: fp32 by default, that of the weights for a single one",
     )
     buffer_dtype: SumDtype | None = Field(
         None, description="dtype of floating-point buffers (BatchNorm's statistics): as they are by default"
@@ -537,8 +602,8 @@ class Config(Block):
     gradient_clipping: Number = Field(1.0, description="largest global norm of the gradient; 0 leaves it as it is")
     optimizer: OptimizerBlock | None = Field(None, description="see below")
     scheduler: SchedulerBlock | None = Field(None, description="see below")
-    bf16: Precision = Field(Precision(), description="bf16 weights with split fp32 masters; older name: bfloat16")
-    fp16: Precision = Field(Precision(), description="not supported yet")
+    bf16: Bf16 = Field(Bf16(), description="bf16 weights with split fp32 masters; older name: bfloat16")
+    fp16: Fp16 = Field(Fp16(), description="fp16 weights with fp32 masters, and a scaled loss")
     data_types: DataTypes = Field(DataTypes(), description="see below")
     aio: Aio = Field(Aio(), description="see below")
     steps_per_print: Annotated[int, BeforeValidator(_steps), Field(ge=0)] | None = Field(
@@ -573,8 +638,8 @@ class Config(Block):
         return tuple(dict.fromkeys(named or self.offload.nvme_path))
 
     @property
-    def dtype(self) -> Literal["bf16", "fp32"]:
-        return "bf16" if self.bf16.enabled else "fp32"
+    def dtype(self) -> Literal["bf16", "fp16", "fp32"]:
+        return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     @property
     def steps_per_line(self) -> int:
@@ -654,8 +719,8 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     config._no_effect = no_effect
     if config.scheduler is not None and config.scheduler.type in SCHEDULES:
         schedule_params(SCHEDULES[config.scheduler.type], config.scheduler.params, "scheduler.params.")
-    if config.fp16.enabled:
-        raise ConfigError('"fp16" is not supported yet; set "bf16": {"enabled": true} instead')
+    if config.fp16.enabled and config.bf16.enabled:
+        raise ConfigError("fp16 and bf16 are both enabled; leave one of them on")
     if "nvme" in (config.weight_tier, config.optimizer_tier) and not config.drives:
         raise ConfigError(
             '"device" is nvme, but no "nvme_path" is given; set it beside the device, or once in the "offload" block'
@@ -880,13 +945,11 @@ def document() -> str:
     refused: list[str] = []
     for path, model in _blocks(Config, ""):
         title = f"`{path}`" if path else "Top level"
-        if path != "fp16":
-            tables.append(_section(title, model))
+        tables.append(_section(title, model))
         if model is SchedulerBlock:
             tables.extend(_section(f"`{path}.params` of {name}", params) for name, params in SCHEDULES.items())
         for lines, keys in ((tuning, (*model.TUNING, *model.UNSUPPORTED)), (refused, model.REFUSED)):
             lines.extend([f"* {title}: {', '.join(f'`{key}`' for key in keys)}"] if keys else [])
-    refused.append("* `fp16`, when it is enabled")
     return "\n".join(
         [
             *tables,

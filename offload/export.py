@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload import kernels
 from offload.aio import aligned_empty
 from offload.engine.checkpoint_files import find
 from offload.engine.checkpoint_source import CheckpointSource
 from offload.engine.description import described_layouts
 from offload.engine.layout import UnitLayout
+from offload.engine.masters import join, sources
 from offload.engine.source import Reading, Source, StoreSource
 from offload.engine.tensor_file import Tensor, Writer, plan, shard
 from offload.errors import IoError, StoreError
@@ -269,60 +269,57 @@ class _Stretch(NamedTuple):
     position: int
     """The first, in the partition."""
     numel: int
-    joined: bool
-    """Whether its residual is read as well."""
+    states: tuple[State, ...]
+    """What is read of them: the weight, or that of which the master is made."""
 
 
 def read_nbytes(plan: Plan) -> int:
     """Bytes that an export reads."""
-    residual = MODES["bf16"].states[State.RESIDUAL].itemsize
-    return sum(s.numel * (plan.mode.weight_dtype.itemsize + residual * s.joined) for s in _stretches(plan))
+    return sum(s.numel * plan.mode.weights[state].itemsize for s in _stretches(plan) for state in s.states)
 
 
 def _stretches(plan: Plan) -> Iterator[_Stretch]:
-    split = State.RESIDUAL in plan.mode.states and plan.dtype is not plan.mode.weight_dtype
+    weight: tuple[State, ...] = (State.WEIGHT,)
+    wanted = weight if plan.dtype is plan.mode.weight_dtype else sources(plan.mode.weights)
     for unit, layout in enumerate(plan.layouts):
         for rank in range(plan.world_size):
             position = 0
             trainable, frozen = layout.trainable(rank, plan.world_size), layout.frozen(rank, plan.world_size)
-            for share, joined in ((trainable, split), (frozen if plan.frozen else range(0), False)):
+            for share, states in ((trainable, wanted), (frozen if plan.frozen else range(0), weight)):
                 for start in range(share.start, share.stop, _CHUNK_NUMEL):
                     numel = min(_CHUNK_NUMEL, share.stop - start)
-                    yield _Stretch(rank, unit, start, position, numel, joined)
+                    yield _Stretch(rank, unit, start, position, numel, states)
                     position += numel
 
 
 def _chunks(source: Source, plan: Plan, progress: Callable[[int], None]) -> Iterator[_Chunk]:
     """The elements of all units, a few chunks read ahead; in fp32 where there is more of them than the weight."""
-    dtype, itemsize = plan.mode.weight_dtype, plan.mode.weight_dtype.itemsize
-    buffers = [aligned_empty(_CHUNK_NUMEL * itemsize) for _ in range(_CHUNKS)]
-    split = any(stretch.joined for stretch in _stretches(plan))
-    residuals = [aligned_empty(_CHUNK_NUMEL * 2 if split else 0) for _ in range(_CHUNKS)]
-    master = torch.empty(_CHUNK_NUMEL if split else 0)
-    flying: deque[tuple[_Stretch, memoryview, memoryview, list[Reading]]] = deque()
+    dtypes = plan.mode.weights
+    buffers = [aligned_empty(_CHUNK_NUMEL * 4) for _ in range(_CHUNKS)]  # at most 4 bytes are read of an element
+    flying: deque[tuple[_Stretch, dict[State, memoryview], list[Reading]]] = deque()
 
     def deliver() -> _Chunk:
-        stretch, weight, residual, readings = flying[0]
+        stretch, read, readings = flying[0]
         for reading in readings:
             progress(reading.wait())
         flying.popleft()
-        values = torch.frombuffer(weight, dtype=dtype)
-        if stretch.joined:
-            values, low = master[: stretch.numel], torch.frombuffer(residual, dtype=torch.int16)
-            kernels.join_master(torch.frombuffer(weight, dtype=dtype), low, values)
+        parts = {state: torch.frombuffer(memory, dtype=dtypes[state]) for state, memory in read.items()}
+        values = parts[State.WEIGHT] if stretch.states == (State.WEIGHT,) else join(parts)
         return _Chunk(stretch.unit, stretch.start, values)
 
     try:
         for count, stretch in enumerate(_stretches(plan)):
             if len(flying) == _CHUNKS:
                 yield deliver()
-            rank, unit, at = stretch.rank, stretch.unit, stretch.position
-            weight = buffers[count % _CHUNKS][: stretch.numel * itemsize]
-            residual = residuals[count % _CHUNKS][: stretch.numel * 2]
-            readings = [source.read(rank, unit, State.WEIGHT, at * itemsize, weight)]
-            flying.append((stretch, weight, residual, readings))
-            if stretch.joined:
-                readings.append(source.read(rank, unit, State.RESIDUAL, at * 2, residual))
+            read: dict[State, memoryview] = {}
+            readings: list[Reading] = []
+            flying.append((stretch, read, readings))
+            end = 0
+            for state in stretch.states:
+                start, end = end, end + stretch.numel * dtypes[state].itemsize
+                read[state] = buffers[count % _CHUNKS][start:end]
+                at = stretch.position * dtypes[state].itemsize
+                readings.append(source.read(stretch.rank, stretch.unit, state, at, read[state]))
         while flying:
             yield deliver()
     finally:

@@ -156,13 +156,14 @@ def _merge_paths(merged: dict[str, Any], typed: list[str], lines: list[str]) -> 
 def _merge_dtype(merged: dict[str, Any], typed: str, lines: list[str]) -> None:
     """--dtype stands for the blocks of all modes."""
     for mode in ("bf16", "bfloat16", "fp16"):
-        before, wish = _get(merged, (mode, "enabled")), typed == "bf16" and mode != "fp16"
+        before, wish = _get(merged, (mode, "enabled")), typed == {"bfloat16": "bf16"}.get(mode, mode)
         if before not in (None, "auto", wish):
             lines.append(f"--dtype {typed} overrules {mode}.enabled {_words(before)}")
         if before is not None:
             _set(merged, (mode, "enabled"), wish)
     if "bfloat16" not in merged:
         _set(merged, ("bf16", "enabled"), typed == "bf16")
+    _set(merged, ("fp16", "enabled"), typed == "fp16")
 
 
 def _merge_batch(merged: dict[str, Any], typed: int | None, lines: list[str]) -> None:

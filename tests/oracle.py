@@ -53,6 +53,11 @@ class Job(NamedTuple):
     seed: int = 0
     buffers: str | None = None
     """"same" gives floating-point buffers the dtype of the weights."""
+    optimizer: str = "AdamW"
+    params: tuple[tuple[str, Any], ...] = ()
+    """Of the optimizer, beside lr and weight decay."""
+    loss_scale: float = 256.0
+    """In fp16."""
 
 
 class Result(NamedTuple):
@@ -63,9 +68,57 @@ class Result(NamedTuple):
 
 # -- the plain loop -----------------------------------------------------------------------------------
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Chen et al. 2023, algorithm 2."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.sub_(group["lr"] * (beta1 * m + (1 - beta1) * p.grad).sign())
+                    m.mul_(beta2).add_((1 - beta2) * p.grad)
+
+
+class PlainLamb(torch.optim.Optimizer):
+    """You et al. 2020, algorithm 2, with bias correction and a bounded ratio."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
+                state["step"] += 1
+                state["m"].mul_(0.9).add_(0.1 * p.grad)
+                state["v"].mul_(0.999).add_(0.001 * p.grad.square())
+                m, v = state["m"] / (1 - 0.9 ** state["step"]), state["v"] / (1 - 0.999 ** state["step"])
+                direction = m / (v.sqrt() + 1e-8) + group["weight_decay"] * p
+                weight, length = p.norm(), direction.norm()
+                ratio = 1.0 if weight == 0 or length == 0 else float(min(max(weight / length, 0.01), 10.0))
+                p.sub_(group["lr"] * ratio * direction)
+
+
+PLAIN: dict[str, Any] = {"Lion": PlainLion, "Lamb": PlainLamb}
+
 
 class PlainEngine:
-    """The engine's calls in ordinary PyTorch: `torch.optim.AdamW`, on fp32 masters where the model is bf16."""
+    """The engine's calls in ordinary PyTorch: the optimizer of torch, on fp32 masters where the model has 16 bits."""
 
     def __init__(self, job: Job) -> None:
         torch.manual_seed(job.seed)
@@ -76,23 +129,29 @@ class PlainEngine:
         self._job, self._norm, self._micro = job, 0.0, 0
         parameters = list(self.module.parameters())
         self._masters = parameters
-        if job.dtype == "bf16":
+        if job.dtype != "fp32":
             self._masters = [p.detach().float().clone().requires_grad_(p.requires_grad) for p in parameters]
-            self.module.to(torch.bfloat16)
-        self.optimizer = torch.optim.AdamW(
-            [m for m in self._masters if m.requires_grad], lr=job.lr, weight_decay=job.weight_decay, foreach=False
-        )
+            self.module.to(DTYPES[job.dtype])
+        self._scale = job.loss_scale if job.dtype == "fp16" else 1.0
+        trainable = [m for m in self._masters if m.requires_grad]
+        if job.optimizer in PLAIN:
+            self.optimizer = PLAIN[job.optimizer](trainable, job.lr, job.weight_decay, **dict(job.params))
+        else:
+            kind = getattr(torch.optim, job.optimizer)
+            self.optimizer = kind(
+                trainable, lr=job.lr, weight_decay=job.weight_decay, foreach=False, **dict(job.params)
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        (loss / self._job.accumulation).backward(retain_graph=retain_graph)
+        (loss / self._job.accumulation * self._scale).backward(retain_graph=retain_graph)
         self._micro += 1
-        if self._job.dtype == "bf16":
+        if self._job.dtype != "fp32":
             for parameter, master in zip(self.module.parameters(), self._masters, strict=True):
                 if parameter.grad is not None:
-                    gradient = parameter.grad.float()
+                    gradient = parameter.grad.float() / self._scale
                     master.grad = gradient if master.grad is None else master.grad + gradient
                     parameter.grad = None
 
@@ -103,7 +162,7 @@ class PlainEngine:
         self.optimizer.step()
         self.zero_grad()
         self.global_steps += 1
-        if self._job.dtype == "bf16":
+        if self._job.dtype != "fp32":
             with torch.no_grad():
                 for parameter, master in zip(self.module.parameters(), self._masters, strict=True):
                     parameter.copy_(master)
@@ -137,8 +196,12 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
         "gradient_accumulation_steps": job.accumulation,
         "gradient_clipping": job.clip,
         "bf16": {"enabled": job.dtype == "bf16"},
+        "fp16": {"enabled": job.dtype == "fp16", "loss_scale": job.loss_scale},
         "data_types": {"buffer_dtype": job.dtype if job.buffers else None},
-        "optimizer": {"type": "AdamW", "params": {"lr": job.lr, "weight_decay": job.weight_decay}},
+        "optimizer": {
+            "type": job.optimizer,
+            "params": {"lr": job.lr, "weight_decay": job.weight_decay, **dict(job.params)},
+        },
         "zero_optimization": {
             "stage": 3,
             "offload_param": {"device": weights},
@@ -164,7 +227,7 @@ def start(job: Job, placement: tuple[str, str], folder: Path, **options: Any) ->
 def room_for(job: Job, units: int) -> int:
     """Bytes of the `units` largest units on the device."""
     model = job.model()
-    itemsize = {"fp32": 4, "bf16": 2}[job.dtype]
+    itemsize = DTYPES[job.dtype].itemsize
     layouts = [
         lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], 1)
         for unit in find_units(model).units

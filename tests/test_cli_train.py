@@ -296,3 +296,8 @@ def test_text_beyond_the_vocabulary(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     result = call("--model", "model")
     assert result.exit_code == 2 and "vocabulary" in result.stderr
+
+
+def test_fp16_by_an_option() -> None:
+    result = call("--steps", "2", "--dtype", "fp16")
+    assert result.exit_code == 0 and "fp16 on cpu" in result.output, result.output

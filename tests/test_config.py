@@ -39,8 +39,9 @@ def test_a_usual_file() -> None:
     assert (config.weight_tier, config.optimizer_tier, config.dtype) == ("nvme", "nvme", "bf16")
     assert config.drives == ("/fast", "/slow"), "the optimizer's first"
     assert config.gradient_clipping == 0.5
-    params = config.optimizer.params
-    assert (params.lr, params.betas, params.eps, params.weight_decay) == (1e-5, (0.8, 0.99), 1e-7, 0.0)
+    settings = config.optimizer.settings
+    assert config.optimizer.params.lr == 1e-5
+    assert (settings["betas"], settings["eps"], settings["weight_decay"]) == ((0.8, 0.99), 1e-7, 0.0)
     notices = "\n".join(config.notices)
     for key in ("buffer_count", "pin_memory", "overlap_comm", "dump_state"):
         assert key in notices, key
@@ -91,7 +92,7 @@ TUTORIALS: dict[str, tuple[dict[str, Any], str | None]] = {
             "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2},
             "train_batch_size": "auto",
         },
-        '"fp16" is not supported yet',
+        None,
     ),
     "stage 2 with a warm-up": (
         {
@@ -186,9 +187,9 @@ def test_the_keys_of_a_mode_that_is_off_need_no_word() -> None:
 
 
 def test_adam_is_adamw_unless_told() -> None:
-    assert load_config({"optimizer": {"type": "adam"}}).optimizer.decoupled
+    assert load_config({"optimizer": {"type": "adam"}}).optimizer.settings["adam_w_mode"]
     plain = {"type": "Adam", "params": {"adam_w_mode": False}}
-    assert not load_config({"optimizer": plain}).optimizer.decoupled
+    assert not load_config({"optimizer": plain}).optimizer.settings["adam_w_mode"]
 
 
 def test_comments_and_lists_of_paths(tmp_path: Path) -> None:
@@ -254,7 +255,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "amsgrad": ({"optimizer": {"params": {"amsgrad": True}}}, "amsgrad"),
     "a typo of ours": ({"offload": {"host_memroy": 1}}, "host_memory"),
     "another device": ({"zero_optimization": {"offload_param": {"device": "disk"}}}, r"offload_param\.device"),
-    "another optimizer": ({"optimizer": {"type": "Lion"}}, "'Adam' or 'AdamW'.*Lion"),
+    "another optimizer": ({"optimizer": {"type": "Adan"}}, "'Lion' or 'SGD'.*Adan.*pass optimizer="),
+    "another's parameter": (
+        {"optimizer": {"type": "lion", "params": {"lr": 1e-4, "eps": 1e-8}}},
+        r"optimizer has params\.eps, which Lion has not; it has lr, betas, weight_decay",
+    ),
+    "nesterov alone": (
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": True}}},
+        "needs a momentum above 0",
+    ),
+    "a loss scale below zero": ({"fp16": {"enabled": True, "loss_scale": -1}}, r"fp16\.loss_scale.*greater"),
+    "a window of no steps": ({"fp16": {"loss_scale_window": 0}}, r"fp16\.loss_scale_window.*greater than 0"),
     "a beta of one": ({"optimizer": {"params": {"betas": [0.9, 1.0]}}}, r"betas\.1 should be less than 1, got 1\.0"),
     "a beta too few": ({"optimizer": {"params": {"betas": [0.9]}}}, "betas"),
     "a fraction": ({"gradient_accumulation_steps": 2.5}, "gradient_accumulation_steps"),
@@ -262,7 +273,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a size": ({"offload": {"host_memory": "many"}}, "host_memory.*16GiB"),
     "a run that leaves its folder": ({"offload": {"run": "../x"}}, r"offload\.run"),
     "nvme without a path": ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "nvme_path"),
-    "fp16": ({"fp16": {"enabled": True}}, "bf16"),
+    "fp16 and bf16": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
     "amp": ({"amp": {"enabled": True}}, "amp"),
     "a clip below zero": ({"gradient_clipping": -1}, "gradient_clipping"),
     "a block that is a number": ({"optimizer": 3}, "optimizer"),

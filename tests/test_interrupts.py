@@ -1,17 +1,24 @@
 """Ctrl-C at any moment: training goes on with the right bits, or the engine says that it stopped, and resume is right.
 
-A `KeyboardInterrupt` is raised where CPython may raise one: at a function's begin, after a call, where a loop turns;
-in any frame of ours, and in threading's.
+The signal comes wherever CPython has just looked for one, in any frame of ours or of threading's, and CPython handles
+it where it looks next: at a function's begin, after a call, where a loop turns. A trace function that raises the error
+itself will not do: it raises between two instructions, and behind the call of `with lock: return call()` that is no
+longer within the `with`, which leaves the lock taken. CPython raises in the call, which is within.
 """
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import dis
 import random
+import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +27,15 @@ from torch import nn
 
 import offload
 from offload.errors import EngineFailed
+from offload.swapper.monitor import Monitor
+from offload.swapper.pager import Pager
 from tests.late_device import LateDevice, use_device
 from tests.oracle import Job, start, train_step
 
 STEPS = 5
-_CHECKS = ("RESUME", "JUMP_BACKWARD", "CALL")
+_OURS = str(Path(offload.__file__).parent)
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+"""CPython drops an error in a `__del__`, such as those of torch, whoever has caused it: training then just goes on."""
 
 
 class Net(nn.Module):
@@ -50,39 +61,59 @@ def loss(model: Any, step: int, micro: int) -> torch.Tensor:
 JOB = Job(Net, loss, steps=STEPS)
 
 
+class _Arrival:
+    """`_Arrival()[signal.SIGINT]` lets the signal come. CPython does not look for signals behind a subscript."""
+
+    __getitem__ = _thread.interrupt_main
+
+
 class Interrupt:
-    """A trace function that raises `KeyboardInterrupt` at the `at`-th moment at which a signal could be handled."""
+    """A trace function that lets Ctrl-C come at the `at`-th moment between two looks for signals."""
 
     def __init__(self, at: int) -> None:
         self.at, self.seen, self.where = at, 0, ""
-        self._last: dict[int, str] = {}
+        self._looked = False
         self._codes: dict[Any, dict[int, str]] = {}
+        self._arrival = _Arrival()
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         name = frame.f_code.co_filename
-        if "/offload/" not in name and not name.endswith("threading.py"):
+        if not name.startswith(_OURS) and not name.endswith("threading.py"):
             return None
         frame.f_trace_opcodes = True
+        self._looked = True
         return self._local
 
     def _local(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "exception":
-            self._last[id(frame)] = ""  # a call that raises is not followed by a look for signals
         if event != "opcode":
             return self._local
         code = frame.f_code
         names = self._codes.get(code)
         if names is None:
             names = self._codes[code] = {i.offset: i.opname for i in dis.get_instructions(code)}
-        before = self._last.get(id(frame), "RESUME")
-        self._last[id(frame)] = names.get(frame.f_lasti, "")
-        if before.startswith(_CHECKS):
+        name, looked = names[frame.f_lasti], self._looked
+        self._looked = name.startswith("CALL") or "JUMP_BACKWARD" in name
+        if looked:
             self.seen += 1
             if self.seen == self.at:
                 sys.settrace(None)
                 self.where = f"{code.co_filename.rsplit('/', 1)[1]}:{frame.f_lineno}"
-                raise KeyboardInterrupt
+                self._arrival[signal.SIGINT]  # from here on nothing is called: it is handled in `frame`
         return self._local
+
+
+def _run(interrupt: Interrupt, act: Callable[[], object]) -> None:
+    """Call `act` under `interrupt`; Ctrl-C ends it, and goes no further."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        sys.settrace(interrupt)
+        act()
+        time.sleep(0)  # CPython looks for the last time
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+        signal.signal(signal.SIGINT, before)
 
 
 def _steps(engine: offload.Engine, first: int) -> dict[int, float]:
@@ -93,9 +124,7 @@ def _moments(folder: Path, **options: Any) -> int:
     engine = start(JOB, ("nvme", "nvme"), folder, **options)
     interrupt = Interrupt(-1)
     train_step(engine, JOB, 0)
-    sys.settrace(interrupt)
-    train_step(engine, JOB, 1)
-    sys.settrace(None)
+    _run(interrupt, lambda: train_step(engine, JOB, 1))
     engine.destroy(remove=True)
     return interrupt.seen
 
@@ -104,14 +133,8 @@ def _interrupted(interrupt: Interrupt, folder: Path, expected: dict[int, float],
     """Interrupt the second or third step and go on; what was wrong, or None."""
     engine = start(JOB, ("nvme", "nvme"), folder, **options)
     train_step(engine, JOB, 0)
-    sys.settrace(interrupt)
-    try:
-        train_step(engine, JOB, 1)
-        train_step(engine, JOB, 2)
-    except (KeyboardInterrupt, EngineFailed):
-        pass
-    finally:
-        sys.settrace(None)
+    with contextlib.suppress(EngineFailed):
+        _run(interrupt, lambda: [train_step(engine, JOB, step) for step in (1, 2)])
     try:
         engine.zero_grad()
         found = _steps(engine, engine.global_steps)
@@ -151,6 +174,36 @@ def _try(seed: int, count: int, folder: Path, **options: Any) -> None:
     wrong = [words for words in wrong if words]
     assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong])
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("call", ["a count", "a wait"])
+def test_no_interrupt_leaves_the_lock_taken(call: str) -> None:
+    """A call that ends a `with`, and one that gives the lock away meanwhile: it is free after both."""
+    monitor = Monitor()
+    trace = SimpleNamespace(unforeseen=0)
+    pager = SimpleNamespace(lock=monitor.lock, _uses=0, _hits=0, table=SimpleNamespace(trace=trace))
+    whole = 0
+
+    def waits() -> None:
+        with monitor.lock:
+            monitor.without_lock(lambda: None)
+            assert monitor.lock._is_owned()  # type: ignore[attr-defined]
+
+    def act() -> None:
+        nonlocal whole
+        if call == "a count":
+            Pager.counts(pager)  # type: ignore[arg-type]
+        else:
+            waits()
+        whole += 1
+
+    counted = Interrupt(-1)
+    _run(counted, act)
+    for at in range(1, counted.seen + 1):
+        interrupt = Interrupt(at)
+        _run(interrupt, act)
+        assert not monitor.lock._is_owned(), interrupt.where  # type: ignore[attr-defined]
+    assert whole <= counted.seen, "one was interrupted at least"
 
 
 @pytest.mark.works("Recovery", "Ctrl-C at any moment of a forward, a backward or a step", "right or refused")

@@ -13,8 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import kernels
-from offload.kernels import AdagradStep, AdamWStep, LionStep, Partition, Segment, SGDStep, Step, _native, update
+from offload.kernels import (
+    AdagradStep,
+    AdamWStep,
+    LionStep,
+    Partition,
+    PlainSGDStep,
+    Segment,
+    SGDStep,
+    Step,
+    _native,
+    update,
+)
 from offload.kernels import settings as kernel_settings
+from offload.kernels.steps import RULES
 
 ISAS = _native.supported_isas()
 F = np.float32
@@ -28,6 +40,8 @@ STEPS: dict[str, Step] = {
     "sgd": SGDStep(1e-2, 0.9, 0.1, 0.05, False, False, 0.5),
     "sgd, first": SGDStep(1e-2, 0.9, 0.0, 0.0, False, True),
     "sgd, nesterov": SGDStep(1e-2, 0.9, 0.0, 0.05, True, False),
+    "sgd without momentum": PlainSGDStep(1e-2, 0.05, 0.5),
+    "sgd, nothing else": PlainSGDStep(1e-2, 0.0),
 }
 WEIGHTS = [torch.float32, torch.bfloat16, torch.float16]
 GRADS = [torch.float32, torch.bfloat16, torch.float16]
@@ -65,6 +79,8 @@ def formula(step: Step, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
         return p * F(1 - step.lr * step.weight_decay) - F(step.lr) * np.sign(direction), m, v
     if step.weight_decay:
         g = g + F(step.weight_decay) * p
+    if isinstance(step, PlainSGDStep):
+        return p + F(-step.lr) * g, m, v
     m = g if step.first else F(step.momentum) * m + F(1 - step.dampening) * g
     return p + F(-step.lr) * (g + F(step.momentum) * m if step.nesterov else m), m, v
 
@@ -81,7 +97,7 @@ def partition(
     if isinstance(step, AdagradStep):
         second: tuple[torch.Tensor, ...] = (squares,)
     else:
-        second = (normal(numel, 3, 0.1).to(moment_dtype), squares)[: 2 if isinstance(step, AdamWStep) else 1]
+        second = (normal(numel, 3, 0.1).to(moment_dtype), squares)[: RULES[type(step)][1]]
     if weight_dtype is torch.bfloat16:
         weight, residual = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
         kernels.split_master(master, weight, residual)
@@ -121,7 +137,7 @@ def same(one: Partition, other: Partition) -> bool:
 @pytest.mark.parametrize("grad_dtype", GRADS)
 def test_a_step_is_its_formula(numel: int, name: str, weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     step = STEPS[name]
-    moments = 2 if isinstance(step, AdamWStep) else 1
+    moments = RULES[type(step)][1]
     for moment_dtype in (torch.float32, torch.bfloat16)[: 2 if moments == 2 else 1]:
         part = partition(numel, step, weight_dtype, grad_dtype, moment_dtype)
         old = [moment.float().numpy() for moment in part.moments] + [np.zeros(numel, F)] * (2 - moments)

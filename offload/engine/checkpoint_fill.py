@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from offload import kernels
 from offload.engine.checkpoint_files import tensor_name
 from offload.engine.checkpoint_load import Found, Wish, open_states
 from offload.engine.checkpoint_map import Run, overlaps, runs
 from offload.engine.flow import BUFFER_NBYTES, flow, flow_buffers
 from offload.engine.held import Held
 from offload.engine.layout import Segment
+from offload.engine.masters import join, split
 from offload.engine.pieces import pieces
 from offload.swapper.states import State
 from offload.swapper.store import Future, Queue
@@ -101,6 +101,15 @@ class Filling:
         return 0 if self._held.store is None else self._held.store.target(unit)
 
     @property
+    def _converts(self) -> bool:
+        """Whether masters are made anew: they lie in other states, or beside weights that were frozen and had none."""
+        mine = self._held.mode.weights
+        return self._found.mode.weights != mine or State.MASTER in mine
+
+    def _makes_masters(self, targets: Sequence[State]) -> bool:
+        return self._converts and State.WEIGHT in targets
+
+    @property
     def _two_slots(self) -> bool:
         return self._held.store is not None and self._held.store.spec.slots == 2
 
@@ -141,13 +150,13 @@ class Filling:
         """All states of the trainable part; what is not loaded too, where it moves to another slot."""
         store = self._held.store
         moves = store is not None and self._slot(unit) != store.newest[unit]
-        mine, theirs = self._held.mode.states, self._found.mode.states
+        mine = self._held.mode.weights
         for state in self._held.states(unit) if share else ():
-            if state in (State.WEIGHT, State.RESIDUAL):
-                if mine is theirs:
+            if state in mine:
+                if not self._converts:
                     yield from self._cut(unit, (state,), 0, share)
                 elif state is State.WEIGHT:
-                    yield from self._cut(unit, tuple(s for s in mine if s in (State.WEIGHT, State.RESIDUAL)), 0, share)
+                    yield from self._cut(unit, tuple(mine), 0, share)
             elif self._states:
                 yield from self._cut(unit, (state,), 0, share)
             elif moves and self._held.stored(unit, state):
@@ -158,8 +167,8 @@ class Filling:
     ) -> Iterator[_Work]:
         """Pieces that fit `room`, of the elements `share` of a unit, which begin at `start` of the partition."""
         sources = targets
-        if self._found.mode is not self._held.mode and State.WEIGHT in targets:
-            sources = tuple(s for s in self._found.mode.states if s in (State.WEIGHT, State.RESIDUAL))
+        if self._makes_masters(targets):
+            sources = tuple(self._found.mode.weights)
         numel = room // sum(self._itemsizes(sources, targets)) // _STEP * _STEP
         for first in range(0, len(share), numel):
             last = min(first + numel, len(share))
@@ -168,14 +177,14 @@ class Filling:
     def _itemsizes(self, sources: Sequence[State], targets: Sequence[State]) -> list[int]:
         mine, theirs = self._held.mode.states, self._found.mode.states
         found = [mine[state].itemsize for state in targets]
-        return found if mine is theirs else found + [theirs[state].itemsize for state in sources]
+        return found + [theirs[state].itemsize for state in sources] if self._makes_masters(targets) else found
 
     def _regions(self, piece: _Work, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
         """The memory of each state as the checkpoint has it, and as the engine has it."""
         end, numel = 0, piece.stop - piece.start
         sides: list[dict[State, memoryview]] = []
         for states, mode in ((piece.targets, self._held.mode), (piece.sources, self._found.mode)):
-            if sides and mode is self._held.mode:
+            if sides and not self._makes_masters(piece.targets):
                 sides.append(sides[0])
                 break
             side: dict[State, memoryview] = {}
@@ -244,7 +253,8 @@ class Filling:
         for run in self._overlaps(piece):
             if run.saved is not None:
                 part = slice(run.start - piece.first, run.stop - piece.first)
-                convert({s: t[part] for s, t in saved.items()}, {s: t[part] for s, t in mine.items()})
+                there = saved if run.saved.trainable else {State.WEIGHT: saved[State.WEIGHT]}
+                convert({s: t[part] for s, t in there.items()}, {s: t[part] for s, t in mine.items()})
 
     def _frozen_to_write(self) -> set[int]:
         """The units whose frozen weights are not what the checkpoint has, or have no need to stay as they are.
@@ -275,14 +285,7 @@ class Filling:
 
 def convert(saved: Mapping[State, torch.Tensor], mine: Mapping[State, torch.Tensor]) -> None:
     """Write weights of one mode, (numel,) of each state, as those of another."""
-    master = saved[State.WEIGHT]
-    if State.RESIDUAL in saved:
-        master = torch.empty(len(master), dtype=torch.float32, device="cpu")
-        kernels.join_master(saved[State.WEIGHT], saved[State.RESIDUAL], master)
-    master = master.float()
-    if State.RESIDUAL in mine:
-        kernels.split_master(master, mine[State.WEIGHT], mine[State.RESIDUAL])
-    elif mine[State.WEIGHT].dtype == torch.float32:
-        mine[State.WEIGHT].copy_(master)
-    else:
-        kernels.split_master(master, mine[State.WEIGHT], torch.empty(len(master), dtype=torch.int16, device="cpu"))
+    weight = mine[State.WEIGHT]
+    if weight.dtype == torch.bfloat16 and State.RESIDUAL not in mine:  # frozen, and rounded as all others are
+        mine = {**mine, State.RESIDUAL: torch.empty(len(weight), dtype=torch.int16, device="cpu")}
+    split(join(saved), mine)

@@ -28,6 +28,7 @@ from offload.engine.description import described_layouts
 from offload.engine.flow import BUFFER_NBYTES, flow, flow_buffers
 from offload.engine.held import Held
 from offload.engine.layout import Segment, UnitLayout
+from offload.engine.masters import KEPT
 from offload.engine.progress import Progress
 from offload.engine.tensor_file import Place, read_header
 from offload.errors import IoError, StoreError
@@ -132,7 +133,7 @@ def check_fits(found: Found, held: Held, wish: Wish, names: set[str], buffers: M
     theirs = {name: segment.shape for name, (_, segment) in found.saved.items()}
     theirs |= {name: tuple(value.shape) for name, value in found.progress.buffers.items()}
     difference(mine, names | buffers.keys(), theirs).check(wish.strict, what)
-    if wish.states and found.mode is not held.mode:
+    if wish.states and found.mode != held.mode:
         raise StoreError(
             f"{what} is of mode {found.mode.name}, this engine is of mode {held.mode.name}, so the optimizer's states "
             f"are not the same: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"
@@ -168,7 +169,7 @@ def fitting(
 
 def check_bytes(found: Found, wish: Wish, queue: Queue, rank: int, world_size: int) -> None:
     """Compare this rank's share of what any rank will read with its checksums; raises `StoreError`."""
-    states = found.mode.states if wish.states else (State.WEIGHT, State.RESIDUAL)
+    states = found.mode.states if wish.states else KEPT
     wanted = [name for name in found.places if State(name.partition(".")[2]) in states]
     work = [(each, name) for each in range(found.manifest.world_size) for name in wanted][rank::world_size]
 

@@ -24,21 +24,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload import kernels
 from offload.engine.checkpoint import Checkpoints
-from offload.engine.checkpoint_load import (
-    Wish,
-)
+from offload.engine.checkpoint_load import Wish
 from offload.engine.checkpoint_save import Order
+from offload.engine.decision import Decider, grad_scale, part_of
 from offload.engine.hooks import inside_backward
 from offload.engine.loader import Loader, to_device
 from offload.engine.looking import Looking
 from offload.engine.meter import Stepped
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Choices, Parts, close_all
-from offload.engine.progress import (
-    Progress,
-)
+from offload.engine.progress import Progress
 from offload.engine.training_state import TrainingState
 from offload.engine.updater import UnitUpdate, Updater
 from offload.engine.weights import Edit
@@ -103,12 +99,16 @@ class Engine:
         """Backwards before the last boundary."""
         self._backwards_at_step = 0
         """Backwards before the last call of `step()`."""
-        self._parameters = [[module.get_parameter(s.name) for s in layout.segments] for layout in parts.layouts]
+        self._decider = Decider(parts.layouts, parts.trainable, module, optimizer)
+        self._scaled = False
+        """Whether a backward is of a loss that was multiplied by the loss scale."""
         optimizer.attach(self._boundary, self.zero_grad)
         self._edited = False
         module.__dict__["zero_grad"] = _ZeroGrad(module, self.zero_grad)
         # A user may run the model without the engine; the first moment of that is an entry too.
         parts.hooks.entered, parts.weights.entered = self._enter, self._look
+        measure, parts.hooks.began_backward = parts.hooks.began_backward, self._begin_backward
+        self._measure_backward = measure
         if parts.updater is not None:
             parts.weights.apply, parts.weights.settle = self._edit, parts.bindings.settle
             parts.gradients.settle = self._await_updates
@@ -127,18 +127,26 @@ class Engine:
     forward = __call__
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Add the gradients of `loss`, a scalar, divided by the accumulation unless `scale_wrt_gas` is false."""
+        """Add the gradients of `loss`, a scalar, divided by the accumulation unless `scale_wrt_gas` is false.
+
+        In fp16 of the loss times the loss scale; what is returned is without it.
+        """
         self._enter()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(f"backward expects the loss, a tensor of one element, got {what}")
         if not loss.requires_grad:
             raise UsageError("backward got a loss that does not depend on any trainable parameter (no_grad? detach?)")
-        scaled = loss / self._choices.accumulation if scale_wrt_gas else loss
-        scaled.backward(retain_graph=retain_graph)
+        divided = loss / self._choices.accumulation if scale_wrt_gas else loss
+        self.scale(divided).backward(retain_graph=retain_graph)
         if self._parts.meter is not None:
-            self._parts.meter.add_loss(scaled, first=self.micro_batches <= 1)
-        return scaled
+            self._parts.meter.add_loss(divided, first=self.micro_batches <= 1)
+        return divided
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the loss scale, for a `backward()` of one's own; it is as it was outside of fp16."""
+        self._scaled = True
+        return loss if self._state.scaler is None else loss.float() * self._state.scaler.scale
 
     def step(self) -> None:
         """End a micro-batch; at a boundary, clip, schedule the updates and advance the learning rates.
@@ -164,7 +172,7 @@ class Engine:
         before = self.global_steps
         try:
             self.optimizer.step()
-            if self.lr_scheduler is not None:
+            if self.lr_scheduler is not None and not self.optimizer.overflow:
                 self.lr_scheduler.step()
                 self._state.ended()
         except BaseException as error:
@@ -172,6 +180,10 @@ class Engine:
             if self.lr_scheduler is not None and self.global_steps != before:
                 self._parts.pager.fail(error)
             raise
+
+    def was_step_applied(self) -> bool:
+        """Whether the last boundary updated the weights; False before the first, and where the norm was not finite."""
+        return self._grad_norm is not None and not self.optimizer.overflow
 
     @property
     def micro_batches(self) -> int:
@@ -231,6 +243,11 @@ class Engine:
     def skipped_steps(self) -> int:
         """Boundaries at which the norm was not finite and nothing was updated."""
         return self._state.skipped_steps
+
+    @property
+    def loss_scale(self) -> float:
+        """By which the loss of the next backward is multiplied: 1 but in fp16."""
+        return 1.0 if self._state.scaler is None else self._state.scaler.scale
 
     @property
     def micro_steps(self) -> int:
@@ -421,7 +438,14 @@ class Engine:
         """What this step was, for who measures it."""
         state, norm = self._state, self._grad_norm
         assert norm is not None
-        return Stepped(state.global_steps, state.global_samples, self.get_lr()[0], norm, state.skipped_steps)
+        return Stepped(
+            state.global_steps,
+            state.global_samples,
+            self.get_lr()[0],
+            norm,
+            state.skipped_steps,
+            None if state.scaler is None else state.scaler.scale,
+        )
 
     def _end_step(self) -> None:
         parts = self._parts
@@ -447,43 +471,70 @@ class Engine:
         except KeyboardInterrupt as error:  # a gradient on its way from the device may be half added
             parts.pager.fail(error)
             raise
-        norm = decision.norm
+        norm = decision.norm / self.loss_scale
         unforeseen = parts.pager.counts().unforeseen - self._unforeseen
         if unforeseen:
             self._unforeseen += unforeseen
             logger.debug("step %d: %d uses of units came otherwise than foreseen", self.global_steps + 1, unforeseen)
+        refusal = self._refusal(norm)
         try:
-            applied = self._apply(parts.updater, norm, decision.present, parts.pager.end_step())
+            self._apply(parts.updater, norm, decision.present, parts.pager.end_step(), refused=refusal is not None)
         except BaseException as error:  # Ctrl-C: half of a boundary is none, and the last commit is whole
             parts.pager.fail(error)
             raise
-        if not applied:
+        if refusal is not None:
             raise NumericsError(
                 f"the gradient norm of step {self.global_steps + 1} is {norm}: the step was not applied, and its "
-                f"gradients were dropped; the weights are those of step {self.global_steps}. Lower the learning rate, "
-                f'look at the batch, or set "on_nonfinite": "skip" in the "offload" block'
+                f"gradients were dropped; the weights are those of step {self.global_steps}. {refusal}"
             )
         if not self._choices.overlap:
             parts.updater.finish(commit=False)
 
-    def _apply(self, updater: Updater, norm: float, present: Sequence[set[int]], order: Sequence[int]) -> bool:
-        """Count the step and schedule its updates; False where its norm is not finite and that is an error."""
-        self._backwards_before = self._backwards_at_step = self._parts.hooks.backward_count
-        if not math.isfinite(norm) and not self._choices.skip_nonfinite:
-            self._parts.gradients.clear()
-            return False
-        self._grad_norm = norm
-        self._state.stepped(self._choices.accumulation, bool(self._commit_every))
-        updates: list[UnitUpdate] = []
+    def _refusal(self, norm: float) -> str | None:
+        """What to do about a norm that is not finite and cannot be skipped; None where the step may go on."""
+        scaler = self._state.scaler
         if math.isfinite(norm):
-            updates = self._decide(norm, present, order)
+            return None
+        if scaler is None:
+            if self._choices.skip_nonfinite:
+                return None
+            return 'Lower the learning rate, look at the batch, or set "on_nonfinite": "skip" in the "offload" block'
+        if not scaler.exhausted:
+            return None
+        return (
+            f"The loss scale is {scaler.scale:g} already, the least that it may be: lower the learning rate, look at "
+            f"the batch, or train in bf16"
+        )
+
+    def _apply(
+        self, updater: Updater, norm: float, present: Sequence[set[int]], order: Sequence[int], refused: bool
+    ) -> None:
+        """Count the step and schedule its updates; drop its gradients where it is skipped or `refused`."""
+        self._backwards_before = self._backwards_at_step = self._parts.hooks.backward_count
+        self._scaled = False
+        if refused:
+            self._parts.gradients.clear()
+            return
+        finite, clip, loss_scale = math.isfinite(norm), self._choices.clip, self.loss_scale
+        self._grad_norm = norm
+        self._state.stepped(self._choices.accumulation, bool(self._commit_every), overflow=not finite)
+        updates: list[UnitUpdate] = []
+        if finite:
+            scale = grad_scale(norm, clip, loss_scale)
+            updates = self._decider.updates(present, order, scale, self._state.parameter_steps)
+            for update in updates:
+                if not update.segments:
+                    self._parts.gradients.drop(update.unit)
         else:
             self._parts.gradients.clear()
-            self._state.skipped_steps += 1
-            logger.warning("step %d skipped: its gradient norm is %s", self.global_steps, norm)
+            to = (
+                ""
+                if loss_scale == self.loss_scale
+                else f"; the loss scale goes from {loss_scale:g} to {self.loss_scale:g}"
+            )
+            logger.warning("step %d skipped: its gradient norm is %s%s", self.global_steps, norm, to)
         updater.schedule(updates, self.global_steps)
         self._edited = False
-        return True
 
     def _edit(self, unit: int, edits: Sequence[Edit]) -> None:
         """Write what a user has set, before anybody reads these weights."""
@@ -497,7 +548,7 @@ class Engine:
             return
         part, mine = parts.trainable[unit], []
         for edit in edits:
-            start, stop = self._mine(unit, edit.start, edit.stop)
+            start, stop = part_of(part, edit.start, edit.stop)
             if start < stop:
                 first = start + part.start - edit.start
                 mine.append(edit._replace(start=start, stop=stop, values=edit.values[first : first + stop - start]))
@@ -527,47 +578,6 @@ class Engine:
         if self._parts.updater is not None:
             self._parts.updater.finish(commit=False)
 
-    def _decide(self, norm: float, present: Sequence[set[int]], order: Sequence[int]) -> list[UnitUpdate]:
-        """The updates of this step, in the order in which the next forward will need them."""
-        clip = self._choices.clip
-        # torch.nn.utils.clip_grad_norm_, with the same 1e-6
-        scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-        settings = self.optimizer.settings()
-        updates: dict[int, UnitUpdate] = {}
-        for index, part in enumerate(self._parts.trainable):
-            if present[index]:
-                steps = (self._segment_step(index, position, scale, settings) for position in sorted(present[index]))
-                updates[index] = UnitUpdate(index, len(part), tuple(step for step in steps if step.start < step.stop))
-                if not updates[index].segments:
-                    self._parts.gradients.drop(index)
-        first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
-        return [updates[index] for index in sorted(updates, key=lambda i: (first_use.get(i, len(order)), i))]
-
-    def _segment_step(
-        self, unit: int, position: int, scale: float, settings: Mapping[int, Mapping[str, Any]]
-    ) -> kernels.Segment:
-        """This rank's part of one parameter's step, which may be empty; steps are counted as torch counts them."""
-        self._state.parameter_steps[unit][position] += 1
-        segment = self._parts.layouts[unit].segments[position]
-        group = settings[id(self._parameters[unit][position])]
-        beta1, beta2 = group["betas"]
-        step = kernels.AdamWStep(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            step=self._state.parameter_steps[unit][position],
-            grad_scale=scale,
-            decoupled=bool(group["decoupled"]),
-        )
-        return kernels.Segment(*self._mine(unit, segment.start, segment.stop), step)
-
-    def _mine(self, unit: int, start: int, stop: int) -> tuple[int, int]:
-        """What of the unit's elements [start, stop) is this rank's, from the start of its partition."""
-        part = self._parts.trainable[unit]
-        return max(start, part.start) - part.start, min(stop, part.stop) - part.start
-
     # -- entry, resume, end -------------------------------------------------------------------------
 
     def _enter(self) -> None:
@@ -595,6 +605,15 @@ class Engine:
             self._check()
         else:
             self._begin()
+
+    def _begin_backward(self) -> None:
+        """Called where a backward begins, by its thread."""
+        self._measure_backward()
+        if self._state.scaler is not None and not self._scaled:
+            raise UsageError(
+                f"in fp16 the loss must be multiplied by the loss scale, {self.loss_scale:g} now: call "
+                f"engine.backward(loss), or engine.scale(loss).backward()"
+            )
 
     def _check(self) -> None:
         """Raise where this engine cannot be used any more."""

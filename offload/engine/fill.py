@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from offload import kernels
 from offload.aio import aligned_empty
 from offload.engine.birth import materialize
 from offload.engine.held import Held
 from offload.engine.homes import Partitions
 from offload.engine.layout import UnitLayout
+from offload.engine.masters import split
 from offload.engine.placement import Placement
 from offload.engine.ranks import Ranks
 from offload.engine.updater import Resident
@@ -50,12 +50,13 @@ def make_residents(
 class Filler:
     """Writes one unit after the other to its home and, where there is one, to the store.
 
-    Holds two buffers of the largest unit's weights while it works; the host arena is still untouched then.
+    Holds the masters of the largest unit while it works; the host arena is still untouched then.
     """
 
     def __init__(self, held: Held, largest_unit: int, ranks: Ranks | None) -> None:
         self._held, self._ranks, self._store = held, ranks, held.store
-        self._buffers = {state: aligned_empty(largest_unit) for state in (State.WEIGHT, State.RESIDUAL)}
+        numel = largest_unit // held.mode.weight_dtype.itemsize
+        self._buffers = {state: aligned_empty(numel * dtype.itemsize) for state, dtype in held.mode.weights.items()}
 
     def fill(self, model: nn.Module, layouts: Sequence[UnitLayout], seed: int) -> None:
         """Take the weights of `model`; each parameter is left empty as soon as it has been copied."""
@@ -67,7 +68,7 @@ class Filler:
             for segment in layout.segments:
                 parameter = model.get_parameter(segment.name)
                 values = parameter.detach().to("cpu").contiguous().view(-1)
-                self._split(values, {state: flat[segment.start : segment.stop] for state, flat in flats.items()})
+                split(values, {state: flat[segment.start : segment.stop] for state, flat in flats.items()})
                 # The hooks give it a placeholder of its shape; until then it holds no memory.
                 parameter.data = parameter.data.new_empty(0)
             if self._ranks is not None and given:  # others may have drawn other numbers; what we draw is the same
@@ -88,22 +89,15 @@ class Filler:
                         self._held.put(unit, state, 0, buffer[:nbytes])
 
     def _flats(self, unit: int, numel: int) -> dict[State, torch.Tensor]:
-        """Zeroed flat memory for the unit's weight and, in a mode that splits it, the residual."""
+        """Zeroed flat memory for the unit's weight and what its master has beside it."""
         flats: dict[State, torch.Tensor] = {}
-        for state, dtype in self._held.mode.states.items():
-            if state in self._buffers:
-                flats[state] = torch.frombuffer(self._buffers[state], dtype=dtype)[:numel]
-                flats[state].zero_()
+        for state, dtype in self._held.mode.weights.items():
+            flats[state] = torch.frombuffer(self._buffers[state], dtype=dtype)[:numel]
+            flats[state].zero_()
         return flats
 
-    def _split(self, values: torch.Tensor, out: Mapping[State, torch.Tensor]) -> None:
-        if State.RESIDUAL in out:
-            kernels.split_master(values.float(), out[State.WEIGHT], out[State.RESIDUAL])
-        else:
-            out[State.WEIGHT].copy_(values)
-
     def _put(self, unit: int, flats: Mapping[State, torch.Tensor]) -> None:
-        """Copy this rank's share of a unit's weight and residual home; moments are zero already, in new files too."""
+        """Copy this rank's share of a unit's masters home; moments are zero already, in new files too."""
         writes: dict[State, list[tuple[int, Future]]] = {}
         copies: list[Future] = []
         trainable, frozen = self._held.shares[unit]

@@ -106,7 +106,7 @@ class Gradients:
         The same pass sums the squares of the new values, so that the norm reads no gradient again. A stretch must
         begin and end where it did in the step's other calls, and begin whole `CHUNK`s from where this rank's does.
         """
-        if values.dtype not in (torch.float32, torch.bfloat16):
+        if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             values = values.to(self.dtype)
         if unit in self._reading:
             self.settle()  # a graph made before step() that needed no weights, such as an embedding's

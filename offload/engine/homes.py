@@ -103,7 +103,16 @@ def configured(parts: Partitions, wish: Wish, weight_itemsize: int) -> Homes:
     return tuple(rows)
 
 
-_DOWN = (State.GRAD, State.EXP_AVG_SQ, State.EXP_AVG, State.RESIDUAL, State.WEIGHT)
+_DOWN = (
+    State.GRAD,
+    State.EXP_AVG_SQ,
+    State.EXP_AVG,
+    State.SUM,
+    State.MOMENTUM_BUFFER,
+    State.RESIDUAL,
+    State.MASTER,
+    State.WEIGHT,
+)
 """What leaves HOST first, least used first: weights are read twice a step or more."""
 
 
@@ -126,8 +135,10 @@ def to_raise(homes: Homes, parts: Partitions, room: int) -> tuple[tuple[int, Sta
     """The states at home on DISK, unit after unit, for which `room` bytes in HOST are enough."""
     found: list[tuple[int, State]] = []
     for unit, (row, nbytes) in enumerate(zip(homes, parts.nbytes, strict=True)):
-        for state in (State.RESIDUAL, State.EXP_AVG, State.EXP_AVG_SQ):
-            if row.get(state) is Tier.DISK and align_up(nbytes[state]) <= room:
+        for state in nbytes:
+            if state in (State.WEIGHT, State.GRAD):
+                continue
+            if row[state] is Tier.DISK and align_up(nbytes[state]) <= room:
                 found.append((unit, state))
                 room -= align_up(nbytes[state])
     return tuple(found)

@@ -82,7 +82,7 @@ class Hooks:
         self.entered: Callable[[], None] = self.reset_aborted
         """Called at the entry of each outermost forward."""
         self.began_backward: Callable[[], None] = lambda: None
-        """Called at the start of each outermost backward."""
+        """Called at the start of each outermost backward, which is none if it raises."""
         self._removers: list[Callable[[], None]] = []
         self._external: dict[int, list[int]] = {}
         """For each module by id, units of which it uses parameters that are not its own, as the user has said."""
@@ -249,8 +249,8 @@ class Hooks:
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
-            self._in_backward = True
             self.began_backward()
+            self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:

@@ -26,9 +26,10 @@ from offload.engine.gradients import Gradients, borders
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
 from offload.engine.loader import Loader, check_length, load
+from offload.engine.loss_scale import LossScaler
 from offload.engine.meter import Meter
 from offload.engine.monitor import check_monitor, make_reporter
-from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch
+from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch, no_optimizer
 from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.placeholder import Place
 from offload.engine.placement import WINDOWS
@@ -85,10 +86,10 @@ def initialize(
     """Put `model` under an engine, as `deepspeed.initialize` does, and return (engine, optimizer, loader, scheduler).
 
     `config` (or `config_params`, or `args.deepspeed_config`) is a DeepSpeed JSON file's path or its content as a dict.
-    `optimizer` is a `torch.optim.AdamW` or `Adam`, a callable that makes one from the parameters, or None for the
-    config's; `lr_scheduler` an object with `step()`, a callable that makes one from the optimizer, or None for the
-    config's. The loader is None without `training_data`. The model's parameters are taken over: outside of forward and
-    backward they are placeholders.
+    `optimizer` is a `torch.optim.AdamW`, `Adam`, `Adagrad` or `SGD`, a callable that makes one from the parameters,
+    or None for the config's; `lr_scheduler` an object with `step()`, a callable that makes one from the optimizer, or
+    None for the config's. The loader is None without `training_data`. The model's parameters are taken over: outside of
+    forward and backward they are placeholders.
 
     Raises `ConfigError`, `BudgetError` or `StoreError` before anything is changed; a disk that is too small is such an
     error too.
@@ -128,8 +129,8 @@ def _initialize(
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> Initialized:
     batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
-    plan = decide(loaded, batch, model, device, ranks)
-    chosen = _optimizer(plan, model, optimizer, model_parameters)
+    chosen = _optimizer(loaded, model, optimizer, model_parameters)
+    plan = decide(loaded, batch, model, device, ranks, chosen.rule.name)
     schedule, notices = choose(loaded.scheduler, lr_scheduler, chosen)
     plan = plan._replace(notices=(*plan.notices, *notices))
     loader = None
@@ -154,7 +155,7 @@ def _the_config(args: Any, config: Any, config_params: Any) -> Any:
     return given[0]
 
 
-def _optimizer(plan: Plan, model: nn.Module, given: Any, model_parameters: Any) -> Optimizer:
+def _optimizer(config: Config, model: nn.Module, given: Any, model_parameters: Any) -> Optimizer:
     """The optimizer that was given, or the config's over `model_parameters`."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if callable(given) and not isinstance(given, torch.optim.Optimizer):
@@ -162,25 +163,14 @@ def _optimizer(plan: Plan, model: nn.Module, given: Any, model_parameters: Any) 
     if given is not None:
         chosen = from_torch(given)
     elif not trainable:
-        nothing = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-        return Optimizer([{"params": []}], nothing)
-    elif plan.config.optimizer is None:
+        return no_optimizer()
+    elif config.optimizer is None:
         raise ConfigError(
             f"{len(trainable)} parameters are trainable, but there is no optimizer; add to the config "
             '"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, or pass optimizer='
         )
     else:
-        params = plan.config.optimizer.params
-        if params.lr is None:
-            raise ConfigError('the learning rate is "auto" or absent; give optimizer.params.lr a number')
-        settings = {
-            "lr": params.lr,
-            "betas": params.betas,
-            "eps": params.eps,
-            "weight_decay": params.weight_decay,
-            "decoupled": plan.config.optimizer.decoupled,
-        }
-        chosen = from_config(_trainable_only(model_parameters, trainable), settings)
+        chosen = from_config(_trainable_only(model_parameters, trainable), config.optimizer)
     check_covers(chosen, model)
     return chosen
 
@@ -276,6 +266,7 @@ def _choices(plan: Plan) -> Choices:
         plan.config.offload.on_nonfinite == "skip",
         plan.config.offload.seed,
         plan.config.offload.debug.overlap,
+        LossScaler(plan.config.fp16) if plan.config.dtype == "fp16" else None,
     )
 
 

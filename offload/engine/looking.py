@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from offload.aio import aligned_empty
-from offload.engine.checkpoint_fill import convert
 from offload.engine.hooks import external_parameters, set_external_parameters
+from offload.engine.masters import join, sources
 from offload.engine.parts import Parts
 from offload.engine.pieces import Piece, pieces
 from offload.engine.placeholder import Place, place_of
@@ -43,8 +43,7 @@ class Looking:
     def __init__(self, parts: Parts) -> None:
         self._parts, self._held = parts, parts.held
         self._rank, self._size = (0, 1) if parts.ranks is None else (parts.ranks.rank, parts.ranks.size)
-        states = (state for state in parts.held.mode.states if state not in (State.WEIGHT, State.RESIDUAL))
-        self._states = {state.value: state for state in states}
+        self._states = {state.value: state for state in parts.held.mode.moments}
         _engines.add(self)
 
     def place(self, parameter: Any) -> Place | None:
@@ -159,11 +158,11 @@ class Looking:
 
     def _read_newest(self, place: Place, state: State, start: int, values: torch.Tensor) -> None:
         """Fill `values` from element `start` of this rank's partition on."""
-        joined = state is State.WEIGHT and place.trainable and State.RESIDUAL in self._held.mode.states
+        joined = state is State.WEIGHT and place.trainable
         found: dict[State, torch.Tensor] = {}
         futures: list[Future] = []
         try:
-            for each in (state, State.RESIDUAL) if joined else (state,):
+            for each in sources(self._held.mode.weights) if joined else (state,):
                 dtype = self._held.mode.states[each]
                 buffer = aligned_empty(len(values) * dtype.itemsize)
                 found[each] = torch.frombuffer(buffer, dtype=dtype)
@@ -175,10 +174,7 @@ class Looking:
             for future in futures:  # no buffer is freed under a read
                 with contextlib.suppress(OSError):
                     future.wait()
-        if state is State.WEIGHT:
-            convert(found, {State.WEIGHT: values})
-        else:
-            values.copy_(found[state])
+        values.copy_(join(found) if state is State.WEIGHT else found[state])
 
     def _set_gradient(self, place: Place, values: torch.Tensor) -> None:
         def mine() -> None:

@@ -9,22 +9,31 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload import kernels
+from offload.config import OptimizerBlock
+from offload.engine.rules import RULES, Rule
 from offload.errors import ConfigError, UsageError
+from offload.swapper.states import ADAM
 
-SCHEDULED = ("lr", "betas", "eps", "weight_decay")
-"""What a schedule may change in a group (OneCycleLR moves the betas too)."""
-_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
+_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
 
 
 class Optimizer(torch.optim.Optimizer):
-    """AdamW (or Adam, where a group has `decoupled=False`) whose moments live in the swap tiers.
+    """One of the rules of `rules.py`, whose moments live in the swap tiers.
 
-    `param_groups` are read at each boundary, so schedules and users may change `lr`, `betas`, `eps` and
-    `weight_decay` between steps. `step` is the engine's to call.
+    `param_groups` are read at each boundary, so schedules and users may change the numbers in them between steps.
+    `step` is the engine's to call.
     """
 
-    def __init__(self, groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self, groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any], rule: Rule = RULES[ADAM]
+    ) -> None:
         self._engine_step: Callable[[], None] | None = None
+        self.rule = rule
+        self.overflow = False
+        """Whether the last boundary was not applied, since its gradient norm was not finite."""
+        self.loss_scale = 1.0
+        """By which the loss of the next backward is multiplied; other than 1 in fp16 alone."""
         super().__init__([dict(group) for group in groups], dict(defaults))
         self._engine_zero_grad: Callable[[], None] | None = None
         self._replaced: torch.optim.Optimizer | None = None
@@ -61,7 +70,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def values(self) -> list[dict[str, Any]]:
         """What may change between steps, of each group: floats, and a list of two for the betas."""
-        return [{key: _plain(group[key]) for key in SCHEDULED} for group in self.param_groups]
+        return [{key: _plain(group[key]) for key in self.rule.scheduled} for group in self.param_groups]
 
     def configured(self) -> list[dict[str, Any]]:
         """The same as it was before a schedule moved the learning rates, where torch has noted that."""
@@ -75,37 +84,70 @@ class Optimizer(torch.optim.Optimizer):
         return {id(parameter): group for group in self.param_groups for parameter in group["params"]}
 
 
-def from_config(params: Iterable[Any], settings: Mapping[str, Any]) -> Optimizer:
-    """AdamW over `params` (parameters or groups of them) with the config's `settings`."""
+def no_optimizer() -> Optimizer:
+    """Of a model that trains nothing."""
+    return Optimizer([{"params": []}], {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+
+
+def from_config(params: Iterable[Any], block: OptimizerBlock) -> Optimizer:
+    """What the config's block says, over `params`: parameters, or groups of them. Raises `ConfigError`."""
+    if block.params.lr is None:
+        raise ConfigError('the learning rate is "auto" or absent; give optimizer.params.lr a number')
+    settings = block.settings
+    name = {"Adam": ADAM, "AdamW": ADAM}.get(block.type, block.type.lower())
+    if name == ADAM:
+        # DeepSpeed's "Adam" is AdamW too, unless adam_w_mode is false.
+        settings["decoupled"] = block.type == "AdamW" or settings["adam_w_mode"]
     given = list(params)
     groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-    return Optimizer(groups, settings)
+    if name == "sgd" and any({**settings, **group}["momentum"] for group in groups):
+        name = "momentum"
+    rule = RULES[name]
+    defaults = {"lr": block.params.lr, **{key: settings[key] for key in rule.keys if key != "lr"}}
+    return Optimizer(groups, defaults, rule)
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """Take over a `torch.optim.AdamW` or `Adam` that has not stepped. Its groups are shared, so schedules act.
+    """Take over a torch optimizer that has not stepped. Its groups are shared, so schedules act.
 
-    Raises `ConfigError` for another optimizer or an option that the kernel has not.
+    Raises `ConfigError` for an optimizer that no kernel does, or an option that the kernel has not.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
-    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
-        raise ConfigError(
-            f"expected torch.optim.AdamW or torch.optim.Adam, got {type(optimizer).__module__}."
-            f'{type(optimizer).__name__}; give one of these, or an "optimizer" block in the config'
-        )
-    if optimizer.state:
+    rule = _rule_of(optimizer)
+    if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ConfigError("the optimizer has stepped already: its moments would be lost; give a new one")
     for group in optimizer.param_groups:
         for option in _UNSUPPORTED:
             if group.get(option):
-                raise ConfigError(f"the optimizer has {option}=True, which the fused kernel does not do; leave it out")
-        group.setdefault("decoupled", type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay")))
-        group["lr"], group["eps"] = float(group["lr"]), float(group["eps"])
-    mine = Optimizer([{"params": list(group["params"])} for group in optimizer.param_groups], optimizer.defaults)
+                raise ConfigError(
+                    f"the optimizer has {option}={group[option]}, which the fused kernel does not do; leave it out"
+                )
+        if rule.name == ADAM:
+            decoupled = type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
+            group.setdefault("decoupled", decoupled)
+        for key in rule.scheduled:
+            group[key] = tuple(map(float, group[key])) if key == "betas" else float(group[key])
+    groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
+    mine = Optimizer(groups, optimizer.defaults, rule)
     mine.param_groups = optimizer.param_groups
     mine._replaced = optimizer
+    optimizer.state.clear()  # Adagrad has made its sums by now
     return mine
+
+
+def _rule_of(optimizer: torch.optim.Optimizer) -> Rule:
+    kind = type(optimizer)
+    if kind in (torch.optim.AdamW, torch.optim.Adam, kernels.CPUAdamW):
+        return RULES[ADAM]
+    if kind is torch.optim.Adagrad:
+        return RULES["adagrad"]
+    if kind is torch.optim.SGD:
+        return RULES["momentum" if any(group["momentum"] for group in optimizer.param_groups) else "sgd"]
+    raise ConfigError(
+        f"expected torch.optim.AdamW, Adam, Adagrad or SGD, got {kind.__module__}.{kind.__name__}; give one of these, "
+        f'or an "optimizer" block in the config'
+    )
 
 
 def check_covers(optimizer: Optimizer, model: nn.Module) -> None:
@@ -135,9 +177,9 @@ def merge_values(
     """
     merged = []
     for values, old, new in zip(committed, then, now, strict=True):
-        kept = {key: old[key] == new[key] or (scheduled and key == "lr") for key in SCHEDULED}
-        group = {key: values[key] if kept[key] else new[key] for key in SCHEDULED}
-        merged.append({**group, "betas": tuple(group["betas"])})
+        kept = {key: old[key] == new[key] or (scheduled and key == "lr") for key in new}
+        group = {key: values[key] if kept[key] else new[key] for key in new}
+        merged.append({key: tuple(value) if isinstance(value, list) else value for key, value in group.items()})
     return merged
 
 

@@ -10,6 +10,7 @@ from offload.engine.gradients import Gradients
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
 from offload.engine.layout import UnitLayout
+from offload.engine.loss_scale import LossScaler
 from offload.engine.meter import Meter
 from offload.engine.ranks import Ranks
 from offload.engine.rounds import Rounds
@@ -35,6 +36,8 @@ class Choices(NamedTuple):
     seed: int
     overlap: bool
     """Whether updates run while the next forward does; off only to find faults."""
+    scaler: LossScaler | None = None
+    """In fp16."""
 
 
 class Parts(NamedTuple):

@@ -32,8 +32,8 @@ from offload.swapper.states import Mode, State
 STAGING_BUFFERS = 3
 WINDOWS = 3
 """Buffers of gradients that spill: one is filled while the others are written."""
-TILE_STEP = 2048
-"""Elements: 4096 bytes of the smallest state."""
+TILE_STEP = 4096
+"""Elements: 8192 bytes of the smallest state, and a block of the sums of LAMB."""
 CHUNK = 1 << 22
 """Elements of a parameter's gradient that are added, and whose squares are summed, at a time: everywhere the same."""
 

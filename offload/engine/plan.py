@@ -24,11 +24,11 @@ from offload.sizes import format_size
 from offload.swapper.device import Device
 from offload.swapper.host import process_memory
 from offload.swapper.residency import Tier
-from offload.swapper.states import MODES, Mode, State
+from offload.swapper.states import ADAM, LAMB, MOMENTS, PRECISIONS, Mode, State
 from offload.swapper.store import Shortage, StoreSpec, find_shortage, other_runs, run_status
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _SHOWN = 5
 """Names in a notice."""
@@ -70,10 +70,18 @@ class Plan(NamedTuple):
         return tuple((layout.trainable(rank, size), layout.frozen(rank, size)) for layout in self.layouts)
 
 
-def decide(config: Config, batch: Batch, model: nn.Module, device: Device, ranks: Ranks | None) -> Plan:
+def decide(
+    config: Config, batch: Batch, model: nn.Module, device: Device, ranks: Ranks | None, optimizer: str = ADAM
+) -> Plan:
+    """Decide everything; `optimizer` is the name of its rule. Raises `ConfigError`, `BudgetError` and `StoreError`."""
     rank, world_size, here = (0, 1, 1) if ranks is None else (ranks.rank, ranks.size, ranks.here)
     _check_model(model)
-    mode = MODES[config.dtype]
+    if optimizer == LAMB and world_size > 1:
+        raise ConfigError(
+            f"Lamb needs the norm of each parameter, which lies in parts on {world_size} ranks; that is not supported "
+            f"yet: train on one rank, or with AdamW"
+        )
+    mode = Mode(config.dtype, optimizer, PRECISIONS[config.dtype], MOMENTS[optimizer])
     units = find_units(model, config.units)
     layouts = tuple(
         lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], world_size)
@@ -169,7 +177,7 @@ def _check_same(
         "batch": list(batch),
         "weights": config.weight_tier,
         "states": config.optimizer_tier,
-        "dtype": mode.name,
+        "mode": mode.name,
         "accumulation dtype": config.data_types.grad_accum_dtype,
         "clip": config.gradient_clipping,
         "seed": config.offload.seed,
@@ -240,7 +248,7 @@ def _check_batch_norm(model: nn.Module, mode: Mode, device: torch.device, buffer
 
 
 def _gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype:
-    """bf16 where a gradient is stored once, fp32 where many are added, or as data_types.grad_accum_dtype says."""
+    """The weights' where a gradient is stored once, fp32 where many are added, or as grad_accum_dtype says."""
     named = config.data_types.grad_accum_dtype
     if named is not None:
         return _DTYPES[named]

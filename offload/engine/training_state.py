@@ -25,6 +25,7 @@ from offload.engine.registered import Registered
 from offload.engine.schedules import Schedule
 from offload.errors import UsageError
 
+_LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
 _BEFORE_NEXT = "before_next."
 """Of the generators' names in a blob: those of before the next batch was loaded, where they differ. Without a loader of
 ours they are those of the end of the step."""
@@ -46,6 +47,7 @@ class TrainingState:
         layouts: Sequence[UnitLayout],
     ) -> None:
         self._module, self._device, self.optimizer, self._choices = module, device, optimizer, choices
+        self.scaler = choices.scaler
         self.lr_scheduler, self.loader = lr_scheduler, loader
         self.global_steps, self.skipped_steps, self.micro_steps, self.global_samples = 0, 0, 0, 0
         """See the engine's."""
@@ -79,6 +81,7 @@ class TrainingState:
             "global_samples": self.global_samples,
             "parameter_steps": self.parameter_steps,
             "scheduler": scheduler_state(self.lr_scheduler),
+            "loss_scale": None if self.scaler is None else self.scaler.state(),
             **self.of_the_user(),
             "data": self._data,
             "groups": self.optimizer.values() if self._due is None else self._due["groups"],
@@ -127,6 +130,9 @@ class TrainingState:
             notices.append(f"resumed with other settings than the run had: {', '.join(changed)}")
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
         self.micro_steps, self.parameter_steps = facts["micro_steps"], facts["parameter_steps"]
+        if self.scaler is not None and facts["loss_scale"] is not None:
+            self.scaler.restore(facts["loss_scale"])
+            self.optimizer.loss_scale = self.scaler.scale
         self.global_samples = facts["global_samples"]
         self.client_state = from_plain(facts["client_state"])
         self._schedule_changed = same_schedule and any(line.startswith(_OF_SCHEDULE) for line in changed)
@@ -142,7 +148,9 @@ class TrainingState:
         if more:
             notices.append(f"the last {more} registered objects were not saved, and stay as they are")
         # Otherwise the schedule of now counts, from where it is.
-        self._due = facts if same_schedule or self.lr_scheduler is None else None
+        # The numbers of another optimizer's groups say nothing here.
+        same_rule = then["optimizer"] == mine["optimizer"]
+        self._due = facts if same_rule and (same_schedule or self.lr_scheduler is None) else None
         self.put_values()
         generators = {name: t for name, t in progress.generators.items() if not name.startswith(_BEFORE_NEXT)}
         before = {n.removeprefix(_BEFORE_NEXT): t for n, t in progress.generators.items() if n not in generators}
@@ -201,12 +209,20 @@ class TrainingState:
             return self.take()
         return self.take()._replace(generators=self._after_step.generators) if edited else self._after_step
 
-    def stepped(self, micro_batches: int, is_committed: bool) -> None:
-        """A boundary was passed, of so many micro-batches, in an engine that commits its steps or not."""
+    def stepped(self, micro_batches: int, is_committed: bool, overflow: bool) -> None:
+        """A boundary was passed, of so many micro-batches, in an engine that commits its steps or not.
+
+        With an `overflow` it is skipped: the norm was not finite.
+        """
         self._after_step, self.after_step_is_due = None, is_committed
         self._before_next = self._at_end = None
         self.global_steps += 1
         self.micro_steps += micro_batches
+        self.skipped_steps += overflow
+        self.optimizer.overflow = overflow
+        if self.scaler is not None:
+            self.scaler.stepped(overflow)
+            self.optimizer.loss_scale = self.scaler.scale
         self.global_samples += self._choices.total_batch_size
         self.registered.stepped()
         if self.loader is not None:
@@ -244,10 +260,11 @@ class TrainingState:
             "micro-batch size": choices.micro_batch_size,
             "accumulation": choices.accumulation,
             "gradient clipping": choices.clip,
-            "learning rates": [group["lr"] for group in self._configured],
-            "betas": [list(group["betas"]) for group in self._configured],
-            "eps": [group["eps"] for group in self._configured],
-            "weight decay": [group["weight_decay"] for group in self._configured],
+            "optimizer": self.optimizer.rule.name,
+            **{
+                _LABELS.get(key, key): [group[key] for group in self._configured]
+                for key in self.optimizer.rule.scheduled
+            },
             "schedule": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__,
             **{_OF_SCHEDULE + name: value for name, value in parameters.items()},
         }

@@ -22,6 +22,8 @@ import torch
 
 from offload import kernels
 from offload.engine.gradients import Gradients
+from offload.engine.lamb import Trust
+from offload.engine.masters import put_weight, split
 from offload.engine.weights import Edit
 from offload.sizes import align_up
 from offload.swapper.device import Device
@@ -29,7 +31,7 @@ from offload.swapper.entry import UnitSize
 from offload.swapper.host import TILE_BUFFERS, HostArena, Lease
 from offload.swapper.pager import Pager
 from offload.swapper.residency import Tier
-from offload.swapper.states import Mode, State
+from offload.swapper.states import LAMB, Mode, State
 from offload.swapper.store import Future, Store
 from offload.swapper.timeline import OFF, Row, Timeline
 
@@ -73,6 +75,12 @@ class _Job:
         self.lease = lease
         self.delivered = delivered
         self.next_start = 0
+        self.trust: Trust | None = None
+        """The norms of LAMB."""
+        self.weighing = False
+        """Whether the tiles that are begun are of a pass that comes first, and only makes norms."""
+        self.weighed = False
+        """Whether there was such a pass."""
         self.unwritten_tiles = 0
         self.computed = False
         self.written: dict[State, list[tuple[int, Future]]] = {}
@@ -89,6 +97,7 @@ class _Tile(NamedTuple):
     reads: list[Future]
     writes: dict[State, tuple[int, Future]]
     """Each with the byte of its slot at which it starts."""
+    weighing: bool
 
 
 class Updater:
@@ -239,10 +248,14 @@ class Updater:
         job = self._job
         start, stop = job.next_start, min(job.next_start + self._tile_numel, job.update.numel)
         job.next_start = stop
-        job.unwritten_tiles += 1
+        tile = self._begin(job, start, stop)
+        job.unwritten_tiles += not tile.weighing
         if stop == job.update.numel:
-            self._job = None
-        return self._begin(job, start, stop)
+            if tile.weighing:
+                job.next_start, job.weighing, job.weighed = 0, False, True
+            else:
+                self._job = None
+        return tile
 
     def _next_job(self) -> _Job | None:
         """Take the unit that somebody waits for, else the first; None where it needs a lease worth waiting for."""
@@ -259,7 +272,10 @@ class Updater:
         self._queue.remove(update)
         self.timeline.begin(Row.UPDATES, self._sizes[update.unit].title)
         delivered = lease is not None or self._sizes[update.unit].home is Tier.DEVICE
-        return _Job(update, lease, delivered)
+        job = _Job(update, lease, delivered)
+        if self._mode.optimizer == LAMB and update.segments:
+            job.trust, job.weighing = Trust(), update.numel > self._tile_numel
+        return job
 
     def _goes_on_without(self) -> bool:
         """Whether somebody waits for this worker, who must then not wait for a lease."""
@@ -275,14 +291,18 @@ class Updater:
         for state, dtype in self._mode.states.items():
             end = offset + (stop - start) * dtype.itemsize
             pieces[state] = self._piece(job, state, start, stop, buffer, offset, end, reads)
+            resident = self._resident(job, state)
+            if job.weighing and resident is not None and state in self._mode.moments:  # they stay as they are
+                work = buffer.tensor(torch.uint8)[offset:end].view(dtype)
+                pieces[state] = _Piece(state, work, resident.tensor[start:stop], None)
             offset = align_up(end)
         gradient = None
         if job.update.segments:
             gradient, more = self._gradients.stretch(job.update.unit, start, stop, buffer, offset)
             reads += more
-        if start == 0:
+        if start == 0 and not job.weighing:
             self._read_frozen(job, reads)
-        return _Tile(job, start, stop, buffer, pieces, gradient, reads, {})
+        return _Tile(job, start, stop, buffer, pieces, gradient, reads, {}, job.weighing)
 
     def _piece(
         self,
@@ -312,7 +332,8 @@ class Updater:
             work, memory = job.lease.tensor(dtype)[start:stop], job.lease.buffer[first:last]
         else:
             work, memory = tile.tensor(torch.uint8)[offset:end].view(dtype), tile.buffer[offset:end]
-        if not (state is State.WEIGHT and job.lease is not None and self._pager.holds_weights(unit)):
+        there = job.weighed or self._pager.holds_weights(unit)
+        if not (state is State.WEIGHT and job.lease is not None and there):
             assert self._store is not None
             reads.append(self._store.read(unit, state, self._store.newest[unit], first, memory))
         return _Piece(state, work, None, memory)
@@ -354,6 +375,9 @@ class Updater:
                 self._copy(piece.work, piece.away)
         with self.timeline.span(Row.WORKER, f"kernel of {self._title(job)}"):
             self._kernel(tile)
+        if tile.weighing:
+            self._free.append(tile.buffer)
+            return
         for edit in job.update.edits:
             start, stop = max(edit.start, tile.start), min(edit.stop, tile.stop)
             if start < stop:
@@ -381,17 +405,31 @@ class Updater:
     def _kernel(self, tile: _Tile) -> None:
         """Do the steps of all segments in the tile, in one pass."""
         segments = [
-            kernels.Segment(max(each.start - tile.start, 0), min(each.stop, tile.stop) - tile.start, each.step)
-            for each in tile.job.update.segments
+            (
+                number,
+                kernels.Segment(max(each.start - tile.start, 0), min(each.stop, tile.stop) - tile.start, each.step),
+            )
+            for number, each in enumerate(tile.job.update.segments)
             if each.start < tile.stop and each.stop > tile.start
         ]
         if not segments:
             return
         assert tile.gradient is not None
         work = {state: piece.work[: tile.stop - tile.start] for state, piece in tile.pieces.items()}
-        moments = (work[State.EXP_AVG], work[State.EXP_AVG_SQ])
-        partition = kernels.Partition(work[State.WEIGHT], tile.gradient, moments, work.get(State.RESIDUAL))
-        kernels.update(partition, segments)
+        partition = kernels.Partition(
+            work[State.WEIGHT],
+            tile.gradient,
+            tuple(work[state] for state in self._mode.moments),
+            work.get(State.RESIDUAL),
+            work.get(State.MASTER),
+        )
+        trust = tile.job.trust
+        if trust is None:
+            kernels.update(partition, [segment for _, segment in segments])
+        elif tile.weighing:
+            trust.weigh(partition, segments, tile.start)
+        else:
+            trust.move(partition, segments, tile.start, tile.job.weighed)
 
     def _set(self, tile: _Tile, start: int, stop: int, state: State, values: torch.Tensor) -> None:
         """Give elements [start, stop) of a state the values of an edit; see `Edit.values`."""
@@ -399,16 +437,11 @@ class Updater:
         if state is not State.WEIGHT:
             tile.pieces[state].work[part].copy_(values)
             return
-        weight = tile.pieces[State.WEIGHT].work[part]
-        if State.RESIDUAL not in tile.pieces:
-            weight.copy_(values)
-            return
-        residual = tile.pieces[State.RESIDUAL].work[part]
+        states = {state: tile.pieces[state].work[part] for state in self._mode.weights}
         if values.dtype is torch.float32:
-            kernels.split_master(values, weight, residual)
+            split(values, states)
         else:
-            residual.mul_(weight.view(torch.int16) == values.view(torch.int16))
-            weight.copy_(values)
+            put_weight(values, states)
 
     def _write(self, tile: _Tile, piece: _Piece) -> tuple[int, Future]:
         assert self._store is not None and piece.buffer is not None

@@ -16,7 +16,7 @@ from offload.kernels import _native
 from offload.kernels.lamb import LambSegment, lamb, lamb_moments, lamb_move, lamb_ratio
 from offload.kernels.optimizer import CPUAdamW
 from offload.kernels.settings import isa_from, threads_from
-from offload.kernels.steps import AdagradStep, AdamWStep, LambStep, LionStep, Segment, SGDStep, Step
+from offload.kernels.steps import AdagradStep, AdamWStep, LambStep, LionStep, PlainSGDStep, Segment, SGDStep, Step
 from offload.kernels.sums import accumulate, join_master, split_master, sum_squares
 from offload.kernels.update import Partition, adamw, probe, update
 
@@ -28,6 +28,7 @@ __all__ = [
     "LambStep",
     "LionStep",
     "Partition",
+    "PlainSGDStep",
     "SGDStep",
     "Segment",
     "Step",

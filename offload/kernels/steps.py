@@ -56,6 +56,14 @@ class SGDStep(NamedTuple):
     grad_scale: float = 1.0
 
 
+class PlainSGDStep(NamedTuple):
+    """`torch.optim.SGD` without momentum. No moments."""
+
+    lr: float
+    weight_decay: float
+    grad_scale: float = 1.0
+
+
 class LambStep(NamedTuple):
     """LAMB (You et al. 2020), with bias correction. Moments: exp_avg, exp_avg_sq. See `kernels.lamb`."""
 
@@ -72,13 +80,14 @@ class LambStep(NamedTuple):
     """Bounds of the trust ratio, DeepSpeed's by default."""
 
 
-Step: TypeAlias = AdamWStep | AdagradStep | LionStep | SGDStep
+Step: TypeAlias = AdamWStep | AdagradStep | LionStep | SGDStep | PlainSGDStep
 
 RULES: dict[type, tuple[str, int]] = {
     AdamWStep: ("adamw", 2),
     AdagradStep: ("adagrad", 1),
     LionStep: ("lion", 1),
     SGDStep: ("sgd", 1),
+    PlainSGDStep: ("plain_sgd", 0),
 }
 """The native rule of each kind of step, and how many moments it has."""
 
@@ -88,4 +97,5 @@ class Segment(NamedTuple):
 
     start: int
     stop: int
-    step: Step
+    step: Step | LambStep
+    """`update` does not take that of LAMB, which needs two passes."""

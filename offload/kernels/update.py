@@ -9,7 +9,7 @@ import torch
 
 from offload.kernels import _native
 from offload.kernels.arrays import BF16, FLOAT, FLOATS, INT16, address, element, length
-from offload.kernels.steps import RULES, AdagradStep, AdamWStep, Segment, Step
+from offload.kernels.steps import RULES, AdagradStep, AdamWStep, LambStep, Segment, Step
 
 
 class Partition(NamedTuple):
@@ -120,7 +120,7 @@ def check_segments(segments: Sequence[Segment], numel: int) -> tuple[str, int]:
     return RULES[kind]
 
 
-def _check_counted(step: Step) -> None:
+def _check_counted(step: Step | LambStep) -> None:
     if isinstance(step, AdamWStep | AdagradStep) and step.step < 1:
         raise ValueError(f"step: expected a number from 1, got {step.step}")
 

@@ -44,11 +44,14 @@ class Monitor:
         interrupt: BaseException | None = None
         try:
             self.lock.release()  # nothing can come between this and `try`: CPython looks for signals after calls
+            if self._owned:
+                self.lock.acquire()
+                raise AssertionError("the lock was taken twice: who shall make the change could never have it")
             result = act()
         finally:
             while True:
                 try:
-                    if not self.lock._is_owned():  # type: ignore[attr-defined]  # what threading.Condition asks too
+                    if not self._owned:
                         self.lock.acquire()
                     break
                 except BaseException as error:  # Ctrl-C after one of these calls, or while the lock was waited for
@@ -56,3 +59,8 @@ class Monitor:
             if interrupt is not None:
                 raise interrupt
         return result
+
+    @property
+    def _owned(self) -> bool:
+        """Whether this thread holds the lock."""
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # what threading.Condition asks too

@@ -1,53 +1,81 @@
-"""The states of a parameter and the bytes of each, by mode of precision."""
+"""The states of a parameter and the bytes of each, by mode: a precision of the weights and an optimizer's moments."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
 
 class State(enum.Enum):
-    """What there is of each trainable element. The compute copy is WEIGHT; GRAD lives for one step, the others stay."""
+    """What there is of each trainable element. The compute copy is WEIGHT; GRAD lives for one step, the others stay.
+
+    Checksums in a store count them in this order, so a new one comes behind the others, before GRAD.
+    """
 
     WEIGHT = "weight"
     RESIDUAL = "residual"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    MASTER = "master"
+    SUM = "sum"
+    MOMENTUM_BUFFER = "momentum_buffer"
     GRAD = "grad"
 
 
 class Mode(NamedTuple):
-    """A mode of precision: the dtype of the weights and what an update keeps beside them."""
+    """The dtype of the weights, what beside them makes an fp32 master, and what the optimizer keeps."""
 
-    name: str
-    states: dict[State, torch.dtype]
+    precision: str
+    optimizer: str
+    weights: Mapping[State, torch.dtype]
+    """WEIGHT, and RESIDUAL or MASTER where a weight is not its own master."""
+    moments: tuple[State, ...]
+    """fp32, in the order in which the kernel takes them."""
+
+    @property
+    def name(self) -> str:
+        """As stores and checkpoints have it: "bf16", or "bf16 lion"."""
+        return self.precision if self.optimizer == ADAM else f"{self.precision} {self.optimizer}"
+
+    @property
+    def states(self) -> dict[State, torch.dtype]:
+        """All of them, in the order in which they lie in a tile."""
+        return {**self.weights, **dict.fromkeys(self.moments, torch.float32)}
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        return self.states[State.WEIGHT]
+        return self.weights[State.WEIGHT]
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of all states of one trainable element (12 in both modes)."""
+        """Bytes of all states of one trainable element: 12 with Adam in bf16 and fp32, 14 in fp16."""
         return sum(dtype.itemsize for dtype in self.states.values())
 
 
-MODES = {
+ADAM, LAMB = "adam", "lamb"
+PRECISIONS: dict[str, dict[State, torch.dtype]] = {
     # The master is weight and residual together, bit for bit: see kernels.split_master.
-    "bf16": Mode(
-        "bf16",
-        {
-            State.WEIGHT: torch.bfloat16,
-            State.RESIDUAL: torch.int16,
-            State.EXP_AVG: torch.float32,
-            State.EXP_AVG_SQ: torch.float32,
-        },
-    ),
+    "bf16": {State.WEIGHT: torch.bfloat16, State.RESIDUAL: torch.int16},
+    "fp16": {State.WEIGHT: torch.float16, State.MASTER: torch.float32},
     # The weight is its own master.
-    "fp32": Mode(
-        "fp32",
-        {State.WEIGHT: torch.float32, State.EXP_AVG: torch.float32, State.EXP_AVG_SQ: torch.float32},
-    ),
+    "fp32": {State.WEIGHT: torch.float32},
+}
+MOMENTS: dict[str, tuple[State, ...]] = {
+    ADAM: (State.EXP_AVG, State.EXP_AVG_SQ),
+    LAMB: (State.EXP_AVG, State.EXP_AVG_SQ),
+    "adagrad": (State.SUM,),
+    "lion": (State.EXP_AVG,),
+    "momentum": (State.MOMENTUM_BUFFER,),
+    "sgd": (),
+}
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode(precision, optimizer, weights, moments)
+        for precision, weights in PRECISIONS.items()
+        for optimizer, moments in MOMENTS.items()
+    )
 }

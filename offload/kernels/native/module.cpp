@@ -43,6 +43,7 @@ Rule rule(const std::string& name) {
     if (name == "adagrad") return offload::adagrad;
     if (name == "lion") return offload::lion;
     if (name == "sgd") return offload::sgd;
+    if (name == "plain_sgd") return offload::plain_sgd;
     if (name == "lamb") return offload::lamb_move;
     if (name == "probe") return offload::probe;
     throw std::invalid_argument("there is no rule " + name);

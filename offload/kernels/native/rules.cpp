@@ -113,6 +113,31 @@ struct Sgd {
     }
 };
 
+// torch.optim.SGD without momentum: g = g + weight_decay * p;  p = p - lr * g
+struct PlainSgd {
+    static constexpr int kMoments = 0;
+    static constexpr bool kBf16Moments = false;
+
+    struct Scalars {
+        explicit Scalars(const double* s)
+            : minus_lr(static_cast<float>(-s[0])),
+              weight_decay(static_cast<float>(s[1])),
+              grad_scale(static_cast<float>(s[2])),
+              decays(choice(s[1] != 0.0)) {}
+
+        float minus_lr;
+        float weight_decay;
+        float grad_scale;
+        Choice decays;
+    };
+
+    OFFLOAD_INLINE static float step(const Scalars& k, float p, float g, float&, float&) {
+        g = g * k.grad_scale;
+        const float with_decay = g + k.weight_decay * p;
+        return p + k.minus_lr * choose(k.decays, with_decay, g);
+    }
+};
+
 // settings: a number that multiplies the gradient; with 0 the values stay what they are.
 struct Probe {
     static constexpr int kMoments = 2;
@@ -144,6 +169,10 @@ void lion(const Buffers& buffers, const std::vector<Segment>& segments) {
 
 void sgd(const Buffers& buffers, const std::vector<Segment>& segments) {
     run_update<Sgd>(buffers, segments);
+}
+
+void plain_sgd(const Buffers& buffers, const std::vector<Segment>& segments) {
+    run_update<PlainSgd>(buffers, segments);
 }
 
 void probe(const Buffers& buffers, const std::vector<Segment>& segments) {

@@ -49,6 +49,8 @@ void lion(const Buffers& buffers, const std::vector<Segment>& segments);
 // lr, momentum, dampening, weight_decay, nesterov, first (the momentum is set to the gradient),
 // grad_scale
 void sgd(const Buffers& buffers, const std::vector<Segment>& segments);
+// lr, weight_decay, grad_scale: without a moment
+void plain_sgd(const Buffers& buffers, const std::vector<Segment>& segments);
 // lr, beta1, beta2, eps, weight_decay, step (from 1), grad_scale, ratio: the second pass of LAMB
 void lamb_move(const Buffers& buffers, const std::vector<Segment>& segments);
 // The bound: every array that AdamW reads and writes, with no arithmetic to speak of.

@@ -1,0 +1,56 @@
+"""What a boundary decides, once it knows the norm: how far each parameter goes, and which units are updated when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from offload import kernels
+from offload.engine.layout import UnitLayout
+from offload.engine.optimizer import Optimizer
+from offload.engine.updater import UnitUpdate
+
+
+def grad_scale(norm: float, clip: float, loss_scale: float) -> float:
+    """What every gradient is multiplied by: that of `torch.nn.utils.clip_grad_norm_` (with its 1e-6), unscaled."""
+    return (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) / loss_scale
+
+
+def part_of(part: range, start: int, stop: int) -> tuple[int, int]:
+    """What of a unit's elements [start, stop) is this rank's, which are `part`, counted from its first."""
+    return max(start, part.start) - part.start, min(stop, part.stop) - part.start
+
+
+class Decider:
+    """Makes the updates of a step. Steps are counted for each parameter, as torch counts them."""
+
+    def __init__(
+        self, layouts: Sequence[UnitLayout], trainable: Sequence[range], module: nn.Module, optimizer: Optimizer
+    ) -> None:
+        self._layouts, self._trainable, self._optimizer = layouts, trainable, optimizer
+        self._parameters = [[module.get_parameter(s.name) for s in layout.segments] for layout in layouts]
+
+    def updates(
+        self, present: Sequence[set[int]], order: Sequence[int], scale: float, counts: list[list[int]]
+    ) -> list[UnitUpdate]:
+        """Of each unit with a gradient, in the `order` in which the next forward will need them.
+
+        `present` has the segments of each unit that have one; `counts`, how often each was updated, go up.
+        """
+        settings = self._optimizer.settings()
+        updates: dict[int, UnitUpdate] = {}
+        for unit, part in enumerate(self._trainable):
+            segments: list[kernels.Segment] = []
+            for position in sorted(present[unit]):
+                counts[unit][position] += 1
+                segment = self._layouts[unit].segments[position]
+                start, stop = part_of(part, segment.start, segment.stop)
+                group = settings[id(self._parameters[unit][position])]
+                step = self._optimizer.rule.step(group, counts[unit][position], scale)
+                if start < stop:
+                    segments.append(kernels.Segment(start, stop, step))
+            if present[unit]:
+                updates[unit] = UnitUpdate(unit, len(part), tuple(segments))
+        first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
+        return [updates[unit] for unit in sorted(updates, key=lambda u: (first_use.get(u, len(order)), u))]

@@ -1,0 +1,65 @@
+"""The factor of an fp16 loss, which keeps small gradients above zero and large ones below infinity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offload.config import Fp16
+
+_FACTOR = 2.0
+
+
+class LossScaler:
+    """A scale that is fixed, or, where the config gives 0, found while training, as Micikevicius et al. 2018 describe.
+
+    A gradient that is not finite is an overflow: its step is skipped. The first `hysteresis` - 1 of them leave the
+    scale, each further one halves it. `loss_scale_window` steps in a row without one double it, and give the
+    hysteresis back; with `consecutive_hysteresis` every step without one does.
+    """
+
+    def __init__(self, config: Fp16) -> None:
+        self._config = config
+        self.dynamic = config.loss_scale == 0
+        self.scale = 2.0**config.initial_scale_power if self.dynamic else config.loss_scale
+        self._steps = 0
+        self._overflowed_at = -1
+        self._patience = config.hysteresis
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the next overflow would need a scale below the least."""
+        return self.dynamic and self._patience == 1 and self.scale <= self._config.min_loss_scale
+
+    def stepped(self, overflow: bool) -> None:
+        """A step has ended, skipped by an overflow or applied."""
+        config = self._config
+        if not self.dynamic:
+            return
+        if overflow:
+            self._overflowed_at = self._steps
+            if self._patience > 1:
+                self._patience -= 1
+            else:
+                self.scale = max(self.scale / _FACTOR, config.min_loss_scale)
+        else:
+            window_is_over = (self._steps - self._overflowed_at) % config.loss_scale_window == 0
+            if config.consecutive_hysteresis or window_is_over:
+                self._patience = config.hysteresis
+            if window_is_over:
+                self.scale *= _FACTOR
+        self._steps += 1
+
+    def state(self) -> dict[str, Any]:
+        """As JSON, of which `restore` makes this again."""
+        return {
+            "scale": self.scale,
+            "steps": self._steps,
+            "overflowed_at": self._overflowed_at,
+            "patience": self._patience,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `state`; a fixed scale stays what the config says."""
+        if self.dynamic:
+            self.scale, self._steps = state["scale"], state["steps"]
+            self._overflowed_at, self._patience = state["overflowed_at"], state["patience"]

@@ -1,0 +1,113 @@
+"""The rules by which an optimizer moves a weight: the kernel of each, its moments, and the numbers of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from offload import kernels
+from offload.errors import UsageError
+from offload.swapper.states import ADAM, LAMB
+
+
+class Rule(NamedTuple):
+    """One of the kernels."""
+
+    name: str
+    """That of the mode, which says what moments there are."""
+    scheduled: tuple[str, ...]
+    """The numbers of a group that may change between steps (OneCycleLR moves the betas too)."""
+    fixed: tuple[str, ...]
+    """The others."""
+    step: Callable[[Mapping[str, Any], int, float], kernels.Step | kernels.LambStep]
+    """From a group, the number of the parameter's step and the factor of its gradient to what the kernel is told."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What a group must have."""
+        return (*self.scheduled, *self.fixed)
+
+
+def _adam(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
+    beta1, beta2 = group["betas"]
+    return kernels.AdamWStep(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=count,
+        grad_scale=grad_scale,
+        decoupled=bool(group["decoupled"]),
+    )
+
+
+def _lamb(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.LambStep:
+    beta1, beta2 = group["betas"]
+    return kernels.LambStep(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=count,
+        grad_scale=grad_scale,
+        min_ratio=float(group["min_coeff"]),
+        max_ratio=float(group["max_coeff"]),
+    )
+
+
+def _adagrad(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
+    return kernels.AdagradStep(
+        lr=float(group["lr"]),
+        lr_decay=float(group["lr_decay"]),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=count,
+        grad_scale=grad_scale,
+    )
+
+
+def _lion(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
+    beta1, beta2 = group["betas"]
+    return kernels.LionStep(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        weight_decay=float(group["weight_decay"]),
+        grad_scale=grad_scale,
+    )
+
+
+def _momentum(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
+    return kernels.SGDStep(
+        lr=float(group["lr"]),
+        momentum=float(group["momentum"]),
+        dampening=float(group["dampening"]),
+        weight_decay=float(group["weight_decay"]),
+        nesterov=bool(group["nesterov"]),
+        first=count == 1,
+        grad_scale=grad_scale,
+    )
+
+
+def _sgd(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
+    if group.get("momentum"):
+        raise UsageError(
+            f"a group has a momentum of {group['momentum']} now, which was 0 at offload.initialize, so no momentum is "
+            f"kept; begin with another one"
+        )
+    return kernels.PlainSGDStep(float(group["lr"]), float(group["weight_decay"]), grad_scale)
+
+
+RULES = {
+    rule.name: rule
+    for rule in (
+        Rule(ADAM, ("lr", "betas", "eps", "weight_decay"), ("decoupled",), _adam),
+        Rule(LAMB, ("lr", "betas", "eps", "weight_decay"), ("min_coeff", "max_coeff"), _lamb),
+        Rule("adagrad", ("lr", "eps", "weight_decay"), ("lr_decay",), _adagrad),
+        Rule("lion", ("lr", "betas", "weight_decay"), (), _lion),
+        Rule("momentum", ("lr", "momentum", "weight_decay"), ("dampening", "nesterov"), _momentum),
+        Rule("sgd", ("lr", "weight_decay"), (), _sgd),
+    )
+}

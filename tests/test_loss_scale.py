@@ -1,0 +1,224 @@
+"""In fp16 the loss is scaled; an overflow skips its step and moves the scale as documented. No bit depends on it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.config import Fp16
+from offload.engine.loss_scale import LossScaler
+from offload.errors import NumericsError, UsageError
+from tests import models
+from tests.oracle import Job, run, start, train_step
+
+DISK = ("nvme", "nvme")
+
+
+def scales(config: Fp16, overflows: str) -> list[float]:
+    """The scale after each step, of which those with an "x" have an overflow."""
+    scaler = LossScaler(config)
+    found = []
+    for step in overflows:
+        scaler.stepped(step == "x")
+        found.append(scaler.scale)
+    return found
+
+
+TABLES: dict[str, tuple[dict[str, Any], str, list[float]]] = {
+    # The first overflow uses up the hysteresis of 2, each further one halves; two good steps double.
+    "as configured": (
+        {"initial_scale_power": 4, "loss_scale_window": 2},
+        "xx..xx.x..",
+        [16, 8, 8, 16, 16, 8, 8, 4, 4, 8],
+    ),
+    "hysteresis 1": (
+        {"initial_scale_power": 4, "loss_scale_window": 3, "hysteresis": 1},
+        "x...x.x...",
+        [8, 8, 8, 16, 8, 8, 4, 4, 4, 8],
+    ),
+    # A window that is over gives the hysteresis back.
+    "given back by a window": (
+        {"initial_scale_power": 4, "loss_scale_window": 2},
+        "x..x..x",
+        [16, 16, 32, 32, 32, 64, 64],
+    ),
+    # One good step does.
+    "consecutive": (
+        {"initial_scale_power": 4, "loss_scale_window": 9, "consecutive_hysteresis": True},
+        "x.x.xx.x",
+        [16, 16, 16, 16, 16, 8, 8, 8],
+    ),
+    "not consecutive": (
+        {"initial_scale_power": 4, "loss_scale_window": 9},
+        "x.x.xx.x",
+        [16, 16, 8, 8, 4, 2, 2, 1],
+    ),
+    "the least": (
+        {"initial_scale_power": 3, "hysteresis": 1, "min_loss_scale": 3, "loss_scale_window": 2},
+        "xxx..",
+        [4, 3, 3, 3, 6],
+    ),
+    "fixed": ({"loss_scale": 128}, "xx...x", [128] * 6),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_sequence_of_overflows_gives_these_scales(name: str) -> None:
+    options, overflows, expected = TABLES[name]
+    assert scales(Fp16(enabled=True, **options), overflows) == expected
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_it_goes_on_from_its_state(name: str) -> None:
+    options, overflows, expected = TABLES[name]
+    config = Fp16(enabled=True, **options)
+    for cut in range(len(overflows)):
+        first, second = LossScaler(config), LossScaler(config)
+        for step in overflows[:cut]:
+            first.stepped(step == "x")
+        second.restore(first.state())
+        for at, step in enumerate(overflows[cut:], cut):
+            second.stepped(step == "x")
+            assert second.scale == expected[at]
+
+
+# -- an engine ----------------------------------------------------------------------------------------
+
+
+class Loud(nn.Module):
+    """Its gradient is what the step's input says: 60000 overflows with any scale above 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 0.5))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return (self.weight * rows).sum()
+
+
+def engine_of(folder: Path, fp16: dict[str, Any], **options: Any) -> offload.Engine:
+    settings = {
+        "fp16": {"enabled": True, **fp16},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "gradient_clipping": 0,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme"},
+            "offload_optimizer": {"device": "nvme"},
+        },
+        "offload": {"nvme_path": str(folder), "device": "cpu", **options},
+    }
+    torch.manual_seed(0)
+    return offload.initialize(model=Loud(), config=settings)[0]
+
+
+def step(engine: offload.Engine, size: float) -> None:
+    engine.backward(engine(torch.full((8,), size, dtype=torch.float16)))
+    engine.step()
+
+
+def weights(engine: offload.Engine) -> torch.Tensor:
+    return engine.module.state_dict()["weight"].float()
+
+
+def test_an_overflow_skips_the_step_and_halves_the_scale(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, {"initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2})
+    schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
+    engine.lr_scheduler = schedule
+    assert not engine.was_step_applied()
+    step(engine, 1.0)
+    assert engine.was_step_applied() and not engine.optimizer.overflow and engine.loss_scale == 16
+    before = weights(engine)
+    assert torch.equal(before, torch.full((8,), 0.4).half().float()) and engine.get_lr() == [0.05]
+    step(engine, 60000.0)
+    assert engine.optimizer.overflow and not engine.was_step_applied() and engine.loss_scale == 8
+    assert torch.equal(weights(engine), before) and engine.skipped_steps == 1 and engine.global_steps == 2
+    assert engine.get_lr() == [0.05], "a step that was not taken moves no schedule"
+    assert math.isinf(engine.get_global_grad_norm() or 0)
+    step(engine, 1.0)
+    step(engine, 1.0)
+    assert engine.loss_scale == 16 == engine.optimizer.loss_scale and engine.skipped_steps == 1
+    assert engine.get_global_grad_norm() == pytest.approx(8**0.5)
+    engine.destroy(remove=True)
+
+
+def test_the_scale_is_resumed(tmp_path: Path) -> None:
+    fp16 = {"initial_scale_power": 4, "loss_scale_window": 2}
+    sizes = [60000.0, 60000.0, 1.0, 1.0, 60000.0, 60000.0, 1.0]
+    whole = engine_of(tmp_path / "whole", fp16)
+    expected = []
+    for size in sizes:
+        step(whole, size)
+        expected.append((whole.loss_scale, whole.skipped_steps, weights(whole).tolist()))
+    whole.destroy(remove=True)
+    found = []
+    for size in sizes:
+        engine = engine_of(tmp_path / "parts", fp16, resume="auto")
+        step(engine, size)
+        found.append((engine.loss_scale, engine.skipped_steps, weights(engine).tolist()))
+        engine.destroy()
+    assert found == expected
+
+
+def test_at_the_least_scale_an_overflow_is_an_error(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, {"initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 2})
+    before = weights(engine)
+    with pytest.raises(NumericsError, match="The loss scale is 2 already, the least"):
+        step(engine, 60000.0)
+    assert torch.equal(weights(engine), before) and engine.global_steps == 0
+    step(engine, 1.0)
+    assert engine.was_step_applied()
+    engine.destroy(remove=True)
+
+
+def test_a_plain_backward_must_be_scaled(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, {"loss_scale": 64})
+    rows = torch.ones(8, dtype=torch.float16)
+    with pytest.raises(UsageError, match=r"engine\.scale\(loss\)\.backward\(\)"):
+        engine(rows).backward()
+    engine.scale(engine(rows)).backward()
+    engine.step()
+    assert torch.allclose(weights(engine), torch.full((8,), 0.4), atol=1e-3)
+    with pytest.raises(UsageError, match="multiplied by the loss scale, 64"):
+        engine(rows).backward()
+    engine.destroy(remove=True)
+
+
+def test_elsewhere_a_scale_is_one(tmp_path: Path) -> None:
+    job = models.GPT2
+    engine = start(job, DISK, tmp_path)
+    loss = job.loss(engine, 0, 0)
+    assert engine.scale(loss) is loss and engine.loss_scale == 1.0
+    loss.backward()
+    engine.step()
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_no_bit_depends_on_a_scale_that_overflows_nowhere(accumulation: int, tmp_path: Path) -> None:
+    """Powers of two move the exponent alone, as long as nothing is so small that it loses bits."""
+    job = Job(Loud, _loud, steps=3, accumulation=accumulation, dtype="fp16", lr=1e-2)
+    results = [run(job._replace(loss_scale=scale), DISK, tmp_path / str(scale)) for scale in (1.0, 64.0, 1024.0)]
+    for each in results[1:]:
+        assert torch.equal(each.weights["weight"], results[0].weights["weight"])
+        assert each.norms == results[0].norms
+
+
+def _loud(model: Any, step: int, micro: int) -> torch.Tensor:
+    rows = torch.randn(8, generator=torch.Generator().manual_seed(10 * step + micro))
+    return model(rows.half())
+
+
+def test_a_model_trains_in_fp16(tmp_path: Path) -> None:
+    """A dynamic scale from 65536: what overflows at first is skipped, and then it learns."""
+    job = models.GPT2._replace(dtype="fp16", steps=1, loss_scale=0.0, lr=3e-3)
+    engine = start(job, DISK, tmp_path)
+    losses = [train_step(engine, job, 0) for _ in range(30)]
+    assert losses[-1] < losses[0] - 1 and engine.skipped_steps < 20
+    engine.destroy(remove=True)

@@ -1,0 +1,216 @@
+"""Each optimizer of a config does what torch's does, in each dtype, with the same bits wherever its states live."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.errors import ConfigError, StoreError, UsageError
+from tests import models
+from tests.oracle import Job, assert_same, config, plain_loop, run, same_bits, small_pieces, start, train_step
+
+DISK = ("nvme", "nvme")
+SOME = (DISK, ("cpu", "cpu"), ("none", "nvme"), ("none", "none"))
+MIXTURE = models.MIXTURE._replace(steps=4)
+JOBS = {
+    "AdamW": MIXTURE,
+    "Adam": MIXTURE._replace(optimizer="Adam", weight_decay=0.0, params=(("betas", (0.8, 0.95)),)),
+    "Lamb": MIXTURE._replace(optimizer="Lamb", lr=1e-2),
+    "Adagrad": MIXTURE._replace(optimizer="Adagrad", lr=1e-2, params=(("lr_decay", 0.1),)),
+    "Lion": MIXTURE._replace(optimizer="Lion", lr=1e-4),
+    "SGD": MIXTURE._replace(optimizer="SGD", lr=0.1, weight_decay=0.01),
+    "momentum": MIXTURE._replace(
+        optimizer="SGD", lr=0.1, weight_decay=0.01, params=(("momentum", 0.9), ("nesterov", True))
+    ),
+}
+BOUNDS = {"fp32": 1e-5, "bf16": 2**-7, "fp16": 2**-9}
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", JOBS)
+def test_it_is_the_optimizer_of_torch(name: str, dtype: str, tmp_path: Path) -> None:
+    job = JOBS[name]._replace(dtype=dtype)
+    plain, mine = plain_loop(job), run(job, DISK, tmp_path)
+    for ours, theirs in zip(mine.losses, plain.losses, strict=True):
+        assert abs(ours - theirs) <= BOUNDS[dtype] * abs(theirs)
+    for key, weight in plain.weights.items():
+        difference = float((mine.weights[key].double() - weight.double()).abs().max())
+        assert difference <= BOUNDS[dtype] * float(weight.double().abs().max()), key
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", [name for name in JOBS if name != "AdamW"])
+def test_placements_have_the_same_bits(name: str, dtype: str, tmp_path: Path) -> None:
+    same_bits(JOBS[name]._replace(dtype=dtype), tmp_path, SOME)
+
+
+def test_fp16_has_the_same_bits_in_all_placements(tmp_path: Path) -> None:
+    same_bits(models.GPT2._replace(dtype="fp16", steps=3), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_lamb_has_the_same_bits_in_tiles_of_any_size(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a unit is several tiles, norms come first and moments are made twice."""
+    job = Job(_wide, _square, steps=3, dtype=dtype, optimizer="Lamb", lr=1e-2)
+    whole = run(job, DISK, tmp_path / "whole")
+    small_pieces(monkeypatch)
+    for placement in SOME:
+        settings = config(job, placement, tmp_path / "-".join(placement))
+        settings["zero_optimization"]["sub_group_size"] = 4096
+        torch.manual_seed(job.seed)
+        engine = offload.initialize(model=job.model(), config=settings)[0]
+        assert engine._parts.updater is not None and engine._parts.updater._tile_numel < 3 * 4096
+        for step in range(job.steps):
+            train_step(engine, job, step)
+        found = engine.module.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in whole.weights.items()), placement
+        engine.destroy(remove=True)
+
+
+def _wide() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(100, 201), torch.nn.ReLU(), torch.nn.Linear(201, 7))
+
+
+def _square(model: Any, step: int, micro: int) -> torch.Tensor:
+    dtype = next(iter(model.module.parameters())).dtype if hasattr(model, "module") else torch.float32
+    rows = torch.randn(4, 100, generator=torch.Generator().manual_seed(step)).to(dtype)
+    return model(rows).float().square().mean()
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Adagrad", "Lion", "SGD", "momentum"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_run_is_resumed_and_saved_with_its_states(name: str, dtype: str, tmp_path: Path) -> None:
+    job = JOBS[name]._replace(dtype=dtype)
+    whole = run(job, DISK, tmp_path / "whole")
+    engine = start(job, DISK, tmp_path / "run")
+    losses = [train_step(engine, job, step) for step in range(2)]
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.destroy()
+    engine = start(job, DISK, tmp_path / "run", resume="must")
+    resumed = losses + [train_step(engine, job, step) for step in range(2, job.steps)]
+    weights = engine.module.state_dict()
+    engine.destroy(remove=True)
+    assert resumed == whole.losses and all(torch.equal(weights[n], v) for n, v in whole.weights.items())
+    engine = start(job, ("cpu", "none"), tmp_path / "other")
+    engine.load_checkpoint(tmp_path / "saved")
+    assert losses + [train_step(engine, job, step) for step in range(2, job.steps)] == whole.losses
+    engine.destroy(remove=True)
+
+
+def test_a_run_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    job = JOBS["Lion"]
+    engine = start(job, DISK, tmp_path)
+    train_step(engine, job, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.destroy()
+    with pytest.raises(StoreError, match=r'mode is "fp32 lion" there and "fp32" here'):
+        start(MIXTURE, DISK, tmp_path, resume="must")
+    engine = start(MIXTURE, DISK, tmp_path / "other")
+    with pytest.raises(StoreError, match="of mode fp32 lion, this engine is of mode fp32"):
+        engine.load_checkpoint(tmp_path / "saved")
+    engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
+    train_step(engine, MIXTURE, 1)
+    engine.destroy(remove=True)
+
+
+# -- optimizers of torch ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda p: torch.optim.Adagrad(p, lr=1e-2, lr_decay=0.1, weight_decay=0.1), "Adagrad"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01), "SGD"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01, momentum=0.9, nesterov=True), "momentum"),
+    ],
+)
+def test_an_optimizer_that_is_passed_is_that_of_the_config(make: Any, name: str, tmp_path: Path) -> None:
+    job = JOBS[name]
+    torch.manual_seed(job.seed)
+    model = job.model()
+    settings = {key: value for key, value in config(job, DISK, tmp_path / "mine").items() if key != "optimizer"}
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    engine = offload.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    losses = [train_step(engine, job, step) for step in range(job.steps)]
+    engine.destroy(remove=True)
+    assert losses == run(job, DISK, tmp_path / "other").losses
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: torch.optim.RMSprop(p), "RMSprop"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), "maximize=True"),
+        (lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1), "initial_accumulator_value=0.1"),
+    ],
+)
+def test_what_no_kernel_does_is_refused(make: Any, words: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=words):
+        offload.initialize(model=model, optimizer=make(model.parameters()), config={})
+
+
+def test_an_optimizer_that_has_stepped_is_refused() -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ConfigError, match="has stepped already"):
+        offload.initialize(model=model, optimizer=optimizer, config={})
+
+
+def test_a_momentum_that_comes_later_is_refused(tmp_path: Path) -> None:
+    job = JOBS["SGD"]
+    engine = start(job, DISK, tmp_path)
+    train_step(engine, job, 0)
+    engine.optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises((UsageError, offload.EngineFailed), match="momentum"):
+        train_step(engine, job, 1)
+    engine.destroy()
+
+
+def test_groups_have_numbers_of_their_own(tmp_path: Path) -> None:
+    """Two groups with other rates, by the config's optimizer, are two groups of torch's."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    plain = copy.deepcopy(model)
+    groups = [{"params": list(part.parameters()), "lr": lr} for part, lr in zip(model, (0.1, 0.01), strict=True)]
+    theirs = [{"params": list(part.parameters()), "lr": lr} for part, lr in zip(plain, (0.1, 0.01), strict=True)]
+    settings = config(Job(_wide, _square, optimizer="SGD", params=(("momentum", 0.5),), clip=0.0), DISK, tmp_path)
+    engine = offload.initialize(model=model, model_parameters=groups, config=settings)[0]
+    optimizer = torch.optim.SGD(theirs, momentum=0.5, weight_decay=0.1)
+    for step in range(3):
+        rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+        plain(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mine = engine.module.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-6)
+    engine.destroy(remove=True)
+
+
+def test_the_bytes_of_each_mode(tmp_path: Path) -> None:
+    """What is kept of a parameter, as the room of the store says: weights, masters, moments."""
+    expected = {"AdamW": (12, 12, 14), "Lion": (8, 8, 10), "SGD": (4, 4, 6), "momentum": (8, 8, 10)}
+    for name, numbers in expected.items():
+        for dtype, nbytes in zip(("fp32", "bf16", "fp16"), numbers, strict=True):
+            engine = start(JOBS[name]._replace(dtype=dtype), DISK, tmp_path / name / dtype)
+            assert engine._parts.held.mode.element_bytes == nbytes, (name, dtype)
+            engine.destroy(remove=True)
+
+
+def test_assert_same_can_fail(tmp_path: Path) -> None:
+    one, other = (run(JOBS[name]._replace(steps=1), DISK, tmp_path / name) for name in ("AdamW", "Lion"))
+    with pytest.raises(AssertionError):
+        assert_same(one, other)
