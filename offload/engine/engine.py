@@ -37,7 +37,7 @@ from offload.engine.looking import Looking
 from offload.engine.meter import Stepped
 from offload.engine.micro_batches import MicroBatches
 from offload.engine.optimizer import Optimizer
-from offload.engine.parts import Choices, Parts, resized
+from offload.engine.parts import Choices, Parts, close_all, resized
 from offload.engine.progress import Progress
 from offload.engine.training_state import TrainingState
 from offload.engine.updater import UnitUpdate, Updater
@@ -84,6 +84,7 @@ class Engine(Facts):
         self.notices = tuple(notices)
         self._parts, self._choices, self._commit_every = parts, choices, commit_every
         self._state = TrainingState(module, device, optimizer, lr_scheduler, loader, choices, parts.layouts)
+        self.notices += tuple(self._state.notices() if commit_every else ())
         self._checkpoints = Checkpoints(module, parts, self._state, bool(commit_every))
         self._pid = os.getpid()
         self._alive = True
@@ -169,9 +170,20 @@ class Engine(Facts):
         self._micro.end(self._choices.accumulation)
         if not self.is_gradient_accumulation_boundary():
             return
-        self.optimizer.step()
-        if self.lr_scheduler is not None and not self.optimizer.overflow:
-            self.lr_scheduler.step()
+        self._step_and_schedule()
+
+    def _step_and_schedule(self) -> None:
+        before = self.global_steps
+        try:
+            self.optimizer.step()
+            if self.lr_scheduler is not None and not self.optimizer.overflow:
+                self.lr_scheduler.step()
+                self._state.ended()
+        except BaseException as error:
+            # A step whose schedule did not move, or moved by half, must not be committed; the last commit is whole.
+            if self.lr_scheduler is not None and self.global_steps != before:
+                self._parts.pager.fail(error)
+            raise
 
     def train_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
         """Run micro-batches of `data_iter` up to the next boundary and step there; their mean loss, on this rank.
@@ -237,6 +249,16 @@ class Engine(Facts):
         self._check()
         self._state.registered.add(objects)
         self._state.put_values()
+
+    def restore_generators(self) -> None:
+        """Put the random generators back as they were at the end of the last step, in a loop with its own DataLoader.
+
+        Call it in a resumed run, or after a load, when the batches that were trained on are skipped, right before the
+        next one is fetched: what is drawn between there and the first call of the engine comes out as in the run. In a
+        new run, and from the first step on, it does nothing.
+        """
+        self._check()
+        self._state.restore_generators()
 
     def mean(self, value: float) -> float:
         """The mean of a number over all ranks, such as a loss to log; every rank must ask for it at the same place."""
@@ -343,6 +365,7 @@ class Engine(Facts):
         """Finish the step before, decide on this one, schedule it."""
         with self._parts.timeline.span(Row.COMPUTE, f"step {self.global_steps + 1}"):
             self._end_step()
+        self._state.ended()
         if self._parts.meter is not None:
             self._parts.meter.end_step(self._stepped())
 
@@ -615,22 +638,19 @@ class Engine(Facts):
         parts = self._parts
         atexit.unregister(self.at_exit)
         self.module.__dict__.pop("zero_grad", None)
-        parts.hooks.remove()
-        parts.weights.remove()
-        if parts.updater is not None:
-            parts.updater.close()
-        parts.gradients.close()
-        parts.pager.close()
-        if parts.queue is not None:
-            parts.queue.close()
+        closing = parts.closing()
+        if parts.ranks is not None:  # after the arena, so that no collective is under way
+            ranks, reason = parts.ranks, f"its engine was closed at step {self.global_steps}"
+            closing.append(lambda: ranks.close(reason))
+        if parts.store is not None:
+            store = parts.store
+            closing.append(lambda: self._close_store(store, remove))
         try:
-            parts.arena.close()  # before the ranks part, so that no collective is under way; raises after a GPU's fault
-        finally:
-            if parts.ranks is not None:
-                parts.ranks.close(f"its engine was closed at step {self.global_steps}")
-            if parts.store is not None:
-                self._close_store(parts.store, remove)
+            close_all(*closing)
+        except Exception:
             self._closed = True
+            raise
+        self._closed = True
 
     def _close_store(self, store: Store, remove: bool) -> None:
         if remove:
@@ -656,9 +676,19 @@ class Engine(Facts):
         except (OffloadError, OSError, RuntimeError) as error:  # the last from CUDA
             logger.error("at exit: %s", error)
         if self.resumable:
-            logger.warning(
-                'the store is kept at step %d: set "resume": "auto" in the "offload" block to go on, or delete it with '
-                "`offload rm %s`",
-                self.global_steps,
-                self.resumable,
-            )
+            self._say_what_is_kept(self.resumable)
+
+    def _say_what_is_kept(self, folder: str) -> None:
+        assert self._parts.store is not None
+        durable = self._parts.store.durable
+        if durable is None:
+            logger.warning("nothing is committed in the store, delete it with `offload rm %s`", folder)
+            return
+        made = f", the last that was committed of {self.global_steps}" if durable.epoch != self.global_steps else ""
+        logger.warning(
+            'the store is kept at step %d%s: set "resume": "auto" in the "offload" block to go on, or delete it with '
+            "`offload rm %s`",
+            durable.epoch,
+            made,
+            folder,
+        )
