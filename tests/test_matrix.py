@@ -1,4 +1,4 @@
-"""Precision, tier, accumulation, clip and model in any combination: the plain loop's results, the same bits in every tier.
+"""Precision, tier, accumulation, clip and model, combined: the plain loop's results, and the same bits in every tier.
 
 Two features that work alone may not work together, so each case is one choice of every axis. The default run takes a
 pairwise cover: any two choices of two axes meet in at least one case. `pytest -m slow` takes the whole product.
@@ -59,7 +59,7 @@ def translation_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
 
 def rising(loss: Callable[[Any, int, int], torch.Tensor]) -> Callable[[Any, int, int], torch.Tensor]:
     """Louder at each step: else AdamW hardly feels a clip, which scales all its gradients alike."""
-    return lambda model, step, micro: loss(model, step, micro) * (1 + step)
+    return lambda model, step, micro: loss(model, step, micro) * (1 + step) ** 2
 
 
 JOBS = {
@@ -151,7 +151,13 @@ def test_as_pytorch_and_the_same_bits_in_another_tier(case: Case, tmp_path: Path
     mine = run(job, (tier, tier), tmp_path / tier, device_memory=room_for(job, 2))
     assert_same(mine, run(job, ("none", "none"), tmp_path / "none"), f"{tier} and none")
     plain = plain_loop(job)
-    print("MEASURE", case, _relative(mine.losses, plain.losses), _relative(mine.norms, plain.norms), _off(mine, plain, job))
+    print(
+        "MEASURE",
+        case,
+        _relative(mine.losses, plain.losses),
+        _relative(mine.norms, plain.norms),
+        _off(mine, plain, job),
+    )
     assert not case.clips or min(plain.norms) > job.clip, "the clip shall act at every step"
     few, share = BOUNDS[case.dtype]
     assert _relative(mine.losses, plain.losses) < few

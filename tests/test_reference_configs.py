@@ -1,7 +1,7 @@
 """Four files that DeepSpeed users have, as they are: each loads, says what it means here, and trains.
 
-They are from tutorials and from Trainer's documentation: comments, `2e8` for integers, `"auto"`, keys that tune what this
-library decides by itself. Nothing in them is changed for these tests, and a model is trained by the usual loop.
+They are from tutorials and from Trainer's documentation: comments, `2e8` for integers, `"auto"`, keys that tune what
+this library decides by itself. Nothing in them is changed for these tests, and a model is trained by the usual loop.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ FP16_WITH_COMMENTS = """\
 "fp16":{"enabled":true,"loss_scale":0,"loss_scale_window":1000,"initial_scale_power":16,"hysteresis":2,"min_loss_scale":1},
 "bf16":{"enabled":false // or true on A100/H100
 },"gradient_accumulation_steps":4,"gradient_clipping":1.0,"train_batch_size":"auto","train_micro_batch_size_per_gpu":4,"wall_clock_breakdown":false}
-"""  # noqa: E501
+"""
 
 MINIMAL = """\
 {"train_batch_size":32,"gradient_accumulation_steps":1,"optimizer":{"type":"AdamW","params":{"lr":1e-5}},"fp16":{"enabled":true},"zero_optimization":{"stage":2}}
-"""  # noqa: E501
+"""
 
 WARM_UP = """\
 {"train_batch_size":32,"train_micro_batch_size_per_gpu":4,"gradient_accumulation_steps":8,"optimizer":{"type":"AdamW","params":{"lr":1e-4,"weight_decay":0.01}},
 "scheduler":{"type":"WarmupLR","params":{"warmup_min_lr":0.0,"warmup_max_lr":1e-4,"warmup_num_steps":1000}},
 "zero_optimization":{"stage":2,"offload_optimizer":{"device":"cpu","pin_memory":true},"offload_param":{"device":"cpu","pin_memory":true},"overlap_comm":true,"reduce_scatter":true,"contiguous_gradients":true},
 "gradient_clipping":1.0,"fp16":{"enabled":true,"loss_scale":0,"loss_scale_window":1000,"initial_scale_power":16,"hysteresis":2,"min_loss_scale":1},"wall_clock_breakdown":false}
-"""  # noqa: E501
+"""
 
 STAGE_3_ON_CPU = """\
 {"zero_optimization":{"stage":3,"offload_optimizer":{"device":"cpu","pin_memory":true},"offload_param":{"device":"cpu","pin_memory":true},"overlap_comm":true,"contiguous_gradients":true,"sub_group_size":1e9,
 "reduce_bucket_size":"auto","stage3_prefetch_bucket_size":"auto","stage3_param_persistence_threshold":"auto","stage3_max_live_parameters":1e9,"stage3_max_reuse_distance":1e9,"stage3_gather_16bit_weights_on_model_save":true},"train_micro_batch_size_per_gpu":4}
-"""  # noqa: E501
+"""
 
 ITSELF = "decided by this library itself, so without effect: "
 EXPECTED_FP16 = {
@@ -259,5 +259,7 @@ def test_without_an_optimizer_the_block_to_add_is_shown(name: str, tmp_path: Pat
     if meaning.optimizer:
         offload.initialize(model=models.gpt2(), config=str(written(meaning, tmp_path)))[0].destroy()
         return
-    with pytest.raises(ConfigError, match=r'no optimizer; add to the config "optimizer": \{"type": "AdamW".*optimizer='):
+    with pytest.raises(
+        ConfigError, match=r'no optimizer; add to the config "optimizer": \{"type": "AdamW".*optimizer='
+    ):
         offload.initialize(model=models.gpt2(), config=str(written(meaning, tmp_path)))
