@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -66,6 +67,8 @@ class Batches:
         if len(tokens) < length:
             raise ConfigError(f"the text has {len(tokens)} tokens, a sequence needs {length}; give more text")
         self._tokens, self._length, self._seed = tokens, length, seed
+        self.token_count = len(tokens)
+        self.checksum = f"{zlib.crc32(np.ascontiguousarray(tokens).data):08x}"
         self._rows, self._size = slice(rank * size, (rank + 1) * size), size * world_size
 
     def batch(self, step: int, micro_batch: int) -> torch.Tensor:

@@ -251,6 +251,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     """Check everything that can be wrong, then build the model and the engine. `say` gets one line at a time."""
     _check_numbers(options)
     content, lines = merge(file, options)
+    lines += _keep(content) if options.keep else ()
     config = load_config(content)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun
     batch = resolve_batch(config, world_size)
@@ -273,7 +274,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     engine = initialize(model=model, config=content).engine
     if rank:
         torch.manual_seed(config.offload.seed + rank)  # another dropout on each
-    for line in engine.notices:
+    for line in (*engine.notices, *_other_text(engine, batches, options.seq_len)):
         say(line)
     if options.log is not None and rank == 0:
         cut_log(options.log, engine.global_steps)
@@ -288,6 +289,27 @@ def _check_numbers(options: Options) -> None:
         raise ConfigError("--seq-len must be at least 2: a model learns to foresee the next token")
     if options.lr is not None and not (math.isfinite(options.lr) and options.lr >= 0):
         raise ConfigError(f"--lr must be a number of at least 0, got {options.lr}")
+
+
+def _keep(content: dict[str, Any]) -> tuple[str, ...]:
+    """Swap files that are to be kept must be durable; `content` asks for that, so that a lack of room is an error."""
+    path = ("offload", "durability")
+    wish = _get(content, path)
+    if wish == "none":
+        raise ConfigError("--keep with durability none: nothing could be exported or resumed; leave one of them out")
+    if wish not in (None, "auto"):
+        return ()
+    _set(content, path, "step")
+    return ("--keep: durability is step, since nothing else could be exported or resumed",)
+
+
+def _other_text(engine: Engine, batches: text.Batches, seq_len: int) -> tuple[str, ...]:
+    """Commits hold what the text is; a line where a resumed run goes on with another."""
+    mine = {"seq-len": seq_len, "tokens": batches.token_count, "checksum of the text": batches.checksum}
+    held = engine.client_state.get("text", mine) if engine.global_steps else mine
+    engine.client_state["text"] = mine
+    changed = [f"{name} {held[name]} is now {value}" for name, value in mine.items() if held.get(name) != value]
+    return (f"resumed with other text than the run had: {', '.join(changed)}",) if changed else ()
 
 
 def _check_log(log: Path | None) -> None:

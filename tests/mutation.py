@@ -35,6 +35,34 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(
+        "forget the loss scale when gradients are applied",
+        "offload.engine.decision",
+        "if clip else 1.0) / loss_scale",
+        "if clip else 1.0)",
+        "tests/test_loss_scale.py",
+    ),
+    Mutant(
+        "let LAMB read moments that it has made already",
+        "offload.engine.updater",
+        "if job.weighing and resident is not None and state in self._mode.moments:",
+        "if False:",
+        "tests/test_optimizers.py",
+    ),
+    Mutant(
+        "start over what another run has on a later drive",
+        "offload.swapper.store.store",
+        "            self._check_mine(over)\n",
+        "            pass\n",
+        "tests/test_store_strangers.py",
+    ),
+    Mutant(
+        "hold a lock on a file that is gone",
+        "offload.swapper.store.folder",
+        "if not self._is_there():",
+        "if False:",
+        "tests/test_store_strangers.py",
+    ),
+    Mutant(
         "a state that is set is the weight",
         "offload.engine.updater",
         "self._set(tile, start, stop, edit.state,",
@@ -51,8 +79,8 @@ MUTANTS = (
     Mutant(
         "look at a master without its residual",
         "offload.engine.looking",
-        "and State.RESIDUAL in self._held.mode.states",
-        "and False",
+        "sources(self._held.mode.weights) if joined else (state,)",
+        "(state,)",
         "tests/test_safe_get_set.py",
     ),
     Mutant(
@@ -78,21 +106,22 @@ MUTANTS = (
     ),
     Mutant(
         "drop the decay",
-        "offload.engine.engine",
-        'weight_decay=float(group["weight_decay"])',
-        "weight_decay=0.0",
+        "offload.engine.rules",
+        'weight_decay=float(group["weight_decay"]),\n        step=count,\n        grad_scale=grad_scale,\n'
+        "        decoupled",
+        "weight_decay=0.0,\n        step=count,\n        grad_scale=grad_scale,\n        decoupled",
         "tests/test_parity.py",
     ),
     Mutant(
         "drop the bias correction",
-        "offload.engine.engine",
-        "step=self._state.parameter_steps[unit][position]",
-        "step=1_000_000",
+        "offload.engine.rules",
+        "step=count,\n        grad_scale=grad_scale,\n        decoupled",
+        "step=1_000_000,\n        grad_scale=grad_scale,\n        decoupled",
         "tests/test_parity.py",
     ),
     Mutant(
         "drop the clip",
-        "offload.engine.engine",
+        "offload.engine.decision",
         "if clip else 1.0",
         "if False else 1.0",
         "tests/test_parity.py",
@@ -134,9 +163,9 @@ MUTANTS = (
     ),
     Mutant(
         "skip one unit's update",
-        "offload.engine.engine",
-        "if present[index]:",
-        "if present[index] and index != 1:",
+        "offload.engine.decision",
+        "            if present[unit]:\n",
+        "            if present[unit] and unit != 2:\n",
         "tests/test_parity.py",
     ),
     Mutant(
@@ -172,14 +201,10 @@ MUTANTS = (
     ),
     Mutant(
         "say that a run has ended when its files are gone",
-        "offload.swapper.store.store",
-        '            write_durably(self.folders[0].parent / "finished.json", json.dumps(note).encode())\n'
-        "        self._unlink()  # before the lock is given back: another process may start this run again at once\n"
-        "        self.close()\n",
-        "            pass\n        self._unlink()\n        self.close()\n        if finished is not None:\n"
-        "            self.folders[0].parent.mkdir(exist_ok=True)\n"
-        '            write_durably(self.folders[0].parent / "finished.json", json.dumps(note).encode())\n',
-        "tests/test_power_cut.py",
+        "offload.engine.engine",
+        "                elif remove:\n                    self._note_end()\n",
+        "",
+        "tests/test_lifecycle.py",
     ),
     Mutant(
         "compare a read with what was written since",
@@ -233,8 +258,8 @@ MUTANTS = (
     Mutant(
         "compute before the upload is done",
         "offload.swapper.pager",
-        "self._device.hold(uploaded)",
-        "pass",
+        "        try:\n            self._device.hold(uploaded)",
+        "        try:\n            pass",
         "tests/test_device_order.py",
     ),
     Mutant(
@@ -288,8 +313,8 @@ MUTANTS = (
     ),
     Mutant(
         "keep the bits beyond bf16 of a weight that was set",
-        "offload.engine.updater",
-        "residual.mul_(weight.view(torch.int16) == values.view(torch.int16))",
+        "offload.engine.masters",
+        "states[State.RESIDUAL].mul_(weight.view(torch.int16) == values.view(torch.int16))",
         "pass",
         "tests/test_looking_and_editing.py",
     ),

@@ -247,7 +247,7 @@ def test_extreme_values(values: list[tuple[float, float, float, float]], number:
     p, g, m, v = (torch.tensor(column, dtype=torch.float32) for column in zip(*values, strict=True))
     with np.errstate(all="ignore"):
         expected = formula(step, *(tensor.numpy() for tensor in (p, g, m, v)))
-    moments = 2 if isinstance(step, AdamWStep) else 1
+    moments = RULES[type(step)][1]
     for isa in ISAS:
         _native.configure(isa, 1)
         part = Partition(p.clone(), g, (m.clone(), v.clone())[:moments])

@@ -24,7 +24,7 @@ from offload.swapper.store import Store, StoreSpec, remove_run, run_status
 from offload.swapper.store import store as store_module
 from offload.swapper.store.drives import shares
 from offload.swapper.store.record import MAX_UNITS, Record
-from offload.swapper.store.store import _Checked
+from offload.swapper.store.requests import Compared
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}
 SPEC = StoreSpec((SIZES, SIZES, {State.WEIGHT: 4096}), 2, {"model": "test"})
@@ -510,17 +510,17 @@ def test_what_was_compared_once_is_not_compared_again(piece: int, tmp_path: Path
     """A sum costs time; what this process has written or found right, it may read as it is."""
     store = created(tmp_path, queue)
     update(store, 0, 7)
-    assert not isinstance(store.read(0, State.WEIGHT, store.newest[0], 0, aligned_empty(4096)), _Checked)
+    assert not isinstance(store.read(0, State.WEIGHT, store.newest[0], 0, aligned_empty(4096)), Compared)
     store.commit(1, blob("one"))
     store.close()
     store, _ = opened(tmp_path, queue)
     read_in(store, 0, State.WEIGHT, piece)
     again = store.read(0, State.WEIGHT, store.newest[0], 0, aligned_empty(4096))
     moments = store.read(0, State.EXP_AVG, store.newest[0], 0, aligned_empty(4096))
-    assert not isinstance(again, _Checked) and isinstance(moments, _Checked)
+    assert not isinstance(again, Compared) and isinstance(moments, Compared)
     again.wait(), moments.wait()
     update(store, 0, 8)
-    assert not isinstance(store.read(0, State.EXP_AVG, store.newest[0], 0, aligned_empty(4096)), _Checked)
+    assert not isinstance(store.read(0, State.EXP_AVG, store.newest[0], 0, aligned_empty(4096)), Compared)
     store.close()
 
 

@@ -101,7 +101,7 @@ class Checkpoints:
             )
         advice = "a checkpoint holds None, booleans, numbers, strings, and lists, tuples and dicts of them"
         plain = to_plain(dict(client_state or {}), "client_state", advice)
-        contents = {**self._state.take().pack(), CLIENT_STATE: as_bytes(json.dumps(plain).encode())}
+        contents = {**self._state.take().pack(), CLIENT_STATE: as_bytes(json.dumps(plain, allow_nan=False).encode())}
         layout = describe(self._parts.layouts, self._parts.held.mode, self._size)
         return Moment(self._state.global_steps, contents, layout, about(self._module))
 
@@ -150,4 +150,5 @@ class Checkpoints:
                 self._state.global_steps,
                 (held if wish.module_only else held._replace(generators=progress.generators)).pack(),
             )
+            parts.pager.table.rewritten = False
         return notices

@@ -52,6 +52,7 @@ class Filling:
 
     def run(self) -> None:
         """Fill every partition, and make what was written the newest in the store."""
+        self._compare_kept()
         written: list[dict[State, list[tuple[int, Future]]]] = [{} for _ in self._held.layouts]
         try:
             frozen = self._frozen_to_write()
@@ -69,6 +70,32 @@ class Filling:
         for unit, writes in enumerate(written):
             if writes and self._held.store is not None:
                 self._held.store.wrote(unit, self._slot(unit), writes)
+
+    def _compare_kept(self) -> None:
+        """Raise `IoError` where the swap files are damaged in a unit of which some parameters stay as they are.
+
+        What is read in the middle of a stretch cannot be compared, and would be written anew with a checksum of its
+        own. So all of such a unit is read in order before anything changes.
+        """
+        held = self._held
+        if not self._two_slots:
+            return
+        work = [
+            _Work(unit, (state,), (state,), start, min(start + numel, last), 0, kept=True)
+            for unit, found in enumerate(self._runs)
+            if any(run.saved is None for run in found) and any(run.saved is not None for run in found)
+            for state, nbytes in held.states(unit).items()
+            if held.stored(unit, state)
+            for itemsize in [held.mode.states[state].itemsize]
+            for last, numel in [(nbytes // itemsize, BUFFER_NBYTES // itemsize // _STEP * _STEP)]
+            for start in range(0, last, numel)
+        ]
+
+        def begin(piece: _Work, buffer: memoryview) -> Sequence[Future]:
+            nbytes = (piece.stop - piece.start) * held.mode.states[piece.targets[0]].itemsize
+            return self._read_now(piece, piece.targets[0], buffer[:nbytes], 0, None)
+
+        flow(self._buffers, work, begin, lambda *_: (), lambda *_: None)
 
     def _slot(self, unit: int) -> int:
         return 0 if self._held.store is None else self._held.store.target(unit)
@@ -115,6 +142,7 @@ class Filling:
             written[piece.unit].setdefault(state, []).append((start, futures[-1]))
             if self._two_slots and 0 < trainable <= piece.start:
                 # Updates write the trainable part alone, so what lies behind it must be in both slots.
+                held.pager.table.rewritten = True
                 futures.append(store.write(piece.unit, state, 1 - slot, start, memory))
         return futures
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from offload.aio import crc32c_joined
 from offload.engine.checkpoint_files import states_file, tensor_name
@@ -12,7 +12,7 @@ from offload.engine.checkpoint_load import look, open_states
 from offload.engine.source import Reading
 from offload.errors import IoError
 from offload.swapper.states import State
-from offload.swapper.store import Future, Queue
+from offload.swapper.store import Compared, Queue
 
 
 class CheckpointSource:
@@ -37,9 +37,9 @@ class CheckpointSource:
         place = self._found.places[name]
         assert start + len(buffer) <= place.tensor.nbytes
         future = self._queue.read(self._files[rank], place.offset + start, buffer, checksum=True)
-        return _Compared(self, future, rank, name, start)
+        return Compared(future, partial(self._compare, rank, name, start))
 
-    def compare(self, rank: int, name: str, start: int, nbytes: int, crc: int) -> None:
+    def _compare(self, rank: int, name: str, start: int, nbytes: int, crc: int) -> None:
         """Take the CRC-32C of bytes that were read; raises `IoError` where a tensor that ends is not what was saved."""
         place, file = self._found.places[name], states_file(rank)
         total = crc32c_joined(self._sums.pop((rank, name), 0), crc, nbytes)
@@ -53,16 +53,3 @@ class CheckpointSource:
         """Close the files; idempotent."""
         for file in self._files:
             file.close()
-
-
-class _Compared(NamedTuple):
-    source: CheckpointSource
-    future: Future
-    rank: int
-    name: str
-    start: int
-
-    def wait(self) -> int:
-        nbytes = self.future.wait()
-        self.source.compare(self.rank, self.name, self.start, nbytes, self.future.crc32c())
-        return nbytes

@@ -33,7 +33,7 @@ from offload.engine.loader import Loader, to_device
 from offload.engine.looking import Looking
 from offload.engine.meter import Stepped
 from offload.engine.optimizer import Optimizer
-from offload.engine.parts import Choices, Parts
+from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.progress import Progress
 from offload.engine.training_state import TrainingState
 from offload.engine.updater import UnitUpdate, Updater
@@ -88,6 +88,7 @@ class Engine:
         self.notices = tuple(notices)
         self._parts, self._choices, self._commit_every = parts, choices, commit_every
         self._state = TrainingState(module, device, optimizer, lr_scheduler, loader, choices, parts.layouts)
+        self.notices += tuple(self._state.notices() if commit_every else ())
         self._checkpoints = Checkpoints(module, parts, self._state, bool(commit_every))
         self._pid = os.getpid()
         self._alive = True
@@ -165,9 +166,20 @@ class Engine:
         self._backwards_at_step = self._parts.hooks.backward_count
         if self.micro_batches < accumulation:
             return
-        self.optimizer.step()
-        if self.lr_scheduler is not None and not self.optimizer.overflow:
-            self.lr_scheduler.step()
+        self._step_and_schedule()
+
+    def _step_and_schedule(self) -> None:
+        before = self.global_steps
+        try:
+            self.optimizer.step()
+            if self.lr_scheduler is not None and not self.optimizer.overflow:
+                self.lr_scheduler.step()
+                self._state.ended()
+        except BaseException as error:
+            # A step whose schedule did not move, or moved by half, must not be committed; the last commit is whole.
+            if self.lr_scheduler is not None and self.global_steps != before:
+                self._parts.pager.fail(error)
+            raise
 
     def was_step_applied(self) -> bool:
         """Whether the last boundary updated the weights; False before the first, and where the norm was not finite."""
@@ -202,6 +214,16 @@ class Engine:
         self._check()
         self._state.registered.add(objects)
         self._state.put_values()
+
+    def restore_generators(self) -> None:
+        """Put the random generators back as they were at the end of the last step, in a loop with its own DataLoader.
+
+        Call it in a resumed run, or after a load, when the batches that were trained on are skipped, right before the
+        next one is fetched: what is drawn between there and the first call of the engine comes out as in the run. In a
+        new run, and from the first step on, it does nothing.
+        """
+        self._check()
+        self._state.restore_generators()
 
     def train(self, mode: bool = True) -> Engine:
         """Set the model's training mode, as `nn.Module.train` does."""
@@ -408,6 +430,7 @@ class Engine:
         """Finish the step before, decide on this one, schedule it."""
         with self._parts.timeline.span(Row.COMPUTE, f"step {self.global_steps + 1}"):
             self._end_step()
+        self._state.ended()
         if self._parts.meter is not None:
             self._parts.meter.end_step(self._stepped())
 
@@ -681,22 +704,19 @@ class Engine:
         parts = self._parts
         atexit.unregister(self.at_exit)
         self.module.__dict__.pop("zero_grad", None)
-        parts.hooks.remove()
-        parts.weights.remove()
-        if parts.updater is not None:
-            parts.updater.close()
-        parts.gradients.close()
-        parts.pager.close()
-        if parts.queue is not None:
-            parts.queue.close()
+        closing = parts.closing()
+        if parts.ranks is not None:  # after the arena, so that no collective is under way
+            ranks, reason = parts.ranks, f"its engine was closed at step {self.global_steps}"
+            closing.append(lambda: ranks.close(reason))
+        if parts.store is not None:
+            store = parts.store
+            closing.append(lambda: self._close_store(store, remove))
         try:
-            parts.arena.close()  # before the ranks part, so that no collective is under way; raises after a GPU's fault
-        finally:
-            if parts.ranks is not None:
-                parts.ranks.close(f"its engine was closed at step {self.global_steps}")
-            if parts.store is not None:
-                self._close_store(parts.store, remove)
+            close_all(*closing)
+        except Exception:
             self._closed = True
+            raise
+        self._closed = True
 
     def _close_store(self, store: Store, remove: bool) -> None:
         if remove:
@@ -722,9 +742,19 @@ class Engine:
         except (OffloadError, OSError, RuntimeError) as error:  # the last from CUDA
             logger.error("at exit: %s", error)
         if self.resumable:
-            logger.warning(
-                'the store is kept at step %d: set "resume": "auto" in the "offload" block to go on, or delete it with '
-                "`offload rm %s`",
-                self.global_steps,
-                self.resumable,
-            )
+            self._say_what_is_kept(self.resumable)
+
+    def _say_what_is_kept(self, folder: str) -> None:
+        assert self._parts.store is not None
+        durable = self._parts.store.durable
+        if durable is None:
+            logger.warning("nothing is committed in the store, delete it with `offload rm %s`", folder)
+            return
+        made = f", the last that was committed of {self.global_steps}" if durable.epoch != self.global_steps else ""
+        logger.warning(
+            'the store is kept at step %d%s: set "resume": "auto" in the "offload" block to go on, or delete it with '
+            "`offload rm %s`",
+            durable.epoch,
+            made,
+            folder,
+        )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ from offload.engine.loss_scale import LossScaler
 from offload.engine.meter import Meter
 from offload.engine.monitor import check_monitor, make_reporter
 from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch, no_optimizer
-from offload.engine.parts import Choices, Parts
+from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.placeholder import Place
 from offload.engine.placement import WINDOWS
 from offload.engine.plan import Plan, compute_device, decide, summary
@@ -209,6 +210,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         check_monitor(plan.config)
     queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
     store: Store | None = None
+    parts: Parts | None = None
     try:
         progress: Progress | None = None
         if queue is not None and plan.slots:
@@ -222,40 +224,25 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
                 if plan.ranks is not None:  # the first commit says that nobody has anything of an earlier run any more
                     plan.ranks.share(None, "make its store")
         parts = _fill(plan, model, queue, store, resume=progress is not None)
-    except BaseException:
-        if queue is not None:
-            queue.close()
-        if store is not None:
-            store.remove() if not plan.resume else store.close()
-        raise
-    parts = _measured(plan, watch(parts, timeline, model, plan.units.sites))
-    choices = Choices(
-        plan.batch.micro,
-        plan.batch.accumulation,
-        plan.batch.total,
-        plan.config.gradient_clipping,
-        plan.config.offload.on_nonfinite == "skip",
-        plan.config.offload.seed,
-        plan.config.offload.debug.overlap,
-        LossScaler(plan.config.fp16) if plan.config.dtype == "fp16" else None,
-    )
-    engine = Engine(
-        model,
-        plan.device.torch,
-        parts,
-        optimizer,
-        lr_scheduler,
-        loader,
-        choices,
-        plan.commit_every,
-        (
+        parts = _measured(plan, watch(parts, timeline, model, plan.units.sites))
+        notices = (
             *plan.notices,
             *_io_notices(queue),
             summary(plan),
             *(store.notices if store is not None else ()),
             *timeline.notices,
-        ),
-    )
+        )
+        engine = Engine(
+            model, plan.device.torch, parts, optimizer, lr_scheduler, loader, _choices(plan), plan.commit_every, notices
+        )
+    except BaseException:
+        model.__dict__.pop("zero_grad", None)
+        with contextlib.suppress(Exception):  # the first error is the one that is told
+            close_all(
+                *(parts.closing() if parts is not None else () if queue is None else (queue.close,)),
+                *(() if store is None else (store.close if plan.resume else store.remove,)),
+            )
+        raise
     try:
         if progress is not None:
             engine.restore(progress)
@@ -268,6 +255,19 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         engine.abandon(remove=progress is None)
         raise
     return engine
+
+
+def _choices(plan: Plan) -> Choices:
+    return Choices(
+        plan.batch.micro,
+        plan.batch.accumulation,
+        plan.batch.total,
+        plan.config.gradient_clipping,
+        plan.config.offload.on_nonfinite == "skip",
+        plan.config.offload.seed,
+        plan.config.offload.debug.overlap,
+        LossScaler(plan.config.fp16) if plan.config.dtype == "fp16" else None,
+    )
 
 
 def _measured(plan: Plan, parts: Parts) -> Parts:
@@ -340,6 +340,7 @@ def _fill_from(
     sizes = _unit_sizes(plan)
     rounds = None if plan.ranks is None else Rounds(plan.ranks, [layout.name or "the root" for layout in plan.layouts])
     pager = Pager(sizes, host, arena, device, store, _limits(plan), rounds)
+    pager.table.committed = lambda: store is not None and store.spec.slots == 2 and store.durable is not None
     if rounds is not None:
         rounds.give_weights = pager.take_part
     residents = make_residents(plan.parts, plan.mode, placement, host, arena)

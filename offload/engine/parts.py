@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from offload.engine.bindings import Bindings
@@ -62,3 +63,27 @@ class Parts(NamedTuple):
     timeline: Timeline = OFF
     meter: Meter | None = None
     """None where nobody wants to know."""
+
+    def closing(self) -> list[Callable[[], object]]:
+        """What gives everything back but ranks, store and time line, in this order; each may be called again."""
+        return [
+            self.hooks.remove,
+            self.weights.remove,
+            *(() if self.updater is None else (self.updater.close,)),
+            self.gradients.close,
+            self.pager.close,
+            *(() if self.queue is None else (self.queue.close,)),
+            self.arena.close,  # raises after a GPU's fault
+        ]
+
+
+def close_all(*closing: Callable[[], object]) -> None:
+    """Call all, whatever one of them raises, and raise the first error. A Ctrl-C ends it: it can be called again."""
+    first: Exception | None = None
+    for close in closing:
+        try:
+            close()
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        raise first

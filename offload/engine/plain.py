@@ -1,11 +1,13 @@
 """Plain values and JSON: what a user's objects hold goes into a commit, and comes back as it was.
 
 Plain are None, booleans, numbers, strings, and lists, tuples, dicts and Counters of such. JSON knows neither tuples nor
-keys that are no strings, so those are written under names of their own (MultiStepLR keeps its milestones by number).
+keys that are no strings nor numbers that are not finite, so those are written under names of their own (MultiStepLR
+keeps its milestones by number).
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from typing import Any
@@ -23,6 +25,8 @@ def to_plain(value: Any, name: str, advice: str) -> Any:
 
 
 def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return mark_floats(value)
     if value is None or isinstance(value, bool | int | float | str):
         _check_digits(value, name)
         return value
@@ -41,7 +45,7 @@ def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
         if key is not None and not isinstance(key, bool | int | float | str):
             raise UsageError(f"{name} has the key {key!r}, a {type(key).__module__}.{type(key).__qualname__}; {advice}")
         _check_digits(key, f"a key of {name}")
-    pairs = [[key, inner(item, key)] for key, item in value.items()]
+    pairs = [[_encode(key, name, advice, depth), inner(item, key)] for key, item in value.items()]
     if isinstance(value, Counter):
         return {f"{_MARK}counter": pairs}
     if all(isinstance(key, str) and not key.startswith(_MARK) for key in value):
@@ -67,10 +71,32 @@ def from_plain(value: Any) -> Any:
         return [from_plain(item) for item in value]
     if not isinstance(value, dict):
         return value
+    if f"{_MARK}float" in value:
+        return float(value[f"{_MARK}float"])
     for name, make in ((f"{_MARK}tuple", tuple), (f"{_MARK}dict", _as_dict), (f"{_MARK}counter", _as_counter)):
         if name in value:
             return make(from_plain(value[name]))
     return {key: from_plain(item) for key, item in value.items()}
+
+
+def mark_floats(value: Any) -> Any:
+    """JSON, but for numbers that are not finite, as JSON."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {f"{_MARK}float": str(float(value))}
+    if isinstance(value, list | tuple):
+        return [mark_floats(item) for item in value]
+    return {key: mark_floats(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def unmark_floats(value: Any) -> Any:
+    """What `mark_floats` was given."""
+    if isinstance(value, list):
+        return [unmark_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if f"{_MARK}float" in value:
+        return float(value[f"{_MARK}float"])
+    return {key: unmark_floats(item) for key, item in value.items()}
 
 
 def _as_dict(pairs: list[list[Any]]) -> dict[Any, Any]:

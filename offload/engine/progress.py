@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.engine.plain import to_plain
+from offload.engine.plain import mark_floats, to_plain, unmark_floats
 from offload.errors import ConfigError, UsageError
 
 _FACTS = "facts"
@@ -43,14 +43,14 @@ class Progress(NamedTuple):
         """What a commit holds: `facts`, `rng.*` and `buffer.*`."""
         tensors = {_RNG + name: state for name, state in self.generators.items()}
         tensors |= {_BUFFER + name: value for name, value in self.buffers.items()}
-        tensors[_FACTS] = as_bytes(json.dumps(self.facts).encode())
+        tensors[_FACTS] = as_bytes(json.dumps(mark_floats(self.facts), allow_nan=False).encode())
         return tensors
 
     @classmethod
     def unpack(cls, contents: Mapping[str, torch.Tensor]) -> Progress:
         """What `pack` gave."""
         tensors = dict(contents)
-        facts = json.loads(bytes(tensors.pop(_FACTS).numpy()))
+        facts = unmark_floats(json.loads(bytes(tensors.pop(_FACTS).numpy())))
         generators = {name.removeprefix(_RNG): t for name, t in tensors.items() if name.startswith(_RNG)}
         buffers = {name.removeprefix(_BUFFER): t for name, t in tensors.items() if name.startswith(_BUFFER)}
         return cls(facts, generators, buffers)
@@ -93,9 +93,14 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def is_held(scheduler: Any) -> bool:
+    """Whether a commit can hold where a schedule is, and give it back."""
+    return all(callable(getattr(scheduler, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
 def scheduler_state(scheduler: Any) -> Any:
     """The state of a learning-rate schedule as JSON (see `to_plain`); None where it has none."""
-    if scheduler is None or not hasattr(scheduler, "state_dict"):
+    if scheduler is None or not is_held(scheduler):
         return None
     try:
         return to_plain(scheduler.state_dict(), f"the state of {type(scheduler).__name__}", _ADVICE)

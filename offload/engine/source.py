@@ -6,17 +6,17 @@ import contextlib
 import errno
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from offload.aio import StripedFile
 from offload.engine.checkpoint_files import refuse_rank
 from offload.engine.progress import Progress
 from offload.errors import IoError, StoreError
 from offload.swapper.states import State
-from offload.swapper.store import Future, Queue, rank_folders
+from offload.swapper.store import Compared, Queue, rank_folders
 from offload.swapper.store.folder import Lock
 from offload.swapper.store.look import Commit, Found, is_rank, look
 from offload.swapper.store.manifest import Extent, Manifest
@@ -81,37 +81,19 @@ class StoreSource:
         extent = self._extents[rank][unit][state][slot]
         assert start + len(buffer) <= extent.nbytes
         future = self._queue.read(self._files[rank], extent.offset + start, buffer, checksum=True)
-        return _Compared(self, future, rank, unit, state, start, extent)
+        return Compared(future, partial(self._compare, rank, unit, state, start, extent))
 
-    def compare(self, rank: int, unit: int, state: State, start: int, nbytes: int, crc: int) -> bool:
-        """Whether bytes that were read are, as far as it is known yet, what was written."""
+    def _compare(self, rank: int, unit: int, state: State, start: int, extent: Extent, nbytes: int, crc: int) -> None:
+        """Raise `IoError` where bytes that were read are, as far as it is known yet, not what was written."""
         key = (unit, state)
         right, _ = self._passages[rank].compare(key, self._tables[rank][key], start, nbytes, crc)
-        return right
-
-    def file(self, rank: int) -> StripedFile:
-        """The states of a rank."""
-        return self._files[rank]
+        if not right:
+            path, what = self._files[rank].path, f"use {state.value} of unit {unit},"
+            raise IoError(path, extent.offset + start, nbytes, errno.EBADMSG, what)
 
     def close(self) -> None:
         """Close the files and give the locks back; idempotent."""
         self._open.close()
-
-
-class _Compared:
-    def __init__(
-        self, source: StoreSource, future: Future, rank: int, unit: int, state: State, start: int, extent: Extent
-    ) -> None:
-        self._source, self._future, self._extent = source, future, extent
-        self._place = (rank, unit, state, start)
-
-    def wait(self) -> int:
-        nbytes = self._future.wait()
-        rank, unit, state, start = self._place
-        if not self._source.compare(*self._place, nbytes, self._future.crc32c()):
-            path, what = self._source.file(rank).path, f"use {state.value} of unit {unit},"
-            raise IoError(path, self._extent.offset + start, nbytes, errno.EBADMSG, what)
-        return nbytes
 
 
 def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:

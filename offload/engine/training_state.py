@@ -15,6 +15,7 @@ from offload.engine.parts import Choices
 from offload.engine.plain import from_plain, to_plain
 from offload.engine.progress import (
     Progress,
+    is_held,
     persistent_buffers,
     read_generators,
     scheduler_state,
@@ -26,7 +27,8 @@ from offload.errors import UsageError
 
 _LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
 _BEFORE_NEXT = "before_next."
-"""Of the generators' names in a blob: those of before the next batch was loaded, where they differ."""
+"""Of the generators' names in a blob: those of before the next batch was loaded, where they differ. Without a loader of
+ours they are those of the end of the step."""
 _OF_SCHEDULE = "the schedule's "
 """Of the settings' names."""
 
@@ -55,6 +57,10 @@ class TrainingState:
         self.registered = Registered()
         self._generators: Mapping[str, torch.Tensor] | None = None
         """Those that follow at the next entry."""
+        self._before_next: Mapping[str, torch.Tensor] | None = None
+        """Those that `restore_generators` puts back; None from the first step on."""
+        self._at_end: Mapping[str, torch.Tensor] | None = None
+        """Those of the end of the last step, where somebody else loads the batches."""
         self._after_step: Progress | None = None
         """What a commit of the last step holds: as all was at the first call after it."""
         self.after_step_is_due = False
@@ -83,10 +89,11 @@ class TrainingState:
             "settings": self._settings(),
         }
         generators = read_generators(self._device)
-        if self.loader is not None and self.loader.before_next is not None:
+        before = self._at_end if self.loader is None else self.loader.before_next
+        if before is not None:
             generators |= {
                 _BEFORE_NEXT + name: state
-                for name, state in self.loader.before_next.items()
+                for name, state in before.items()
                 if name not in generators or not torch.equal(state, generators[name])
             }
         buffers = {
@@ -94,6 +101,16 @@ class TrainingState:
             for name, buffer in persistent_buffers(self._module).items()
         }
         return Progress(facts, generators, buffers)
+
+    def notices(self) -> list[str]:
+        """What no commit will hold, and a user should know before the first step."""
+        if self.lr_scheduler is None or is_held(self.lr_scheduler):
+            return []
+        return [
+            f"the schedule {type(self.lr_scheduler).__name__} has no state_dict() and load_state_dict(), so commits do "
+            f"not hold where it is: a resumed run begins it anew. Give it both, or step it engine.global_steps times "
+            f"after initialize"
+        ]
 
     def restore(self, progress: Progress, schedule: bool = True) -> list[str]:
         """Go on from `progress`. Random generators follow at the entry of the next engine call, or before its batch.
@@ -119,8 +136,13 @@ class TrainingState:
         self.global_samples = facts["global_samples"]
         self.client_state = from_plain(facts["client_state"])
         self._schedule_changed = same_schedule and any(line.startswith(_OF_SCHEDULE) for line in changed)
-        if facts["scheduler"] is not None and same_schedule:
+        if facts["scheduler"] is not None and same_schedule and is_held(self.lr_scheduler):
             self.lr_scheduler.load_state_dict(from_plain(facts["scheduler"]))
+        elif same_schedule and self.lr_scheduler is not None and self.global_steps:
+            notices.append(
+                f"the schedule {type(self.lr_scheduler).__name__} stays as this script has made it, at step "
+                f"{self.global_steps}: where it was could not be held"
+            )
         # The first commit is made before anything can be registered.
         more = self.registered.restore(facts["registered"], may_grow=not self.global_steps)
         if more:
@@ -131,15 +153,19 @@ class TrainingState:
         self._due = facts if same_rule and (same_schedule or self.lr_scheduler is None) else None
         self.put_values()
         generators = {name: t for name, t in progress.generators.items() if not name.startswith(_BEFORE_NEXT)}
+        before = {n.removeprefix(_BEFORE_NEXT): t for n, t in progress.generators.items() if n not in generators}
+        self._at_end, self._before_next = None, None
         if self.global_steps:
             self._generators = generators
+            self._before_next = {**generators, **before}
         else:
             write_generators(generators, self._device)  # this is the moment at which a new run took them
+        if self.loader is not None and facts["data"] is None and self.global_steps:
+            notices.append("the run had no training_data: what this one is given begins at its first pass")
         if self.loader is None:
             self._data = facts["data"]
         elif facts["data"] is not None:
-            before = {n.removeprefix(_BEFORE_NEXT): t for n, t in progress.generators.items() if n not in generators}
-            notice = self.loader.go_on(facts["data"], {**generators, **before} if self.global_steps else None)
+            notice = self.loader.go_on(facts["data"], self._before_next)
             notices += [] if notice is None else [notice]
             self._data = self.loader.where()
         buffers = persistent_buffers(self._module)
@@ -157,6 +183,17 @@ class TrainingState:
             self._generators = None
         if self.after_step_is_due:
             self._after_step, self.after_step_is_due = self.take(), False
+
+    def restore_generators(self) -> None:
+        """See the engine's."""
+        if self._before_next is not None:
+            write_generators(self._before_next, self._device)
+            self._generators = None  # the entry that follows leaves them alone
+
+    def ended(self) -> None:
+        """A step is over: what somebody else's loader draws from here on is drawn again in a resumed run."""
+        if self.loader is None and self.after_step_is_due:
+            self._at_end = read_generators(self._device)
 
     @property
     def after_step(self) -> Progress | None:
@@ -178,6 +215,7 @@ class TrainingState:
         With an `overflow` it is skipped: the norm was not finite.
         """
         self._after_step, self.after_step_is_due = None, is_committed
+        self._before_next = self._at_end = None
         self.global_steps += 1
         self.micro_steps += micro_batches
         self.skipped_steps += overflow

@@ -7,7 +7,8 @@ read or an update, all is whole, and the call can be given up; that is where nea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import errno
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from offload.errors import EngineFailed
@@ -30,6 +31,10 @@ class Table:
         self.failure: BaseException | None = None
         self.torn = False
         """Whether the caller's thread is in the middle of a change; see [Note: torn]."""
+        self.committed: Callable[[], bool] = lambda: False
+        """Whether the store holds a commit."""
+        self.rewritten = False
+        """Whether bytes that the last commit names were written over, by a load that is not committed yet."""
 
     def move(self, entry: Entry, to: Residency) -> None:
         """The one place that assigns a residency."""
@@ -68,5 +73,25 @@ class Table:
         """Raise `EngineFailed`, with its cause, after `fail`."""
         if self.failure is not None:
             raise EngineFailed(
-                f"the engine stopped at an earlier error: {self.failure}; the last committed epoch is intact"
+                f"the engine stopped at an earlier error: {self.failure}; {_what_is_left(self)}"
             ) from self.failure
+
+
+def _what_is_left(table: Table) -> str:
+    """What a later process can go on from, after the table's failure."""
+    if not table.committed():
+        return "nothing was committed, so start again, or from a checkpoint"
+    if table.rewritten:
+        return (
+            "a load was replacing frozen weights, so the last committed epoch is not whole: start the run over and "
+            "load the checkpoint again"
+        )
+    error = table.failure
+    while error is not None:
+        if isinstance(error, OSError) and error.errno == errno.EBADMSG:
+            return (
+                'start again with "resume": "auto", which checks everything and takes the commit before if that is '
+                "whole; else go back to a checkpoint"
+            )
+        error = error.__cause__
+    return "the last committed epoch is intact"

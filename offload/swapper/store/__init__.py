@@ -22,6 +22,7 @@ the other one counts. docs/store-format.md is for who reads it without us.
 | `sums.py` | checksums of stretches, and comparing what is read with them |
 | `drives.py` | how much each drive takes |
 | `folder.py` | locks, private folders, small files that are replaced whole |
+| `requests.py` | what is asked of an I/O queue; a read that is compared |
 | `store.py` | a rank's store, open |
 | `check.py` | all of a commit, compared |
 | `look.py` | a rank's folder from outside: what is there, what is wrong |
@@ -32,10 +33,12 @@ the other one counts. docs/store-format.md is for who reads it without us.
 from offload.swapper.store.drives import Shortage, find_shortage
 from offload.swapper.store.folder import close_in_children
 from offload.swapper.store.manifest import StoreSpec
+from offload.swapper.store.requests import Compared, Future, Queue
 from offload.swapper.store.run import find_removal, open_rank, other_runs, rank_folders, remove_run, run_status
-from offload.swapper.store.store import Future, Queue, Store
+from offload.swapper.store.store import Store
 
 __all__ = [
+    "Compared",
     "Future",
     "Queue",
     "Shortage",

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from offload.aio import StripedFile, aligned_empty, crc32c_joined
 from offload.errors import IoError
 from offload.sizes import MIB
 from offload.swapper.states import State
 from offload.swapper.store.manifest import Extent
+from offload.swapper.store.requests import Future, Queue
 from offload.swapper.store.sums import Key, Slot, Stretch
-
-if TYPE_CHECKING:
-    from offload.swapper.store.store import Future, Queue
 
 _CHUNK_NBYTES = 8 * MIB
 _CHUNKS = 4

@@ -171,7 +171,7 @@ def _other_format(folder: Path, notes: Mapping[str, Any]) -> int | None:
 def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
     path = folder / "commit"
     found = read_records(path)
-    commits = tuple(Commit(record, _blob(folder, record)) for record in found.valid)
+    commits = tuple(Commit(record, read_blob(folder, record)) for record in found.valid)
     wrong: list[Wrong] = []
     data = _bytes(path)
     if data is None:
@@ -197,7 +197,8 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
     return commits, wrong
 
 
-def _blob(folder: Path, record: Record) -> dict[str, torch.Tensor] | None:
+def read_blob(folder: Path, record: Record) -> dict[str, torch.Tensor] | None:
+    """What a record's blob holds; None where it is not the one that the record means."""
     data = (_bytes(folder / f"blob.{record.blob}") or b"")[: record.blob_nbytes]
     if len(data) != record.blob_nbytes or crc32c(data) != record.blob_crc:
         return None

@@ -15,7 +15,8 @@ from offload.swapper.store.folder import FILES, Lock, holder, read_whole, remove
 from offload.swapper.store.look import Found, allocated_nbytes, is_rank, look, store_id
 from offload.swapper.store.manifest import read_manifest
 from offload.swapper.store.record import was_committed
-from offload.swapper.store.store import Queue, Store
+from offload.swapper.store.requests import Queue
+from offload.swapper.store.store import Store
 
 
 class RunStatus(NamedTuple):

@@ -10,16 +10,16 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors.torch
 import torch
 
-from offload.aio import Bandwidth, File, Priority, StripedFile, bandwidths, crc32c
+from offload.aio import Bandwidth, Priority, StripedFile, bandwidths, crc32c
 from offload.aio.stripes import whole_weights
 from offload.errors import IoError, StoreError
 from offload.sizes import MIB, PAGE, format_size
@@ -32,16 +32,16 @@ from offload.swapper.store.folder import (
     Lock,
     close_in_children,
     make_folders,
-    read_whole,
     remove_files,
     reserve,
     sync_folder,
     write_durably,
     write_in_place,
 )
-from offload.swapper.store.look import MANIFEST, SUMS, place_of
+from offload.swapper.store.look import MANIFEST, SUMS, place_of, read_blob
 from offload.swapper.store.manifest import Manifest, StoreSpec, compare, read_manifest
 from offload.swapper.store.record import MAX_UNITS, Record, Records, read_records, was_committed
+from offload.swapper.store.requests import Compared, Future, Queue
 from offload.swapper.store.sums import Key, Passages, Slot, Stretch
 
 logger = logging.getLogger("offload")
@@ -50,26 +50,6 @@ _STRIPE_BYTES = 2 * MIB
 _END = "finished.json"
 _LEAST_STRETCH = MIB // 4
 """Bytes of a state that have a checksum of their own, where there are many: smaller tiles share one."""
-
-
-class Future(Protocol):
-    """What the store needs of a request in flight."""
-
-    def done(self) -> bool: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def crc32c(self) -> int: ...
-    def add_done_callback(self, function: Callable[[Any], object]) -> None: ...
-
-
-class Queue(Protocol):
-    """What the store needs of an I/O queue; `aio.IoQueue` is one, tests put faults in front of it."""
-
-    def read(
-        self, file: File, offset: int, buffer: memoryview, *, priority: Priority = ..., checksum: bool = ...
-    ) -> Future: ...
-    def write(
-        self, file: File, offset: int, buffer: memoryview, *, priority: Priority = ..., checksum: bool = ...
-    ) -> Future: ...
 
 
 class Store:
@@ -199,7 +179,7 @@ class Store:
         try:
             found = read_records(self._commit_path)
             record = self._newest(found) if at is None else self._record_at(at, found.valid)
-            contents = self._read_blob(record)
+            contents = read_blob(self.folders[0], record)
             if contents is None:
                 raise self._damaged_blob(record)
             self._open_files(record, contents)
@@ -244,7 +224,7 @@ class Store:
                     f"{len(self.newest)}; choose another run name, or remove it with `offload rm "
                     f"{self.folders[0].parent}`"
                 )
-            contents = self._read_blob(record)
+            contents = read_blob(self.folders[0], record)
             if contents is None:
                 wrong.append(f"blob.{record.blob} of epoch {record.epoch} is damaged")
                 continue
@@ -360,7 +340,7 @@ class Store:
         if not checked:
             return future
         # The sums of this moment: an update may have given the unit others by the time that somebody looks.
-        return _Checked(future, partial(self._compare, (unit, state), slot, self._sums[unit, state], start))
+        return Compared(future, partial(self._compare, (unit, state), slot, self._sums[unit, state], start))
 
     def sum_of(self, unit: int, state: State, nbytes: int) -> int | None:
         """The CRC-32C of the first `nbytes` of the newest slot; None where it is not known."""
@@ -551,15 +531,6 @@ class Store:
                 f"free; free some room, or add a drive to nvme_path{half if self.spec.slots == 2 else ''}"
             )
 
-    def _read_blob(self, record: Record) -> dict[str, torch.Tensor] | None:
-        try:
-            blob = read_whole(self.folders[0] / f"blob.{record.blob}")[: record.blob_nbytes]
-        except OSError:
-            return None
-        if len(blob) != record.blob_nbytes or crc32c(blob) != record.blob_crc:
-            return None
-        return safetensors.torch.load(blob)
-
 
 def _most_stretches(nbytes: int) -> int:
     """How many checksums a slot may have, for which the blobs have room: frozen weights have one of their own."""
@@ -582,30 +553,6 @@ def _lock_all(folders: Sequence[Path]) -> list[Lock]:
                 lock.release()
             if not isinstance(error, FileNotFoundError):  # else who had it has just removed it
                 raise
-
-
-class _Checked:
-    """A read whose bytes are compared when it is waited for."""
-
-    def __init__(self, future: Future, compare: Callable[[int, int], None]) -> None:
-        self._future, self._compare = future, compare
-        self._compared = False
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def wait(self, timeout: float | None = None) -> int:
-        nbytes = self._future.wait(timeout)
-        if not self._compared:
-            self._compare(nbytes, self._future.crc32c())
-            self._compared = True
-        return nbytes
-
-    def crc32c(self) -> int:
-        return self._future.crc32c()
-
-    def add_done_callback(self, function: Callable[[Any], object]) -> None:
-        self._future.add_done_callback(lambda _: function(self))
 
 
 def _measured(folders: Sequence[Path]) -> list[Bandwidth]:

@@ -1,0 +1,31 @@
+"""The facts of a commit are JSON, also where a number is not finite."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from offload.engine.plain import from_plain, to_plain
+from offload.engine.progress import Progress
+
+
+def strict(text: bytes) -> Any:
+    def refuse(word: str) -> Any:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("value", [math.inf, [-math.inf, (1.0, math.inf)], {math.inf: {"best": -math.inf}}])
+def test_infinities_come_back(value: Any) -> None:
+    plain = to_plain({"mine": value}, "it", "")
+    assert from_plain(strict(json.dumps(plain).encode())) == {"mine": value}
+    facts = {"client_state": plain, "settings": {"gradient clipping": math.inf, "nan": math.nan}}
+    packed = Progress(facts, {}, {}).pack()
+    strict(bytes(packed["facts"].numpy()))
+    found = Progress.unpack(packed).facts
+    assert from_plain(found["client_state"]) == {"mine": value}
+    assert found["settings"]["gradient clipping"] == math.inf and math.isnan(found["settings"]["nan"])
