@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import peft
 import pytest
 import torch
 from torch import nn
@@ -42,6 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 
 def lora() -> nn.Module:
     """A Llama by `peft`: all is frozen but adapters of two projections in each block."""
+    peft = pytest.importorskip("peft")
     adapters = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return peft.get_peft_model(models.llama(), adapters)
 
