@@ -703,9 +703,9 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
         return Batch(micro, accumulation, micro * accumulation * world_size)
     if micro is None:
         accumulation = accumulation or 1
-        micro = total // (accumulation * world_size)
+        micro = _share(total, "gradient_accumulation_steps", accumulation, world_size)
     elif accumulation is None:
-        accumulation = total // (micro * world_size)
+        accumulation = _share(total, "train_micro_batch_size_per_gpu", micro, world_size)
     if micro * accumulation * world_size != total:
         raise ConfigError(
             f"train_batch_size must be train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks, but it is "
@@ -713,6 +713,16 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
             f"change one of the three, or leave one out that the others determine"
         )
     return Batch(micro, accumulation, total)
+
+
+def _share(total: int, name: str, given: int, world_size: int) -> int:
+    """The third of the batch sizes."""
+    if total % (given * world_size):
+        raise ConfigError(
+            f"train_batch_size must be a multiple of {name} * ranks, but it is {total}, and {given} * {world_size} is "
+            f"{given * world_size}; change one of them"
+        )
+    return total // (given * world_size)
 
 
 # -- reading ------------------------------------------------------------------------------------------
@@ -744,10 +754,12 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
             "torch_autocast.dtype is fp16, whose gradients need a loss scale that only the fp16 block has; set it to "
             "bf16, or enable fp16 in place of torch_autocast"
         )
-    if "nvme" in (config.weight_tier, config.optimizer_tier) and not config.drives:
-        raise ConfigError(
-            '"device" is nvme, but no "nvme_path" is given; set it beside the device, or once in the "offload" block'
-        )
+    for name, tier in (("offload_param", config.weight_tier), ("offload_optimizer", config.optimizer_tier)):
+        if tier == "nvme" and not config.drives:
+            raise ConfigError(
+                f'zero_optimization.{name}.device is nvme, but no "nvme_path" is given; set it beside the device, or '
+                'once in the "offload" block'
+            )
     return config
 
 
@@ -855,10 +867,11 @@ def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, no_effe
         elif name in model.UNSUPPORTED:
             no_effect.unsupported.extend([dotted] * _is_on(value))
         elif name not in model.model_fields:
-            near = _nearest(model, str(key))
+            near, homes = _nearest(model, str(key)), _homes(model, str(key), path)
             if path or near or not isinstance(key, str):
-                raise ConfigError(_unknown(model, near, dotted))
-            no_effect.unsupported.append(dotted)  # somebody else's block, or a note: as in DeepSpeed no error
+                raise ConfigError(_unknown(model, near, homes, dotted))
+            # somebody else's block, or a note: as in DeepSpeed no error
+            no_effect.unsupported.append(f"{dotted} (did you mean {homes}?)" if homes else dotted)
         elif name in kept or (name != key and name in content):
             raise ConfigError(f'"{dotted}" is the older name of "{path}{name}", which is there too; keep one of them')
         elif _means_default(value, name, model):
@@ -906,12 +919,23 @@ def _nearest(model: type[Block], key: str) -> str | None:
     return next(iter(difflib.get_close_matches(key, known, 1, 0.6)), None)
 
 
-def _unknown(model: type[Block], near: str | None, dotted: str) -> str:
+def _homes(model: type[Block], key: str, path: str) -> str:
+    """Where in the blocks of `model` a key of this very name is known; "" if nowhere, or in many."""
+    inside = [name for name, block in _blocks(model, "") if name and key in block.model_fields]
+    return " or ".join(f"{path}{name}.{key}" for name in inside) if len(inside) <= 3 else ""
+
+
+def _unknown(model: type[Block], near: str | None, homes: str, dotted: str) -> str:
+    if homes:
+        return f"unknown key {dotted}; did you mean {homes}?"
     hint = f'did you mean "{near}"?' if near else f"remove it; keys with an effect are {', '.join(model.model_fields)}"
     return f"unknown key {dotted}; {hint}"
 
 
 _EXPECTED = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "should be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "should be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "should be true or false"),
     "model_type": "should be a block, as {...}",
     "dict_type": "should be a block, as {...}",
     "tuple_type": "should be a list",
@@ -933,8 +957,14 @@ def _explain(error: pydantic.ValidationError, path: str = "") -> str:
     several = len(errors) > 1 and _is_choice(errors[0]["loc"][-1]) and isinstance(errors[0]["input"], Mapping)
     first = errors[1] if several else errors[0]
     key = path + ".".join(str(part) for part in first["loc"] if not _is_choice(part))
-    got = "" if first["type"] == "missing" or repr(first["input"]) in first["msg"] else f", got {first['input']!r}"
-    expected = re.sub("^(Value error, |Input |String )", "", first["msg"])
+    ours = first["type"] == "value_error"  # it may say already what came; of a whole block it names the key
+    said = first["type"] == "missing" or (
+        ours and (repr(first["input"]) in first["msg"] or isinstance(first["input"], Mapping))
+    )
+    got = "" if said else f", got {first['input']!r}"
+    expected = re.sub("^(Value error, |Input |String |Tuple )", "", first["msg"]).replace(
+        " after validation, not", ", not"
+    )
     expected = _EXPECTED.get(first["type"], expected)
     advice = next((f"; {words}" for name, words in _ADVICE.items() if key == name or key.startswith(f"{name}.")), "")
     return f"{key} {expected}{got}{advice}"

@@ -132,6 +132,7 @@ class PlainEngine:
         if job.dtype != "fp32":
             self._masters = [p.detach().float().clone().requires_grad_(p.requires_grad) for p in parameters]
             self.module.to(DTYPES[job.dtype])
+            self._round()
         self._scale = job.loss_scale if job.dtype == "fp16" else 1.0
         trainable = [m for m in self._masters if m.requires_grad]
         if job.optimizer in PLAIN:
@@ -163,9 +164,17 @@ class PlainEngine:
         self.zero_grad()
         self.global_steps += 1
         if self._job.dtype != "fp32":
-            with torch.no_grad():
-                for parameter, master in zip(self.module.parameters(), self._masters, strict=True):
-                    parameter.copy_(master)
+            self._round()
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """The weights are the masters, rounded; in bf16 ties go away from zero, as a master in two halves has them."""
+        for parameter, master in zip(self.module.parameters(), self._masters, strict=True):
+            if self._job.dtype == "bf16":
+                bits = (master.view(torch.int32).to(torch.int64) + 0x8000) >> 16 << 16
+                parameter.copy_(bits.to(torch.int32).view(torch.float32))
+            else:
+                parameter.copy_(master)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()

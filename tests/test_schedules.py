@@ -405,7 +405,7 @@ def test_auto_is_the_default() -> None:
 
 
 WARMUP_BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no steps": ({"warmup_num_steps": 0}, "warmup_num_steps should be greater than 0"),
+    "no steps": ({"warmup_num_steps": 0}, "warmup_num_steps should be greater than 0, got 0"),
     "a fraction": ({"warmup_num_steps": 2.5}, r"warmup_num_steps.*got 2\.5"),
     "a share": ({"warmup_num_steps": True}, "warmup_num_steps should be a number, got True"),
     "words": ({"warmup_min_lr": "low"}, "warmup_min_lr should be a number of at least 0, or a list.*got 'low'"),
@@ -434,7 +434,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an end at 0": (
         {"type": "WarmupCosineLR", "params": {"total_num_steps": 0}},
-        "total_num_steps should be greater than 0; give the steps",
+        "total_num_steps should be greater than 0, got 0; give the steps",
     ),
     "a ratio above 1": (
         {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "cos_min_ratio": 2}},
@@ -449,7 +449,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a momentum of 1": ({"type": "OneCycle", "params": {**CYCLE, "cycle_max_mom": 1}}, "cycle_max_mom should be below"),
     "no steps up": (
         {"type": "OneCycle", "params": {**CYCLE, "cycle_first_step_size": 0}},
-        "cycle_first_step_size should be greater than 0",
+        "cycle_first_step_size should be greater than 0, got 0",
     ),
     "stairs that are words": ({"type": "LRRangeTest", "params": {"lr_range_test_staircase": "up"}}, "staircase"),
 }
@@ -492,7 +492,7 @@ def test_what_shows_when_the_groups_are_known() -> None:
             begin(config={"scheduler": {"type": "WarmupLR", "params": params}})
     with pytest.raises(ConfigError, match="lr_range_test_min_lr has 1 values, the optimizer has 2 groups"):
         offload.schedules.LRRangeTest(optimizer(1, 2), [0.1])
-    with pytest.raises(ConfigError, match=r"^warmup_num_steps should be greater than 0$"):
+    with pytest.raises(ConfigError, match=r"^warmup_num_steps should be greater than 0, got 0$"):
         offload.schedules.WarmupLR(optimizer(), warmup_num_steps=0)
 
 
