@@ -459,6 +459,7 @@ class Engine:
                 f"step() after every backward, or set the accumulation to what the loop does"
             )
         self._state.registered.check_complete()
+        self.optimizer.check_groups()
         parts.bindings.settle()
         parts.updater.finish()
         parts.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch
