@@ -107,7 +107,8 @@ MUTANTS = (
     Mutant(
         "drop the decay",
         "offload.engine.rules",
-        'weight_decay=float(group["weight_decay"]),\n        step=count,\n        grad_scale=grad_scale,\n        decoupled',
+        'weight_decay=float(group["weight_decay"]),\n        step=count,\n        grad_scale=grad_scale,\n'
+        "        decoupled",
         "weight_decay=0.0,\n        step=count,\n        grad_scale=grad_scale,\n        decoupled",
         "tests/test_parity.py",
     ),

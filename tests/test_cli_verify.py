@@ -15,7 +15,7 @@ import offload
 from offload.aio import Bandwidth
 from offload.cli import app
 from offload.errors import OffloadError
-from offload.swapper.states import State
+from offload.swapper.states import MODES, State
 from offload.swapper.store import store as store_module
 from offload.swapper.store.look import look
 from offload.swapper.store.manifest import Extent
@@ -118,7 +118,7 @@ def test_a_whole_run(run: Path) -> None:
     assert inspected(run)["damaged"] == []
 
 
-@pytest.mark.parametrize("state", [state for state in State if state is not State.GRAD])
+@pytest.mark.parametrize("state", MODES["bf16"].states)
 def test_a_flipped_bit_of_any_state_is_named(state: State, run: Path) -> None:
     _, place = newest(run)
     for unit, position in ((0, 0), (3, place(3, state).nbytes - 1)):
