@@ -100,8 +100,8 @@ class Place:
         """What `requires_grad_(True)` of a frozen parameter raises."""
         return UsageError(
             f"parameter {self.name} was frozen when offload.initialize took the model, so it has no optimizer states; "
-            f"set requires_grad before. What is to train later may be frozen right after offload.initialize until then, "
-            f"and stays as it is meanwhile"
+            f"set requires_grad before. What is to train later may be frozen after offload.initialize until then, and "
+            f"stays as it is meanwhile"
         )
 
     def unbind(self) -> None:
