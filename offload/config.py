@@ -447,6 +447,17 @@ class Fp16(Block):
     min_loss_scale: Annotated[Number, Field(gt=0)] = Field(1.0, description="the least that a dynamic scale becomes")
 
 
+class TorchAutocast(Block):
+    """fp32 weights, and torch's autocast round each forward of the engine."""
+
+    TUNING = ("lower_precision_safe_modules",)
+
+    enabled: bool = Field(False, description="whether `engine(...)` runs the model under torch.autocast")
+    dtype: Annotated[Literal["bf16", "fp16"], _spelling(_DTYPE_NAMES)] = Field(
+        "bf16", description="what is cast to; fp16 is refused: it needs a loss scale, which the fp16 block has"
+    )
+
+
 class DataTypes(Block):
     """Dtypes beside that of the mode."""
 
@@ -590,7 +601,7 @@ class Config(Block):
         _keys(
             """amp sparse_attention compression_training weight_quantization quantize_training data_efficiency
             curriculum_learning elasticity progressive_layer_drop eigenvalue pipeline hybrid_engine expert_parallel
-            tensor_parallel compile torch_autocast zenflow"""
+            tensor_parallel compile zenflow"""
         ),
         _CHANGES,
     )
@@ -604,6 +615,9 @@ class Config(Block):
     scheduler: SchedulerBlock | None = Field(None, description="see below")
     bf16: Bf16 = Field(Bf16(), description="bf16 weights with split fp32 masters; older name: bfloat16")
     fp16: Fp16 = Field(Fp16(), description="fp16 weights with fp32 masters, and a scaled loss")
+    torch_autocast: TorchAutocast = Field(
+        TorchAutocast(), description="fp32 weights, and torch's autocast round each forward"
+    )
     data_types: DataTypes = Field(DataTypes(), description="see below")
     aio: Aio = Field(Aio(), description="see below")
     steps_per_print: Annotated[int, BeforeValidator(_steps), Field(ge=0)] | None = Field(
@@ -721,6 +735,15 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
         schedule_params(SCHEDULES[config.scheduler.type], config.scheduler.params, "scheduler.params.")
     if config.fp16.enabled and config.bf16.enabled:
         raise ConfigError("fp16 and bf16 are both enabled; leave one of them on")
+    if config.torch_autocast.enabled and config.dtype != "fp32":
+        raise ConfigError(
+            f"torch_autocast and {config.dtype} are both enabled: autocast is for fp32 weights; leave one of them on"
+        )
+    if config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16":
+        raise ConfigError(
+            "torch_autocast.dtype is fp16, whose gradients need a loss scale that only the fp16 block has; set it to "
+            "bf16, or enable fp16 in place of torch_autocast"
+        )
     if "nvme" in (config.weight_tier, config.optimizer_tier) and not config.drives:
         raise ConfigError(
             '"device" is nvme, but no "nvme_path" is given; set it beside the device, or once in the "offload" block'

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli import app
-from offload.engine.engine import IoBytes
+from offload.engine.facts import IoBytes
 from offload.errors import ConfigError, EngineFailed
 from offload.presets import PRESETS
 from offload.swapper.timeline import OFF, Row, Timeline, path_of

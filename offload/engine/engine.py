@@ -13,45 +13,41 @@ Threads. All methods belong to the thread that runs the model. In a forked child
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from offload.engine import batch
 from offload.engine.checkpoint import Checkpoints
 from offload.engine.checkpoint_load import Wish
 from offload.engine.checkpoint_save import Order
 from offload.engine.decision import Decider, grad_scale, part_of
+from offload.engine.facts import Facts
 from offload.engine.hooks import inside_backward
 from offload.engine.loader import Loader, to_device
 from offload.engine.looking import Looking
 from offload.engine.meter import Stepped
+from offload.engine.micro_batches import MicroBatches
 from offload.engine.optimizer import Optimizer
-from offload.engine.parts import Choices, Parts, close_all
+from offload.engine.parts import Choices, Parts, close_all, resized
 from offload.engine.progress import Progress
 from offload.engine.training_state import TrainingState
 from offload.engine.updater import UnitUpdate, Updater
 from offload.engine.weights import Edit
 from offload.errors import NumericsError, OffloadError, UsageError
 from offload.sizes import format_size
-from offload.swapper.pager import Counts
 from offload.swapper.store import Store
 from offload.swapper.timeline import Row
 
 logger = logging.getLogger("offload")
-
-
-class IoBytes(NamedTuple):
-    """Bytes that the engine's own reads and writes have moved."""
-
-    read: int
-    written: int
 
 
 class _ZeroGrad:
@@ -67,7 +63,7 @@ class _ZeroGrad:
         return types.MethodType(type(self._module).zero_grad, memo[id(self._module)])
 
 
-class Engine:
+class Engine(Facts):
     """A model whose weights and optimizer states are paged; made by `offload.initialize`."""
 
     def __init__(
@@ -93,12 +89,10 @@ class Engine:
         self._pid = os.getpid()
         self._alive = True
         self._closed = False
-        self._grad_norm: float | None = None
+        self._grad_norm = None
+        self._clip_once = None
         self._unforeseen = 0
-        self._backwards_before = 0
-        """Backwards before the last boundary."""
-        self._backwards_at_step = 0
-        """Backwards before the last call of `step()`."""
+        self._micro = MicroBatches(lambda: parts.hooks.backward_count)
         self._decider = Decider(parts.layouts, parts.trainable, module, optimizer)
         self._scaled = False
         """Whether a backward is of a loss that was multiplied by the loss scale."""
@@ -122,9 +116,26 @@ class Engine:
         """Run the model on `args`, whose tensors are moved to the engine's device first."""
         self._enter()
         args, kwargs = to_device((args, kwargs), self.device)
-        return self.module(*args, **kwargs)
+        with self._autocast():
+            return self.module(*args, **kwargs)
 
     forward = __call__
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """What `torch_autocast` asks for. Without torch's cache: its copies of weights would outlive their slices."""
+        if not self._choices.config.torch_autocast.enabled:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+
+    if not TYPE_CHECKING:  # else any name would be right for a checker of types
+
+        def __getattr__(self, name: str) -> Any:
+            """What an engine has not is the model's: `generate`, `parameters`, `named_modules`."""
+            module = self.__dict__.get("module")
+            if module is None or name.startswith("_") or not hasattr(module, name):
+                model = "" if module is None else f", nor has its model, {type(module).__name__}"
+                raise AttributeError(f"an engine has no attribute {name!r}{model}", name=name, obj=self)
+            return getattr(module, name)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Add the gradients of `loss`, a scalar, divided by the accumulation unless `scale_wrt_gas` is false.
@@ -156,15 +167,8 @@ class Engine:
         nothing was updated.
         """
         self._enter()
-        since, accumulation = self._parts.hooks.backward_count - self._backwards_at_step, self._choices.accumulation
-        if since > 1 and accumulation > 1:
-            raise UsageError(
-                f"{since} backwards ran since the last step(), gradient_accumulation_steps is {accumulation}: whether "
-                f"they are one micro-batch or {since} cannot be known. Call step() after every backward, or add the "
-                f"losses of a micro-batch up before backward()"
-            )
-        self._backwards_at_step = self._parts.hooks.backward_count
-        if self.micro_batches < accumulation:
+        self._micro.end(self._choices.accumulation)
+        if not self.is_gradient_accumulation_boundary():
             return
         self._step_and_schedule()
 
@@ -181,18 +185,49 @@ class Engine:
                 self._parts.pager.fail(error)
             raise
 
-    def was_step_applied(self) -> bool:
-        """Whether the last boundary updated the weights; False before the first, and where the norm was not finite."""
-        return self._grad_norm is not None and not self.optimizer.overflow
+    def train_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
+        """Run micro-batches of `data_iter` up to the next boundary and step there; their mean loss, on this rank.
 
-    @property
-    def micro_batches(self) -> int:
-        """Backwards since the last boundary."""
-        return self._parts.hooks.backward_count - self._backwards_before
+        See `batch.run` for what a batch and the model's output may be. Where the data end before the boundary
+        `StopIteration` comes out, as `next` raises it; the gradients stay, and the next call goes on with them.
+        """
+        batch.check_batches(data_iter)
+        steps, losses = self.global_steps, list[torch.Tensor]()
+        while self.global_steps == steps:
+            loss = batch.run(self, next(data_iter))
+            self.backward(loss)
+            losses.append(loss.detach().float())
+            self.step()
+        return torch.stack(losses).mean()
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step()` updates the weights."""
-        return self.micro_batches >= self._choices.accumulation
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Train on so many samples of all ranks a step from the next on: it changes how many micro-batches it has.
+
+        Between steps alone. Raises `UsageError` where that cannot be.
+        """
+        self._between("set_train_batch_size")
+        if self.micro_batches:
+            raise UsageError(f"set_train_batch_size is for between steps, {self.micro_batches} micro-batches ran since")
+        kept = None if self._choices.config.data_types.grad_accum_dtype else self._parts.gradients.dtype
+        self._choices = self._state.choices = resized(self._choices, train_batch_size, self.world_size, kept)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the next `step()` updates the weights, whatever the count, until this is called again.
+
+        With None the count says it again. A loop that says it may leave out the `step()` of other micro-batches, as
+        `accelerate` does. `backward` divides by gradient_accumulation_steps all the same.
+        """
+        self._check()
+        self._micro.tell(is_boundary)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """A context for micro-batches that do not end a step: each backward in it is one, `step()` never updates.
+
+        It changes no result and no traffic: each gradient leaves its rank's device as it comes, and is added there
+        where its partition lies, so there is nothing that could wait for the last micro-batch.
+        """
+        self._check()
+        return self._micro.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last boundary, and their micro-batches.
@@ -202,7 +237,7 @@ class Engine:
         self._enter()
         self._parts.hooks.forget_gradients()
         self._parts.gradients.forget()
-        self._backwards_before = self._backwards_at_step = self._parts.hooks.backward_count
+        self._micro.reset()
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Hold the states of `objects` in each commit, as `accelerate` does: such as a schedule that the user steps.
@@ -225,6 +260,11 @@ class Engine:
         self._check()
         self._state.restore_generators()
 
+    def mean(self, value: float) -> float:
+        """The mean of a number over all ranks, such as a loss to log; every rank must ask for it at the same place."""
+        self._enter()
+        return value if self._parts.rounds is None else self._parts.rounds.mean(value)
+
     def train(self, mode: bool = True) -> Engine:
         """Set the model's training mode, as `nn.Module.train` does."""
         self.module.train(mode)
@@ -233,111 +273,6 @@ class Engine:
     def eval(self) -> Engine:
         """Set the model to evaluation, as `nn.Module.eval` does."""
         return self.train(False)
-
-    @property
-    def global_steps(self) -> int:
-        """Boundaries passed, skipped ones among them; after a resume, those that were committed."""
-        return self._state.global_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """Boundaries at which the norm was not finite and nothing was updated."""
-        return self._state.skipped_steps
-
-    @property
-    def loss_scale(self) -> float:
-        """By which the loss of the next backward is multiplied: 1 but in fp16."""
-        return 1.0 if self._state.scaler is None else self._state.scaler.scale
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches of all boundaries passed."""
-        return self._state.micro_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Samples of all boundaries passed, on all ranks."""
-        return self._state.global_samples
-
-    @property
-    def client_state(self) -> dict[str, Any]:
-        """The user's own: numbers, strings, lists and dicts. Each commit holds it, as it is when that of step k is
-        taken: at the first engine call after step k."""
-        return self._state.client_state
-
-    @client_state.setter
-    def client_state(self, value: dict[str, Any]) -> None:
-        self._state.client_state = value
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The schedule that was given to `initialize`, or None."""
-        return self._state.lr_scheduler
-
-    @lr_scheduler.setter
-    def lr_scheduler(self, value: Any) -> None:
-        self._state.lr_scheduler = value
-
-    # -- what a loop asks ---------------------------------------------------------------------------
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each group, as the next step will use it."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last boundary's gradient before the clip; None before the first."""
-        return self._grad_norm
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
-        return self._choices.accumulation
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch on this rank."""
-        return self._choices.micro_batch_size
-
-    def train_batch_size(self) -> int:
-        """Samples of a step on all ranks."""
-        return self._choices.total_batch_size
-
-    @property
-    def global_rank(self) -> int:
-        """The number of this process among those that train together."""
-        return 0 if self._parts.ranks is None else self._parts.ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many processes train together."""
-        return 1 if self._parts.ranks is None else self._parts.ranks.size
-
-    def mean(self, value: float) -> float:
-        """The mean of a number over all ranks, such as a loss to log; every rank must ask for it at the same place."""
-        self._enter()
-        return value if self._parts.rounds is None else self._parts.rounds.mean(value)
-
-    @property
-    def parameter_count(self) -> int:
-        """Elements of all parameters; a tied one counts once."""
-        return sum(segment.numel for layout in self._parts.layouts for segment in layout.segments)
-
-    @property
-    def host_memory(self) -> int:
-        """Bytes of the host arena: this engine's part of the host budget."""
-        return self._parts.arena.nbytes
-
-    @property
-    def device_memory(self) -> int:
-        """Bytes of the device arena: the device budget."""
-        return self._parts.pager.arena.nbytes
-
-    def io_bytes(self) -> IoBytes:
-        """Bytes read and written so far by the engine."""
-        queue = self._parts.queue
-        return IoBytes(0, 0) if queue is None else IoBytes(queue.read_bytes, queue.written_bytes)
-
-    def use_counts(self) -> Counts:
-        """How often units were used so far, found on the device, and used otherwise than foreseen."""
-        return self._parts.pager.counts()
 
     # -- weights ------------------------------------------------------------------------------------
 
@@ -411,7 +346,7 @@ class Engine:
         loaded = self._checkpoints.load(load_dir, tag, wish)
         if loaded is None:
             return None, {}
-        self._backwards_before = self._backwards_at_step = self._parts.hooks.backward_count
+        self._micro.reset()
         self._grad_norm, self._edited = self._grad_norm if wish.module_only else None, False
         self.notices += loaded.notices
         return loaded.folder, loaded.client_state
@@ -452,12 +387,7 @@ class Engine:
         self._enter()  # a call of `optimizer.step()` comes in here
         if parts.updater is None:
             raise UsageError("no parameter of this model is trainable, so there is nothing to step")
-        count, boundary = self.micro_batches, self._choices.accumulation
-        if count < boundary or (count > boundary and boundary > 1):
-            raise UsageError(
-                f"{count} backwards ran since the last boundary, gradient_accumulation_steps is {boundary}; call "
-                f"step() after every backward, or set the accumulation to what the loop does"
-            )
+        self._micro.check_boundary(self._choices.accumulation)
         self._state.registered.check_complete()
         self.optimizer.check_groups()
         parts.bindings.settle()
@@ -468,7 +398,9 @@ class Engine:
             if parts.rounds is None:
                 decision = known()
             else:
-                decision = parts.rounds.step(count, self.global_steps, self.optimizer.checksum(), known)
+                decision = parts.rounds.step(
+                    self.micro_batches, self.global_steps, self.optimizer.checksum(self._clip), known
+                )
         except KeyboardInterrupt as error:  # a gradient on its way from the device may be half added
             parts.pager.fail(error)
             raise
@@ -511,14 +443,16 @@ class Engine:
         self, updater: Updater, norm: float, present: Sequence[set[int]], order: Sequence[int], refused: bool
     ) -> None:
         """Count the step and schedule its updates; drop its gradients where it is skipped or `refused`."""
-        self._backwards_before = self._backwards_at_step = self._parts.hooks.backward_count
+        micro_batches = self._micro.trained(self._choices.accumulation)
+        self._micro.reset()
         self._scaled = False
         if refused:
             self._parts.gradients.clear()
             return
-        finite, clip, loss_scale = math.isfinite(norm), self._choices.clip, self.loss_scale
+        clip, self._clip_once = self._clip, None
+        finite, loss_scale = math.isfinite(norm), self.loss_scale
         self._grad_norm = norm
-        self._state.stepped(self._choices.accumulation, bool(self._commit_every), overflow=not finite)
+        self._state.stepped(micro_batches, bool(self._commit_every), overflow=not finite)
         updates: list[UnitUpdate] = []
         if finite:
             scale = grad_scale(norm, clip, loss_scale)

@@ -266,6 +266,7 @@ def _choices(plan: Plan) -> Choices:
         plan.config.offload.on_nonfinite == "skip",
         plan.config.offload.seed,
         plan.config.offload.debug.overlap,
+        plan.config,
         LossScaler(plan.config.fp16) if plan.config.dtype == "fp16" else None,
     )
 

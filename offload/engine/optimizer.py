@@ -75,10 +75,10 @@ class Optimizer(torch.optim.Optimizer):
         if self._engine_zero_grad is not None:
             self._engine_zero_grad()
 
-    def checksum(self) -> int:
-        """Of all groups' settings, to compare those of several ranks."""
+    def checksum(self, clip: float) -> int:
+        """Of all groups' settings and the largest norm, to compare those of several ranks."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return zlib.crc32(repr([sorted(group.items()) for group in groups]).encode())
+        return zlib.crc32(repr([clip, *(sorted(group.items()) for group in groups)]).encode())
 
     def values(self) -> list[dict[str, Any]]:
         """What may change between steps, of each group: floats, and a list of two for the betas."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
+from offload.config import Config
 from offload.engine.bindings import Bindings
 from offload.engine.gradients import Gradients
 from offload.engine.held import Held
@@ -16,6 +19,7 @@ from offload.engine.ranks import Ranks
 from offload.engine.rounds import Rounds
 from offload.engine.updater import Updater
 from offload.engine.weights import Weights
+from offload.errors import UsageError
 from offload.swapper.host import HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.shared_queue import SharedQueue
@@ -36,8 +40,30 @@ class Choices(NamedTuple):
     seed: int
     overlap: bool
     """Whether updates run while the next forward does; off only to find faults."""
+    config: Config
+    """All else that it says."""
     scaler: LossScaler | None = None
     """In fp16."""
+
+
+def resized(choices: Choices, total: int, ranks: int, gradients: torch.dtype | None) -> Choices:
+    """The same for steps of `total` samples. Raises `UsageError` where these are no whole micro-batches.
+
+    `gradients` is the dtype in which gradients are kept, unless the config names it.
+    """
+    samples = choices.micro_batch_size * ranks
+    if isinstance(total, bool) or not isinstance(total, int) or total < 1 or total % samples:
+        raise UsageError(
+            f"train_batch_size must be a multiple of train_micro_batch_size_per_gpu * ranks, which is "
+            f"{choices.micro_batch_size} * {ranks}, got {total!r}"
+        )
+    accumulation = total // samples
+    if accumulation > 1 and gradients is not None and gradients.itemsize < 4:
+        raise UsageError(
+            f"a step of {total} samples has {accumulation} micro-batches, and gradients are kept in {gradients}, since "
+            f"the config has one micro-batch a step: to add several up, set data_types.grad_accum_dtype to fp32"
+        )
+    return choices._replace(accumulation=accumulation, total_batch_size=total)
 
 
 class Parts(NamedTuple):

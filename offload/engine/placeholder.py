@@ -16,12 +16,15 @@ model. A bound parameter has its own class again and costs nothing.
 
 from __future__ import annotations
 
+import sys
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.errors import BudgetError, UsageError
@@ -332,6 +335,9 @@ _HARMLESS: frozenset[Any] = frozenset(
 )
 """Functions that ask for no element; the gradients' functions know a parameter by its node alone."""
 
+_DEPTH_OF_GRAD = 6
+"""Calls between who reads `.grad` and the rule for it."""
+
 _WITH_DATA = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 """Properties that give the elements themselves."""
 
@@ -420,6 +426,20 @@ def _set_grad(func: Any, tensor: Any, value: Any = None) -> None:
     _plainly(func, tensor, value)
 
 
+def _get_grad(func: Any, tensor: Any) -> Any:
+    """None. Who clips by it would be told a norm of 0, and clip nothing."""
+    frame: types.FrameType | None = sys._getframe()
+    for _ in range(_DEPTH_OF_GRAD):
+        frame = frame.f_back if frame is not None else None
+        if frame is not None and frame.f_code.co_filename == clip_grad_file:
+            raise UsageError(
+                "gradients are in the engine, where torch.nn.utils cannot clip them: step() clips by gradient_clipping "
+                "of the config, engine.clip_grad_norm_(max_norm) sets another norm for the next step, and "
+                "engine.get_global_grad_norm() gives the norm after it"
+            )
+    return _plainly(func, tensor)
+
+
 def _convert(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """`to`, `half`, `cuda` …: the same parameter where nothing would change, as torch has it; else a copy."""
     if place_of(tensor) is None:
@@ -471,6 +491,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _TENSOR.copy_: _copy,
     _TENSOR.requires_grad_: _set_requires_grad,
     _TENSOR.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    _TENSOR.grad.__get__: _get_grad,  # type: ignore[union-attr]
     _TENSOR.grad.__set__: _set_grad,  # type: ignore[union-attr]
     _TENSOR.__repr__: _represent,
     _TENSOR.__format__: _represent,

@@ -180,6 +180,7 @@ def _check_same(
         "mode": mode.name,
         "accumulation dtype": config.data_types.grad_accum_dtype,
         "clip": config.gradient_clipping,
+        "torch_autocast": config.torch_autocast.enabled,
         "seed": config.offload.seed,
         "on_nonfinite": config.offload.on_nonfinite,
         "run": config.offload.run,

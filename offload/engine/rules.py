@@ -22,6 +22,12 @@ class Rule(NamedTuple):
     step: Callable[[Mapping[str, Any], int, float], kernels.Step | kernels.LambStep]
     """From a group, the number of the parameter's step and the factor of its gradient to what the kernel is told."""
 
+    def title(self, group: Mapping[str, Any]) -> str:
+        """What the config calls it for `group`."""
+        if self.name == ADAM:
+            return "AdamW" if group["decoupled"] else "Adam"
+        return "SGD" if self.name in ("sgd", "momentum") else self.name.capitalize()
+
     @property
     def keys(self) -> tuple[str, ...]:
         """What a group must have."""

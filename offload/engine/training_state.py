@@ -46,7 +46,7 @@ class TrainingState:
         choices: Choices,
         layouts: Sequence[UnitLayout],
     ) -> None:
-        self._module, self._device, self.optimizer, self._choices = module, device, optimizer, choices
+        self._module, self._device, self.optimizer, self.choices = module, device, optimizer, choices
         self.scaler = choices.scaler
         self.lr_scheduler, self.loader = lr_scheduler, loader
         self.global_steps, self.skipped_steps, self.micro_steps, self.global_samples = 0, 0, 0, 0
@@ -223,7 +223,7 @@ class TrainingState:
         if self.scaler is not None:
             self.scaler.stepped(overflow)
             self.optimizer.loss_scale = self.scaler.scale
-        self.global_samples += self._choices.total_batch_size
+        self.global_samples += self.choices.total_batch_size // self.choices.accumulation * micro_batches
         self.registered.stepped()
         if self.loader is not None:
             self._data = self.loader.trained()
@@ -253,7 +253,7 @@ class TrainingState:
 
     def _settings(self) -> dict[str, Any]:
         """What may differ in a resumed run, which is then another run from there on."""
-        choices = self._choices
+        choices = self.choices
         parameters = self.lr_scheduler.parameters if isinstance(self.lr_scheduler, Schedule) else {}
         return {
             "seed": choices.seed,

@@ -1,0 +1,49 @@
+"""One step as one call: micro-batches are given to the model as a loop of one's own would, and their losses taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from offload.errors import UsageError
+
+
+def check_batches(batches: Any) -> None:
+    """Raise `UsageError` where `batches` cannot be gone on with from one step to the next."""
+    if not isinstance(batches, Iterator):
+        raise UsageError(
+            f"train_batch expects an iterator of micro-batches, got {type(batches).__name__}: make one before the "
+            f"loop, batches = iter(loader), so that each step goes on where the last ended"
+        )
+
+
+def run(model: Callable[..., Any], batch: Any) -> torch.Tensor:
+    """The loss of `batch`: a mapping has the model's keywords, a tuple or list its arguments; else it is the only one.
+
+    The model returns the loss, or something whose `loss`, `["loss"]` or first item it is.
+    """
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, tuple | list):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    loss = _loss(output)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise UsageError(
+            f"train_batch expects a model that returns its loss, a tensor of one element, or an output with .loss; got "
+            f"{type(output).__name__}. Write the loop out: backward(loss) and step() for each micro-batch"
+        )
+    return loss
+
+
+def _loss(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    if hasattr(output, "loss"):
+        return output.loss
+    return output[0] if isinstance(output, tuple | list) and output else None

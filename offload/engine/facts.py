@@ -1,0 +1,243 @@
+"""What a loop asks an engine, and what it may set between steps: counters, learning rates, batch sizes, the config.
+
+Nothing here runs the model, waits for an update or talks to other ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset
+
+from offload.engine.loader import Loader, check_length, load
+from offload.engine.micro_batches import MicroBatches
+from offload.engine.optimizer import Optimizer
+from offload.engine.parts import Choices, Parts
+from offload.engine.training_state import TrainingState
+from offload.errors import UsageError
+from offload.swapper.pager import Counts
+
+
+class IoBytes(NamedTuple):
+    """Bytes that the engine's own reads and writes have moved."""
+
+    read: int
+    written: int
+
+
+class Facts:
+    """The part of an engine that answers."""
+
+    device: torch.device
+    optimizer: Optimizer
+    _parts: Parts
+    _choices: Choices
+    _state: TrainingState
+    _micro: MicroBatches
+    _grad_norm: float | None
+    _clip_once: float | None
+    """To what norm the next gradient is clipped, where the user says it."""
+
+    # -- progress -----------------------------------------------------------------------------------
+
+    @property
+    def global_steps(self) -> int:
+        """Boundaries passed, skipped ones among them; after a resume, those that were committed."""
+        return self._state.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Boundaries at which the norm was not finite and nothing was updated."""
+        return self._state.skipped_steps
+
+    @property
+    def loss_scale(self) -> float:
+        """By which the loss of the next backward is multiplied: 1 but in fp16."""
+        return 1.0 if self._state.scaler is None else self._state.scaler.scale
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches of all boundaries passed."""
+        return self._state.micro_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all boundaries passed, on all ranks."""
+        return self._state.global_samples
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """The user's own: numbers, strings, lists and dicts. Each commit holds it, as it is when that of step k is
+        taken: at the first engine call after step k."""
+        return self._state.client_state
+
+    @client_state.setter
+    def client_state(self, value: dict[str, Any]) -> None:
+        self._state.client_state = value
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule that was given to `initialize`, or None."""
+        return self._state.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, value: Any) -> None:
+        self._state.lr_scheduler = value
+
+    def was_step_applied(self) -> bool:
+        """Whether the last boundary updated the weights; False before the first, and where the norm was not finite."""
+        return self._grad_norm is not None and not self.optimizer.overflow
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last boundary's gradient before the clip; None before the first."""
+        return self._grad_norm
+
+    @property
+    def micro_batches(self) -> int:
+        """Backwards since the last boundary."""
+        return self._micro.count
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step()` updates the weights."""
+        return self._micro.is_boundary(self._choices.accumulation)
+
+    # -- the optimizer ------------------------------------------------------------------------------
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group, as the next step will use it."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def set_lr(self, lr: float | Sequence[float]) -> None:
+        """Set the learning rate of all groups, or that of each; a schedule sets its own again when it steps."""
+        groups = self.optimizer.param_groups
+        rates: list[Any] = list(lr) if isinstance(lr, list | tuple) else [lr] * len(groups)
+        if len(rates) != len(groups):
+            raise UsageError(f"set_lr expects one number, or {len(groups)}, one for each group, got {len(rates)}")
+        for rate in rates:
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+                raise UsageError(f"set_lr expects a finite number of at least 0, got {rate!r}")
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = float(rate)
+
+    def get_mom(self) -> list[Any]:
+        """The betas of each group, or its momentum where the optimizer has no betas (SGD; 0.0 for Adagrad)."""
+        return [
+            group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in self.optimizer.param_groups
+        ]
+
+    def get_type(self) -> list[str]:
+        """The name of each group's optimizer, as the config would say it."""
+        return [self.optimizer.rule.title(group) for group in self.optimizer.param_groups]
+
+    def clip_grad_norm_(self, max_norm: float) -> None:
+        """Clip the gradient of the next step to `max_norm`, 0 for not at all, in place of gradient_clipping.
+
+        The norm is known when the step is made: `get_global_grad_norm()` after it.
+        """
+        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
+            raise UsageError(f"clip_grad_norm_ expects a number of at least 0, got {max_norm!r}")
+        self._clip_once = float(max_norm) if math.isfinite(max_norm) else 0.0
+
+    @property
+    def _clip(self) -> float:
+        """The largest norm of the next gradient; 0 leaves it as it is."""
+        return self._choices.clip if self._clip_once is None else self._clip_once
+
+    # -- the config ---------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config with its defaults and all three batch sizes, as JSON would have it: a copy, not to be set.
+
+        The model's own, where it has one, is `engine.module.config`.
+        """
+        choices = self._choices
+        return choices.config.model_dump(mode="json") | {
+            "train_batch_size": choices.total_batch_size,
+            "train_micro_batch_size_per_gpu": choices.micro_batch_size,
+            "gradient_accumulation_steps": choices.accumulation,
+        }
+
+    def zero_optimization_stage(self) -> int:
+        """The stage of ZeRO that the config names."""
+        return self._choices.config.zero_optimization.stage
+
+    def fp16_enabled(self) -> bool:
+        """Whether weights are fp16."""
+        return self._choices.config.dtype == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether weights are bf16."""
+        return self._choices.config.dtype == "bf16"
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self._choices.accumulation
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a micro-batch on this rank."""
+        return self._choices.micro_batch_size
+
+    def train_batch_size(self) -> int:
+        """Samples of a step on all ranks."""
+        return self._choices.total_batch_size
+
+    def deepspeed_io(
+        self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> Loader:
+        """A loader as that of `training_data`: this rank's rows of each batch, shuffled by the config's seed.
+
+        `batch_size` is that of one rank, the micro-batch's by default. Its position is in no commit; that of
+        `training_data` is.
+        """
+        check_length(dataset)
+        choices = self._choices
+        size = choices.micro_batch_size if batch_size is None else batch_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise UsageError(f"deepspeed_io expects a batch_size of at least 1, got {size!r}")
+        return load(dataset, size, self.global_rank, self.world_size, choices.seed, collate_fn, self.device)
+
+    # -- where it runs ------------------------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this process among those that train together."""
+        return 0 if self._parts.ranks is None else self._parts.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return 1 if self._parts.ranks is None else self._parts.ranks.size
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process among those of its machine, as its launcher says."""
+        return 0 if self._parts.ranks is None else int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def parameter_count(self) -> int:
+        """Elements of all parameters; a tied one counts once."""
+        return sum(segment.numel for layout in self._parts.layouts for segment in layout.segments)
+
+    @property
+    def host_memory(self) -> int:
+        """Bytes of the host arena: this engine's part of the host budget."""
+        return self._parts.arena.nbytes
+
+    @property
+    def device_memory(self) -> int:
+        """Bytes of the device arena: the device budget."""
+        return self._parts.pager.arena.nbytes
+
+    def io_bytes(self) -> IoBytes:
+        """Bytes read and written so far by the engine."""
+        queue = self._parts.queue
+        return IoBytes(0, 0) if queue is None else IoBytes(queue.read_bytes, queue.written_bytes)
+
+    def use_counts(self) -> Counts:
+        """How often units were used so far, found on the device, and used otherwise than foreseen."""
+        return self._parts.pager.counts()

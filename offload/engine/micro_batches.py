@@ -1,0 +1,97 @@
+"""Which micro-batches were run since the last boundary, and whether the next `step()` is one.
+
+by the count      a boundary every so many micro-batches, each of which ends with `step()`
+as told           `set_boundary` says it for the loop: then `step()` need not be called for each micro-batch, and
+                  backwards are counted instead
+`no_sync`         none in it; each backward of it is a micro-batch, with or without a `step()`
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from offload.errors import UsageError
+
+
+class MicroBatches:
+    """Counts the backwards of one engine, of which `backwards` gives how many there were so far."""
+
+    def __init__(self, backwards: Callable[[], int]) -> None:
+        self._backwards = backwards
+        self._before = 0
+        """Backwards before the last boundary."""
+        self._at_step = 0
+        """Backwards before the last call of `step()`."""
+        self._told: bool | None = None
+        """Whether the next `step()` is a boundary, as the user says; None where the count does."""
+        self._no_sync = 0
+        """Contexts of `no_sync` that are open."""
+        self._apart = False
+        """Whether there was one since the last boundary."""
+
+    @property
+    def count(self) -> int:
+        """Backwards since the last boundary."""
+        return self._backwards() - self._before
+
+    def is_boundary(self, accumulation: int) -> bool:
+        """Whether the next `step()` updates the weights."""
+        if self._no_sync:
+            return False
+        return self.count >= accumulation if self._told is None else self._told
+
+    def tell(self, is_boundary: bool | None) -> None:
+        """Have the user's word count, until another or None comes."""
+        if is_boundary is not None and not isinstance(is_boundary, bool):
+            raise UsageError(f"a boundary is True, False or None (by the count), got {is_boundary!r}")
+        self._told = is_boundary
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """No boundary inside."""
+        self._no_sync, self._apart = self._no_sync + 1, True
+        try:
+            yield
+        finally:
+            self._no_sync -= 1
+            self._at_step = self._backwards()
+
+    def end(self, accumulation: int) -> None:
+        """`step()` was called. Raises `UsageError` where it cannot be told how many micro-batches there were."""
+        since = self._backwards() - self._at_step
+        if since > 1 and accumulation > 1 and self._told is None and not self._no_sync:
+            raise UsageError(
+                f"{since} backwards ran since the last step(), gradient_accumulation_steps is {accumulation}: whether "
+                f"they are one micro-batch or {since} cannot be known. Call step() after every backward, or add the "
+                f"losses of a micro-batch up before backward()"
+            )
+        self._at_step = self._backwards()
+
+    def check_boundary(self, accumulation: int) -> None:
+        """Raise `UsageError` where a boundary cannot be now."""
+        count = self.count
+        if self._no_sync:
+            raise UsageError("no step is made inside of no_sync(): leave it before the backward that ends the step")
+        if self._told is not None:
+            if not self._told or not count:
+                why = (
+                    "set_gradient_accumulation_boundary(False) was called"
+                    if count
+                    else "no backward ran since the last"
+                )
+                raise UsageError(f"this is no boundary: {why}")
+        elif count < accumulation or (count > accumulation and accumulation > 1):
+            raise UsageError(
+                f"{count} backwards ran since the last boundary, gradient_accumulation_steps is {accumulation}; call "
+                f"step() after every backward, or set the accumulation to what the loop does"
+            )
+
+    def trained(self, accumulation: int) -> int:
+        """Micro-batches of the step that ends: with an accumulation of 1 several backwards are one, unless told."""
+        return accumulation if self._told is None and not self._apart else self.count
+
+    def reset(self) -> None:
+        """A boundary was passed, or the gradients since the last were dropped."""
+        self._before = self._at_step = self._backwards()
+        self._apart = self._no_sync > 0

@@ -1,0 +1,102 @@
+"""`torch_autocast`: fp32 weights under torch's autocast train as a plain loop does, with the same bits everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload.config import load_config
+from offload.errors import ConfigError
+from tests import models
+from tests.oracle import DTYPES, Job, PlainEngine, Result, assert_same, config, room_for, train_step
+
+MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
+ON = {"enabled": True, "dtype": "bfloat16"}
+
+
+class Checkpointed(models.Mixture):
+    """Its blocks are run again in the backward, where torch must cast again."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids) * self.scale
+        for block in self.blocks:
+            hidden = hidden + checkpoint(block, hidden, use_reentrant=False)
+        assert hidden.dtype == torch.float32 and block(hidden).dtype == torch.bfloat16
+        return self.head(hidden)
+
+
+JOBS = {
+    "tied and frozen": models.MIXTURE._replace(steps=4),
+    "gpt2 with dropout": models.DROPOUT._replace(steps=3, accumulation=2),
+    "checkpointing": models.MIXTURE._replace(model=Checkpointed, steps=3),
+}
+
+
+def train(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
+    torch.manual_seed(job.seed)
+    settings = config(job, placement, folder, **options) | {"torch_autocast": ON}
+    engine = offload.initialize(model=job.model(), config=settings)[0]
+    losses, norms = [], []
+    for step in range(job.steps):
+        losses.append(train_step(engine, job, step))
+        norms.append(engine.get_global_grad_norm())
+    weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy(remove=True)
+    return Result(losses, norms, weights)
+
+
+class PlainAutocast(PlainEngine):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_as_a_plain_loop_and_the_same_bits_everywhere(name: str, tmp_path: Path) -> None:
+    job = JOBS[name]
+    memory = train(job, MEMORY, tmp_path)
+    room = room_for(job, 2)
+    assert_same(memory, train(job, DISK, tmp_path, device_memory=room), "memory and disk with little room")
+    assert_same(memory, train(job, ("cpu", "nvme"), tmp_path), "memory and host")
+    plain = PlainAutocast(job)
+    for step, (loss, norm) in enumerate(zip(memory.losses, memory.norms, strict=True)):
+        expected = train_step(plain, job, step)
+        if not step:
+            assert loss == expected, "before the first update every bit is torch's"
+        assert loss == pytest.approx(expected, rel=2e-3)
+        assert norm == pytest.approx(plain.get_global_grad_norm(), rel=1e-2)
+    assert all(value.dtype != torch.bfloat16 for value in memory.weights.values())
+
+
+def test_it_is_on_inside_of_the_engine_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    settings = config(models.MIXTURE, DISK, tmp_path) | {"torch_autocast": ON}
+    engine = offload.initialize(model=models.Mixture(), config=settings)[0]
+    ids = models.tokens(0, 0, (2, 4), 61)
+    assert engine(ids).dtype == torch.bfloat16 and engine.module(ids).dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+    with pytest.raises(RuntimeError), torch.no_grad():
+        engine(ids.float())
+    assert not torch.is_autocast_enabled("cpu")
+    assert engine.config["torch_autocast"] == {"enabled": True, "dtype": "bf16"}
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_16_bit_weights_and_autocast_are_one_or_the_other(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"torch_autocast and {name} are both enabled"):
+        load_config({name: {"enabled": True}, "torch_autocast": ON})
+    assert load_config({name: {"enabled": True}, "torch_autocast": {"enabled": False}}).dtype == name
+    assert name in DTYPES
+
+
+def test_what_needs_a_loss_scale_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"torch_autocast\.dtype is fp16"):
+        load_config({"torch_autocast": {"enabled": True, "dtype": "float16"}})
+    with pytest.raises(ConfigError, match=r"torch_autocast\.dtype should be 'bf16' or 'fp16'"):
+        load_config({"torch_autocast": {"enabled": True, "dtype": "int8"}})
