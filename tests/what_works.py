@@ -37,7 +37,7 @@ TAIL = """
   `data_types.buffer_dtype`.
 * Frozen weights can be changed before `offload.initialize` only.
 * Modules that are added to the model after `offload.initialize` are not seen; parameters that were frozen then cannot
-  be unfrozen (refused).
+  be unfrozen (refused). What is to train later must be trainable then; freeze it afterwards.
 * Views of weights that live on (in a `ctx` attribute, in hooks that keep what they are given) hold room on the
   device. Units of different sizes that are needed at one time may need more than the sum of their sizes, since what is
   in use cannot be moved: `(2k - 1)` times the largest is always enough for `k` of them.

@@ -262,6 +262,11 @@ class Bindings:
         if unit.binding is not None:
             unit.binding.flat = None
             unit.binding = None
+        thawed = [place for place in unit.places if place.thawed]
+        for place in thawed:
+            place.parameter.requires_grad = False
+        if thawed:
+            raise thawed[0].cannot_train()
         if changed:
             error = UsageError(
                 f"parameter {changed[0]} was changed in place while its module ran, in a copy on the device that is "

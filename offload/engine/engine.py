@@ -389,6 +389,7 @@ class Engine(Facts):
             raise UsageError("no parameter of this model is trainable, so there is nothing to step")
         self._micro.check_boundary(self._choices.accumulation)
         self._state.registered.check_complete()
+        self.optimizer.check_groups()
         parts.bindings.settle()
         parts.updater.finish()
         parts.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ from offload.errors import ConfigError, UsageError
 from offload.swapper.states import ADAM
 
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
+_OTHER_GROUPS = (
+    "parameters cannot be added to the optimizer after offload.initialize, nor taken from it: give it all groups that "
+    "will ever train, and let requires_grad_(False) on their parameters keep them as they are until they shall"
+)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -34,19 +38,27 @@ class Optimizer(torch.optim.Optimizer):
         """Whether the last boundary was not applied, since its gradient norm was not finite."""
         self.loss_scale = 1.0
         """By which the loss of the next backward is multiplied; other than 1 in fp16 alone."""
+        self._taken: Set[int] = frozenset()
+        """The parameters that an engine took over, by id."""
         super().__init__([dict(group) for group in groups], dict(defaults))
         self._engine_zero_grad: Callable[[], None] | None = None
         self._replaced: torch.optim.Optimizer | None = None
 
     def attach(self, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
-        """Make `step` and `zero_grad` those of an engine."""
+        """Make `step` and `zero_grad` those of an engine, which trains the parameters of this moment."""
         self._engine_step, self._engine_zero_grad = step, zero_grad
+        self._taken = self.settings().keys()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is made: an engine trains the parameters that it took over."""
         if self._engine_step is not None:
-            raise UsageError("parameters cannot be added after offload.initialize: give all groups to it")
+            raise UsageError(_OTHER_GROUPS)
         super().add_param_group(param_group)
+
+    def check_groups(self) -> None:
+        """Raise `UsageError` where the groups, which a replaced optimizer shares, have other parameters by now."""
+        if self.settings().keys() != self._taken:
+            raise UsageError(_OTHER_GROUPS)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Apply the gradients of this boundary. Call `engine.step()`, which also counts micro-batches."""

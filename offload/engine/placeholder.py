@@ -94,6 +94,19 @@ class Place:
             return False
         return (self.parameter._version, self.parameter.data_ptr()) != (self._version, self._address)
 
+    @property
+    def thawed(self) -> bool:
+        """Whether a parameter that was frozen was told to train while it was bound, when nobody could refuse it."""
+        return not self.trainable and self.parameter.requires_grad
+
+    def cannot_train(self) -> UsageError:
+        """What `requires_grad_(True)` of a frozen parameter raises."""
+        return UsageError(
+            f"parameter {self.name} was frozen when offload.initialize took the model, so it has no optimizer states; "
+            f"set requires_grad before. What is to train later may be frozen after offload.initialize until then, and "
+            f"stays as it is meanwhile"
+        )
+
     def unbind(self) -> None:
         """Make the parameter a placeholder."""
         if not self.bound:
@@ -400,10 +413,7 @@ def _set_requires_grad(func: Any, tensor: Any, value: bool = True) -> Any:
             f"of its own"
         )
     if value and not place.trainable:
-        raise UsageError(
-            f"parameter {place.name} was frozen when offload.initialize took the model, so it has no optimizer states; "
-            f"set requires_grad before"
-        )
+        raise place.cannot_train()
     return _plainly(func, tensor, value)
 
 

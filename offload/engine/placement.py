@@ -214,7 +214,7 @@ def _needs(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, homes: H
         numel = min(numel, max(wish.tile, TILE_STEP))
     step = TILE_BUFFERS * TILE_STEP * element_bytes
     small, large = (
-        align_up(TILE_BUFFERS * min(numel * element_bytes, nbytes), step) or step
+        (align_up(TILE_BUFFERS * min(numel * element_bytes, nbytes), step) or step) if numel else 0
         for nbytes in (_TILE_NBYTES[0], _TILE_NBYTES[-1])
     )
     largest = max((n for _, n in _disk_weights(parts, homes)), default=0)

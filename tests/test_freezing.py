@@ -1,0 +1,232 @@
+"""`requires_grad` and groups after `initialize`: what torch does, or an error that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.errors import UsageError
+from tests import models
+from tests.oracle import Job, PlainEngine, config, run, start, train_step
+from tests.test_modules import Layers
+
+DISK = ("nvme", "nvme")
+JOB = Job(Layers, models.mixture_loss, steps=8)
+TWO = JOB._replace(accumulation=2, steps=4)
+AREA = "Freezing and groups, after `offload.initialize`"
+
+
+def gradually(engine: Any) -> list[float]:
+    """Whole modules, one parameter of a unit, what is behind the loss and what is before it."""
+    model, losses = engine.module, []
+    for step in range(JOB.steps):
+        if step == 0:
+            model.requires_grad_(False)
+            model.head.requires_grad_(True)
+        elif step == 2:
+            model.layers[2].requires_grad_(True)
+            model.layers[1].weight.requires_grad_(True)
+        elif step == 4:
+            model.requires_grad_(True)
+            model.layers[0].requires_grad_(False)
+        elif step == 6:
+            model.layers[0].requires_grad_(True)
+            model.embedding.requires_grad_(False)
+        losses += [train_step(engine, JOB, step), engine.get_global_grad_norm()]
+    return losses
+
+
+def between_forward_and_backward(engine: Any) -> list[float]:
+    losses = []
+    for step in range(4):
+        loss = JOB.loss(engine, step, 0)
+        engine.module.layers[1].requires_grad_(step % 2 == 0)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def between_micro_batches(engine: Any) -> list[float]:
+    """What was added before counts, as in torch: its optimizers ask for the gradient alone."""
+    losses = []
+    for step in range(TWO.steps):
+        for micro in range(2):
+            loss = TWO.loss(engine, step, micro)
+            engine.backward(loss)
+            if micro == 0:
+                engine.module.layers[1].requires_grad_(step % 2 == 0)
+            engine.step()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+LOOPS: dict[str, tuple[Callable[[Any], list[float]], Job]] = {
+    "layers frozen and unfrozen between steps: no gradient, no decay, no step": (gradually, JOB),
+    "frozen between a forward and its backward": (between_forward_and_backward, JOB),
+    "frozen between two micro-batches": (between_micro_batches, TWO),
+}
+ROWS = [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in LOOPS]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ROWS)
+def test_as_pytorch(name: str, dtype: str, tmp_path: Path) -> None:
+    loop, job = LOOPS[name]
+    job = job._replace(dtype=dtype)
+    found = []
+    for placement in (DISK, ("none", "none")):
+        engine = start(job, placement, tmp_path / "-".join(placement))
+        losses = loop(engine)
+        found.append((losses, {key: value.clone() for key, value in engine.module.state_dict().items()}))
+        counts = {
+            segment.name: count
+            for layout, mine in zip(engine._parts.layouts, engine._state.parameter_steps, strict=True)
+            for segment, count in zip(layout.segments, mine, strict=True)
+        }
+        engine.destroy(remove=True)
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][key], value) for key, value in found[1][1].items())
+    if loop is gradually:
+        assert [counts[name] for name in ("head.weight", "layers.2.bias", "layers.1.weight", "layers.1.bias")] == [
+            8,
+            6,
+            6,
+            4,
+        ]
+        assert [counts[name] for name in ("layers.0.weight", "embedding.weight")] == [2, 2]
+    if dtype == "fp32":
+        plain = PlainEngine(job)
+        assert found[0][0] == pytest.approx(loop(plain), rel=1e-5)
+        for key, value in plain.module.state_dict().items():
+            torch.testing.assert_close(found[0][1][key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_frozen_meanwhile_is_resumed(tmp_path: Path) -> None:
+    """It has its states all the while; how it is frozen is the loop's to say, as in torch."""
+
+    def part(resume: Any, steps: range) -> tuple[list[float], dict[str, torch.Tensor]]:
+        engine = start(JOB, DISK, tmp_path / "run", resume=resume)
+        losses = []
+        for step in steps:
+            engine.module.layers[1].requires_grad_(step not in (2, 3, 4))
+            losses.append(train_step(engine, JOB, step))
+        weights = {key: value.clone() for key, value in engine.module.state_dict().items()}
+        engine.destroy(remove=steps.stop == JOB.steps)
+        return losses, weights
+
+    whole = part("never", range(JOB.steps))
+    first, second = part("never", range(4)), part("auto", range(4, JOB.steps))
+    assert first[0] + second[0] == whole[0]
+    assert all(torch.equal(second[1][key], value) for key, value in whole[1].items())
+
+
+def test_nothing_left_to_train(tmp_path: Path) -> None:
+    engine = start(JOB, DISK, tmp_path / "frozen")
+    engine.module.requires_grad_(False)
+    with pytest.raises(UsageError, match="does not depend on any trainable parameter"):
+        train_step(engine, JOB, 0)
+    engine.module.requires_grad_(True)
+    losses = [train_step(engine, JOB, step) for step in range(JOB.steps)]
+    engine.destroy(remove=True)
+    assert losses == run(JOB, DISK, tmp_path / "plain").losses
+
+
+class Thawing(Layers):
+    """Its forward unfreezes what was frozen."""
+
+    thaws = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].requires_grad_(False)
+        self.layers[1].register_forward_pre_hook(lambda module, _: module.requires_grad_(self.thaws) and None)
+
+
+@pytest.mark.works(AREA, "what was frozen at `initialize` unfrozen, between steps or inside of a forward", "refused")
+def test_what_was_frozen_cannot_train(tmp_path: Path) -> None:
+    job = JOB._replace(model=Thawing)
+    engine = start(job, DISK, tmp_path / "thawing")
+    losses = [train_step(engine, job, 0)]
+    for _ in range(2):
+        engine.module.thaws = True
+        with pytest.raises(UsageError, match=r"layers\.1\.weight was frozen .* set requires_grad before"):
+            train_step(engine, job, 1)
+        engine.module.thaws = False
+    with pytest.raises(UsageError, match=r"layers\.1\.weight was frozen"):
+        engine.module.layers[1].requires_grad_(True)
+    assert not engine.module.layers[1].weight.requires_grad
+    losses += [train_step(engine, job, step) for step in range(1, job.steps)]
+    engine.destroy(remove=True)
+    assert losses == run(job, DISK, tmp_path / "plain").losses
+
+
+def add(optimizer: Any) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def remove(optimizer: Any) -> None:
+    del optimizer.param_groups[1]
+
+
+def undo(optimizer: Any, groups: list[Any]) -> None:
+    optimizer.param_groups[:] = groups
+
+
+@pytest.mark.works(AREA, "groups added to the optimizer, or taken from it", "refused")
+@pytest.mark.parametrize("change", [add, remove])
+@pytest.mark.parametrize("own", [True, False], ids=["that was given", "that came back"])
+def test_groups_stay(change: Callable[[Any], None], own: bool, tmp_path: Path) -> None:
+    """Said when it is done or, of the torch optimizer that was given, at the next step, which can then be taken."""
+    torch.manual_seed(JOB.seed)
+    model = Layers()
+    groups = [{"params": list(part.parameters())} for part in (model.embedding, model.layers, model.head)]
+    given = torch.optim.AdamW(groups, lr=JOB.lr, weight_decay=JOB.weight_decay)
+    content = config(JOB, DISK, tmp_path / "changed")
+    del content["optimizer"]
+    engine, mine, *_ = offload.initialize(model=model, optimizer=given, config=content)
+    losses = [train_step(engine, JOB, 0)]
+    optimizer = given if own else mine
+    kept = list(optimizer.param_groups)
+    loss = JOB.loss(engine, 1, 0)
+    engine.backward(loss)
+    with pytest.raises(UsageError, match=r"cannot be added .* requires_grad_\(False\)"):
+        change(optimizer)
+        engine.step()
+    undo(optimizer, kept)
+    engine.step()
+    losses.append(float(loss.detach()))
+    losses += [train_step(engine, JOB, step) for step in range(2, JOB.steps)]
+    engine.destroy(remove=True)
+    assert losses == run(JOB, DISK, tmp_path / "plain").losses
+
+
+@pytest.mark.works("Graphs", "`loss.backward()` while micro-batches accumulate: added as it is, never divided", "right")
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_plain_backward_is_never_divided(mixed: bool, tmp_path: Path) -> None:
+    expected = run(TWO, DISK, tmp_path / "divided")
+    engine = start(TWO, DISK, tmp_path / "plain")
+    for step in range(TWO.steps):
+        for micro in range(2):
+            loss = TWO.loss(engine, step, micro)
+            if mixed and micro == 0:
+                engine.backward(loss)
+            else:
+                (loss / 2).backward()
+            engine.step()
+        assert engine.get_global_grad_norm() == expected.norms[step]
+    weights = engine.module.state_dict()
+    assert all(torch.equal(weights[key], value) for key, value in expected.weights.items())
+    JOB.loss(engine, 9, 0).backward()
+    engine.step()
+    JOB.loss(engine, 9, 1).backward()
+    JOB.loss(engine, 9, 1).backward()
+    with pytest.raises(UsageError, match="2 backwards ran since the last step"):
+        engine.step()
+    engine.destroy(remove=True)
