@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from offload import kernels
-from offload.engine.placement import TILE_STEP
 from offload.kernels import LambSegment, LambStep, Partition
+from offload.kernels.lamb import BLOCK
 
 
 class Trust:
@@ -47,7 +47,7 @@ class Trust:
 
 
 def _moments(partition: Partition, segment: kernels.Segment, start: int) -> list[torch.Tensor]:
-    first = min(segment.stop, -(-(start + segment.start) // TILE_STEP) * TILE_STEP - start)
+    first = min(segment.stop, -(-(start + segment.start) // BLOCK) * BLOCK - start)
     cuts = [(segment.start, first), (first, segment.stop)]
     pieces = [LambSegment(begin, end, _step(segment)) for begin, end in cuts if begin < end]
     return kernels.lamb_moments(partition, pieces)

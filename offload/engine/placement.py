@@ -23,17 +23,18 @@ from offload.engine.homes import (
     with_home,
 )
 from offload.errors import BudgetError
+from offload.kernels.lamb import BLOCK as LAMB_BLOCK
 from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.swapper.arena import check_budget
 from offload.swapper.host import TILE_BUFFERS, Classes
 from offload.swapper.residency import Tier
-from offload.swapper.states import Mode, State
+from offload.swapper.states import LAMB, Mode, State
 
 STAGING_BUFFERS = 3
 WINDOWS = 3
 """Buffers of gradients that spill: one is filled while the others are written."""
-TILE_STEP = 4096
-"""Elements: 8192 bytes of the smallest state, and a block of the sums of LAMB."""
+_TILE_STEP = 2048
+"""Elements: 4096 bytes of the smallest state."""
 CHUNK = 1 << 22
 """Elements of a parameter's gradient that are added, and whose squares are summed, at a time: everywhere the same."""
 
@@ -158,7 +159,7 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
         raised,
         classes,
         device_nbytes,
-        classes.tiles // TILE_BUFFERS // _tile_element_bytes(parts, mode, homes) // TILE_STEP * TILE_STEP,
+        classes.tiles // TILE_BUFFERS // _tile_element_bytes(parts, mode, homes) // tile_step(mode) * tile_step(mode),
         _window_nbytes(parts, homes) // parts.gradient_dtype.itemsize,
         tuple(notices),
     )
@@ -211,8 +212,8 @@ def _needs(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, homes: H
     element_bytes = _tile_element_bytes(parts, mode, homes)
     numel = max(parts.trainable_numel, default=0)
     if wish.tile is not None:
-        numel = min(numel, max(wish.tile, TILE_STEP))
-    step = TILE_BUFFERS * TILE_STEP * element_bytes
+        numel = min(numel, max(wish.tile, tile_step(mode)))
+    step = TILE_BUFFERS * tile_step(mode) * element_bytes
     small, large = (
         (align_up(TILE_BUFFERS * min(numel * element_bytes, nbytes), step) or step) if numel else 0
         for nbytes in (_TILE_NBYTES[0], _TILE_NBYTES[-1])
@@ -233,13 +234,18 @@ def _cut(parts: Partitions, wish: Wish, mode: Mode, homes: Homes, need: _Need, b
     room = budget - sum(least)
     weights = min(most.weights, (least.weights + room) // (2 * PAGE) * (2 * PAGE))
     room -= weights - least.weights
-    step = TILE_BUFFERS * TILE_STEP * _tile_element_bytes(parts, mode, homes)
+    step = TILE_BUFFERS * tile_step(mode) * _tile_element_bytes(parts, mode, homes)
     tiles = min(most.tiles, (least.tiles + room) // step * step)
     room -= tiles - least.tiles
     cache = _cacheable(parts, homes, weights)
     if wish.host_memory is None or wish.cached_weights is not None:
         cache = min(cache, max((wish.cached_weights or 0) * mode.weight_dtype.itemsize - weights, 0))
     return least._replace(tiles=tiles, weights=weights, cache=min(cache, room) // PAGE * PAGE)
+
+
+def tile_step(mode: Mode) -> int:
+    """Elements of which a tile has a whole number: LAMB sums squares block by block."""
+    return LAMB_BLOCK if mode.optimizer == LAMB else _TILE_STEP
 
 
 def _tile_element_bytes(parts: Partitions, mode: Mode, homes: Homes) -> int:
