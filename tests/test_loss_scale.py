@@ -190,6 +190,20 @@ def test_a_plain_backward_must_be_scaled(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+def test_each_backward_of_a_step_must_be_scaled(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, {"loss_scale": 64})
+    rows = torch.ones(8, dtype=torch.float16)
+    engine.backward(engine(rows))
+    with pytest.raises(UsageError, match="for each backward"):
+        engine(rows).backward()
+    one, other = engine.scale(engine(rows)), engine.scale(engine(rows))
+    one.backward()
+    other.backward()
+    engine.step()
+    assert torch.allclose(weights(engine), torch.full((8,), 0.2), atol=1e-3)
+    engine.destroy(remove=True)
+
+
 def test_elsewhere_a_scale_is_one(tmp_path: Path) -> None:
     job = models.GPT2
     engine = start(job, DISK, tmp_path)

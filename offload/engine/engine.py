@@ -94,8 +94,8 @@ class Engine(Facts):
         self._unforeseen = 0
         self._micro = MicroBatches(lambda: parts.hooks.backward_count)
         self._decider = Decider(parts.layouts, parts.trainable, module, optimizer)
-        self._scaled = False
-        """Whether a backward is of a loss that was multiplied by the loss scale."""
+        self._scaled = 0
+        """Losses that were multiplied by the loss scale, and whose backward has not begun."""
         optimizer.attach(self._boundary, self.zero_grad)
         self._edited = False
         module.__dict__["zero_grad"] = _ZeroGrad(module, self.zero_grad)
@@ -156,7 +156,7 @@ class Engine(Facts):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale, for a `backward()` of one's own; it is as it was outside of fp16."""
-        self._scaled = True
+        self._scaled += 1
         return loss if self._state.scaler is None else loss.float() * self._state.scaler.scale
 
     def step(self) -> None:
@@ -445,7 +445,7 @@ class Engine(Facts):
         """Count the step and schedule its updates; drop its gradients where it is skipped or `refused`."""
         micro_batches = self._micro.trained(self._choices.accumulation)
         self._micro.reset()
-        self._scaled = False
+        self._scaled = 0
         if refused:
             self._parts.gradients.clear()
             return
@@ -547,8 +547,9 @@ class Engine(Facts):
         if self._state.scaler is not None and not self._scaled:
             raise UsageError(
                 f"in fp16 the loss must be multiplied by the loss scale, {self.loss_scale:g} now: call "
-                f"engine.backward(loss), or engine.scale(loss).backward()"
+                f"engine.backward(loss), or engine.scale(loss).backward(), for each backward"
             )
+        self._scaled = max(self._scaled - 1, 0)
 
     def _check(self) -> None:
         """Raise where this engine cannot be used any more."""

@@ -26,6 +26,7 @@ params say now counts after a resume, so that a longer run can be asked for.
 
 from __future__ import annotations
 
+import abc
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +50,7 @@ from offload.errors import ConfigError
 logger = logging.getLogger("offload")
 
 
-class Schedule:
+class Schedule(abc.ABC):
     """Sets `lr` of each group of an optimizer; what all schedules of DeepSpeed have in common."""
 
     PEAK: ClassVar[str] = ""
@@ -107,10 +108,11 @@ class Schedule:
 
     def _begin(self) -> None:
         """Check the params against the groups."""
+        return  # most have nothing to check
 
+    @abc.abstractmethod
     def _lrs(self, steps: int) -> list[float]:
         """The learning rates after so many steps."""
-        raise NotImplementedError
 
     def _of_each(self, name: str) -> list[float]:
         """The params' `name` for each group; "auto" is the group's own learning rate."""

@@ -291,10 +291,11 @@ class Updater:
         for state, dtype in self._mode.states.items():
             end = offset + (stop - start) * dtype.itemsize
             pieces[state] = self._piece(job, state, start, stop, buffer, offset, end, reads)
-            resident = self._resident(job, state)
-            if job.weighing and resident is not None and state in self._mode.moments:  # they stay as they are
-                work = buffer.tensor(torch.uint8)[offset:end].view(dtype)
-                pieces[state] = _Piece(state, work, resident.tensor[start:stop], None)
+            if job.weighing and state in self._mode.moments:
+                resident = self._resident(job, state)
+                if resident is not None:  # it stays as it is
+                    work = buffer.tensor(torch.uint8)[offset:end].view(dtype)
+                    pieces[state] = _Piece(state, work, resident.tensor[start:stop], None)
             offset = align_up(end)
         gradient = None
         if job.update.segments:
