@@ -246,12 +246,12 @@ def room_for(job: Job, units: int) -> int:
 
 def small_pieces(monkeypatch: Any) -> None:
     """For tiny models: tiny pieces of a gradient, of a unit that streams, and of an update."""
-    from offload.engine import gradients, placement, reduction, updater
+    from offload.engine import gradients, placement, reduction
     from offload.swapper import simulate_updater
 
     for module in (placement, gradients, reduction):
         monkeypatch.setattr(module, "CHUNK", 1024)
-    for module in (placement, updater, simulate_updater):
+    for module in (placement, simulate_updater):
         monkeypatch.setattr(module, "TILE_BUFFERS", 3)  # else tiles are most of a tiny budget
     monkeypatch.setattr(placement, "_WINDOW_NBYTES", 8192)
     monkeypatch.setattr(placement, "_STREAM_NBYTES", 8192)

@@ -143,21 +143,6 @@ def test_an_optimizer_that_is_passed_is_that_of_the_config(make: Any, name: str,
     assert losses == run(job, DISK, tmp_path / "other").losses
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda p: torch.optim.RMSprop(p), "RMSprop"),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True"),
-        (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), "maximize=True"),
-        (lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1), "initial_accumulator_value=0.1"),
-    ],
-)
-def test_what_no_kernel_does_is_refused(make: Any, words: str, tmp_path: Path) -> None:
-    model = torch.nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match=words):
-        offload.initialize(model=model, optimizer=make(model.parameters()), config={})
-
-
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.Adagrad(model.parameters())

@@ -111,6 +111,8 @@ def tensors_of(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, froze
         trainable = layout.trainable_stop // world_size
         for state, dtype in mode.states.items():
             numel = layout.numel // world_size if state is State.WEIGHT and frozen else trainable
+            if state is State.PACKED:
+                numel = layout.packed_numel
             if numel:
                 found[tensor_name(unit, state)] = Tensor(dtype, (numel,))
     return found

@@ -14,12 +14,12 @@ import torch
 
 from offload.engine.checkpoint_files import tensor_name
 from offload.engine.checkpoint_load import Found, Wish, open_states
-from offload.engine.checkpoint_map import Run, overlaps, runs
+from offload.engine.checkpoint_map import Run, overlaps, packed_runs, runs
 from offload.engine.flow import BUFFER_NBYTES, flow, flow_buffers
 from offload.engine.held import Held
 from offload.engine.layout import Segment
 from offload.engine.masters import join, split
-from offload.engine.pieces import pieces
+from offload.engine.pieces import Piece, pieces
 from offload.swapper.states import State
 from offload.swapper.store import Future, Queue
 
@@ -47,6 +47,7 @@ class Filling:
     def __init__(self, found: Found, held: Held, wish: Wish, queue: Queue) -> None:
         self._found, self._held, self._states, self._queue = found, held, wish.states, queue
         self._runs = [runs(layout, found.saved) for layout in held.layouts]
+        self._packed_runs = [packed_runs(layout, found.saved) for layout in held.layouts]
         self._buffers = flow_buffers()
         self._files = open_states(found)
 
@@ -140,7 +141,7 @@ class Filling:
                 continue
             futures.append(store.write(piece.unit, state, slot, start, memory))
             written[piece.unit].setdefault(state, []).append((start, futures[-1]))
-            if self._two_slots and 0 < trainable <= piece.start:
+            if self._two_slots and state is State.WEIGHT and 0 < trainable <= piece.start:
                 # Updates write the trainable part alone, so what lies behind it must be in both slots.
                 held.pager.table.rewritten = True
                 futures.append(store.write(piece.unit, state, 1 - slot, start, memory))
@@ -152,15 +153,16 @@ class Filling:
         moves = store is not None and self._slot(unit) != store.newest[unit]
         mine = self._held.mode.weights
         for state in self._held.states(unit) if share else ():
+            part = range(self._held.layouts[unit].packed_numel) if state is State.PACKED else share
             if state in mine:
                 if not self._converts:
                     yield from self._cut(unit, (state,), 0, share)
                 elif state is State.WEIGHT:
                     yield from self._cut(unit, tuple(mine), 0, share)
             elif self._states:
-                yield from self._cut(unit, (state,), 0, share)
+                yield from self._cut(unit, (state,), 0, part)
             elif moves and self._held.stored(unit, state):
-                yield from (each._replace(kept=True) for each in self._cut(unit, (state,), 0, share))
+                yield from (each._replace(kept=True) for each in self._cut(unit, (state,), 0, part))
 
     def _cut(
         self, unit: int, targets: tuple[State, ...], start: int, share: range, room: int = BUFFER_NBYTES
@@ -196,7 +198,8 @@ class Filling:
         return sides[1], sides[0]
 
     def _overlaps(self, piece: _Work) -> list[Run]:
-        return overlaps(self._runs[piece.unit], piece.first, piece.first + piece.stop - piece.start)
+        found = self._packed_runs if piece.targets == (State.PACKED,) else self._runs
+        return overlaps(found[piece.unit], piece.first, piece.first + piece.stop - piece.start)
 
     def _begin(self, piece: _Work, buffer: memoryview) -> Sequence[Future]:
         """Read what the checkpoint has, and of what it has not what is there now; the rest is zero."""
@@ -235,7 +238,11 @@ class Filling:
         itemsize = found.mode.states[state].itemsize
         segment = Segment("", (), source.start, run.stop - run.start, source.trainable)
         place = found.places[tensor_name(source.unit, state)]
-        for piece in pieces(found.layouts[source.unit], found.manifest.world_size, segment):
+        if state is State.PACKED:  # of one rank
+            parts = iter([Piece(0, 0, source.start, segment.numel)])
+        else:
+            parts = pieces(found.layouts[source.unit], found.manifest.world_size, segment)
+        for piece in parts:
             first = (start + piece.position) * itemsize
             yield self._queue.read(
                 self._files[piece.rank],

@@ -29,6 +29,7 @@ from offload.engine.flow import BUFFER_NBYTES, flow, flow_buffers
 from offload.engine.held import Held
 from offload.engine.layout import Segment, UnitLayout
 from offload.engine.masters import KEPT
+from offload.engine.packed import Kept
 from offload.engine.progress import Progress
 from offload.engine.tensor_file import Place, read_header
 from offload.errors import IoError, StoreError
@@ -138,6 +139,18 @@ def check_fits(found: Found, held: Held, wish: Wish, names: set[str], buffers: M
             f"{what} is of mode {found.mode.name}, this engine is of mode {held.mode.name}, so the optimizer's states "
             f"are not the same: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"
         )
+    for segment in (segment for layout in held.layouts for segment in layout.segments if wish.states):
+        kept = found.saved[segment.name][1].kept if segment.name in found.saved else segment.kept
+        if kept != segment.kept:
+            raise StoreError(
+                f"{what} has other states of {segment.name}, {_names(kept)}, than this optimizer keeps, "
+                f"{_names(segment.kept)}: load the weights alone (load_optimizer_states=False), or give the same "
+                f"optimizer"
+            )
+
+
+def _names(kept: Sequence[Kept]) -> str:
+    return ", ".join(each.name for each in kept) or "none"
 
 
 def check_progress(found: Found, wish: Wish, groups: int, schedule: Any) -> None:

@@ -85,6 +85,17 @@ def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[R
     return found
 
 
+def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[Run]:
+    """The same of what an optimizer of torch keeps, in words of the PACKED partitions, parameter after parameter."""
+    found: list[Run] = []
+    for segment in layout.segments:
+        place = saved.get(segment.name)
+        has = place is not None and place[1].kept == segment.kept
+        source = Source(place[0], place[1].packed.start, True) if place is not None and has else None
+        found.append(Run(segment.packed.start, segment.packed.stop, source))
+    return found
+
+
 def _joins(one: Run, other: Run, border: int) -> bool:
     """Whether `other` follows in the checkpoint as it does here, within the same stretch of both."""
     if one.saved is None or other.saved is None or one.start < border <= other.start:

@@ -9,6 +9,7 @@ from torch import nn
 from offload import kernels
 from offload.engine.layout import UnitLayout
 from offload.engine.optimizer import Optimizer
+from offload.engine.torch_steps import TorchSegment, TorchStep
 from offload.engine.updater import UnitUpdate
 
 
@@ -41,7 +42,7 @@ class Decider:
         settings = self._optimizer.settings()
         updates: dict[int, UnitUpdate] = {}
         for unit, part in enumerate(self._trainable):
-            segments: list[kernels.Segment] = []
+            segments: list[kernels.Segment | TorchSegment] = []
             for position in sorted(present[unit]):
                 counts[unit][position] += 1
                 segment = self._layouts[unit].segments[position]
@@ -49,7 +50,10 @@ class Decider:
                 group = settings[id(self._parameters[unit][position])]
                 step = self._optimizer.rule.step(group, counts[unit][position], scale)
                 if start < stop:
-                    segments.append(kernels.Segment(start, stop, step))
+                    if isinstance(step, TorchStep):
+                        segments.append(TorchSegment(start, stop, step))
+                    else:
+                        segments.append(kernels.Segment(start, stop, step))
             if present[unit]:
                 updates[unit] = UnitUpdate(unit, len(part), tuple(segments))
         first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from offload.engine.layout import Segment, UnitLayout
+from offload.engine.layout import Segment, UnitLayout, with_kept
+from offload.engine.packed import Kept
 from offload.swapper.states import Mode
 
 
@@ -24,29 +25,46 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> dict
                 "name": layout.name,
                 "numel": layout.numel,
                 "trainable": layout.trainable_stop,
-                "parameters": [
-                    {"name": s.name, "shape": list(s.shape), "start": s.start, "trainable": s.trainable}
-                    for s in layout.segments
-                ],
+                "parameters": [_described(segment) for segment in layout.segments],
             }
             for layout in layouts
         ],
     }
 
 
+def _described(segment: Segment) -> dict[str, Any]:
+    found = {
+        "name": segment.name,
+        "shape": list(segment.shape),
+        "start": segment.start,
+        "trainable": segment.trainable,
+    }
+    if segment.kept:
+        found["packed"] = [[each.name, each.kind, list(each.shape)] for each in segment.kept]
+    return found
+
+
 def described_layouts(description: Mapping[str, Any]) -> tuple[UnitLayout, ...]:
     """The layouts that `describe` was given."""
     return tuple(
-        UnitLayout(
-            unit["name"],
-            tuple(
-                Segment(each["name"], tuple(each["shape"]), each["start"], _numel(each["shape"]), each["trainable"])
-                for each in unit["parameters"]
-            ),
-            unit["numel"],
-            unit["trainable"],
-        )
+        with_kept(_described_layout(unit), {each["name"]: _kept(each) for each in unit["parameters"]})
         for unit in description["units"]
+    )
+
+
+def _kept(parameter: Mapping[str, Any]) -> tuple[Kept, ...]:
+    return tuple(Kept(name, kind, tuple(shape)) for name, kind, shape in parameter.get("packed", ()))
+
+
+def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
+    return UnitLayout(
+        unit["name"],
+        tuple(
+            Segment(each["name"], tuple(each["shape"]), each["start"], _numel(each["shape"]), each["trainable"])
+            for each in unit["parameters"]
+        ),
+        unit["numel"],
+        unit["trainable"],
     )
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload.engine.layout import UnitLayout
+from offload.engine.layout import WORD, UnitLayout
 from offload.sizes import align_up, format_size
 from offload.swapper.residency import Tier
 from offload.swapper.states import Mode, State
@@ -37,6 +37,8 @@ class Partitions(NamedTuple):
     gradient_dtype: torch.dtype
     alone: bool
     """Whether this is the only rank."""
+    largest_parameter: int = 0
+    """Elements of the largest one that trains."""
 
     @property
     def largest_unit(self) -> int:
@@ -73,6 +75,9 @@ def partitions(
         row = {State.WEIGHT: weights * mode.weight_dtype.itemsize}
         if numel:
             row |= {state: numel * dtype.itemsize for state, dtype in mode.states.items() if state is not State.WEIGHT}
+            if State.PACKED in row:
+                row[State.PACKED] = layout.packed_numel * WORD
+            row = {state: nbytes for state, nbytes in row.items() if nbytes}
             row[State.GRAD] = numel * gradient_dtype.itemsize
         rows.append(row)
     itemsize = mode.weight_dtype.itemsize
@@ -83,6 +88,7 @@ def partitions(
         max((layout.trainable_stop * itemsize for layout in layouts), default=0),
         gradient_dtype,
         world_size == 1,
+        max((s.numel for layout in layouts for s in layout.segments if s.trainable), default=0),
     )
 
 
@@ -109,6 +115,7 @@ _DOWN = (
     State.EXP_AVG,
     State.SUM,
     State.MOMENTUM_BUFFER,
+    State.PACKED,
     State.RESIDUAL,
     State.MASTER,
     State.WEIGHT,

@@ -29,7 +29,7 @@ from offload.engine.loader import Loader, check_length, load
 from offload.engine.loss_scale import LossScaler
 from offload.engine.meter import Meter
 from offload.engine.monitor import check_monitor, make_reporter
-from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch, no_optimizer
+from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch, kept_by, no_optimizer
 from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.placeholder import Place
 from offload.engine.placement import WINDOWS
@@ -41,6 +41,7 @@ from offload.engine.rounds import Rounds
 from offload.engine.saved import SavedTensors
 from offload.engine.schedules import choose
 from offload.engine.spill import Spill, windows
+from offload.engine.torch_steps import Stepper
 from offload.engine.updater import Updater
 from offload.engine.watch import measure, watch
 from offload.engine.weights import Weights
@@ -130,9 +131,9 @@ def _initialize(
 ) -> Initialized:
     batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
     chosen = _optimizer(loaded, model, optimizer, model_parameters)
-    plan = decide(loaded, batch, model, device, ranks, chosen.rule.name)
+    plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept_by(chosen, model))
     schedule, notices = choose(loaded.scheduler, lr_scheduler, chosen)
-    plan = plan._replace(notices=(*plan.notices, *notices))
+    plan = plan._replace(notices=(*plan.notices, *notices, *chosen.notices()))
     loader = None
     if training_data is not None:
         loader = load(
@@ -223,7 +224,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
                 store.create(over=plan.resume)
                 if plan.ranks is not None:  # the first commit says that nobody has anything of an earlier run any more
                     plan.ranks.share(None, "make its store")
-        parts = _fill(plan, model, queue, store, resume=progress is not None)
+        parts = _fill(plan, model, optimizer, queue, store, resume=progress is not None)
         parts = _measured(plan, watch(parts, timeline, model, plan.units.sites))
         notices = (
             *plan.notices,
@@ -323,18 +324,31 @@ def _check_fits(progress: Progress, model: nn.Module, optimizer: Optimizer) -> N
         )
 
 
-def _fill(plan: Plan, model: nn.Module, queue: SharedQueue | None, store: Store | None, resume: bool) -> Parts:
+def _fill(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: Optimizer,
+    queue: SharedQueue | None,
+    store: Store | None,
+    resume: bool,
+) -> Parts:
     """Map the arenas, take the model's weights over, start the worker, install the hooks."""
     host = HostArena(plan.placement.classes, plan.device, process_memory(), plan.config.offload.host_memory)
     try:
-        return _fill_from(plan, model, host, queue, store, resume)
+        return _fill_from(plan, model, optimizer, host, queue, store, resume)
     except BaseException:
         host.close()
         raise
 
 
 def _fill_from(
-    plan: Plan, model: nn.Module, host: HostArena, queue: SharedQueue | None, store: Store | None, resume: bool
+    plan: Plan,
+    model: nn.Module,
+    optimizer: Optimizer,
+    host: HostArena,
+    queue: SharedQueue | None,
+    store: Store | None,
+    resume: bool,
 ) -> Parts:
     placement, device = plan.placement, plan.device
     arena = DeviceArena(placement.device_nbytes, device, plan.config.offload.debug.poison)
@@ -371,8 +385,24 @@ def _fill_from(
     weights = Weights(model, plan.layouts, places, pager, hooks, dtype)
     updater = None
     if any(plan.parts.trainable_numel):
+        stepper = None
+        if placement.scratch_nbytes:
+            scratch = host.tiles.take(placement.scratch_nbytes)
+            assert scratch is not None and optimizer.replaced is not None
+            stepper = Stepper(optimizer.replaced, plan.layouts, scratch.tensor(torch.float32))
         updater = Updater(
-            plan.mode, sizes, pager, host, device, store, residents, gradients, placement.tile_numel, plan.commit_every
+            plan.mode,
+            sizes,
+            pager,
+            host,
+            device,
+            store,
+            residents,
+            gradients,
+            placement.tile_numel,
+            placement.tile_buffers,
+            plan.commit_every,
+            stepper,
         )
     return Parts(
         hooks,

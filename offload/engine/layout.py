@@ -9,18 +9,23 @@ partition is its part of the first followed by its part of the second.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torch import nn
 
-from offload.sizes import align_up
+from offload.engine.packed import Kept, packed_nbytes
+from offload.sizes import PAGE, align_up
 
 _ALIGNMENT = 32
 """Elements: 64 bytes in 16 bits, 128 in fp32. A misaligned fp32 `F.linear` was seen to change bits."""
 
 _PARTITION_ALIGNMENT = 2048
 """Elements: 4096 bytes of the smallest state, so that every state of every partition is an extent."""
+
+
+WORD = 4
+"""Bytes of which a PACKED partition has a whole number."""
 
 
 class Segment(NamedTuple):
@@ -31,6 +36,15 @@ class Segment(NamedTuple):
     start: int
     numel: int
     trainable: bool
+    kept: tuple[Kept, ...] = ()
+    """What an optimizer of torch keeps of it."""
+    packed_start: int = 0
+    """Where that begins in the unit's PACKED partition, in words of four bytes."""
+
+    @property
+    def packed(self) -> range:
+        """The words of the unit's PACKED partition that are this parameter's."""
+        return range(self.packed_start, self.packed_start + packed_nbytes(self.kept) // WORD)
 
     @property
     def stop(self) -> int:
@@ -48,6 +62,11 @@ class UnitLayout(NamedTuple):
     numel: int
     trainable_stop: int
     """Where the trainable stretch ends. Both stretches are padded to a multiple of world size times 2048."""
+
+    @property
+    def packed_numel(self) -> int:
+        """Words of the PACKED partition, which is of whole pages."""
+        return align_up(max((segment.packed.stop for segment in self.segments), default=0) * WORD, PAGE) // WORD
 
     def trainable(self, rank: int, world_size: int) -> range:
         """This rank's elements that have states beside their weight: the first of its partition."""
@@ -79,3 +98,13 @@ def lay_out(name: str, parameters: Iterable[tuple[str, nn.Parameter]], world_siz
         if trainable:
             trainable_stop = end
     return UnitLayout(name, tuple(segments), max(end, step), trainable_stop)
+
+
+def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[Kept, ...]]) -> UnitLayout:
+    """`layout` with what an optimizer of torch keeps of each parameter, by its name, packed one behind the other."""
+    segments: list[Segment] = []
+    end = 0
+    for segment in layout.segments:
+        segments.append(segment._replace(kept=kept.get(segment.name, ()), packed_start=end))
+        end = segments[-1].packed.stop
+    return layout._replace(segments=tuple(segments))

@@ -29,14 +29,17 @@ def sources(weights: Collection[State]) -> tuple[State, ...]:
     return (State.MASTER,) if State.MASTER in weights else tuple(weights)
 
 
-def join(states: Mapping[State, torch.Tensor]) -> torch.Tensor:
-    """The master, (n,) fp32, of what `split` wrote; it is one of the states where one of them is it."""
+def join(states: Mapping[State, torch.Tensor], room: torch.Tensor | None = None) -> torch.Tensor:
+    """The master, (n,) fp32, of what `split` wrote; it is one of the states where one of them is it.
+
+    Where two of them are it, it is written to `room`, (n,) fp32, or to new memory.
+    """
     if State.MASTER in states:
         return states[State.MASTER]
     weight = states[State.WEIGHT]
     if State.RESIDUAL not in states:
         return weight.float()
-    master = torch.empty(len(weight), dtype=torch.float32, device="cpu")
+    master = torch.empty(len(weight), dtype=torch.float32, device="cpu") if room is None else room
     kernels.join_master(weight, states[State.RESIDUAL], master)
     return master
 

@@ -11,11 +11,14 @@ from torch import nn
 
 from offload import kernels
 from offload.config import OptimizerBlock
-from offload.engine.rules import RULES, Rule
+from offload.engine.packed import Kept
+from offload.engine.rules import RULES, Rule, by_torch
+from offload.engine.torch_steps import find_kept
 from offload.errors import ConfigError, UsageError
-from offload.swapper.states import ADAM
+from offload.swapper.states import ADAM, TORCH
 
-_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
+_OTHERWISE = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
+"""Options of torch's optimizers that the kernels do not know."""
 _OTHER_GROUPS = (
     "parameters cannot be added to the optimizer after offload.initialize, nor taken from it: give it all groups that "
     "will ever train, and let requires_grad_(False) on their parameters keep them as they are until they shall"
@@ -42,7 +45,8 @@ class Optimizer(torch.optim.Optimizer):
         """The parameters that an engine took over, by id."""
         super().__init__([dict(group) for group in groups], dict(defaults))
         self._engine_zero_grad: Callable[[], None] | None = None
-        self._replaced: torch.optim.Optimizer | None = None
+        self.replaced: torch.optim.Optimizer | None = None
+        """The optimizer of torch whose groups these are."""
 
     def attach(self, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
         """Make `step` and `zero_grad` those of an engine, which trains the parameters of this moment."""
@@ -67,8 +71,8 @@ class Optimizer(torch.optim.Optimizer):
         if self._engine_step is None:
             raise UsageError("this optimizer has no engine yet; offload.initialize gives it one")
         self._engine_step()
-        if self._replaced is not None:
-            self._replaced._opt_called = True  # type: ignore[attr-defined]  # a schedule bound to it asks for that
+        if self.replaced is not None:
+            self.replaced._opt_called = True  # type: ignore[attr-defined]  # a schedule bound to it asks for that
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that were added since the last boundary."""
@@ -80,14 +84,23 @@ class Optimizer(torch.optim.Optimizer):
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return zlib.crc32(repr([clip, *(sorted(group.items()) for group in groups)]).encode())
 
+    def notices(self) -> tuple[str, ...]:
+        """What a user should know of how it runs."""
+        if self.rule.name != TORCH:
+            return ()
+        return (
+            f"{self.rule.known_as} has no kernel here, at least with its options: its own code updates parameter by "
+            f"parameter, on the CPU",
+        )
+
     def values(self) -> list[dict[str, Any]]:
         """What may change between steps, of each group: floats, and a list of two for the betas."""
-        return [{key: _plain(group[key]) for key in self.rule.scheduled} for group in self.param_groups]
+        return [{key: _plain(group[key]) for key in self.rule.scheduled if key in group} for group in self.param_groups]
 
     def configured(self) -> list[dict[str, Any]]:
         """The same as it was before a schedule moved the learning rates, where torch has noted that."""
         return [
-            {**values, "lr": _plain(group.get("initial_lr", group["lr"]))}
+            {**values, "lr": _plain(group.get("initial_lr", group["lr"]))} if "lr" in values else values
             for values, group in zip(self.values(), self.param_groups, strict=True)
         ]
 
@@ -122,44 +135,50 @@ def from_config(params: Iterable[Any], block: OptimizerBlock) -> Optimizer:
 def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
     """Take over a torch optimizer that has not stepped. Its groups are shared, so schedules act.
 
-    Raises `ConfigError` for an optimizer that no kernel does, or an option that the kernel has not.
+    Where no kernel does what it does, it will be run by itself (see `torch_steps`). Raises `ConfigError`.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
     rule = _rule_of(optimizer)
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):
-        raise ConfigError("the optimizer has stepped already: its moments would be lost; give a new one")
+        raise ConfigError(
+            "the optimizer has stepped already, or made states without a step: they would be lost; give a new one"
+        )
     for group in optimizer.param_groups:
-        for option in _UNSUPPORTED:
-            if group.get(option):
-                raise ConfigError(
-                    f"the optimizer has {option}={group[option]}, which the fused kernel does not do; leave it out"
-                )
         if rule.name == ADAM:
             decoupled = type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
             group.setdefault("decoupled", decoupled)
         for key in rule.scheduled:
-            group[key] = tuple(map(float, group[key])) if key == "betas" else float(group[key])
+            if key in group:
+                value = _plain(group[key])
+                group[key] = tuple(value) if isinstance(value, list) else value
     groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
     mine = Optimizer(groups, optimizer.defaults, rule)
     mine.param_groups = optimizer.param_groups
-    mine._replaced = optimizer
+    mine.replaced = optimizer
     optimizer.state.clear()  # Adagrad has made its sums by now
     return mine
 
 
+def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[Kept, ...]]:
+    """What an optimizer without a kernel keeps of each trainable parameter, by name. Raises `ConfigError`."""
+    if optimizer.rule.name != TORCH or optimizer.replaced is None:
+        return {}
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return find_kept(optimizer.replaced, names)
+
+
 def _rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     kind = type(optimizer)
+    if any(group.get(option) for group in optimizer.param_groups for option in _OTHERWISE):
+        return by_torch(optimizer)
     if kind in (torch.optim.AdamW, torch.optim.Adam, kernels.CPUAdamW):
         return RULES[ADAM]
     if kind is torch.optim.Adagrad:
         return RULES["adagrad"]
     if kind is torch.optim.SGD:
         return RULES["momentum" if any(group["momentum"] for group in optimizer.param_groups) else "sgd"]
-    raise ConfigError(
-        f"expected torch.optim.AdamW, Adam, Adagrad or SGD, got {kind.__module__}.{kind.__name__}; give one of these, "
-        f'or an "optimizer" block in the config'
-    )
+    return by_torch(optimizer)
 
 
 def check_covers(optimizer: Optimizer, model: nn.Module) -> None:
@@ -196,4 +215,6 @@ def merge_values(
 
 
 def _plain(value: Any) -> Any:
-    return [float(item) for item in value] if isinstance(value, list | tuple) else float(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if value is None else float(value)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import torch
 
 from offload.engine.homes import (
     Homes,
@@ -28,7 +29,7 @@ from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.swapper.arena import check_budget
 from offload.swapper.host import TILE_BUFFERS, Classes
 from offload.swapper.residency import Tier
-from offload.swapper.states import LAMB, Mode, State
+from offload.swapper.states import LAMB, TORCH, Mode, State
 
 STAGING_BUFFERS = 3
 WINDOWS = 3
@@ -41,6 +42,8 @@ CHUNK = 1 << 22
 _STREAM_NBYTES = 16 * MIB
 """A lease of weights where there is no room for two of the largest unit, which then comes piece by piece."""
 _WINDOW_NBYTES = 32 * MIB
+_WHOLE_UNITS = 3
+"""Tiles where each is a whole unit, for an optimizer of torch: one is read, one computed, one written."""
 _TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
 _DEVICE_UNITS = 3
 _HOST_SHARE = 0.8
@@ -70,6 +73,10 @@ class Placement(NamedTuple):
     classes: Classes
     device_nbytes: int
     tile_numel: int
+    tile_buffers: int
+    """Tiles that are read, computed or written at a time."""
+    scratch_nbytes: int
+    """Of the class of tiles, for an optimizer of torch: a master and a gradient in fp32, of the largest parameter."""
     window_numel: int
     """Elements of a gradient that are in HOST together where it spills; 0 where none does."""
     notices: tuple[str, ...]
@@ -159,7 +166,7 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
         raised,
         classes,
         device_nbytes,
-        classes.tiles // TILE_BUFFERS // _tile_element_bytes(parts, mode, homes) // tile_step(mode) * tile_step(mode),
+        *_tiles(parts, mode, homes, classes.tiles),
         _window_nbytes(parts, homes) // parts.gradient_dtype.itemsize,
         tuple(notices),
     )
@@ -179,13 +186,14 @@ def _that_fit(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, asked
     for homes, least in tried:
         if sum(least) <= budget:
             return homes
-    raise _too_small(wish, budget, machine, min((least for _, least in tried), key=sum))
+    raise _too_small(wish, mode, budget, machine, min((least for _, least in tried), key=sum))
 
 
-def _too_small(wish: Wish, budget: int, machine: Machine, least: Classes) -> BudgetError:
+def _too_small(wish: Wish, mode: Mode, budget: int, machine: Machine, least: Classes) -> BudgetError:
     advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
+    pipeline = "which takes whole units" if mode.optimizer == TORCH else "sub_group_size makes it smaller"
     what = (
-        f"{format_size(least.tiles)} for the update pipeline (sub_group_size makes it smaller), "
+        f"{format_size(least.tiles)} for the update pipeline ({pipeline}), "
         f"{format_size(least.weights)} for leases of weights, {format_size(least.gradients + least.staging)} for "
         f"gradients on their way, {format_size(least.homes)} for gradients and states at home there{advice}"
     )
@@ -209,15 +217,7 @@ def _too_small(wish: Wish, budget: int, machine: Machine, least: Classes) -> Bud
 
 
 def _needs(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, homes: Homes) -> _Need:
-    element_bytes = _tile_element_bytes(parts, mode, homes)
-    numel = max(parts.trainable_numel, default=0)
-    if wish.tile is not None:
-        numel = min(numel, max(wish.tile, tile_step(mode)))
-    step = TILE_BUFFERS * tile_step(mode) * element_bytes
-    small, large = (
-        (align_up(TILE_BUFFERS * min(numel * element_bytes, nbytes), step) or step) if numel else 0
-        for nbytes in (_TILE_NBYTES[0], _TILE_NBYTES[-1])
-    )
+    small, large = _pipeline(parts, mode, wish, homes)
     largest = max((n for _, n in _disk_weights(parts, homes)), default=0)
     buffer = 0 if machine.host_addressable else min(CHUNK * 4, align_up(2 * parts.largest_gradient))
     gradients = WINDOWS * align_up(_window_nbytes(parts, homes))
@@ -234,13 +234,69 @@ def _cut(parts: Partitions, wish: Wish, mode: Mode, homes: Homes, need: _Need, b
     room = budget - sum(least)
     weights = min(most.weights, (least.weights + room) // (2 * PAGE) * (2 * PAGE))
     room -= weights - least.weights
-    step = TILE_BUFFERS * tile_step(mode) * _tile_element_bytes(parts, mode, homes)
-    tiles = min(most.tiles, (least.tiles + room) // step * step)
+    step = _tile_growth(parts, mode, homes)
+    tiles = min(most.tiles, least.tiles + (room // step * step if step else 0))
     room -= tiles - least.tiles
     cache = _cacheable(parts, homes, weights)
     if wish.host_memory is None or wish.cached_weights is not None:
         cache = min(cache, max((wish.cached_weights or 0) * mode.weight_dtype.itemsize - weights, 0))
     return least._replace(tiles=tiles, weights=weights, cache=min(cache, room) // PAGE * PAGE)
+
+
+def _pipeline(parts: Partitions, mode: Mode, wish: Wish, homes: Homes) -> tuple[int, int]:
+    """Bytes of the smallest and the largest class of tiles."""
+    numel = max(parts.trainable_numel, default=0)
+    if not numel:
+        return 0, 0
+    step = _tile_growth(parts, mode, homes)
+    if mode.optimizer == TORCH:
+        return _scratch_nbytes(parts, mode) + step, _scratch_nbytes(parts, mode) + _WHOLE_UNITS * step
+    element_bytes = _tile_element_bytes(parts, mode, homes)
+    if wish.tile is not None:
+        numel = min(numel, max(wish.tile, tile_step(mode)))
+    small, large = (
+        align_up(TILE_BUFFERS * min(numel * element_bytes, nbytes), step) or step
+        for nbytes in (_TILE_NBYTES[0], _TILE_NBYTES[-1])
+    )
+    return small, large
+
+
+def _tile_growth(parts: Partitions, mode: Mode, homes: Homes) -> int:
+    """Bytes by which the class of tiles may become larger: one more unit, or one more step of every tile."""
+    if not any(parts.trainable_numel):
+        return 0
+    if mode.optimizer == TORCH:
+        return _whole_unit_nbytes(parts, homes)
+    return TILE_BUFFERS * tile_step(mode) * _tile_element_bytes(parts, mode, homes)
+
+
+def _tiles(parts: Partitions, mode: Mode, homes: Homes, nbytes: int) -> tuple[int, int, int]:
+    """Elements of a tile, how many tiles there are, and bytes beside them, of a class of `nbytes`."""
+    if mode.optimizer == TORCH:
+        scratch = _scratch_nbytes(parts, mode) if nbytes else 0
+        buffers = (nbytes - scratch) // max(_whole_unit_nbytes(parts, homes), 1)
+        return max(parts.trainable_numel, default=0), buffers, scratch
+    step, element_bytes = tile_step(mode), _tile_element_bytes(parts, mode, homes)
+    return nbytes // TILE_BUFFERS // element_bytes // step * step, TILE_BUFFERS, 0
+
+
+def _whole_unit_nbytes(parts: Partitions, homes: Homes) -> int:
+    """Bytes of all that a tile holds where it is a whole unit, of the largest."""
+    return max(
+        sum(
+            align_up(nbytes)
+            for state, nbytes in row.items()
+            if state is not State.GRAD or home[State.GRAD] is Tier.DISK
+        )
+        for row, home, numel in zip(parts.nbytes, homes, parts.trainable_numel, strict=True)
+        if numel
+    )
+
+
+def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
+    """A gradient, and a master where it has no memory of its own."""
+    copies = 2 if State.RESIDUAL in mode.weights else 1
+    return copies * align_up(parts.largest_parameter * torch.float32.itemsize)
 
 
 def tile_step(mode: Mode) -> int:

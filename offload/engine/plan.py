@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,8 @@ from torch import nn
 
 from offload.config import Batch, Config
 from offload.engine.homes import Partitions, Wish, partitions
-from offload.engine.layout import UnitLayout, lay_out
+from offload.engine.layout import UnitLayout, lay_out, with_kept
+from offload.engine.packed import Kept
 from offload.engine.placeholder import Paged
 from offload.engine.placement import Machine, Placement, free_host_memory, place
 from offload.engine.ranks import Ranks
@@ -24,7 +25,7 @@ from offload.sizes import format_size
 from offload.swapper.device import Device
 from offload.swapper.host import process_memory
 from offload.swapper.residency import Tier
-from offload.swapper.states import ADAM, LAMB, MOMENTS, PRECISIONS, Mode, State
+from offload.swapper.states import LAMB, MOMENTS, PRECISIONS, TORCH, Mode, State
 from offload.swapper.store import Shortage, StoreSpec, find_shortage, other_runs, run_status
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
@@ -71,9 +72,18 @@ class Plan(NamedTuple):
 
 
 def decide(
-    config: Config, batch: Batch, model: nn.Module, device: Device, ranks: Ranks | None, optimizer: str = ADAM
+    config: Config,
+    batch: Batch,
+    model: nn.Module,
+    device: Device,
+    ranks: Ranks | None,
+    optimizer: str,
+    kept: Mapping[str, tuple[Kept, ...]],
 ) -> Plan:
-    """Decide everything; `optimizer` is the name of its rule. Raises `ConfigError`, `BudgetError` and `StoreError`."""
+    """Decide everything; `optimizer` is the name of its rule, `kept` what one of torch keeps of each parameter.
+
+    Raises `ConfigError`, `BudgetError` and `StoreError`.
+    """
     rank, world_size, here = (0, 1, 1) if ranks is None else (ranks.rank, ranks.size, ranks.here)
     _check_model(model)
     if optimizer == LAMB and world_size > 1:
@@ -81,10 +91,15 @@ def decide(
             f"Lamb needs the norm of each parameter, which lies in parts on {world_size} ranks; that is not supported "
             f"yet: train on one rank, or with AdamW"
         )
+    if optimizer == TORCH and world_size > 1:
+        raise ConfigError(
+            f"an optimizer without a kernel needs whole parameters, which lie in parts on {world_size} ranks; train on "
+            f"one rank, or with AdamW"
+        )
     mode = Mode(config.dtype, optimizer, PRECISIONS[config.dtype], MOMENTS[optimizer])
     units = find_units(model, config.units)
     layouts = tuple(
-        lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], world_size)
+        with_kept(lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], world_size), kept)
         for unit in units.units
     )
     parts = partitions(layouts, mode, _gradient_dtype(config, mode, batch.accumulation), rank, world_size)

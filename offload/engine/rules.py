@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from offload import kernels
+from offload.engine.torch_steps import TorchStep
 from offload.errors import UsageError
-from offload.swapper.states import ADAM, LAMB
+from offload.swapper.states import ADAM, LAMB, TORCH
 
 
 class Rule(NamedTuple):
@@ -19,11 +22,16 @@ class Rule(NamedTuple):
     """The numbers of a group that may change between steps (OneCycleLR moves the betas too)."""
     fixed: tuple[str, ...]
     """The others."""
-    step: Callable[[Mapping[str, Any], int, float], kernels.Step | kernels.LambStep]
+    step: Callable[[Mapping[str, Any], int, float], kernels.Step | kernels.LambStep | TorchStep]
     """From a group, the number of the parameter's step and the factor of its gradient to what the kernel is told."""
+
+    known_as: str = ""
+    """The class of an optimizer that has no kernel."""
 
     def title(self, group: Mapping[str, Any]) -> str:
         """What the config calls it for `group`."""
+        if self.known_as:
+            return self.known_as
         if self.name == ADAM:
             return "AdamW" if group["decoupled"] else "Adam"
         return "SGD" if self.name in ("sgd", "momentum") else self.name.capitalize()
@@ -105,3 +113,19 @@ RULES = {
         Rule("sgd", ("lr", "weight_decay"), (), _sgd),
     )
 }
+
+
+def by_torch(optimizer: torch.optim.Optimizer) -> Rule:
+    """That of an optimizer without a kernel: whatever is a float in some group may change between steps."""
+    scheduled = sorted({key for group in optimizer.param_groups for key, value in group.items() if _is_float(value)})
+    return Rule(TORCH, tuple(scheduled), (), _by_torch, type(optimizer).__name__)
+
+
+def _by_torch(group: Mapping[str, Any], count: int, grad_scale: float) -> TorchStep:
+    return TorchStep({key: value for key, value in group.items() if key != "params"}, grad_scale)
+
+
+def _is_float(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.is_floating_point()
+    return isinstance(value, float) or (isinstance(value, tuple | list) and any(map(_is_float, value)))

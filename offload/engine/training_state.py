@@ -260,9 +260,9 @@ class TrainingState:
             "micro-batch size": choices.micro_batch_size,
             "accumulation": choices.accumulation,
             "gradient clipping": choices.clip,
-            "optimizer": self.optimizer.rule.name,
+            "optimizer": self.optimizer.rule.known_as or self.optimizer.rule.name,
             **{
-                _LABELS.get(key, key): [group[key] for group in self._configured]
+                _LABELS.get(key, key): [group.get(key) for group in self._configured]
                 for key in self.optimizer.rule.scheduled
             },
             "schedule": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__,

@@ -24,11 +24,12 @@ from offload import kernels
 from offload.engine.gradients import Gradients
 from offload.engine.lamb import Trust
 from offload.engine.masters import put_weight, split
+from offload.engine.torch_steps import Stepper, TorchSegment
 from offload.engine.weights import Edit
 from offload.sizes import align_up
 from offload.swapper.device import Device
 from offload.swapper.entry import UnitSize
-from offload.swapper.host import TILE_BUFFERS, HostArena, Lease
+from offload.swapper.host import HostArena, Lease
 from offload.swapper.pager import Pager
 from offload.swapper.residency import Tier
 from offload.swapper.states import LAMB, Mode, State
@@ -42,7 +43,7 @@ class UnitUpdate(NamedTuple):
     unit: int
     numel: int
     """Elements of the trainable part of this rank's partition."""
-    segments: tuple[kernels.Segment, ...]
+    segments: tuple[kernels.Segment | TorchSegment, ...]
     edits: tuple[Edit, ...] = ()
     """What a user has set; an update has either segments or edits, or neither where other ranks have them all."""
 
@@ -114,10 +115,13 @@ class Updater:
         residents: dict[tuple[int, State], Resident],
         gradients: Gradients,
         tile_numel: int,
+        tile_buffers: int,
         commit_every: int,
+        stepper: Stepper | None = None,
     ) -> None:
         self._mode, self._sizes, self._pager, self._device, self._store = mode, sizes, pager, device, store
         self._residents, self._gradients, self._commit_every = residents, gradients, commit_every
+        self._stepper = stepper
         self.timeline: Timeline = OFF
         self._queue: deque[UnitUpdate] = deque()
         self._job: _Job | None = None
@@ -128,11 +132,11 @@ class Updater:
         self._busy = False
         self._flushing = 0
         self._closing = False
-        buffer_nbytes = arena.classes.tiles // TILE_BUFFERS
+        buffer_nbytes = (arena.classes.tiles - (0 if stepper is None else stepper.nbytes)) // tile_buffers
         self._tile_numel = tile_numel
-        leases = [arena.tiles.take(buffer_nbytes) for _ in range(TILE_BUFFERS)]
+        leases = [arena.tiles.take(buffer_nbytes) for _ in range(tile_buffers)]
         self._free: list[Lease] = [lease for lease in leases if lease is not None]
-        assert len(self._free) == TILE_BUFFERS and tile_numel > 0
+        assert len(self._free) == tile_buffers > 0 and tile_numel > 0
         self._thread = threading.Thread(target=self._run, name="offload-update", daemon=True)
         self._thread.start()
 
@@ -289,8 +293,10 @@ class Updater:
         pieces: dict[State, _Piece] = {}
         offset = 0
         for state, dtype in self._mode.states.items():
-            end = offset + (stop - start) * dtype.itemsize
-            pieces[state] = self._piece(job, state, start, stop, buffer, offset, end, reads)
+            part = self._part(job, state, start, stop)
+            end = offset + len(part) * dtype.itemsize
+            if part:
+                pieces[state] = self._piece(job, state, part.start, part.stop, buffer, offset, end, reads)
             if job.weighing and state in self._mode.moments:
                 resident = self._resident(job, state)
                 if resident is not None:  # it stays as it is
@@ -304,6 +310,13 @@ class Updater:
         if start == 0 and not job.weighing:
             self._read_frozen(job, reads)
         return _Tile(job, start, stop, buffer, pieces, gradient, reads, {}, job.weighing)
+
+    def _part(self, job: _Job, state: State, start: int, stop: int) -> range:
+        """What a tile of the elements [start, stop) has of a state: those, or all that an optimizer of torch keeps."""
+        if state is not State.PACKED:
+            return range(start, stop)
+        assert self._stepper is not None
+        return range(self._stepper.packed_numel(job.update.unit))
 
     def _piece(
         self,
@@ -405,13 +418,18 @@ class Updater:
 
     def _kernel(self, tile: _Tile) -> None:
         """Do the steps of all segments in the tile, in one pass."""
+        if self._stepper is not None and tile.gradient is not None:
+            steps = [each for each in tile.job.update.segments if isinstance(each, TorchSegment)]
+            states = {state: piece.work for state, piece in tile.pieces.items()}
+            self._stepper.step(tile.job.update.unit, states, tile.gradient, steps)
+            return
         segments = [
             (
                 number,
                 kernels.Segment(max(each.start - tile.start, 0), min(each.stop, tile.stop) - tile.start, each.step),
             )
             for number, each in enumerate(tile.job.update.segments)
-            if each.start < tile.stop and each.stop > tile.start
+            if isinstance(each, kernels.Segment) and each.start < tile.stop and each.stop > tile.start
         ]
         if not segments:
             return
@@ -447,7 +465,8 @@ class Updater:
     def _write(self, tile: _Tile, piece: _Piece) -> tuple[int, Future]:
         assert self._store is not None and piece.buffer is not None
         unit = tile.job.update.unit
-        start = tile.start * self._mode.states[piece.state].itemsize
+        part = self._part(tile.job, piece.state, tile.start, tile.stop)
+        start = part.start * self._mode.states[piece.state].itemsize
         return start, self._store.write(unit, piece.state, self._store.target(unit), start, piece.buffer)
 
     def _retire(self, wait: bool) -> None:

@@ -22,6 +22,8 @@ class State(enum.Enum):
     MASTER = "master"
     SUM = "sum"
     MOMENTUM_BUFFER = "momentum_buffer"
+    PACKED = "packed"
+    """All that an optimizer of torch keeps, in words of four bytes: as many as it needs, not one for each element."""
     GRAD = "grad"
 
 
@@ -33,7 +35,7 @@ class Mode(NamedTuple):
     weights: Mapping[State, torch.dtype]
     """WEIGHT, and RESIDUAL or MASTER where a weight is not its own master."""
     moments: tuple[State, ...]
-    """fp32, in the order in which the kernel takes them."""
+    """fp32, in the order in which the kernel takes them; of TORCH, which has no kernel, all in one."""
 
     @property
     def name(self) -> str:
@@ -51,11 +53,11 @@ class Mode(NamedTuple):
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of all states of one trainable element: 12 with Adam in bf16 and fp32, 14 in fp16."""
-        return sum(dtype.itemsize for dtype in self.states.values())
+        """Bytes of all states of one trainable element, but for PACKED: 12 with Adam in bf16 and fp32, 14 in fp16."""
+        return sum(dtype.itemsize for state, dtype in self.states.items() if state is not State.PACKED)
 
 
-ADAM, LAMB = "adam", "lamb"
+ADAM, LAMB, TORCH = "adam", "lamb", "torch"
 PRECISIONS: dict[str, dict[State, torch.dtype]] = {
     # The master is weight and residual together, bit for bit: see kernels.split_master.
     "bf16": {State.WEIGHT: torch.bfloat16, State.RESIDUAL: torch.int16},
@@ -70,6 +72,7 @@ MOMENTS: dict[str, tuple[State, ...]] = {
     "lion": (State.EXP_AVG,),
     "momentum": (State.MOMENTUM_BUFFER,),
     "sgd": (),
+    TORCH: (State.PACKED,),
 }
 MODES = {
     mode.name: mode
