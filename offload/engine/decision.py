@@ -42,6 +42,7 @@ class Decider:
         updates: dict[int, UnitUpdate] = {}
         for unit, part in enumerate(self._trainable):
             segments: list[kernels.Segment] = []
+            parameters: list[int] = []
             for position in sorted(present[unit]):
                 counts[unit][position] += 1
                 segment = self._layouts[unit].segments[position]
@@ -50,7 +51,8 @@ class Decider:
                 step = self._optimizer.rule.step(group, counts[unit][position], scale)
                 if start < stop:
                     segments.append(kernels.Segment(start, stop, step))
+                    parameters.append(position)
             if present[unit]:
-                updates[unit] = UnitUpdate(unit, len(part), tuple(segments))
+                updates[unit] = UnitUpdate(unit, len(part), tuple(segments), parameters=tuple(parameters))
         first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
         return [updates[unit] for unit in sorted(updates, key=lambda u: (first_use.get(u, len(order)), u))]
