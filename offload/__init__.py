@@ -7,18 +7,24 @@ from __future__ import annotations
 
 from offload import schedules
 from offload.engine.birth import init
-from offload.engine.engine import Engine
-from offload.engine.initialize import initialize
-from offload.engine.looking import (
+from offload.engine.calls import (
     register_external_parameter,
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
     unregister_external_parameter,
 )
+from offload.engine.engine import Engine
+from offload.engine.initialize import initialize
 from offload.engine.weights import gathered
 from offload.errors import (
     BudgetError,
@@ -51,9 +57,15 @@ __all__ = [
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
     "schedules",
     "unregister_external_parameter",
 ]

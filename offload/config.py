@@ -579,11 +579,17 @@ class OffloadBlock(Block):
         return self.durability.every if isinstance(self.durability, Every) else 1
 
 
-class _NoEffect(NamedTuple):
-    """Dotted names of the keys that were there and do nothing."""
+class _Found(NamedTuple):
+    """Dotted names of keys that were there and are not in the values."""
 
     tuning: list[str]
     unsupported: list[str]
+    auto: list[str]
+    """Those with an effect whose value was "auto"."""
+
+
+def _nothing_found() -> _Found:
+    return _Found([], [], [])
 
 
 class Config(Block):
@@ -634,7 +640,7 @@ class Config(Block):
     wandb: Wandb = Field(Wandb(), description="see below")
     zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="see below")
     offload: OffloadBlock = Field(OffloadBlock(), description="see below")
-    _no_effect: _NoEffect = PrivateAttr(default_factory=lambda: _NoEffect([], []))
+    _found: _Found = PrivateAttr(default_factory=_nothing_found)
 
     @property
     def weight_tier(self) -> Tier:
@@ -671,7 +677,7 @@ class Config(Block):
     @property
     def notices(self) -> tuple[str, ...]:
         """One line for each kind of key that has no effect here."""
-        zero, tuning, unsupported = self.zero_optimization, *self._no_effect
+        zero, (tuning, unsupported, _) = self.zero_optimization, self._found
         named = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
         on_disk = "nvme" in (self.weight_tier, self.optimizer_tier) or self.offload.wants_store
         lines = (
@@ -725,6 +731,44 @@ def _share(total: int, name: str, given: int, world_size: int) -> int:
     return total // (given * world_size)
 
 
+def effective(config: Config, batch: Batch, world_size: int) -> str:
+    """One line of what a file does not say itself: batch sizes, what "auto" became, a default that was once another."""
+    parts = [
+        f"{batch.total} samples a step = {batch.micro} of a micro-batch * {batch.accumulation} of them * {world_size} "
+        f"{'rank' if world_size == 1 else 'ranks'}"
+    ]
+    if "gradient_clipping" not in config.model_fields_set:
+        parts.append(f"gradient_clipping {config.gradient_clipping:g} by default, which was 0 in older DeepSpeed")
+    became = [f"{name} {_words(_value(config, batch, name))}" for name in config._found.auto]
+    if became:
+        parts.append(f'"auto": {", ".join(became)}')
+    return f"config: {'; '.join(parts)}"
+
+
+def _value(config: Config, batch: Batch, name: str) -> Any:
+    """What the key of that dotted name has come to."""
+    sizes = dict(
+        zip(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), batch, strict=True)
+    )
+    if name in sizes:
+        return sizes[name]
+    block, _, key = name.rpartition(".")
+    if block == "optimizer.params" and config.optimizer is not None:
+        return "that of the optimizer given" if key == "lr" else config.optimizer.settings.get(key)
+    if block == "scheduler.params" and config.scheduler is not None:
+        return getattr(schedule_params(SCHEDULES[config.scheduler.type], config.scheduler.params), key)
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return "(decided here)"
+    return "(its defaults)" if isinstance(value, Block) else json.dumps(value)
+
+
 # -- reading ------------------------------------------------------------------------------------------
 
 
@@ -735,14 +779,14 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     `ConfigError` that names the key, what was expected and what came.
     """
     content = source if isinstance(source, Mapping) else read_json(source)
-    no_effect = _NoEffect([], [])
+    found = _nothing_found()
     try:
-        config = Config.model_validate(_sort_out(Config, _in_new_form(content), "", no_effect))
+        config = Config.model_validate(_sort_out(Config, _in_new_form(content), "", found))
     except pydantic.ValidationError as error:
         raise ConfigError(_explain(error)) from error
-    config._no_effect = no_effect
+    config._found = found
     if config.scheduler is not None and config.scheduler.type in SCHEDULES:
-        schedule_params(SCHEDULES[config.scheduler.type], config.scheduler.params, "scheduler.params.")
+        schedule_params(SCHEDULES[config.scheduler.type], config.scheduler.params, "scheduler.params.", found)
     if config.fp16.enabled and config.bf16.enabled:
         raise ConfigError("fp16 and bf16 are both enabled; leave one of them on")
     if config.torch_autocast.enabled and config.dtype != "fp32":
@@ -766,10 +810,10 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
 P = TypeVar("P", bound=ScheduleParams)
 
 
-def schedule_params(model: type[P], content: Mapping[Any, Any], path: str = "") -> P:
+def schedule_params(model: type[P], content: Mapping[Any, Any], path: str = "", found: _Found | None = None) -> P:
     """The params of a schedule, of a file (at `path` in it) or of a script. Raises `ConfigError`."""
     try:
-        params = model.model_validate(_sort_out(model, content, path, _NoEffect([], [])))
+        params = model.model_validate(_sort_out(model, content, path, found or _nothing_found()))
     except pydantic.ValidationError as error:
         raise ConfigError(_explain(error, path)) from error
     for low, high in model.ORDERED:
@@ -853,7 +897,7 @@ _OLD_SWITCHES = {
 }
 
 
-def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, no_effect: _NoEffect) -> dict[str, Any]:
+def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, found: _Found) -> dict[str, Any]:
     """What of `content` is for the fields of `model`: no defaults, and no key without effect; raises at a bad one."""
     kept: dict[str, Any] = {}
     tuned = "enabled" not in model.model_fields or _is_on(content.get("enabled"))  # what is off needs no word
@@ -863,23 +907,23 @@ def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, no_effe
             if _is_on(value):
                 raise ConfigError(f'"{dotted}" {model.REFUSED[name]}')
         elif name in model.TUNING:
-            no_effect.tuning.extend([dotted] * tuned)
+            found.tuning.extend([dotted] * tuned)
         elif name in model.UNSUPPORTED:
-            no_effect.unsupported.extend([dotted] * _is_on(value))
+            found.unsupported.extend([dotted] * _is_on(value))
         elif name not in model.model_fields:
             near, homes = _nearest(model, str(key)), _homes(model, str(key), path)
             if path or near or not isinstance(key, str):
                 raise ConfigError(_unknown(model, near, homes, dotted))
             # somebody else's block, or a note: as in DeepSpeed no error
-            no_effect.unsupported.append(f"{dotted} (did you mean {homes}?)" if homes else dotted)
+            found.unsupported.append(f"{dotted} (did you mean {homes}?)" if homes else dotted)
         elif name in kept or (name != key and name in content):
             raise ConfigError(f'"{dotted}" is the older name of "{path}{name}", which is there too; keep one of them')
         elif _means_default(value, name, model):
-            continue
+            found.auto.extend([f"{path}{name}"] * (value is not None))
         else:
             inner = _inner(model, name)
             is_block = inner is not None and isinstance(value, Mapping)
-            kept[name] = _sort_out(inner, value, f"{dotted}.", no_effect) if inner and is_block else value
+            kept[name] = _sort_out(inner, value, f"{dotted}.", found) if inner and is_block else value
     return kept
 
 

@@ -93,8 +93,15 @@ MUTANTS = (
     Mutant(
         "each rank sets a gradient of its own",
         "offload.engine.looking",
-        "ranks.broadcast(values, 0)",
+        "self._parts.ranks.broadcast(values, 0)",
         "pass",
+        "tests/test_safe_get_set_ranks.py",
+    ),
+    Mutant(
+        "a part is set without those of the other ranks",
+        "offload.engine.looking",
+        "            everyone.settle(mine)\n            self._complete(place, whole)\n        self.write(",
+        "            everyone.settle(mine)\n        self.write(",
         "tests/test_safe_get_set_ranks.py",
     ),
     Mutant(
@@ -432,7 +439,7 @@ MUTANTS = (
     Mutant(
         "write frozen weights to one slot",
         "offload.engine.checkpoint_fill",
-        "if self._two_slots and 0 < trainable <= piece.start:",
+        "if self._two_slots and state is State.WEIGHT and 0 < trainable <= piece.start:",
         "if False:",
         "tests/test_checkpoint.py",
     ),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from offload.errors import ConfigError
-from tests import models, rank_pool
-from tests.oracle import Job, Result, assert_same
+from offload.errors import IoError, OffloadError
+from tests import rank_pool
+from tests.oracle import Job, Result, assert_same, least_host_memory, small_pieces, train_step
+from tests.rank_pool import rank_and_size
 from tests.test_ranks import JOBS, train
 
+DISK = ("nvme", "nvme")
 PLACES = (("none", "none"), ("nvme", "nvme"), ("cpu", "nvme"))
 MIXTURE = JOBS["mixture"]._replace(steps=3)
 TRIED = {
@@ -20,7 +24,11 @@ TRIED = {
     "momentum, fp16": MIXTURE._replace(dtype="fp16", optimizer="SGD", lr=0.05, params=(("momentum", 0.9),)),
     "sgd": MIXTURE._replace(optimizer="SGD", lr=0.05),
     "adagrad": MIXTURE._replace(optimizer="Adagrad", lr=1e-2),
+    "lamb": MIXTURE._replace(optimizer="Lamb", lr=1e-2),
+    "lamb, bf16": MIXTURE._replace(optimizer="Lamb", lr=1e-2, dtype="bf16"),
+    "lamb, fp16": MIXTURE._replace(optimizer="Lamb", lr=1e-2, dtype="fp16"),
 }
+LAMB = TRIED["lamb, bf16"]._replace(accumulation=2, steps=5)
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +53,69 @@ def test_same_bits_in_some_placements(name: str, ranks: rank_pool.RankPool, tmp_
     assert one.losses == pytest.approx(alone.losses, rel=bound)
 
 
-def refused(folder: Path) -> str:
-    job = models.MIXTURE._replace(optimizer="Lamb")
-    with pytest.raises(ConfigError) as caught:
-        rank_pool.start(job, ("nvme", "nvme"), folder)
-    return str(caught.value)
+def in_small_pieces(folder: Path) -> tuple[Result, Result]:
+    """With memory for all, and with so little that units stream and gradients wait on disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        small_pieces(patch)
+        least = least_host_memory(LAMB, folder)
+        return train(LAMB, DISK, folder / "roomy"), train(LAMB, DISK, folder / "tight", host_memory=least)
 
 
-def test_lamb_is_refused(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
-    assert all("Lamb needs the norm of each parameter" in words for words in ranks.run(refused, tmp_path))
+def test_lamb_weighs_parameters_that_are_cut(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
+    """Each rank has a part of each large parameter, in many tiles: the ratio is that of the whole parameter."""
+    alone = train(LAMB._replace(dtype="fp32"), DISK, tmp_path / "alone")
+    for result in ranks.run(train, LAMB._replace(dtype="fp32"), DISK, tmp_path / "two"):
+        for name, weight in alone.weights.items():
+            torch.testing.assert_close(result.weights[name], weight, rtol=1e-4, atol=1e-5)
+    for roomy, tight in ranks.run(in_small_pieces, tmp_path):
+        assert_same(roomy, tight, "memory")
+
+
+def in_two_parts(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    norms = []
+    for resume, steps in (("never", range(2)), ("must", range(2, LAMB.steps))):
+        engine = rank_pool.start(LAMB, DISK, folder, resume=resume)
+        for step in steps:
+            train_step(engine, LAMB, step)
+            norms.append(engine.get_global_grad_norm())
+        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        engine.destroy(remove=steps.stop == LAMB.steps)
+    return norms, weights
+
+
+def test_lamb_is_resumed(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
+    whole, _ = ranks.run(train, LAMB, DISK, tmp_path / "whole")
+    for norms, weights in ranks.run(in_two_parts, tmp_path / "parts"):
+        assert norms == whole.norms
+        assert all(torch.equal(weights[name], value) for name, value in whole.weights.items())
+
+
+def refused_read(folder: Path) -> str:
+    """The drive of one rank fails while parameters are weighed."""
+    engine = rank_pool.start(LAMB, DISK, folder)
+    rank, _ = rank_and_size()
+    store = engine._parts.store
+    said = ""
+    try:
+        train_step(engine, LAMB, 0)
+        engine.mean(0.0)
+        if rank:
+
+            def fails(*_: object, **__: object) -> None:
+                raise IoError("/drive/data", 0, 4096, 5)
+
+            engine._parts.updater.finish()
+            store.read = fails
+        train_step(engine, LAMB, 1)
+    except (OffloadError, OSError) as error:
+        said = f"{type(error).__name__}: {error}"
+    finally:
+        with contextlib.suppress(OffloadError, OSError):
+            engine.destroy()
+    return said
+
+
+def test_a_drive_that_fails_while_lamb_weighs(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(refused_read, tmp_path)
+    assert "/drive/data" in other, other
+    assert one.startswith("RankError"), one

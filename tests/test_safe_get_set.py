@@ -48,6 +48,28 @@ def everything(module: nn.Module) -> Found:
     return found
 
 
+LOCAL: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "master": (offload.safe_get_local_fp32_param, offload.safe_set_local_fp32_param),
+    "gradient": (offload.safe_get_local_grad, offload.safe_set_local_grad),
+    **{
+        state: (
+            lambda p, state=state: offload.safe_get_local_optimizer_state(p, state),  # type: ignore[misc]
+            lambda p, value, state=state: offload.safe_set_local_optimizer_state(p, value, state),  # type: ignore[misc]
+        )
+        for state in STATES
+    },
+}
+
+
+def everything_local(module: nn.Module) -> Found:
+    """What `everything` reads, of this rank's part."""
+    return {
+        f"{name} {what}": get(parameter)
+        for name, parameter in module.named_parameters()
+        for what, (get, _) in LOCAL.items()
+    }
+
+
 def everything_of_torch(engine: PlainEngine) -> Found:
     found: Found = {}
     for (name, parameter), master in zip(engine.module.named_parameters(), engine._masters, strict=True):
@@ -121,6 +143,31 @@ def test_the_same_everywhere_and_as_in_torch(name: str, dtype: str, tmp_path: Pa
         unlike = differences(mine, other, lambda a, b: torch.allclose(a, b, rtol=rtol, atol=atol))
         # The gradient of a key's bias is 0 but for rounding, which Adam makes lr times its sign of.
         assert [name for name in unlike if not name.endswith("c_attn.bias master")] == []
+
+
+@pytest.mark.works(AREA, "`safe_get_local_*`, `safe_set_local_*`", "right")
+def test_the_part_of_one_rank_is_the_whole(tmp_path: Path) -> None:
+    job = models.MIXTURE._replace(dtype="bf16")
+    engine = start(job, DISK, tmp_path, **little_room(job, DISK))
+
+    def differ() -> Found:
+        found, parts = everything(engine.module), everything_local(engine.module)
+        flat = {name: None if value is None else value.flatten() for name, value in found.items()}
+        assert differences(flat, parts) == []
+        return found
+
+    a_round(engine, job, differ)
+    backward(engine, job, 3)
+    before = differ()
+    for parameter in engine.module.parameters():
+        for get, put in LOCAL.values():
+            value = get(parameter)
+            if value is not None and parameter.requires_grad:
+                put(parameter, value * 2)
+    frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
+    expected = {n: v if v is None or n.split()[0] in frozen else v * 2 for n, v in before.items()}
+    assert differences(differ(), expected) == []
+    engine.destroy(remove=True)
 
 
 def test_gradients_that_spill_and_pieces_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,6 +465,14 @@ def _frozen_gradient(module: nn.Module) -> None:
     offload.safe_set_full_grad(module.blocks[2][0].weight, torch.zeros(70, 33))
 
 
+def _part_of_another_length(module: nn.Module) -> None:
+    offload.safe_set_local_optimizer_state(module.embedding.weight, torch.ones(61, 33), "exp_avg")
+
+
+def _frozen_part(module: nn.Module) -> None:
+    offload.safe_set_local_grad(module.blocks[2][0].weight, torch.zeros(70 * 33))
+
+
 def _frozen_weight(module: nn.Module) -> None:
     offload.safe_set_full_fp32_param(module.blocks[2][0].weight, torch.zeros(70, 33))
 
@@ -463,6 +518,8 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
     "of a state that the optimizer has not": (_unknown_state, '"exp_avg", "exp_avg_sq"'),
     "of a frozen parameter's states": (_frozen_state, "is frozen"),
     "of a frozen parameter's gradient": (_frozen_gradient, "is frozen"),
+    "of a part that is not flat": (_part_of_another_length, r"this rank's part of .* \[2013\] in fp32, got shape"),
+    "of a frozen parameter's part": (_frozen_part, "is frozen"),
     "of a frozen weight": (_frozen_weight, "is frozen"),
     "inside of `gathered`": (_gathered, "is gathered"),
     "inside of a forward": (_in_forward, "not for inside of a forward"),

@@ -11,12 +11,22 @@ from torch import nn
 from torch.nn import functional
 
 import offload
-from offload.errors import RankError
+from offload.errors import OffloadError, RankError
 from tests import models
 from tests.oracle import Job, start, train_step
 from tests.rank_pool import RankPool, pool, rank_and_size
 from tests.rank_pool import start as start_rank
-from tests.test_safe_get_set import DISK, Found, a_round, backward, differences, everything, halved
+from tests.test_safe_get_set import (
+    DISK,
+    LOCAL,
+    Found,
+    a_round,
+    backward,
+    differences,
+    everything,
+    everything_local,
+    halved,
+)
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +123,80 @@ def values_of_each(folder: Path) -> list[float]:
 
 def test_the_values_of_the_first_rank_count(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(values_of_each, tmp_path) == [[1.0, 3.0], [1.0, 3.0]]
+
+
+def parts_and_whole(job: Job, folder: Path) -> tuple[list[Found], list[Found], Found]:
+    """Each rank's parts in a round, beside the whole; and the whole after every part was doubled."""
+    engine = start_rank(job, DISK, folder)
+    looks: list[Found] = []
+
+    def look() -> Found:
+        looks.append(everything_local(engine.module))
+        return everything(engine.module)
+
+    whole = a_round(engine, job, look)
+    backward(engine, job, 3)
+    for parameter in engine.module.parameters():
+        for get, put in LOCAL.values():
+            mine = get(parameter)
+            if mine is not None and parameter.requires_grad:
+                put(parameter, mine * 2)
+    doubled = everything(engine.module)
+    engine.step()
+    engine.destroy(remove=True)
+    return looks, whole, doubled
+
+
+def doubled_whole(job: Job, folder: Path) -> Found:
+    engine = start_rank(job, DISK, folder)
+    a_round(engine, job, dict)
+    backward(engine, job, 3)
+    found = everything(engine.module)
+    engine.destroy(remove=True)
+    frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
+    return {name: value if value is None or name.split()[0] in frozen else value * 2 for name, value in found.items()}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_parts_of_all_ranks_are_the_whole(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
+    job = ROWS._replace(dtype=dtype)
+    (one, whole, doubled), (other, _, also) = ranks.run(parts_and_whole, job, tmp_path / "parts")
+    lengths = set()
+    for first, second, expected in zip(one, other, whole, strict=True):
+        for name, value in expected.items():
+            mine, theirs = first[name], second[name]
+            if value is None:
+                assert mine is None and theirs is None
+            else:
+                assert mine is not None and theirs is not None
+                lengths.add((len(mine) > 0, len(theirs) > 0))
+                assert torch.equal(torch.cat([mine, theirs]), value.flatten()), name
+    assert lengths >= {(True, True), (True, False), (False, True)}
+    assert differences(doubled, also) == []
+    assert differences(doubled, ranks.run(doubled_whole, job, tmp_path / "whole")[0]) == []
+
+
+def alone_and_wrong(folder: Path) -> list[str]:
+    """A rank that looks at its parts alone, and one that sets a part of another length."""
+    engine = start_rank(ROWS, DISK, folder)
+    rank, _ = rank_and_size()
+    weight = engine.module.blocks[0][2].weight
+    if rank:
+        assert offload.safe_get_local_fp32_param(weight) is not None
+        assert offload.safe_get_local_optimizer_state(weight, "exp_avg") is not None
+    backward(engine, ROWS, 0)
+    mine = offload.safe_get_local_grad(weight)
+    assert mine is not None
+    with pytest.raises(OffloadError) as error:
+        offload.safe_set_local_grad(weight, mine[rank:])
+    same = offload.safe_get_local_grad(weight)
+    assert same is not None and torch.equal(mine, same)
+    engine.step()
+    engine.destroy(remove=True)
+    return [str(error.value)]
+
+
+def test_a_rank_alone_and_a_part_of_another_length(ranks: RankPool, tmp_path: Path) -> None:
+    (one,), (other,) = ranks.run(alone_and_wrong, tmp_path)
+    assert "values of this rank's part of the " in other and "got shape" in other
+    assert "rank 1 could not set a part of a parameter, so no rank did: UsageError: values of" in one

@@ -396,9 +396,23 @@ def test_an_error_in_a_step_is_told_with_its_cause(tmp_path: Path) -> None:
 
 
 def test_states_are_looked_at_by_name(tmp_path: Path) -> None:
-    engine = _start("NAdam", tmp_path)
-    _train(engine, range(2))
-    weight = engine.module.get_parameter("0.0.weight")
-    with pytest.raises(UsageError, match="exp_avg"):
-        offload.safe_get_full_optimizer_state(weight, "momentum_buffer")
+    model, engine = _model(), _start("Adafactor", tmp_path)
+    optimizer = OPTIMIZERS["Adafactor"](model)
+    weight, bias = (engine.module.get_parameter(name) for name in ("1.0.weight", "1.0.bias"))
+    assert offload.safe_get_full_optimizer_state(weight, "row_var") is None
+    for step in range(2):
+        optimizer.zero_grad()
+        _loss(model, step).backward()
+        optimizer.step()
+        _train(engine, [step])
+    for parameter, plain in ((weight, model.get_parameter("1.0.weight")), (bias, model.get_parameter("1.0.bias"))):
+        for name, value in optimizer.state[plain].items():
+            found = offload.safe_get_full_optimizer_state(parameter, name)
+            assert found is not None and torch.equal(found, value), name
+            local = offload.safe_get_local_optimizer_state(parameter, name)
+            assert local is not None and torch.equal(local, value.view(-1))
+    with pytest.raises(UsageError, match=r'keeps no state \'exp_avg\'; it keeps .*"col_var", "row_var", "step"'):
+        offload.safe_get_full_optimizer_state(weight, "exp_avg")
+    with pytest.raises(UsageError, match="can be looked at, and not be set"):
+        offload.safe_set_full_optimizer_state(bias, torch.zeros(40), "variance")
     engine.destroy(remove=True)

@@ -43,6 +43,7 @@ class Decider:
         updates: dict[int, UnitUpdate] = {}
         for unit, part in enumerate(self._trainable):
             segments: list[kernels.Segment | TorchSegment] = []
+            parameters: list[int] = []
             for position in sorted(present[unit]):
                 counts[unit][position] += 1
                 segment = self._layouts[unit].segments[position]
@@ -54,7 +55,8 @@ class Decider:
                         segments.append(TorchSegment(start, stop, step))
                     else:
                         segments.append(kernels.Segment(start, stop, step))
+                    parameters.append(position)
             if present[unit]:
-                updates[unit] = UnitUpdate(unit, len(part), tuple(segments))
+                updates[unit] = UnitUpdate(unit, len(part), tuple(segments), parameters=tuple(parameters))
         first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
         return [updates[unit] for unit in sorted(updates, key=lambda u: (first_use.get(u, len(order)), u))]

@@ -41,9 +41,11 @@ from offload.engine.parts import Choices, Parts, close_all, resized
 from offload.engine.progress import Progress
 from offload.engine.training_state import TrainingState
 from offload.engine.updater import UnitUpdate, Updater
+from offload.engine.weighing import with_ratios
 from offload.engine.weights import Edit
 from offload.errors import NumericsError, OffloadError, UsageError
 from offload.sizes import format_size
+from offload.swapper.states import LAMB
 from offload.swapper.store import Store
 from offload.swapper.timeline import Row
 
@@ -460,6 +462,8 @@ class Engine(Facts):
             for update in updates:
                 if not update.segments:
                     self._parts.gradients.drop(update.unit)
+            if self._parts.rounds is not None and self._parts.held.mode.optimizer == LAMB:
+                updates = with_ratios(updates, self._parts.held, self._parts.gradients, updater, self._parts.rounds)
         else:
             self._parts.gradients.clear()
             to = (

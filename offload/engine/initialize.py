@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from offload.aio import IoQueue
-from offload.config import Config, load_config, resolve_batch
+from offload.config import Config, effective, load_config, resolve_batch
 from offload.engine.bindings import Bindings
 from offload.engine.description import about, describe
 from offload.engine.engine import Engine
@@ -140,8 +141,10 @@ def _initialize(
             training_data, batch.micro, plan.rank, plan.world_size, loaded.offload.seed, collate_fn, device.torch
         )
     engine = _build(plan, model, chosen, schedule, loader)
-    for notice in engine.notices if plan.rank == 0 else ():
-        logger.info(notice)
+    if plan.rank == 0:
+        for notice in (effective(loaded, batch, plan.world_size), *engine.notices):
+            logger.info(notice)
+        logger.debug("the whole config: %s", json.dumps(engine.config, indent=2))
     atexit.register(engine.at_exit)
     return Initialized(engine, chosen, loader, schedule)
 

@@ -25,7 +25,7 @@ from offload.sizes import format_size
 from offload.swapper.device import Device
 from offload.swapper.host import process_memory
 from offload.swapper.residency import Tier
-from offload.swapper.states import LAMB, MOMENTS, PRECISIONS, TORCH, Mode, State
+from offload.swapper.states import MOMENTS, PRECISIONS, TORCH, Mode, State
 from offload.swapper.store import Shortage, StoreSpec, find_shortage, other_runs, run_status
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
@@ -86,11 +86,6 @@ def decide(
     """
     rank, world_size, here = (0, 1, 1) if ranks is None else (ranks.rank, ranks.size, ranks.here)
     _check_model(model)
-    if optimizer == LAMB and world_size > 1:
-        raise ConfigError(
-            f"Lamb needs the norm of each parameter, which lies in parts on {world_size} ranks; that is not supported "
-            f"yet: train on one rank, or with AdamW"
-        )
     if optimizer == TORCH and world_size > 1:
         raise ConfigError(
             f"an optimizer without a kernel needs whole parameters, which lie in parts on {world_size} ranks; train on "

@@ -172,6 +172,12 @@ class Rounds:
                 raise UsageError(f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; {advice}")
         return Known(sum(row[0] for row in facts), _union([row[_FACTS.size :] for row in rows]))
 
+    def add_up(self, numbers: Sequence[float]) -> list[float]:
+        """The sums over all ranks, added in their order. As a part of `step`, which every rank has come to."""
+        with self._question():
+            rows = self._ranks.collect_bytes(struct.pack(f"<{len(numbers)}d", *numbers), "weigh the parameters")
+        return [sum(column) for column in zip(*(struct.unpack(f"<{len(numbers)}d", row) for row in rows), strict=True)]
+
     def edit(self, unit: int, edits: Sequence[Edit]) -> list[Edit]:
         """The new values of `unit` that count on every rank: those of the lowest rank that has any."""
         wishes = self._reach(Kind.EDIT, unit, bool(edits))

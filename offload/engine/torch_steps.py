@@ -60,12 +60,15 @@ class Stepper:
         return self._layouts[unit].packed_numel
 
     def step(
-        self, unit: int, states: Mapping[State, torch.Tensor], gradient: torch.Tensor, steps: Sequence[TorchSegment]
+        self,
+        unit: int,
+        states: Mapping[State, torch.Tensor],
+        gradient: torch.Tensor,
+        steps: Mapping[int, TorchSegment],
     ) -> None:
-        """Update parameters of a unit in place; `states` and `gradient` are those of all of it."""
-        found = {segment.start: segment for segment in self._layouts[unit].segments if segment.numel}
-        for start, stop, step in steps:
-            self._step(found[start], states, gradient[start:stop], step)
+        """Update parameters of a unit, by their positions in it, in place; `states` and `gradient` are of all of it."""
+        for position, (start, stop, step) in steps.items():
+            self._step(self._layouts[unit].segments[position], states, gradient[start:stop], step)
 
     def _step(
         self, segment: Segment, states: Mapping[State, torch.Tensor], gradient: torch.Tensor, step: TorchStep
@@ -134,8 +137,8 @@ def _explained(optimizer: torch.optim.Optimizer, name: str) -> Iterator[None]:
         kind = type(optimizer)
         raise ConfigError(
             f"{kind.__module__}.{kind.__name__} has no kernel here, so it would be run by itself, parameter by "
-            f"parameter; with {name} that does not go: {_cause(error)}; give another optimizer, or one of the names in the "
-            f"config"
+            f"parameter; with {name} that does not go: {_cause(error)}; give another optimizer, or a name "
+            f"in the config"
         ) from error
 
 

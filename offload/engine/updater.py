@@ -46,6 +46,10 @@ class UnitUpdate(NamedTuple):
     segments: tuple[kernels.Segment | TorchSegment, ...]
     edits: tuple[Edit, ...] = ()
     """What a user has set; an update has either segments or edits, or neither where other ranks have them all."""
+    parameters: tuple[int, ...] = ()
+    """The number in the unit of each segment's parameter."""
+    ratios: tuple[float, ...] = ()
+    """Of LAMB on several ranks: each segment's trust ratio; see `weighing`."""
 
 
 class Resident(NamedTuple):
@@ -187,6 +191,17 @@ class Updater:
             finally:
                 self._flushing -= 1
 
+    @property
+    def tile_numel(self) -> int:
+        """Elements of a tile at most."""
+        return self._tile_numel
+
+    def idle_tiles(self) -> tuple[Lease, ...]:
+        """The buffers of the tiles, for who needs memory while no update is under way, on the caller's thread."""
+        with self._pager.lock:
+            assert not self._busy, "an update is under way"
+            return tuple(self._free)
+
     def drop_spare(self) -> None:
         """Give back the memory of states that lie on DISK as well: from now on they are read from there.
 
@@ -278,7 +293,8 @@ class Updater:
         delivered = lease is not None or self._sizes[update.unit].home is Tier.DEVICE
         job = _Job(update, lease, delivered)
         if self._mode.optimizer == LAMB and update.segments:
-            job.trust, job.weighing = Trust(), update.numel > self._tile_numel
+            known = bool(update.ratios)
+            job.trust, job.weighing = Trust(update.ratios), not known and update.numel > self._tile_numel
         return job
 
     def _goes_on_without(self) -> bool:
@@ -419,9 +435,11 @@ class Updater:
     def _kernel(self, tile: _Tile) -> None:
         """Do the steps of all segments in the tile, in one pass."""
         if self._stepper is not None and tile.gradient is not None:
-            steps = [each for each in tile.job.update.segments if isinstance(each, TorchSegment)]
+            update = tile.job.update
+            found = zip(update.parameters, update.segments, strict=True)
+            steps = {position: segment for position, segment in found if isinstance(segment, TorchSegment)}
             states = {state: piece.work for state, piece in tile.pieces.items()}
-            self._stepper.step(tile.job.update.unit, states, tile.gradient, steps)
+            self._stepper.step(update.unit, states, tile.gradient, steps)
             return
         segments = [
             (

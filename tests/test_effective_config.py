@@ -1,0 +1,97 @@
+"""What the config came to is said once, at the start: a line of what the file does not say itself, and the whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.config import effective, load_config, resolve_batch
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+def said(content: dict[str, Any], world_size: int = 1) -> str:
+    config = load_config(content)
+    return effective(config, resolve_batch(config, world_size), world_size)
+
+
+@pytest.mark.parametrize(
+    ("content", "ranks", "words"),
+    [
+        (
+            {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.5},
+            2,
+            "config: 32 samples a step = 4 of a micro-batch * 4 of them * 2 ranks",
+        ),
+        (
+            {},
+            1,
+            "config: 1 samples a step = 1 of a micro-batch * 1 of them * 1 rank; "
+            "gradient_clipping 1 by default, which was 0 in older DeepSpeed",
+        ),
+    ],
+)
+def test_sizes_and_the_clip(content: dict[str, Any], ranks: int, words: str) -> None:
+    assert said(content, ranks) == words
+
+
+AUTO: dict[str, tuple[dict[str, Any], str]] = {
+    "a size": ({"train_batch_size": "auto", "gradient_accumulation_steps": 3}, "train_batch_size 3"),
+    "a mode, which is off then": ({"bf16": {"enabled": "auto"}}, "bf16.enabled false"),
+    "a block": ({"fp16": "auto"}, "fp16 (its defaults)"),
+    "a clip": ({"gradient_clipping": "auto"}, "gradient_clipping 1.0"),
+    "an optimizer": ({"optimizer": "auto"}, "optimizer (decided here)"),
+    "its numbers": (
+        {"optimizer": {"type": "Lion", "params": {"lr": 1, "betas": "auto"}}},
+        "optimizer.params.betas [0.9, 0.99]",
+    ),
+    "its rate": (
+        {"optimizer": {"type": "Lion", "params": {"lr": "auto"}}},
+        'optimizer.params.lr "that of the optimizer given"',
+    ),
+    "a schedule's": (
+        {
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+            }
+        },
+        "scheduler.params.warmup_num_steps 1000",  # of "auto" as a rate each group knows its own
+    ),
+    "what is decided here, by its older name": (
+        {"zero_optimization": {"prefetch_bucket_size": "auto"}},
+        "zero_optimization.stage3_prefetch_bucket_size (decided here)",
+    ),
+    "what is a value": ({"offload": {"resume": "auto"}}, ""),
+    "what has no effect": ({"zero_optimization": {"reduce_bucket_size": "auto"}}, ""),
+    "null": ({"fp16": None, "bf16": {"enabled": None}}, ""),
+}
+
+
+@pytest.mark.parametrize("case", AUTO)
+def test_what_auto_became(case: str) -> None:
+    content, words = AUTO[case]
+    _, auto, became = said(content).partition('; "auto": ')
+    assert became == words and bool(auto) == bool(words)
+
+
+def test_it_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW, "offload": {"device": "cpu"}}
+    with caplog.at_level(logging.DEBUG, logger="offload"):
+        engine, *_ = offload.initialize(model=nn.Linear(4, 1), config=content)
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).mean())
+            engine.step()
+    info = [each.getMessage() for each in caplog.records if each.getMessage().startswith("config: ")]
+    whole = [each for each in caplog.records if each.getMessage().startswith("the whole config: ")]
+    assert len(info) == 1 and info[0].startswith("config: 2 samples a step")
+    assert [each.levelno for each in whole] == [logging.DEBUG]
+    assert json.loads(whole[0].getMessage().partition(": ")[2]) == engine.config
+    engine.destroy()
