@@ -88,10 +88,10 @@ def initialize(
     """Put `model` under an engine, as `deepspeed.initialize` does, and return (engine, optimizer, loader, scheduler).
 
     `config` (or `config_params`, or `args.deepspeed_config`) is a DeepSpeed JSON file's path or its content as a dict.
-    `optimizer` is one of torch's, a callable that makes one from the parameters, or None for the config's (one that no
-    kernel does is run by itself, on the CPU); `lr_scheduler` an object with `step()`, a callable that makes one from the optimizer, or
-    None for the config's. The loader is None without `training_data`. The model's parameters are taken over: outside of
-    forward and backward they are placeholders.
+    `optimizer` is one of torch's, a callable that makes one from the parameters, or None for the config's; one that no
+    kernel does is run by itself, on the CPU. `lr_scheduler` is an object with `step()`, a callable that makes one from
+    the optimizer, or None for the config's. The loader is None without `training_data`. The model's parameters are
+    taken over: outside of forward and backward they are placeholders.
 
     Raises `ConfigError`, `BudgetError` or `StoreError` before anything is changed; a disk that is too small is such an
     error too.
