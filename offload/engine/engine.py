@@ -98,7 +98,7 @@ class Engine(Facts):
         self._decider = Decider(parts.layouts, parts.trainable, module, optimizer)
         self._scaled = 0
         """Losses that were multiplied by the loss scale, and whose backward has not begun."""
-        optimizer.attach(self._boundary, self.zero_grad)
+        optimizer.attach(self._boundary, self.zero_grad, self._state.regrouped)
         self._edited = False
         module.__dict__["zero_grad"] = _ZeroGrad(module, self.zero_grad)
         # A user may run the model without the engine; the first moment of that is an entry too.

@@ -20,8 +20,9 @@ from offload.swapper.states import ADAM, TORCH
 _OTHERWISE = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
 """Options of torch's optimizers that the kernels do not know."""
 _OTHER_GROUPS = (
-    "parameters cannot be added to the optimizer after offload.initialize, nor taken from it: give it all groups that "
-    "will ever train, and let requires_grad_(False) on their parameters keep them as they are until they shall"
+    "parameters cannot be added to the optimizer after offload.initialize, nor taken from it: give it all parameters "
+    "that will ever train, and let requires_grad_(False) keep them as they are until they shall; add_param_group may "
+    "then give them a group of their own"
 )
 
 
@@ -45,19 +46,47 @@ class Optimizer(torch.optim.Optimizer):
         """The parameters that an engine took over, by id."""
         super().__init__([dict(group) for group in groups], dict(defaults))
         self._engine_zero_grad: Callable[[], None] | None = None
+        self._engine_regrouped: Callable[[], None] = lambda: None
         self.replaced: torch.optim.Optimizer | None = None
         """The optimizer of torch whose groups these are."""
 
-    def attach(self, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
-        """Make `step` and `zero_grad` those of an engine, which trains the parameters of this moment."""
-        self._engine_step, self._engine_zero_grad = step, zero_grad
+    def attach(
+        self, step: Callable[[], None], zero_grad: Callable[[], None], regrouped: Callable[[], None] = lambda: None
+    ) -> None:
+        """Make `step` and `zero_grad` those of an engine, which trains the parameters of this moment.
+
+        `regrouped` is told of a further group, and may refuse it.
+        """
+        self._engine_step, self._engine_zero_grad, self._engine_regrouped = step, zero_grad, regrouped
         self._taken = self.settings().keys()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while the optimizer is made: an engine trains the parameters that it took over."""
-        if self._engine_step is not None:
+        """Under an engine: give parameters that it trains a group of their own, out of those that had them.
+
+        So what was frozen for a while can train on with other numbers. Raises `UsageError` for any other parameter, or
+        where the schedule has no learning rate for another group; then nothing has changed.
+        """
+        if self._engine_step is None:
+            super().add_param_group(param_group)
+            return
+        given = param_group["params"]
+        moved = [given] if isinstance(given, torch.Tensor) else list(given)
+        if {id(parameter) for parameter in moved} - self._taken:
             raise UsageError(_OTHER_GROUPS)
-        super().add_param_group(param_group)
+        before = [(group, group["params"]) for group in self.param_groups]
+        try:
+            for group, parameters in before:
+                group["params"] = [p for p in parameters if all(p is not other for other in moved)]
+            group = (
+                {key: before[0][0][key] for key in self.rule.keys if key in before[0][0]} | self.defaults | param_group
+            )
+            super().add_param_group({**group, "params": moved})
+            self._engine_regrouped()
+        except BaseException:
+            self.param_groups[:] = [group for group, _ in before]
+            for group, parameters in before:
+                group["params"] = parameters
+            raise
 
     def check_groups(self) -> None:
         """Raise `UsageError` where the groups, which a replaced optimizer shares, have other parameters by now."""

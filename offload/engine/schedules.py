@@ -45,7 +45,7 @@ from offload.config import (
     check_order,
     schedule_params,
 )
-from offload.errors import ConfigError
+from offload.errors import ConfigError, UsageError
 
 logger = logging.getLogger("offload")
 
@@ -61,10 +61,9 @@ class Schedule(abc.ABC):
         if not hasattr(optimizer, "param_groups"):
             raise ConfigError(f"{type(self).__name__} expects an optimizer, got {type(optimizer).__name__}")
         self.optimizer, self._params = optimizer, params
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", float(group["lr"]))  # where torch's schedules note it too
-        self.base_lrs = [float(group["initial_lr"]) for group in optimizer.param_groups]
+        self.base_lrs: list[float] = []
         """Each group's own learning rate."""
+        self._note_rates()
         self.last_batch_iteration = last_batch_iteration
         self._begin()
         self.apply()
@@ -91,6 +90,22 @@ class Schedule(abc.ABC):
         except ConfigError:
             self.last_batch_iteration = before
             raise
+
+    def take_in(self) -> None:
+        """Set the rate of a group that came last too. Raises `UsageError` where the params have none for it."""
+        before = self.base_lrs
+        self._note_rates()
+        try:
+            self.optimizer.param_groups[-1]["lr"] = self.get_lr()[-1]
+        except ConfigError as error:
+            self.base_lrs = before
+            raise UsageError(f"{type(self).__name__} has no learning rate for a further group: {error}") from error
+
+    def _note_rates(self) -> None:
+        groups = self.optimizer.param_groups
+        for group in groups:
+            group.setdefault("initial_lr", float(group["lr"]))  # where torch's schedules note it too
+        self.base_lrs = [*self.base_lrs, *(float(group["initial_lr"]) for group in groups[len(self.base_lrs) :])]
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_batch_iteration": self.last_batch_iteration, "base_lrs": list(self.base_lrs)}

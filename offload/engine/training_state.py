@@ -240,6 +240,22 @@ class TrainingState:
                 self.lr_scheduler.apply()
             self._due = None
 
+    def regrouped(self) -> None:
+        """The optimizer has one group more. Raises `UsageError` where that cannot go on."""
+        groups, schedule = self.optimizer.param_groups, self.lr_scheduler
+        if self._due is not None:
+            raise UsageError(
+                "a resumed run has its groups again when all objects are registered; add groups after that"
+            )
+        if isinstance(schedule, Schedule):
+            schedule.take_in()
+        elif schedule is not None and len(getattr(schedule, "base_lrs", groups)) != len(groups):
+            raise UsageError(
+                f"the {type(schedule).__name__} was made for {len(schedule.base_lrs)} groups of parameters, this would "
+                f"be {len(groups)}: give the optimizer all groups before, and change the numbers in them"
+            )
+        self._configured = [*self._configured, self.optimizer.configured()[-1]]
+
     def of_the_user(self) -> dict[str, Any]:
         """What the user wants to be held, as JSON. Raises `UsageError` where it cannot be."""
         if not isinstance(self.client_state, dict):
