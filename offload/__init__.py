@@ -19,6 +19,7 @@ from offload.engine.looking import (
     safe_set_full_optimizer_state,
     unregister_external_parameter,
 )
+from offload.engine.pretrained import load_pretrained
 from offload.engine.weights import gathered
 from offload.errors import (
     BudgetError,
@@ -47,6 +48,7 @@ __all__ = [
     "gathered",
     "init",
     "initialize",
+    "load_pretrained",
     "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
