@@ -135,7 +135,7 @@ def _like(tensor: Absent, meta: torch.Tensor, requires_grad: bool) -> Absent:
 
 def _alias(func: Any, tensor: Absent) -> Absent:
     """`detach()` and `.data`: no elements are asked for yet."""
-    return _like(tensor, _plainly(_TENSOR.detach, tensor).as_subclass(torch.Tensor), False)  # type: ignore[arg-type]
+    return _like(tensor, _plainly(_TENSOR.detach, tensor).as_subclass(torch.Tensor), False)
 
 
 def _device(func: Any, tensor: Absent) -> torch.device:
@@ -175,7 +175,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     torch.detach: _alias,
     _TENSOR.data.__get__: _alias,  # type: ignore[attr-defined]
     _TENSOR.data.__set__: _set_data,  # type: ignore[attr-defined]
-    _TENSOR.device.__get__: _device,  # type: ignore[attr-defined]
+    _TENSOR.device.__get__: _device,
     _TENSOR.copy_: _copy,
     **{
         getattr(_TENSOR, name): _convert

@@ -62,7 +62,8 @@ def _resetter(module: nn.Module) -> Any:
 def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
     """Make the parameters `names` of `model` real, on the CPU, where they are on meta; identity and ties stay.
 
-    Those that will be read from an origin stay as they are. Raises `ConfigError` where the owning module cannot initialize itself.
+    Those that will be read from an origin stay as they are. Raises `ConfigError` where the owning module cannot
+    initialize itself.
     """
     parameters = {name: model.get_parameter(name) for name in names}
     absent = {name: each for name, each in parameters.items() if each.is_meta and origin_of(each) is None}

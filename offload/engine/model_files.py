@@ -146,8 +146,8 @@ def _what_is_there(folder: Path) -> str:
         )
     if pickles:
         return (
-            f"{folder} holds {pickles[0]}, a pickle, and no {SINGLE}: unpickling runs code and takes the RAM of the whole "
-            f"model, so it is not done here; convert it once, with transformers: "
+            f"{folder} holds {pickles[0]}, a pickle, and no {SINGLE}: unpickling runs code and takes the RAM of the "
+            f"whole model, so it is not done here; convert it once, with transformers: "
             f"AutoModel….from_pretrained(folder).save_pretrained(other)"
         )
     return f"{folder} holds neither {SINGLE} nor {INDEX}; give a folder that save_pretrained has written"

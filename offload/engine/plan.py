@@ -244,15 +244,15 @@ def _check_absent(model: nn.Module) -> None:
     lost = [name for name, parameter in named.items() if parameter.is_meta and not is_absent(parameter)]
     if lost and any(map(is_absent, named.values())):
         raise ConfigError(
-            f"parameter {lost[0]} was put on the meta device beside those of offload.init or offload.load_pretrained, so "
-            f"its values are gone; make it on the CPU, or inside of offload.init"
+            f"parameter {lost[0]} was put on the meta device beside those of offload.init or load_pretrained, so its "
+            f"values are gone; make it on the CPU, or inside of offload.init"
         )
     for name, parameter in named.items():
         origin = origin_of(parameter)
         if origin is not None and origin.shape != tuple(parameter.shape):
             raise ConfigError(
-                f"parameter {name} has shape {list(parameter.shape)} now, and what offload.load_pretrained has found for "
-                f"it has shape {list(origin.shape)}; a model can be resized before its folder is written, or built in "
+                f"parameter {name} has shape {list(parameter.shape)} now, and what load_pretrained has found for it "
+                f"has shape {list(origin.shape)}; a model can be resized before its folder is written, or built in "
                 f"its new size and loaded with ignore_mismatched_sizes=True"
             )
 

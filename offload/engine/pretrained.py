@@ -106,9 +106,9 @@ def _build(model_class: Any, folder: Path, config: Any, kwargs: dict[str, Any]) 
         theirs, unused = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **kwargs)
         _check_type(model_class, theirs, folder)
         theirs.name_or_path = str(folder)
-        make = getattr(model_class, "from_config", None) or model_class._from_config
+        make: Any = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config")  # noqa: B009
         with init(config):
-            model: nn.Module = make(theirs, **unused, **({} if dtype is None else {"dtype": dtype}))
+            model: Any = make(theirs, **unused, **({} if dtype is None else {"dtype": dtype}))
         if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
     except OffloadError:
@@ -116,15 +116,16 @@ def _build(model_class: Any, folder: Path, config: Any, kwargs: dict[str, Any]) 
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         name = getattr(model_class, "__name__", model_class)
         raise ConfigError(f"{name} cannot be built by {folder / 'config.json'}: {error}") from error
-    return model.eval()
+    built: nn.Module = model.eval()
+    return built
 
 
 def _check_type(model_class: Any, config: Any, folder: Path) -> None:
     wanted = getattr(getattr(model_class, "config_class", None), "model_type", None)
     if wanted is not None and wanted != config.model_type:
         raise ConfigError(
-            f"{folder / 'config.json'} is of a {config.model_type} model, and {model_class.__name__} is of {wanted}; give "
-            f"the class of the folder's model, or AutoModelForCausalLM and the like"
+            f"{folder / 'config.json'} is of a {config.model_type} model, and {model_class.__name__} is of {wanted}; "
+            f"give the class of the folder's model, or AutoModelForCausalLM and the like"
         )
 
 

@@ -151,7 +151,7 @@ class _Rules:
         return name, self._by_pattern.get(pattern), pattern or ""
 
 
-def _rules_of_transformers(model: nn.Module) -> _Rules | None:
+def _rules_of_transformers(model: Any) -> _Rules | None:
     """None for a model that is not of transformers: its names are what they are."""
     if not hasattr(model, "base_model_prefix") or not hasattr(model, "config"):
         return None
@@ -162,6 +162,7 @@ def _rules_of_transformers(model: nn.Module) -> _Rules | None:
         return _Rules(model, core_model_loading, get_model_conversion_mapping(model))
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"offload.load_pretrained needs to know how transformers names and converts weights, and the version that is "
-            f"installed does not say it as 5.23 does ({error}); install another: pip install 'transformers>=5.23,<6'"
+            f"offload.load_pretrained needs to know how transformers names and converts weights, and the version "
+            f"that is installed does not say it as 5.23 does ({error}); install another: pip install "
+            f"'transformers>=5.23,<6'"
         ) from error
