@@ -25,6 +25,7 @@ from offload.engine.calls import (
 )
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
+from offload.engine.pretrained import load_pretrained
 from offload.engine.weights import gathered
 from offload.errors import (
     BudgetError,
@@ -53,6 +54,7 @@ __all__ = [
     "gathered",
     "init",
     "initialize",
+    "load_pretrained",
     "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",

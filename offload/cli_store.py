@@ -72,6 +72,9 @@ def export(
         Dtype | None, typer.Option(help="Of the weights. fp32 gives the exact masters. [default: as they train]")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Bytes of a file at most.")] = "5GB",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder from which a tokenizer's files are copied along.", metavar="FOLDER")
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Write the weights of a run or a checkpoint as safetensors files that transformers loads.
@@ -90,7 +93,7 @@ def export(
         with IoQueue() as queue, closing(open_source(path, queue)) as source:
             plan = make_plan(source, None if dtype is None else dtype.value, shard_nbytes)
             with _bar(console, read_nbytes(plan)) as progress:
-                done = write(source, out, plan, progress)
+                done = write(source, out, plan, progress, tokenizer)
     for notice in done.notices:
         console.print(notice, markup=False)
     if json_output:

@@ -190,16 +190,14 @@ class ZeroOptimization(Block):
     """ZeRO: what is partitioned, and where it lives."""
 
     TUNING = _keys(
-        """stage3_model_persistence_threshold model_persistence_threshold
-        stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save
-        stage3_gather_fp16_weights_on_model_save contiguous_gradients reduce_bucket_size overlap_comm reduce_scatter
-        allgather_partitions allgather_bucket_size use_multi_rank_bucket_allreduce round_robin_gradients
-        ignore_unused_parameters load_from_fp32_weights memory_efficient_linear override_module_apply
-        stage3_module_granularity_threshold module_granularity_threshold stage3_use_all_reduce_for_fetch_params
-        use_all_reduce_for_fetch_params stage3_allgather_sequential allgather_sequential log_trace_cache_warnings
-        enable_sanity_checks pipeline_loading_checkpoint elastic_checkpoint legacy_stage1
-        save_muon_momentum_buffer_in_memory zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather
-        cpu_offload_use_pin_memory"""
+        """stage3_model_persistence_threshold model_persistence_threshold contiguous_gradients
+        reduce_bucket_size overlap_comm reduce_scatter allgather_partitions allgather_bucket_size
+        use_multi_rank_bucket_allreduce round_robin_gradients ignore_unused_parameters load_from_fp32_weights
+        memory_efficient_linear override_module_apply stage3_module_granularity_threshold
+        module_granularity_threshold stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params
+        stage3_allgather_sequential allgather_sequential log_trace_cache_warnings enable_sanity_checks
+        pipeline_loading_checkpoint elastic_checkpoint legacy_stage1 save_muon_momentum_buffer_in_memory
+        zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather cpu_offload_use_pin_memory"""
     )
     REFUSED: ClassVar[dict[str, str]] = dict.fromkeys(
         _keys(
@@ -213,9 +211,9 @@ class ZeroOptimization(Block):
         name.removeprefix("stage3_"): name
         for name in _keys(
             """stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_max_live_parameters
-            stage3_max_reuse_distance"""
+            stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save"""
         )
-    }
+    } | {"stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
 
     stage: Annotated[Whole, Field(ge=0, le=3)] = Field(
         0, description="0 to 3; on one process all stages train the same way"
@@ -237,6 +235,9 @@ class ZeroOptimization(Block):
     )
     stage3_max_reuse_distance: Elements | None = Field(
         None, description="a unit leaves the device at once if more elements are used before it is used again"
+    )
+    stage3_gather_16bit_weights_on_model_save: bool | None = Field(
+        None, description="false: save_16bit_model writes nothing in stage 3, as in DeepSpeed; default: it writes"
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config import Aio, Batch, Block, Config, document, load_config, resolve_batch
+from offload.config import Aio, Batch, Block, Config, ZeroOptimization, document, load_config, resolve_batch
 from offload.errors import ConfigError
 
 ZERO3 = {
@@ -379,7 +379,7 @@ def test_any_value_of_any_key_is_a_config_or_a_config_error(place: tuple[str, ..
         try:
             config = load_config(content)
         except ConfigError as error:
-            named = {**Config.OLD_NAMES, **Aio.OLD_NAMES}.get(place[-1], place[-1])
+            named = {**Config.OLD_NAMES, **Aio.OLD_NAMES, **ZeroOptimization.OLD_NAMES}.get(place[-1], place[-1])
             assert named in str(error) or isinstance(value, dict), f"{value!r}: the key is not named: {error}"
         else:
             assert all("\n" not in line for line in config.notices)

@@ -20,10 +20,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
-from offload import export as exporting
 from offload import kernels
 from offload.aio import IoQueue
 from offload.cli import app
+from offload.engine import model_write
 from offload.engine.source import StoreSource
 from offload.export import export, make_plan, read_nbytes
 from offload.swapper.states import State
@@ -181,7 +181,7 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     count = len(files)
     assert files == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] and count > 3
-    assert set(told["files"]) == {*files, "config.json", "model.safetensors.index.json"}
+    assert set(told["files"]) == {*files, "config.json", "generation_config.json", "model.safetensors.index.json"}
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     found = tensors(tmp_path / "out")
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values()) == told["nbytes"]
@@ -344,7 +344,11 @@ def test_a_kill_leaves_a_partial_folder_that_the_next_export_removes(small: Path
     told = exported(small, tmp_path / "out")
     assert any(f"removed {partial}" in notice for notice in told["notices"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "swap"]
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
 
 
 def test_a_partial_folder_that_is_not_ours_stays(small: Path, tmp_path: Path) -> None:
@@ -403,7 +407,7 @@ def test_what_is_read_is_what_was_planned(small: Path, tmp_path: Path) -> None:
 
 def test_small_chunks_give_the_same(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exported(small, tmp_path / "out")
-    monkeypatch.setattr(exporting, "_CHUNK_NUMEL", 2048)
+    monkeypatch.setattr(model_write, "_CHUNK_NUMEL", 2048)
     exported(small, tmp_path / "again")
     assert tensors(tmp_path / "out").keys() == tensors(tmp_path / "again").keys()
     assert all(torch.equal(v, tensors(tmp_path / "again")[n]) for n, v in tensors(tmp_path / "out").items())

@@ -149,7 +149,6 @@ MEANINGS = {
                     "zero_optimization.offload_param.pin_memory",
                     "zero_optimization.overlap_comm",
                     "zero_optimization.reduce_bucket_size",
-                    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
                 ),
             ),
         ),

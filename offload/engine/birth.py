@@ -2,19 +2,23 @@
 
 Inside `init`, parameters are registered on the meta device and buffers stay real. `materialize` then makes
 the parameters of one unit real, by the initialization of the modules that own them, seeded by the unit, so
-that the weights do not depend on budgets or placements.
+that the weights do not depend on budgets, placements or the number of ranks. Those that are read from files
+(see `pretrained`) are none of its business.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from offload.engine.absent import Absent, building, origin_of
 from offload.errors import ConfigError
 
 
@@ -24,19 +28,26 @@ def init(config: Any = None) -> Iterator[None]:
 
     `config` is accepted as by `deepspeed.zero.Init` and is read by `initialize`. Modules whose class has no
     `reset_parameters` keep the values that their constructor gave them; those of transformers are initialized
-    by the model's `_init_weights`.
+    by the model's `_init_weights`. Buffers and other tensors are real. It may be nested, and counts for its thread.
     """
-    removal = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
+    thread = threading.get_ident()
+    seen = WeakTensorKeyDictionary()  # what became of a parameter that is registered again: it stays tied
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or threading.get_ident() != thread or type(parameter) is not nn.Parameter:
+            return parameter
+        if parameter not in seen:
+            keep = parameter.is_meta or not _can_initialize(module)
+            seen[parameter] = None if keep else Absent(parameter.detach().to("meta"), parameter.requires_grad)
+        found: nn.Parameter | None = seen[parameter]
+        return parameter if found is None else found
+
+    removal = register_module_parameter_registration_hook(register)  # type: ignore[arg-type]
     try:
-        yield
+        with building():
+            yield
     finally:
         removal.remove()
-
-
-def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    if parameter is None or parameter.is_meta or not _can_initialize(module):
-        return parameter
-    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
 def _can_initialize(module: nn.Module) -> bool:
@@ -51,15 +62,17 @@ def _resetter(module: nn.Module) -> Any:
 def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
     """Make the parameters `names` of `model` real, on the CPU, where they are on meta; identity and ties stay.
 
-    Raises `ConfigError` where the owning module cannot initialize itself.
+    Those that will be read from an origin stay as they are. Raises `ConfigError` where the owning module cannot
+    initialize itself.
     """
-    absent = {name: model.get_parameter(name) for name in names if model.get_parameter(name).is_meta}
+    parameters = {name: model.get_parameter(name) for name in names}
+    absent = {name: each for name, each in parameters.items() if each.is_meta and origin_of(each) is None}
     if not absent:
         return
     for parameter in absent.values():
         real = nn.Parameter(torch.full_like(parameter, torch.nan, device="cpu"), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, real)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), building():
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would set the GPU's as well, and leave it so
         for module, initialize in _initializers(model, absent):
             initialize(module)

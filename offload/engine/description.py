@@ -85,7 +85,11 @@ def _of_model(model: nn.Module) -> dict[str, Any]:
             tied[name] = other
     config: Any = getattr(model, "config", None)
     as_json = json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else None
-    return {"class": type(model).__name__, "config": as_json, "tied": tied}
+    about_it = {"class": type(model).__name__, "config": as_json, "tied": tied}
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        about_it["generation_config"] = json.loads(generation.to_json_string())
+    return about_it
 
 
 def _numel(shape: Sequence[int]) -> int:

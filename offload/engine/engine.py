@@ -36,6 +36,7 @@ from offload.engine.loader import Loader, to_device
 from offload.engine.looking import Looking
 from offload.engine.meter import Stepped
 from offload.engine.micro_batches import MicroBatches
+from offload.engine.model_save import Saving, Wanted
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Choices, Parts, close_all, resized
 from offload.engine.progress import Progress
@@ -111,6 +112,7 @@ class Engine(Facts):
         parts.weights.several_ranks = parts.rounds is not None
         parts.arena.give_cache = self._give_cache
         self._looking = Looking(parts)
+        self._saving = Saving(module, parts)
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -352,6 +354,48 @@ class Engine(Facts):
         self._grad_norm, self._edited = self._grad_norm if wish.module_only else None, False
         self.notices += loaded.notices
         return loaded.folder, loaded.client_state
+
+    # -- files that others load ---------------------------------------------------------------------
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "50GB",
+        dtype: str | torch.dtype | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        """Write the model as `from_pretrained` of transformers loads it: safetensors, their index, the configs.
+
+        It is streamed, wherever things lie: no more than a few chunks are in RAM. `dtype` ("bf16", "fp16", "fp32") is
+        that of the weights by default; fp32 gives the exact masters. A model of peft gives its adapters, as peft writes
+        them. In a folder that is there, files of these names are replaced, whole or not at all, and others stay. Every
+        rank calls it, rank 0 writes. Raises `StoreError` where there is no room, before anything is written, and
+        `IoError` where the disk refuses.
+        """
+        self._between("save_pretrained")
+        self._saving.save(Wanted(save_directory, max_shard_size, dtype, tokenizer), self.global_steps)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights that the model computes with into one safetensors file, and nothing else; True.
+
+        DeepSpeed's default name is that of a pickle, which is an error here. Where the config says
+        `"stage3_gather_16bit_weights_on_model_save": false`, stage 3 writes nothing, says so and gives False.
+        """
+        self._between("save_16bit_model")
+        if not self.zero_gather_16bit_weights_on_model_save() and self.zero_optimization_stage() == 3:
+            logger.warning(
+                "save_16bit_model has written nothing, as stage3_gather_16bit_weights_on_model_save: false asks for; "
+                "take it out of the config, or call save_pretrained"
+            )
+            return False
+        frozen = not exclude_frozen_parameters
+        self._saving.save(Wanted(save_dir, frozen=frozen, file_name=save_filename), self.global_steps)
+        return True
 
     def _between(self, call: str) -> None:
         """Finish what is under way; raises where the weights of a moment cannot be told."""

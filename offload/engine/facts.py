@@ -166,6 +166,10 @@ class Facts:
         """The stage of ZeRO that the config names."""
         return self._choices.config.zero_optimization.stage
 
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether weights may be saved in stage 3; here they may unless the config says false."""
+        return self._choices.config.zero_optimization.stage3_gather_16bit_weights_on_model_save is not False
+
     def fp16_enabled(self) -> bool:
         """Whether weights are fp16."""
         return self._choices.config.dtype == "fp16"

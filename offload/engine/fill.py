@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from offload.aio import aligned_empty
+from offload.engine.absent import forget, origin_of
 from offload.engine.birth import materialize
 from offload.engine.held import Held
 from offload.engine.homes import Partitions
@@ -47,6 +48,15 @@ def make_residents(
     return residents
 
 
+def _values(parameter: nn.Parameter) -> Iterator[tuple[int, torch.Tensor]]:
+    """All of a parameter, (n,) at a time on the CPU, each with its position: from where it is read, or of its own."""
+    origin = origin_of(parameter)
+    if origin is None:
+        yield 0, parameter.detach().to("cpu").contiguous().view(-1)
+    else:
+        yield from origin.pieces()
+
+
 class Filler:
     """Writes one unit after the other to its home and, where there is one, to the store.
 
@@ -59,7 +69,7 @@ class Filler:
         self._buffers = {state: aligned_empty(numel * dtype.itemsize) for state, dtype in held.mode.weights.items()}
 
     def fill(self, model: nn.Module, layouts: Sequence[UnitLayout], seed: int) -> None:
-        """Take the weights of `model`; each parameter is left empty as soon as it has been copied."""
+        """Take the weights of `model`, or read them; each parameter is left empty as soon as it has been copied."""
         for index, layout in enumerate(layouts):
             names = [segment.name for segment in layout.segments]
             given = any(not model.get_parameter(name).is_meta for name in names)
@@ -67,10 +77,11 @@ class Filler:
             flats = self._flats(index, layout.numel)
             for segment in layout.segments:
                 parameter = model.get_parameter(segment.name)
-                values = parameter.detach().to("cpu").contiguous().view(-1)
-                split(values, {state: flat[segment.start : segment.stop] for state, flat in flats.items()})
+                for position, values in _values(parameter):
+                    first = segment.start + position
+                    split(values, {state: flat[first : first + len(values)] for state, flat in flats.items()})
                 # The hooks give it a placeholder of its shape; until then it holds no memory.
-                parameter.data = parameter.data.new_empty(0)
+                forget(parameter)
             if self._ranks is not None and given:  # others may have drawn other numbers; what we draw is the same
                 for flat in flats.values():
                     self._ranks.broadcast(flat, 0)

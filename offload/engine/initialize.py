@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from offload.aio import IoQueue
 from offload.config import Config, effective, load_config, resolve_batch
+from offload.engine.absent import forget
 from offload.engine.bindings import Bindings
 from offload.engine.description import about, describe
 from offload.engine.engine import Engine
@@ -500,11 +501,7 @@ def _unit_sizes(plan: Plan) -> list[UnitSize]:
 def _forget_weights(model: nn.Module) -> None:
     """On a resume the store has the weights: whatever the model came with is dropped, unread."""
     for parameter in model.parameters():
-        if parameter.is_meta:
-            empty = nn.Parameter(torch.empty(0, dtype=parameter.dtype), parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, empty)
-        else:
-            parameter.data = torch.empty(0, dtype=parameter.dtype)
+        forget(parameter)
 
 
 def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:

@@ -241,9 +241,14 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rule = _RULES.get(func)
     if rule is not None:
         return rule(func, *args, **kwargs)
-    if func in _HARMLESS or _is_harmless_property(func):
+    if asks_for_no_element(func):
         return _plainly(func, *args, **kwargs)
     return _with_weights(func, args, kwargs)
+
+
+def asks_for_no_element(func: Any) -> bool:
+    """Whether a function of torch, given a parameter, needs none of its values."""
+    return func in _HARMLESS or _is_harmless_property(func)
 
 
 def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:

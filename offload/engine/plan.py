@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from offload.config import Batch, Config
+from offload.engine.absent import is_absent, origin_of
 from offload.engine.homes import Partitions, Wish, partitions
 from offload.engine.layout import UnitLayout, lay_out, with_kept
 from offload.engine.packed import Kept
@@ -199,6 +200,9 @@ def _check_same(
         "units": [layout.name for layout in layouts],
         "parameters": [[s.name, list(s.shape), s.trainable] for layout in layouts for s in layout.segments],
         "weights given": [name for name, parameter in model.named_parameters() if not parameter.is_meta],
+        "weights to be read": [
+            name for name, parameter in model.named_parameters() if origin_of(parameter) is not None
+        ],
     }
     everyone = ranks.share(facts)
     for name, mine in everyone[0].items():
@@ -237,10 +241,30 @@ def _check_model(model: nn.Module) -> None:
             f"buffer {lost[0]} is on the meta device, so its values are gone; build the model inside "
             f"offload.init(...), which leaves buffers real"
         )
+    _check_absent(model)
     if any(isinstance(parameter, Paged) for parameter in model.parameters()):
         raise UsageError(
             "this model is under an engine already; destroy does not give its weights back: build a new one"
         )
+
+
+def _check_absent(model: nn.Module) -> None:
+    """Whoever made a module of the weights of another that has none yet has made it without values."""
+    named = dict(model.named_parameters())
+    lost = [name for name, parameter in named.items() if parameter.is_meta and not is_absent(parameter)]
+    if lost and any(map(is_absent, named.values())):
+        raise ConfigError(
+            f"parameter {lost[0]} was put on the meta device beside those of offload.init or load_pretrained, so its "
+            f"values are gone; make it on the CPU, or inside of offload.init"
+        )
+    for name, parameter in named.items():
+        origin = origin_of(parameter)
+        if origin is not None and origin.shape != tuple(parameter.shape):
+            raise ConfigError(
+                f"parameter {name} has shape {list(parameter.shape)} now, and what load_pretrained has found for it "
+                f"has shape {list(origin.shape)}; a model can be resized before its folder is written, or built in "
+                f"its new size and loaded with ignore_mismatched_sizes=True"
+            )
 
 
 def _check_batch_norm(model: nn.Module, mode: Mode, device: torch.device, buffer_dtype: torch.dtype | None) -> None:
