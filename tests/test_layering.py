@@ -136,6 +136,7 @@ def test_what_goes_up_is_noticed(room: str, source: str, broken: list[str]) -> N
 
 def test_import_is_light() -> None:
     """The package neither needs nor loads what belongs to an extra or to the command line."""
-    code = "import offload, sys; print([m for m in ('transformers', 'accelerate', 'matplotlib', 'typer', 'rich') if m in sys.modules])"
+    extras = ("transformers", "accelerate", "matplotlib", "typer", "rich")
+    code = f"import offload, sys; print([m for m in {extras} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

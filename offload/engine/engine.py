@@ -122,7 +122,10 @@ class Engine(Facts):
     forward = __call__
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """A context as `torch_autocast` asks for. Without torch's cache: its copies of weights would outlive their slices."""
+        """A context for a forward, as `torch_autocast` asks for; `engine(...)` has it by itself.
+
+        Without torch's cache: its copies of weights would outlive their slices.
+        """
         if not self._choices.config.torch_autocast.enabled:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)

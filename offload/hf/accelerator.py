@@ -3,8 +3,8 @@
     accelerator = Accelerator(offload_config="ds_config.json")
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-What comes back for the model is the model itself: its hooks bring the weights, so whatever looks at its class, calls its
-`generate` or unwraps it finds what it expects. The loop is the one of Accelerate's documentation.
+What comes back for the model is the model itself: its hooks bring the weights, so whatever looks at its class, unwraps
+it or calls its `generate` finds what it expects. The loop is the one of Accelerate's documentation.
 """
 
 from __future__ import annotations
