@@ -81,6 +81,7 @@ class Accelerator(accelerate.Accelerator):
     def _make_engine(self, given: Iterable[Any]) -> None:
         engines = [item for item in given if isinstance(item, Engine)]
         if engines:
+            _check_accumulation(engines[0], self.gradient_accumulation_steps)
             self.use(engines[0])
             return
         models = [item for item in given if isinstance(item, nn.Module) and not self._is_mine(item)]
@@ -102,11 +103,6 @@ class Accelerator(accelerate.Accelerator):
 
     def use(self, engine: Engine, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Train by `engine` from here on; `optimizer` is what it was made with, where that is not its own."""
-        if engine.gradient_accumulation_steps() != self.gradient_accumulation_steps and optimizer is None:
-            raise ConfigError(
-                f"gradient_accumulation_steps is {engine.gradient_accumulation_steps()} in the engine's config and "
-                f"{self.gradient_accumulation_steps} in the Accelerator; make them equal"
-            )
         self.engine, self._given = engine, optimizer
         self._optimizer = EngineOptimizer(engine) if engine.optimizer.param_groups[0]["params"] else None
 
@@ -199,3 +195,12 @@ class Accelerator(accelerate.Accelerator):
             super().clip_grad_value_(parameters, clip_value)
             return
         raise UsageError("gradients are in the engine, which clips their norm alone: call clip_grad_norm_")
+
+
+def _check_accumulation(engine: Engine, accumulation: int) -> None:
+    """Raise `ConfigError` where engine and Accelerator count otherwise."""
+    if engine.gradient_accumulation_steps() != accumulation:
+        raise ConfigError(
+            f"gradient_accumulation_steps is {engine.gradient_accumulation_steps()} in the engine's config and "
+            f"{accumulation} in the Accelerator; make them equal"
+        )
