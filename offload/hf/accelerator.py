@@ -129,6 +129,10 @@ class Accelerator(accelerate.Accelerator):
             )
         return super().prepare_optimizer(optimizer, device_placement)
 
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model, of an engine too."""
+        return super().unwrap_model(model.module if isinstance(model, Engine) else model, *args, **kwargs)
+
     def _config(self, micro: int | None) -> dict[str, Any]:
         """The config with what the Accelerator says."""
         content = content_of(self.offload_config)
@@ -138,10 +142,15 @@ class Accelerator(accelerate.Accelerator):
                     f'the config has a block "{block}", and the script has one of its own; remove the block, or train '
                     f"by offload.initialize"
                 )
+        if value_of(content, "torch_autocast.enabled"):
+            raise ConfigError(
+                "torch_autocast acts round engine(...), and what prepare gives back is the model; make the engine by "
+                "offload.initialize, and prepare(engine, optimizer, loader)"
+            )
         said = [Said("gradient_accumulation_steps", self.gradient_accumulation_steps, "that of the Accelerator")]
         if micro is not None:
             said.append(Said("train_micro_batch_size_per_gpu", micro, "the loader's batch_size"))
-        if self.mixed_precision in ("bf16", "fp16") and not value_of(content, "torch_autocast.enabled"):
+        if self.mixed_precision in ("bf16", "fp16"):
             said.append(Said(f"{self.mixed_precision}.enabled", True, "that of mixed_precision"))
         if value_of(content, "gradient_clipping") is None:
             said.append(Said("gradient_clipping", 0, "clip_grad_norm_"))
@@ -195,6 +204,23 @@ class Accelerator(accelerate.Accelerator):
             super().clip_grad_value_(parameters, clip_value)
             return
         raise UsageError("gradients are in the engine, which clips their norm alone: call clip_grad_norm_")
+
+    # -- checkpoints --------------------------------------------------------------------------------
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises `UsageError` with an engine, which saves more than Accelerate would find."""
+        if self.engine is None:
+            return super().save_state(*args, **kwargs)
+        raise UsageError(
+            "weights and states are in the engine: call accelerator.engine.save_checkpoint(folder), with what the "
+            "script counts as client_state, or register a schedule by engine.register_for_checkpointing"
+        )
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises `UsageError` with an engine."""
+        if self.engine is None:
+            return super().load_state(*args, **kwargs)
+        raise UsageError("weights and states are in the engine: call accelerator.engine.load_checkpoint(folder)")
 
 
 def _check_accumulation(engine: Engine, accumulation: int) -> None:
