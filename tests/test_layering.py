@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "info": {"errors", "sizes", "aio"},
     "bench": {"errors", "sizes", "aio", "kernels", "<root>"},
     "tune": {"errors", "sizes", "config", "aio", "bench"},
+    "hf": {"errors", "config", "engine"},
     "inspection": {"errors", "engine", "swapper"},
     "verification": {"errors", "sizes", "aio", "engine", "swapper"},
     "export": {"errors", "sizes", "aio", "kernels", "engine", "swapper"},
@@ -91,6 +92,8 @@ def _room(path: Path) -> str:
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+OF_HF = {"transformers", "accelerate", "peft", "trl"}
+"""What `hf` alone imports at the top of a file."""
 
 
 def test_every_room_is_listed() -> None:
@@ -100,6 +103,14 @@ def test_every_room_is_listed() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_down(path: Path) -> None:
     assert _broken(_room(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_hf_alone_cannot_be_imported_without_hugging_face(path: Path) -> None:
+    """Others import what they need of it where they need it."""
+    top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    found = {name.partition(".")[0] for node in top for name in _imports(ast.unparse(node))} & OF_HF
+    assert not found or _room(path) == "hf"
 
 
 @pytest.mark.parametrize(
@@ -125,8 +136,7 @@ def test_what_goes_up_is_noticed(room: str, source: str, broken: list[str]) -> N
 
 def test_import_is_light() -> None:
     """The package neither needs nor loads what belongs to an extra or to the command line."""
-    code = (
-        "import offload, sys; print([m for m in ('transformers', 'matplotlib', 'typer', 'rich') if m in sys.modules])"
-    )
+    extras = ("transformers", "accelerate", "matplotlib", "typer", "rich")
+    code = f"import offload, sys; print([m for m in {extras} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -120,13 +120,16 @@ class Engine(Facts):
         """Run the model on `args`, whose tensors are moved to the engine's device first."""
         self._enter()
         args, kwargs = to_device((args, kwargs), self.device)
-        with self._autocast():
+        with self.autocast():
             return self.module(*args, **kwargs)
 
     forward = __call__
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """What `torch_autocast` asks for. Without torch's cache: its copies of weights would outlive their slices."""
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """A context for a forward, as `torch_autocast` asks for; `engine(...)` has it by itself.
+
+        Without torch's cache: its copies of weights would outlive their slices.
+        """
         if not self._choices.config.torch_autocast.enabled:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)

@@ -1,0 +1,232 @@
+"""Accelerate's `Accelerator`, whose `prepare` puts a model under an engine.
+
+    accelerator = Accelerator(offload_config="ds_config.json")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+What comes back for the model is the model itself: its hooks bring the weights, so whatever looks at its class, unwraps
+it or calls its `generate` finds what it expects. The loop is the one of Accelerate's documentation.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from offload.engine.engine import Engine
+from offload.engine.initialize import initialize
+from offload.engine.optimizer import Optimizer
+from offload.errors import ConfigError, UsageError
+from offload.hf.fill import Said, content_of, filled, value_of
+
+logger = logging.getLogger("offload")
+
+_PREPARED = "_is_accelerate_prepared"
+"""Accelerate's mark of what it leaves as it is."""
+
+
+class EngineOptimizer(AcceleratedOptimizer):
+    """An engine's optimizer as Accelerate holds one: it steps where gradients are complete, and nowhere else."""
+
+    def __init__(self, engine: Engine) -> None:
+        # Placing would exchange the groups, which the user's schedule holds.
+        super().__init__(engine.optimizer, device_placement=False, scaler=None)
+        self.engine = engine
+        self.norms: list[torch.Tensor] = []
+        """Given out by `clip_grad_norm_`, to be filled by the step."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.gradient_state.sync_gradients:
+            norm = self.engine.get_global_grad_norm()
+            for given in self.norms:
+                given.fill_(math.nan if norm is None else norm)
+            self.norms.clear()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was not applied: in fp16 an overflow, else `"on_nonfinite": "skip"`."""
+        return bool(self.optimizer.overflow)
+
+
+class Accelerator(accelerate.Accelerator):
+    """Trains one model, by an engine; other models (a reference, a reward) are prepared as ever.
+
+    `offload_config` is what `offload.initialize` takes as config. Without it, `prepare` is given an engine.
+    """
+
+    offload_config: Any = None
+    engine: Engine | None = None
+    _optimizer: EngineOptimizer | None = None
+    _given: torch.optim.Optimizer | None = None
+    _said = False
+
+    def __init__(self, *args: Any, offload_config: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.offload_config = offload_config
+
+    # -- preparing ----------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerate's; the model and its optimizer must come in one call, which makes the engine."""
+        self._make_engine(args)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def _make_engine(self, given: Iterable[Any]) -> None:
+        engines = [item for item in given if isinstance(item, Engine)]
+        if engines:
+            _check_accumulation(engines[0], self.gradient_accumulation_steps)
+            self.use(engines[0])
+            return
+        models = [item for item in given if isinstance(item, nn.Module) and not self._is_mine(item)]
+        models = [model for model in models if any(p.requires_grad for p in model.parameters())]
+        optimizers = [item for item in given if isinstance(item, torch.optim.Optimizer)]
+        if self.offload_config is None or not models:
+            return
+        if self.engine is not None:
+            raise UsageError("this Accelerator has an engine already; make another Accelerator for a second model")
+        if len(models) != 1 or len(optimizers) != 1:
+            raise UsageError(
+                f"prepare got {len(models)} models that train and {len(optimizers)} optimizers, expected one of each "
+                f"in one call: prepare(model, optimizer, loader). A second model that trains needs an Accelerator of "
+                f"its own; one that does not, requires_grad_(False)"
+            )
+        loaders = [item for item in given if isinstance(item, torch.utils.data.DataLoader)]
+        config = self._config(loaders[0].batch_size if loaders else None)
+        self.use(initialize(model=models[0], optimizer=optimizers[0], config=config).engine, optimizers[0])
+
+    def use(self, engine: Engine, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Train by `engine` from here on; `optimizer` is what it was made with, where that is not its own."""
+        self.engine, self._given = engine, optimizer
+        self._optimizer = EngineOptimizer(engine) if engine.optimizer.param_groups[0]["params"] else None
+
+    def _is_mine(self, model: Any) -> bool:
+        return self.engine is not None and model is self.engine.module
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The engine's model as it is: no copy on a device, no DDP, no autocast round it."""
+        if self._is_mine(model):
+            setattr(model, _PREPARED, True)
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        mine = self._optimizer
+        if mine is not None and (optimizer is self._given or optimizer is mine.optimizer):
+            setattr(mine, _PREPARED, True)
+            optimizer = mine
+        elif isinstance(optimizer, Optimizer):
+            raise UsageError(
+                "this optimizer is of an engine that the Accelerator does not have; prepare the engine too"
+            )
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model, of an engine too."""
+        return super().unwrap_model(model.module if isinstance(model, Engine) else model, *args, **kwargs)
+
+    def _config(self, micro: int | None) -> dict[str, Any]:
+        """The config with what the Accelerator says."""
+        content = content_of(self.offload_config)
+        for block in ("optimizer", "scheduler"):
+            if content.pop(block, None) is not None:
+                raise ConfigError(
+                    f'the config has a block "{block}", and the script has one of its own; remove the block, or train '
+                    f"by offload.initialize"
+                )
+        if value_of(content, "torch_autocast.enabled"):
+            raise ConfigError(
+                "torch_autocast acts round engine(...), and what prepare gives back is the model; make the engine by "
+                "offload.initialize, and prepare(engine, optimizer, loader)"
+            )
+        said = [Said("gradient_accumulation_steps", self.gradient_accumulation_steps, "that of the Accelerator")]
+        if micro is not None:
+            said.append(Said("train_micro_batch_size_per_gpu", micro, "the loader's batch_size"))
+        if self.mixed_precision in ("bf16", "fp16"):
+            said.append(Said(f"{self.mixed_precision}.enabled", True, "that of mixed_precision"))
+        if value_of(content, "gradient_clipping") is None:
+            said.append(Said("gradient_clipping", 0, "clip_grad_norm_"))
+        said.append(Said("offload.device", self.device.type, "the Accelerator's device"))
+        return filled(content, said)
+
+    # -- a step -------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As Accelerate's, by the engine: divided by the accumulation, and in fp16 times the loss scale."""
+        if self.engine is None:
+            super().backward(loss, **kwargs)
+            return
+        self.engine.set_gradient_accumulation_boundary(bool(self.sync_gradients))
+        self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the gradient of the next step, in the engine; a tensor that has the norm once `optimizer.step()` ran.
+
+        The norm is of all that trains, whatever `parameters` are a part of. Raises `UsageError`.
+        """
+        if self.engine is None or self._optimizer is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if norm_type != 2:
+            raise UsageError(f"the engine clips the 2-norm, got norm_type={norm_type}")
+        given = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        left = sum(p.requires_grad and id(p) not in given for p in self.engine.module.parameters())
+        if left:
+            raise UsageError(
+                f"the engine clips the norm of all parameters that train, {left} of them were not given to "
+                f"clip_grad_norm_; give model.parameters()"
+            )
+        self._say_what_clips(max_norm)
+        self.engine.clip_grad_norm_(max_norm)
+        norm = torch.full((), math.nan)
+        self._optimizer.norms.append(norm)
+        return norm
+
+    def _say_what_clips(self, max_norm: float) -> None:
+        """One line, at the first clip."""
+        assert self.engine is not None
+        if not self._said:
+            other = self.engine.config["gradient_clipping"]
+            instead = f", in place of gradient_clipping, {other:g}" if other and other != max_norm else ""
+            logger.info("gradients are clipped by the engine, to a norm of %g%s", max_norm, instead)
+        self._said = True
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Raises `UsageError`: gradients lie in the engine, which clips their norm."""
+        if self.engine is None:
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        raise UsageError("gradients are in the engine, which clips their norm alone: call clip_grad_norm_")
+
+    # -- checkpoints --------------------------------------------------------------------------------
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises `UsageError` with an engine, which saves more than Accelerate would find."""
+        if self.engine is None:
+            return super().save_state(*args, **kwargs)
+        raise UsageError(
+            "weights and states are in the engine: call accelerator.engine.save_checkpoint(folder), with what the "
+            "script counts as client_state, or register a schedule by engine.register_for_checkpointing"
+        )
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises `UsageError` with an engine."""
+        if self.engine is None:
+            return super().load_state(*args, **kwargs)
+        raise UsageError("weights and states are in the engine: call accelerator.engine.load_checkpoint(folder)")
+
+
+def _check_accumulation(engine: Engine, accumulation: int) -> None:
+    """Raise `ConfigError` where engine and Accelerator count otherwise."""
+    if engine.gradient_accumulation_steps() != accumulation:
+        raise ConfigError(
+            f"gradient_accumulation_steps is {engine.gradient_accumulation_steps()} in the engine's config and "
+            f"{accumulation} in the Accelerator; make them equal"
+        )

@@ -1,0 +1,82 @@
+"""What `TrainingArguments` and a model must be for an engine, and what they say about its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from offload.engine.engine import Engine
+from offload.engine.placeholder import place_of
+from offload.errors import ConfigError
+from offload.hf.fill import Said, said_of_batches, said_of_optimizer, value_of
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adagrad", "sgd")
+"""Values of `optim` that a kernel of ours does."""
+
+_REFUSED = {
+    "deepspeed": "offload_config is in its place: give the same file there, and leave deepspeed out",
+    "fsdp": "the engine shards what FSDP would; leave fsdp out",
+    "parallelism_config": "the engine is data-parallel; leave it out",
+    "auto_find_batch_size": "the engine begins with one batch size; set per_device_train_batch_size",
+    "torch_compile": "weights come and go; compile blocks of the model before it is given to the Trainer",
+    "fp16_full_eval": "an evaluation runs in the dtype of the training; leave it out",
+    "bf16_full_eval": "an evaluation runs in the dtype of the training; leave it out",
+}
+
+
+def check_arguments(args: Any) -> None:
+    """Raise `ConfigError` where an argument cannot go together with an engine."""
+    for name, reason in _REFUSED.items():
+        value = getattr(args, name, None)
+        if value:
+            raise ConfigError(f"OffloadTrainer does not go together with {name}={value!r}: {reason}")
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"this process sees {args.n_gpu} GPUs and would copy the model to each; start one process for each by "
+            f"torchrun, or set CUDA_VISIBLE_DEVICES to one"
+        )
+
+
+def check_model(model: Any) -> None:
+    """Raise `ConfigError` where the model is not one that an engine can take over; None is made later."""
+    if isinstance(model, Engine):
+        raise ConfigError("OffloadTrainer makes the engine itself; give it the model, before offload.initialize")
+    if model is not None and any(place_of(parameter) is not None for parameter in model.parameters()):
+        raise ConfigError(
+            "this model is under an engine already; give OffloadTrainer a model that is not, it makes the engine itself"
+        )
+
+
+def check_optim(name: str) -> None:
+    """Raise `ConfigError` for an optimizer of the arguments that no kernel does."""
+    if name not in OPTIMIZERS:
+        raise ConfigError(
+            f'optim="{name}" cannot be done on states that are paged; expected one of {", ".join(OPTIMIZERS)}, or a '
+            f'block "optimizer" in offload_config, which also knows Lion and Lamb'
+        )
+
+
+def said_by_arguments(content: Mapping[str, Any], args: Any) -> list[Said]:
+    """All that the arguments say, but of the schedule. Raises `ConfigError` where the run would be resumed twice."""
+    _check_resume(content.get("offload") or {})
+    said = said_of_batches(content, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size)
+    said += said_of_optimizer(content, args)
+    said.append(Said("gradient_clipping", args.max_grad_norm or 0, "max_grad_norm"))
+    if not value_of(content, "torch_autocast.enabled"):
+        said.append(Said("bf16.enabled", bool(args.bf16), "bf16"))
+        said.append(Said("fp16.enabled", bool(args.fp16), "fp16"))
+    said.append(Said("offload.device", args.device.type, "the device of the arguments"))
+    said.append(Said("offload.durability", "none", "what a Trainer can go on from, its checkpoints"))
+    return said
+
+
+def _check_resume(block: Mapping[str, Any]) -> None:
+    """[Note: two ways to go on] A Trainer goes on from a folder that it has written itself, with its own counters, log
+    and callbacks. Swap files hold none of them, so their commits would cost writes and be of no use."""
+    for key, fine in (("resume", (None, "never")), ("durability", (None, "auto", "none"))):
+        if block.get(key) not in fine:
+            raise ConfigError(
+                f"offload.{key} is {block[key]!r}, but OffloadTrainer goes on from its checkpoints, "
+                f"train(resume_from_checkpoint=True), and not from swap files: remove the key, and set save_steps to "
+                f"what a kill may cost"
+            )

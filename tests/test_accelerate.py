@@ -1,0 +1,208 @@
+"""Accelerate's loop by an engine: the words of its documentation, and what an ordinary loop gives."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+import offload
+from offload.hf import Accelerator
+from tests import models
+from tests.trainers import DISK, MEMORY, Run, Texts, assert_close, assert_same, config, seeded
+
+EPOCHS, CLIP = 2, 0.5
+
+
+@pytest.fixture(autouse=True)
+def _another_accelerator() -> Any:
+    """Its state belongs to the process."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def parts(model: Any = models.gpt2) -> tuple[Any, Any, Any, Any]:
+    """A model, its optimizer, data and schedule, as a script makes them."""
+    network = seeded(model)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.1)
+    loader = torch.utils.data.DataLoader(Texts(), batch_size=2, shuffle=True)
+    return network, optimizer, loader, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+
+def loop(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: Any) -> Run:
+    """The loop of Accelerate's documentation. An epoch's eleven batches leave a step of one at its end."""
+    logs: list[dict[str, float]] = []
+    model.train()
+    for _ in range(EPOCHS):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                rate = optimizer.param_groups[0]["lr"]
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    logs.append({"loss": loss.item(), "grad_norm": norm.item(), "learning_rate": rate})
+    weights = accelerator.unwrap_model(model).state_dict()
+    return Run(logs, {name: value.clone() for name, value in weights.items()})
+
+
+def by_engine(folder: Path, home: str = DISK, accumulation: int = 2, **blocks: Any) -> Run:
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=accumulation, offload_config=config(folder, home, **blocks)
+    )
+    try:
+        return loop(accelerator, *accelerator.prepare(*parts()))
+    finally:
+        if accelerator.engine is not None:
+            accelerator.engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_loop_equals_accelerates_own(accumulation: int, tmp_path: Path) -> None:
+    """Accumulation with a rest at the end, clip, schedule, shuffle."""
+    mine = by_engine(tmp_path, accumulation=accumulation)
+    AcceleratorState._reset_state(True)
+    plain = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    theirs = loop(plain, *plain.prepare(*parts()))
+    assert_close(mine, theirs)
+    assert min(log["grad_norm"] for log in mine.logs) > CLIP, "the clip acts at every step"
+
+
+def test_on_disk_it_is_what_it_is_in_memory(tmp_path: Path) -> None:
+    assert_same(by_engine(tmp_path / "disk"), by_engine(tmp_path / "memory", MEMORY))
+
+
+def test_an_engine_is_prepared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a script that calls offload.initialize itself. The clip of the loop counts, which is said."""
+    logging.getLogger("offload").setLevel(logging.INFO)
+    model, optimizer, loader, schedule = parts()
+    blocks = {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+    engine, mine, _, _ = offload.initialize(model=model, optimizer=optimizer, config=config(tmp_path, **blocks))
+    try:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        prepared = accelerator.prepare(engine, mine, loader, schedule)
+        assert prepared[0] is engine and accelerator.engine is engine
+        found = loop(accelerator, *prepared)
+    finally:
+        engine.destroy(remove=True)
+    assert "gradients are clipped by the engine, to a norm of 0.5, in place of gradient_clipping, 1" in caplog.text
+    assert caplog.text.count("are clipped by the engine") == 1
+    AcceleratorState._reset_state(True)
+    assert_same(found, by_engine(tmp_path / "other"))
+
+
+def test_without_a_clip_there_is_none(tmp_path: Path) -> None:
+    """The default of the JSON would clip to 1; a loop of Accelerate that says nothing does not."""
+    accelerator = Accelerator(cpu=True, offload_config=config(tmp_path))
+    accelerator.prepare(*parts())
+    assert accelerator.engine is not None and accelerator.engine.config["gradient_clipping"] == 0
+    accelerator.engine.destroy(remove=True)
+
+
+def test_the_norm_is_there_when_the_step_was_made(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, offload_config=config(tmp_path))
+    model, optimizer, loader, _ = accelerator.prepare(*parts())
+    accelerator.backward(model(**next(iter(loader))).loss)
+    norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+    assert torch.isnan(norm)
+    optimizer.step()
+    assert norm.item() == pytest.approx(accelerator.engine.get_global_grad_norm())
+    accelerator.engine.destroy(remove=True)
+
+
+def test_mixed_precision_is_the_engines(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", offload_config=config(tmp_path))
+    model, optimizer, loader, schedule = accelerator.prepare(*parts())
+    assert accelerator.engine is not None and accelerator.engine.bfloat16_enabled()
+    assert model.lm_head.weight.dtype == torch.bfloat16 and model is accelerator.unwrap_model(model)
+    losses = [log["loss"] for log in loop(accelerator, model, optimizer, loader, schedule).logs]
+    assert sum(losses[11:]) < sum(losses[:11]), "the second epoch is of the same rows"
+    accelerator.engine.destroy(remove=True)
+
+
+def test_a_step_that_was_skipped(tmp_path: Path) -> None:
+    blocks = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}}
+    accelerator = Accelerator(cpu=True, offload_config=config(tmp_path, **blocks))
+    model, optimizer, loader, schedule = accelerator.prepare(*parts())
+    accelerator.backward(model(**next(iter(loader))).loss)
+    optimizer.step()
+    schedule.step()
+    assert accelerator.optimizer_step_was_skipped and schedule.scheduler.last_epoch == 0
+    accelerator.engine.destroy(remove=True)
+
+
+# -- what cannot be -----------------------------------------------------------------------------------
+
+
+def test_stock_accelerate_says_what_to_call(tmp_path: Path) -> None:
+    """Its clip would find no gradients."""
+    model, optimizer, loader, _ = parts()
+    engine, mine, _, _ = offload.initialize(model=model, optimizer=optimizer, config=config(tmp_path))
+    plain = accelerate.Accelerator(cpu=True)
+    prepared, _, loader = plain.prepare(engine, mine, loader)
+    plain.backward(prepared(**next(iter(loader))).loss)
+    with pytest.raises(offload.UsageError, match="clip_grad_norm_"):
+        plain.clip_grad_norm_(prepared.parameters(), CLIP)
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "given", "said"),
+    [
+        ({"gradient_accumulation_steps": 8}, {}, "gradient_accumulation_steps is 8, and that of the Accelerator is 1"),
+        (
+            {"bf16": {"enabled": False}},
+            {"mixed_precision": "bf16"},
+            "bf16.enabled is False, and that of mixed",
+        ),
+        ({"train_micro_batch_size_per_gpu": 8}, {}, "per_gpu is 8, and the loader's batch_size is 2"),
+        ({"optimizer": {"type": "AdamW"}}, {}, 'has a block "optimizer", and the script has one of its own'),
+        ({"torch_autocast": {"enabled": True}}, {}, r"torch_autocast .*prepare\(engine"),
+    ],
+    ids=str,
+)
+def test_config_and_accelerator_that_differ(
+    blocks: dict[str, Any], given: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    accelerator = Accelerator(cpu=True, offload_config=config(tmp_path, **blocks), **given)
+    with pytest.raises(offload.ConfigError, match=said):
+        accelerator.prepare(*parts())
+    assert accelerator.engine is None
+
+
+def test_a_model_without_its_optimizer(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, offload_config=config(tmp_path))
+    model, optimizer, _, _ = parts()
+    with pytest.raises(offload.UsageError, match="got 1 models that train and 0 optimizers"):
+        accelerator.prepare(model)
+    accelerator.prepare(model, optimizer)
+    with pytest.raises(offload.UsageError, match="has an engine already"):
+        accelerator.prepare(*parts())
+    reference = seeded().requires_grad_(False)
+    assert accelerator.prepare(reference) is reference, "one that does not train is as ever"
+    accelerator.engine.destroy(remove=True)
+
+
+def test_clips_that_cannot_be(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, offload_config=config(tmp_path))
+    model, _, _, _ = accelerator.prepare(*parts())
+    with pytest.raises(offload.UsageError, match="clips the 2-norm, got norm_type=1"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
+    with pytest.raises(offload.UsageError, match=r"the norm of all parameters .* were not given"):
+        accelerator.clip_grad_norm_(model.transformer.h[0].parameters(), 1.0)
+    with pytest.raises(offload.UsageError, match="call clip_grad_norm_"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+    for call in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(offload.UsageError, match=r"engine\.(save|load)_checkpoint"):
+            call(str(tmp_path / "state"))
+    accelerator.engine.destroy(remove=True)

@@ -1,0 +1,183 @@
+"""A Trainer's checkpoints by `OffloadTrainer`: resumed bit for bit, loaded by transformers, the best one, and few."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import offload
+from offload.hf import OffloadTrainer
+from tests import models
+from tests.trainers import DISK, MEMORY, Run, Texts, arguments, assert_same, config, ended, result, seeded, trainer
+
+SAVED = {"save_strategy": "steps", "save_steps": 4}
+
+
+class Break(transformers.TrainerCallback):
+    """Ends a training after a step, as a kill would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
+
+
+def broken_off(folder: Path, step: int, home: str = DISK, model: Any = models.gpt2_dropout, **changed: Any) -> None:
+    """Train up to a step behind a checkpoint."""
+    with ended(trainer(folder, home, model, **SAVED | changed)) as mine:
+        mine.add_callback(Break(step))
+        mine.train()
+
+
+def resumed(
+    folder: Path, checkpoint: Any = True, home: str = DISK, model: Any = models.gpt2_dropout, **changed: Any
+) -> Run:
+    """Go on from the last checkpoint, with a model that knows nothing of it."""
+    with ended(trainer(folder, home, model, **SAVED | changed)) as mine:
+        with torch.no_grad():
+            for parameter in mine.model.parameters():
+                parameter.zero_()
+        mine.train(resume_from_checkpoint=checkpoint)
+        return result(mine)
+
+
+@pytest.mark.parametrize("changed", [{}, {"bf16": True}, {"fp16": True}, {"lr_scheduler_type": "cosine"}], ids=str)
+def test_resumed_is_the_unbroken_run(changed: dict[str, Any], tmp_path: Path) -> None:
+    """With dropout and a shuffle, in the middle of an epoch (4) and on the border of two (6, and one in between)."""
+    with ended(trainer(tmp_path / "whole", DISK, models.gpt2_dropout, **changed)) as mine:
+        mine.train()
+        whole = result(mine)
+    broken_off(tmp_path / "broken", 5, **changed)
+    assert_same(whole, resumed(tmp_path / "broken", **changed))
+
+
+def test_resumed_between_two_epochs(tmp_path: Path) -> None:
+    with ended(trainer(tmp_path / "whole", DISK, models.gpt2_dropout)) as mine:
+        mine.train()
+        whole = result(mine)
+    changed = {"save_steps": 6}
+    broken_off(tmp_path / "broken", 7, **changed)
+    assert_same(whole, resumed(tmp_path / "broken", **changed))
+
+
+def test_resumed_where_states_lie_elsewhere(tmp_path: Path) -> None:
+    broken_off(tmp_path, 5)
+    runs = [resumed(tmp_path, str(tmp_path / "out" / "checkpoint-4"), home) for home in (DISK, MEMORY)]
+    assert_same(*runs)
+
+
+def test_the_configs_schedule_goes_on(tmp_path: Path) -> None:
+    blocks = {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto"}}}
+    with ended(trainer(tmp_path / "whole", blocks=blocks)) as mine:
+        mine.train()
+        whole = result(mine)
+    broken_off(tmp_path / "broken", 5, model=models.gpt2, blocks=blocks)
+    assert_same(whole, resumed(tmp_path / "broken", model=models.gpt2, blocks=blocks))
+
+
+def test_transformers_loads_what_a_checkpoint_holds(tmp_path: Path) -> None:
+    with ended(trainer(tmp_path, **SAVED)) as mine:
+        mine.train()
+        mine.save_model(str(tmp_path / "final"))
+        weights = result(mine).weights
+    for folder in (tmp_path / "out" / "checkpoint-12", tmp_path / "final"):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert loaded.keys() == weights.keys()
+        assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+    names = {path.name for path in (tmp_path / "out" / "checkpoint-12").iterdir()}
+    assert {"latest", "global_step12", "trainer_state.json", "rng_state.pth", "scheduler.pt"} <= names
+    assert "optimizer.pt" not in names
+
+
+def test_few_checkpoints_are_left(tmp_path: Path) -> None:
+    with ended(trainer(tmp_path, save_strategy="steps", save_steps=2, save_total_limit=2)) as mine:
+        mine.train()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-10", "checkpoint-12"]
+
+
+def test_save_only_model_leaves_weights_to_begin_with(tmp_path: Path) -> None:
+    broken_off(tmp_path, 5, model=models.gpt2, save_only_model=True)
+    folder = tmp_path / "out" / "checkpoint-4"
+    assert not (folder / "latest").exists() and (folder / "model.safetensors").exists()
+    logs = resumed(tmp_path, model=models.gpt2, save_only_model=True).logs
+    assert len(logs) == 12 and logs[4]["loss"] < 4.6, "the weights are those of the checkpoint, not zero"
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    """A learning rate that destroys what was learned: the best is an early one."""
+    changed = {"learning_rate": 0.5, "lr_scheduler_type": "constant", "warmup_steps": 0, "max_grad_norm": 0.0}
+    best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    with ended(trainer(tmp_path, load_best_model_at_end=True, **changed, **best)) as mine:
+        mine.train()
+        evaluated = {log["step"]: log["eval_loss"] for log in mine.state.log_history if "eval_loss" in log}
+        step = min(evaluated, key=evaluated.__getitem__)
+        assert step != 12, "the last must not be the best"
+        assert mine.evaluate()["eval_loss"] == evaluated[step]
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / f"checkpoint-{step}").state_dict()
+        weights = result(mine).weights
+    assert all(torch.equal(weights[name], value) for name, value in loaded.items())
+
+
+def test_a_checkpoint_of_the_stock_trainer_is_refused(tmp_path: Path) -> None:
+    stock = transformers.Trainer(model=seeded(), args=arguments(tmp_path, **SAVED), train_dataset=Texts())
+    stock.add_callback(Break(4))
+    stock.train()
+    mine = trainer(tmp_path, **SAVED)
+    with pytest.raises(offload.StoreError, match=r"checkpoint-4 is a checkpoint of the stock Trainer"):
+        mine.train(resume_from_checkpoint=True)
+    assert mine.engine is None, "nothing was touched"
+
+
+def test_swap_files_of_a_run_that_was_killed_are_no_obstacle(tmp_path: Path) -> None:
+    """They hold no commit. What goes on is the Trainer's checkpoint."""
+    first = trainer(tmp_path, **SAVED)
+    first.train()
+    engine = first.engine
+    assert engine is not None and engine.resumable is None
+    swap = tmp_path / "swap" / "default"
+    assert any(swap.rglob("states"))
+    engine.destroy()
+    assert not any(tmp_path.joinpath("swap").rglob("states"))
+
+
+def test_an_engine_of_ones_own_loads_a_checkpoint(tmp_path: Path) -> None:
+    broken_off(tmp_path, 5)
+    config_of = config(tmp_path / "other", MEMORY) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine, *_ = offload.initialize(model=seeded(models.gpt2_dropout), config=config_of)
+    try:
+        folder, _ = engine.load_checkpoint(tmp_path / "out" / "checkpoint-4", load_module_only=True)
+        assert folder is not None and Path(folder).name == "global_step4"
+    finally:
+        engine.destroy()
+
+
+def test_of_a_trainer_of_ones_own(tmp_path: Path) -> None:
+    """Its loss is its own; the rest is as above."""
+
+    class Mine(OffloadTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(**inputs)
+            loss = outputs.logits.float().square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+        loss_is_scaled_for_ga = False
+
+    def made(folder: Path) -> Mine:
+        return Mine(
+            model=seeded(), args=arguments(folder, **SAVED), train_dataset=Texts(), offload_config=config(folder)
+        )
+
+    with ended(made(tmp_path / "whole")) as mine:
+        mine.train()
+        whole = result(mine)
+    with ended(made(tmp_path / "broken")) as mine:
+        mine.add_callback(Break(5))
+        mine.train()
+    with ended(made(tmp_path / "broken")) as mine:
+        mine.train(resume_from_checkpoint=True)
+        assert_same(whole, result(mine))

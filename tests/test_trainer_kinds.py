@@ -1,0 +1,216 @@
+"""Trainers that people have: evaluation and generation on the way, LoRA, trl's SFTTrainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from offload.hf import OffloadMixin
+from tests import models
+from tests.trainers import (
+    MEMORY,
+    Texts,
+    arguments,
+    assert_close,
+    assert_same,
+    config,
+    ended,
+    offloaded,
+    result,
+    seeded,
+    stock,
+    trainer,
+)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing:FutureWarning"
+)  # peft and trl ask for the old name
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
+
+
+def lora() -> Any:
+    """Adapters whose second half is not zero, so that both learn at once."""
+    settings = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.0, fan_in_fan_out=True)
+    return peft.get_peft_model(models.gpt2(), settings)
+
+
+class OffloadSeq2SeqTrainer(OffloadMixin, transformers.Seq2SeqTrainer):
+    """As a user writes it."""
+
+
+# -- evaluation ---------------------------------------------------------------------------------------
+
+
+def evaluations(trainer: Any) -> list[float]:
+    return [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+
+
+def test_evaluation_on_the_way(tmp_path: Path) -> None:
+    """Losses of the evaluations are the stock ones, and those of the training are as without any."""
+    theirs = transformers.Trainer(
+        model=seeded(), args=arguments(tmp_path / "stock", **EVALUATED), train_dataset=Texts(), eval_dataset=Texts(5)
+    )
+    theirs.train()
+    with ended(trainer(tmp_path / "mine", **EVALUATED)) as mine:
+        mine.train()
+        assert_same(result(mine), offloaded(tmp_path / "without"))
+        assert len(evaluations(mine)) == 3
+        assert evaluations(mine) == pytest.approx(evaluations(theirs), rel=1e-5)
+
+
+def test_evaluation_before_training(tmp_path: Path) -> None:
+    with ended(trainer(tmp_path / "mine")) as mine:
+        before = mine.evaluate()["eval_loss"]
+        engine = mine.engine
+        assert before == pytest.approx(4.45, abs=0.1)
+        mine.train()
+        assert mine.engine is engine
+        assert_same(result(mine), offloaded(tmp_path / "other"))
+        assert mine.evaluate()["eval_loss"] < before - 0.1
+
+
+def test_prediction_by_a_model_that_trains_nothing(tmp_path: Path) -> None:
+    mine = trainer(tmp_path)
+    mine.model.requires_grad_(False)
+    expected = seeded().eval()(**mine.data_collator([Texts()[row] for row in range(5)])).logits
+    with ended(mine):
+        predictions = mine.predict(Texts(5)).predictions
+        assert mine.engine is not None and torch.allclose(torch.from_numpy(predictions), expected, atol=1e-5)
+
+
+def test_a_callback_that_generates(tmp_path: Path) -> None:
+    """What is written between steps changes nothing, and is what the plain model writes."""
+    written: list[torch.Tensor] = []
+
+    class Write(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+            prompt = Texts()[0]["input_ids"][None, :4]
+            model.eval()
+            written.append(model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0))
+            model.train()
+
+    with ended(trainer(tmp_path / "mine")) as mine:
+        mine.add_callback(Write)
+        mine.train()
+        assert_same(result(mine), offloaded(tmp_path / "without"))
+        plain = seeded()
+        plain.load_state_dict(result(mine).weights)
+        prompt = Texts()[0]["input_ids"][None, :4]
+        assert torch.equal(
+            written[-1], plain.eval().generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        )
+
+
+class Pairs(Texts):
+    """For a model that reads one text and writes another."""
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        ids = super().__getitem__(row)["input_ids"].clamp(min=2)
+        return {"input_ids": ids, "labels": ids.flip(0)}
+
+
+def test_predict_with_generate(tmp_path: Path) -> None:
+    def made(kind: Any, folder: Path, **more: Any) -> Any:
+        return kind(
+            model=seeded(models.t5),
+            args=arguments(
+                folder,
+                transformers.Seq2SeqTrainingArguments,
+                predict_with_generate=True,
+                generation_max_length=8,
+                **EVALUATED,
+            ),
+            train_dataset=Pairs(),
+            eval_dataset=Pairs(5),
+            compute_metrics=lambda it: {"mean": float(it.predictions.mean())},
+            **more,
+        )
+
+    theirs = made(transformers.Seq2SeqTrainer, tmp_path / "stock")
+    theirs.train()
+    mine = made(OffloadSeq2SeqTrainer, tmp_path / "mine", offload_config=config(tmp_path))
+    with ended(mine):
+        mine.train()
+        assert_close(result(mine), result(theirs), bound=1e-4)
+        means = [[log["eval_mean"] for log in t.state.log_history if "eval_mean" in log] for t in (mine, theirs)]
+        assert means[0] == means[1] and len(means[0]) == 3
+        assert torch.equal(
+            torch.from_numpy(mine.predict(Pairs(5)).predictions), torch.from_numpy(theirs.predict(Pairs(5)).predictions)
+        )
+
+
+# -- adapters -----------------------------------------------------------------------------------------
+
+
+def test_lora_equals_the_stock_trainer(tmp_path: Path) -> None:
+    mine = offloaded(tmp_path / "mine", model=lora)
+    assert_close(mine, stock(tmp_path / "stock", model=lora))
+    assert_same(mine, offloaded(tmp_path / "memory", MEMORY, model=lora))
+
+
+def test_lora_saves_adapters_and_goes_on(tmp_path: Path) -> None:
+    whole = offloaded(tmp_path / "whole", model=lora)
+    saved = {"save_strategy": "steps", "save_steps": 4}
+    with ended(trainer(tmp_path, model=lora, **saved)) as mine:
+        mine.train()
+    folder = tmp_path / "out" / "checkpoint-4"
+    assert (folder / "adapter_model.safetensors").exists() and not (folder / "model.safetensors").exists()
+    assert sum(path.stat().st_size for path in folder.rglob("*.safetensors")) < 200_000, "frozen weights are not in it"
+    with ended(trainer(tmp_path, model=lora, **saved)) as mine:
+        mine.train(resume_from_checkpoint=str(folder))
+        assert_same(whole, result(mine))
+        loaded = peft.PeftModel.from_pretrained(seeded(), tmp_path / "out" / "checkpoint-12").state_dict()
+        for name, value in result(mine).weights.items():
+            assert torch.equal(loaded[name], value), name
+
+
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_lora_loads_its_best_model(save_only_model: bool, tmp_path: Path) -> None:
+    """The best is the one with the largest loss here: an early one."""
+    best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    best |= {"load_best_model_at_end": True, "save_only_model": save_only_model, "greater_is_better": True}
+    with ended(trainer(tmp_path, model=lora, **best)) as mine:
+        mine.train()
+        losses = evaluations(mine)
+        assert max(losses) > losses[-1] + 1e-3
+        assert mine.evaluate()["eval_loss"] == max(losses)
+
+
+# -- trl ----------------------------------------------------------------------------------------------
+
+
+def test_sft_trainer_of_trl(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+
+    class OffloadSFTTrainer(OffloadMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        pass
+
+    rows = [{"input_ids": Texts()[row]["input_ids"].tolist()} for row in range(22)]
+
+    def made(kind: Any, folder: Path, **more: Any) -> Any:
+        args = arguments(folder, trl.SFTConfig, max_length=12, bf16=False, activation_checkpointing=False)
+        dataset = datasets.Dataset.from_list(rows)
+        return kind(model=seeded(), args=args, train_dataset=dataset, processing_class=_tokenizer(), **more)
+
+    theirs = made(trl.SFTTrainer, tmp_path / "stock")
+    theirs.train()
+    mine = made(OffloadSFTTrainer, tmp_path / "mine", offload_config=config(tmp_path))
+    with ended(mine):
+        mine.train()
+        assert_close(result(mine), result(theirs))
+
+
+def _tokenizer() -> Any:
+    """Bytes, without any file."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"[PAD]": 0, "[EOS]": 1}, unk_token="[PAD]")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), pad_token="[PAD]", eos_token="[EOS]"
+    )

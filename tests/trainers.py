@@ -1,0 +1,147 @@
+"""The same training by `OffloadTrainer` and by the stock `Trainer`: data, arguments, configs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from offload.hf import OffloadTrainer
+from tests import models
+
+LOGGED = ("loss", "grad_norm", "learning_rate")
+MEMORY, DISK = "none", "nvme"
+
+
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """`count` rows of 12 ids, of which a row is always the same."""
+
+    def __init__(self, count: int = 22) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 128, (12,), generator=torch.Generator().manual_seed(row))
+        return {"input_ids": ids, "labels": ids}
+
+
+def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **changed: Any) -> Any:
+    """Two epochs of six steps, the last of each with one micro-batch; clip, warm-up and decay act."""
+    usual: dict[str, Any] = {
+        "output_dir": str(folder / "out"),
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "warmup_steps": 2,
+        "save_strategy": "no",
+    }
+    return kind(**usual | changed)
+
+
+def config(folder: Path, home: str = DISK, **blocks: Any) -> dict[str, Any]:
+    """A config of which the arguments say all else. Poison is always on."""
+    return {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": home},
+            "offload_optimizer": {"device": home},
+        },
+        "offload": {"nvme_path": str(folder / "swap"), "debug": {"poison": True}},
+        **blocks,
+    }
+
+
+def seeded(model: Any = models.gpt2) -> Any:
+    """A model that is the same each time."""
+    torch.manual_seed(0)
+    return model()
+
+
+@contextlib.contextmanager
+def ended(trainer: Any) -> Iterator[Any]:
+    """The trainer, whose engine ends with the block."""
+    try:
+        yield trainer
+    finally:
+        if trainer.engine is not None:
+            trainer.engine.destroy(remove=True)
+
+
+class Run(NamedTuple):
+    logs: list[dict[str, float]]
+    """What was logged of each step."""
+    weights: dict[str, torch.Tensor]
+
+
+def result(trainer: Any) -> Run:
+    """What a training was."""
+    logs = [{key: log[key] for key in LOGGED} for log in trainer.state.log_history if "loss" in log]
+    return Run(logs, {name: value.clone() for name, value in trainer.model.state_dict().items()})
+
+
+def stock(folder: Path, model: Any = models.gpt2, **changed: Any) -> Run:
+    """Train by transformers alone."""
+    trainer = transformers.Trainer(model=seeded(model), args=arguments(folder, **changed), train_dataset=Texts())
+    trainer.train()
+    return result(trainer)
+
+
+def offloaded(folder: Path, home: str = DISK, model: Any = models.gpt2, blocks: Any = None, **changed: Any) -> Run:
+    """Train by `OffloadTrainer`."""
+    with ended(trainer(folder, home, model, blocks, **changed)) as mine:
+        mine.train()
+        return result(mine)
+
+
+def trainer(
+    folder: Path, home: str = DISK, model: Any = models.gpt2, blocks: Any = None, **changed: Any
+) -> OffloadTrainer:
+    return OffloadTrainer(
+        model=seeded(model),
+        args=arguments(folder, **changed),
+        train_dataset=Texts(),
+        eval_dataset=Texts(5),
+        offload_config=config(folder, home, **blocks or {}),
+    )
+
+
+def assert_same(left: Run, right: Run) -> None:
+    """Bit for bit."""
+    assert left.logs == right.logs
+    assert left.weights.keys() == right.weights.keys()
+    for name, value in left.weights.items():
+        assert torch.equal(value, right.weights[name]), name
+
+
+def assert_close(mine: Run, theirs: Run, bound: float = 1e-5) -> None:
+    """Within the bound that `test_parity` states for fp32; see its note on the key bias."""
+    assert len(mine.logs) == len(theirs.logs)
+    for one, other in zip(mine.logs, theirs.logs, strict=True):
+        assert one["learning_rate"] == other["learning_rate"]
+        for key in ("loss", "grad_norm"):
+            assert abs(one[key] - other[key]) <= bound * abs(other[key]), (key, one, other)
+    assert mine.weights.keys() == theirs.weights.keys()
+    for name, value in theirs.weights.items():
+        expected, found = _without_key_bias(name, value), _without_key_bias(name, mine.weights[name])
+        assert float((found - expected).abs().max()) <= bound * float(expected.abs().max()), name
+
+
+def _without_key_bias(name: str, value: torch.Tensor) -> torch.Tensor:
+    if not name.endswith("attn.c_attn.bias"):
+        return value
+    query, _, values = value.chunk(3)
+    return torch.cat((query, values))
