@@ -311,21 +311,21 @@ def test_a_forked_child_ends_with_threads_that_wait(backend: str, tmp_path: Path
     code = f"""
 import os, sys, threading, time
 from offload.aio import DirectFile, IoQueue
-child = os.fork()
-if child == 0:
-    file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue({backend!r})
-    queue.write(file, 0, bytes(1 << 20)).wait()
-    def work():
-        while True:
-            queue.read(file, 0, bytearray(1 << 20)).wait()
-    threading.excepthook = lambda _: None
-    for _ in range(6):
-        threading.Thread(target=work, daemon=True).start()
-    time.sleep(0.05)
-    sys.exit(5)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+for number in range(4):
+    child = os.fork()
+    if child == 0:
+        file, queue = DirectFile({str(tmp_path / "file")!r} + str(number), create=True), IoQueue({backend!r})
+        queue.write(file, 0, bytes(1 << 20)).wait()
+        def work():
+            while True:
+                queue.read(file, 0, bytearray(1 << 20)).wait()
+        threading.excepthook = lambda _: None
+        for _ in range(6):
+            threading.Thread(target=work, daemon=True).start()
+        time.sleep(0.05)
+        sys.exit(5)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-    for _ in range(4):
-        command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-        assert (done.stdout.strip(), done.stderr) == ("5", "")
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.stdout.split(), done.stderr) == (["5"] * 4, "")
