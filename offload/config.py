@@ -143,6 +143,8 @@ class Block(BaseModel):
     REFUSED: ClassVar[dict[str, str]] = {}
     """Refused unless switched off, with what to say."""
     OLD_NAMES: ClassVar[dict[str, str]] = {}
+    INSTEAD: ClassVar[Mapping[str, Any]] = {}
+    """What to write where a value came in place of the block: the first key is that of the value."""
     OWN_AUTO: ClassVar[tuple[str, ...]] = ()
     """Fields in which "auto" is a value; in all others it means the default."""
 
@@ -151,6 +153,7 @@ class OffloadParam(Block):
     """Where the weights live."""
 
     TUNING = ("pin_memory",)
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
 
     device: Tier = Field("none", description="home of the weights: none (compute device), cpu, nvme")
     nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
@@ -169,6 +172,7 @@ class OffloadOptimizer(Block):
         """pin_memory buffer_count buffer_size fast_init pipeline pipeline_read pipeline_write super_offload
         cpuadam_cores_perc"""
     )
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
 
     device: Tier = Field("none", description="home of residual and moments: none (compute device), cpu, nvme")
     nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
@@ -214,6 +218,8 @@ class ZeroOptimization(Block):
             stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save"""
         )
     } | {"stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
+
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"stage": 3}
 
     stage: Annotated[Whole, Field(ge=0, le=3)] = Field(
         0, description="0 to 3; on one process all stages train the same way"
@@ -270,6 +276,7 @@ class OptimizerParams(Block):
         "amsgrad": _CHANGES,
         "maximize": _CHANGES,
     }
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"lr": 3e-4}
 
     lr: Number | None = Field(None, description="learning rate; needed unless optimizer= is passed")
     betas: tuple[Beta, Beta] | None = Field(
@@ -298,6 +305,7 @@ class OptimizerBlock(Block):
     """The optimizer: Adam, AdamW, Lamb, Adagrad, Lion or SGD."""
 
     TUNING = ("legacy_fusion",)
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"type": "AdamW", "params": {"lr": 3e-4}}
 
     type: OptimizerType = Field("AdamW", description="Adam, AdamW, Lamb, Adagrad, Lion or SGD, in any case of letters")
     params: OptimizerParams = Field(OptimizerParams(), description="see below")
@@ -413,6 +421,8 @@ TORCH_SCHEDULES = _keys(
 class SchedulerBlock(Block):
     """The schedule of learning rates, which `engine.step()` advances; without this block they stay as they are."""
 
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}
+
     type: Annotated[str, AfterValidator(_schedule)] = Field(
         description="`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle`, `LRRangeTest`, or of "
         f"torch.optim.lr_scheduler {', '.join(f'`{name}`' for name in TORCH_SCHEDULES)}"
@@ -420,22 +430,27 @@ class SchedulerBlock(Block):
     params: dict[Any, Any] = Field({}, description="see below; those of torch's schedules are torch's")
 
 
+_AUTO_CAST = "whether `engine(...)` casts floating-point inputs to the dtype of the weights"
+
+
 class Bf16(Block):
     """bf16 weights with split fp32 masters."""
 
-    TUNING = _keys(
-        "immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states auto_cast"
-    )
+    TUNING = _keys("immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states")
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
     enabled: bool = Field(False, description="whether the mode is on")
+    auto_cast: bool = Field(False, description=_AUTO_CAST)
 
 
 class Fp16(Block):
     """fp16 weights with fp32 masters, and a scaled loss."""
 
-    TUNING = _keys("auto_cast fused_mode fp16_master_weights_and_grads")
+    TUNING = _keys("fused_mode fp16_master_weights_and_grads")
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
     enabled: bool = Field(False, description="whether the mode is on")
+    auto_cast: bool = Field(False, description=_AUTO_CAST)
     loss_scale: Number = Field(0.0, description="factor of the loss; 0: dynamic, found while training")
     initial_scale_power: Annotated[Elements, Field(le=32)] = Field(
         16, description="a dynamic scale begins with 2 to that power"
@@ -452,6 +467,7 @@ class TorchAutocast(Block):
     """fp32 weights, and torch's autocast round each forward of the engine."""
 
     TUNING = ("lower_precision_safe_modules",)
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
     enabled: bool = Field(False, description="whether `engine(...)` runs the model under torch.autocast")
     dtype: Annotated[Literal["bf16", "fp16"], _spelling(_DTYPE_NAMES)] = Field(
@@ -462,8 +478,11 @@ class TorchAutocast(Block):
 class DataTypes(Block):
     """Dtypes beside that of the mode."""
 
-    TUNING = ("param_dtype",)
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"grad_accum_dtype": "fp32"}
 
+    param_dtype: SumDtype | None = Field(
+        None, description="dtype of the weights, which bf16 or fp16 say: another than theirs is an error"
+    )
     grad_accum_dtype: SumDtype | None = Field(
         None,
         description="dtype in which micro-batches are added: fp32 by default, that of the weights for a single one",
@@ -491,6 +510,8 @@ class Aio(Block):
 class _Folder(Block):
     """Where each step's numbers go."""
 
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
     enabled: bool = Field(False, description="whether they are written")
     output_path: Annotated[str, BeforeValidator(_path)] = Field("runs", description="folder of all jobs")
     job_name: str | None = Field(None, description="folder in it; default: the name of the run")
@@ -506,6 +527,8 @@ class CsvMonitor(_Folder):
 
 class Wandb(Block):
     """Numbers of each step for Weights & Biases; see guides/monitor.md. Needs `pip install wandb`."""
+
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
     enabled: bool = Field(False, description="whether they are sent")
     project: str = Field("offload", description="project")
@@ -596,11 +619,11 @@ def _nothing_found() -> _Found:
 class Config(Block):
     """The whole config, with what it means."""
 
+    TUNING = _keys("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer")
     UNSUPPORTED = _keys(
-        """dump_state log_level vocabulary_size
-        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer timers comms_logger checkpoint prescale_gradients
-        gradient_predivide_factor communication_data_type sparse_gradients dataloader_drop_last disable_allgather
-        gradient_allreduce_op managed_gradient_accumulation seq_parallel_communication_data_type
+        """dump_state log_level vocabulary_size timers comms_logger checkpoint prescale_gradients
+        gradient_predivide_factor communication_data_type sparse_gradients disable_allgather
+        seq_parallel_communication_data_type
         seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting activation_checkpointing nebula
         comet flops_profiler autotuning datastates_ckpt"""
     )
@@ -617,7 +640,14 @@ class Config(Block):
     train_batch_size: Count | None = Field(None, description="samples of a step on all ranks")
     train_micro_batch_size_per_gpu: Count | None = Field(None, description="samples of a forward on one rank")
     gradient_accumulation_steps: Count | None = Field(None, description="micro-batches of a step")
+    managed_gradient_accumulation: Literal[True] = Field(
+        True, description="only true; a loop ends steps itself by `engine.set_gradient_accumulation_boundary`"
+    )
     gradient_clipping: Number = Field(1.0, description="largest global norm of the gradient; 0 leaves it as it is")
+    gradient_allreduce_op: Literal["mean"] = Field("mean", description="of several ranks' gradients: only mean")
+    dataloader_drop_last: bool = Field(
+        True, description="the loader leaves the last incomplete batch out; false is named in a line"
+    )
     optimizer: OptimizerBlock | None = Field(None, description="see below")
     scheduler: SchedulerBlock | None = Field(None, description="see below")
     bf16: Bf16 = Field(Bf16(), description="bf16 weights with split fp32 masters; older name: bfloat16")
@@ -663,6 +693,11 @@ class Config(Block):
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     @property
+    def casts_inputs(self) -> bool:
+        """Whether inputs take the dtype of the weights."""
+        return (self.bf16.enabled and self.bf16.auto_cast) or (self.fp16.enabled and self.fp16.auto_cast)
+
+    @property
     def steps_per_line(self) -> int:
         """Steps from one line about training to the next; 0: there is none."""
         if self.steps_per_print is None:
@@ -689,6 +724,11 @@ class Config(Block):
                 f"offload_param is honoured at ZeRO stage {zero.stage} too, since there is one process",
             ),
             (named and not on_disk, "nvme_path is ignored: no state lives on nvme"),
+            (
+                not self.dataloader_drop_last,
+                "dataloader_drop_last false is ignored: the loader of training_data leaves the last incomplete batch "
+                "out; pass batches of a loader of your own to keep it",
+            ),
         )
         return tuple(line for holds, line in lines if holds)
 
@@ -798,6 +838,12 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
         raise ConfigError(
             "torch_autocast.dtype is fp16, whose gradients need a loss scale that only the fp16 block has; set it to "
             "bf16, or enable fp16 in place of torch_autocast"
+        )
+    wanted = config.data_types.param_dtype
+    if wanted is not None and wanted != config.dtype:
+        mode = "switch bf16 and fp16 off" if wanted == "fp32" else f'set "{wanted}": {{"enabled": true}}'
+        raise ConfigError(
+            f"data_types.param_dtype is {wanted}, but the weights are {config.dtype}; {mode}, or leave it out"
         )
     for name, tier in (("offload_param", config.weight_tier), ("offload_optimizer", config.optimizer_tier)):
         if tier == "nvme" and not config.drives:
@@ -988,6 +1034,8 @@ _EXPECTED = {
 }
 _ADVICE = {
     "gradient_clipping": "0 switches clipping off",
+    "gradient_allreduce_op": "for a sum multiply the loss by the number of ranks",
+    "managed_gradient_accumulation": "to say where a step ends, call engine.set_gradient_accumulation_boundary",
     "offload.run": "it names a folder: letters, digits, '.', '_' and '-', the first a letter or digit",
     "offload.durability": 'give "auto", "step", "none", or {"every": 10}, which commits every tenth step',
     "scheduler.params.total_num_steps": 'give the steps of the whole training; "auto" is for `offload train` to fill',
@@ -1012,7 +1060,23 @@ def _explain(error: pydantic.ValidationError, path: str = "") -> str:
     )
     expected = _EXPECTED.get(first["type"], expected)
     advice = next((f"; {words}" for name, words in _ADVICE.items() if key == name or key.startswith(f"{name}.")), "")
+    if first["type"] == "model_type" and not path:
+        advice = _instead(key, first["input"]) or advice
     return f"{key} {expected}{got}{advice}"
+
+
+def _instead(key: str, value: Any) -> str:
+    """What to write for a block in whose place `value` came."""
+    block = dict(_blocks(Config, "")).get(key)
+    if block is None or not block.INSTEAD:
+        return ""
+    first = next(iter(block.INSTEAD))
+    content = {**block.INSTEAD, first: value}
+    try:
+        block.model_validate(content)
+    except pydantic.ValidationError:
+        content = dict(block.INSTEAD)
+    return f'; write "{key.rpartition(".")[2]}": {json.dumps(content)}'
 
 
 def _is_choice(part: object) -> bool:
