@@ -32,6 +32,8 @@ HONOURED: dict[str, Any] = {
     "zero_optimization.max_live_parameters": 1e9,
     "zero_optimization.stage3_max_reuse_distance": 1e9,
     "zero_optimization.max_reuse_distance": 1e9,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": False,
     "zero_optimization.leaf_module.classes": ["Experts"],
     "zero_optimization.leaf_module.names": "model.experts",
     "zero_optimization.cpu_offload": True,
@@ -108,8 +110,7 @@ NAMED: dict[str, Any] = {
     **_each("", "graph_harvesting use_data_before_expert_parallelism"),
     **_each(
         "zero_optimization.",
-        """stage3_model_persistence_threshold stage3_gather_16bit_weights_on_model_save
-        stage3_gather_fp16_weights_on_model_save contiguous_gradients reduce_bucket_size overlap_comm reduce_scatter
+        """stage3_model_persistence_threshold contiguous_gradients reduce_bucket_size overlap_comm reduce_scatter
         allgather_partitions use_multi_rank_bucket_allreduce allgather_bucket_size round_robin_gradients
         ignore_unused_parameters legacy_stage1 load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint
         memory_efficient_linear override_module_apply stage3_module_granularity_threshold
