@@ -120,3 +120,24 @@ def test_what_neither_has_is_an_attribute_error(engine: offload.Engine) -> None:
     assert not hasattr(engine, "_no_such") and not hasattr(engine, "_parameters")
     with pytest.raises(AttributeError):
         offload.Engine.__new__(offload.Engine).anything  # noqa: B018
+
+
+@pytest.mark.parametrize("mode", ["fp16", "bf16"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_auto_cast_gives_inputs_the_dtype_of_the_weights(mode: str, enabled: bool, tmp_path: Path) -> None:
+    content = config(JOB._replace(dtype=mode), MEMORY, tmp_path)
+    content[mode] = {"enabled": True, "auto_cast": enabled}
+    seen: list[torch.dtype] = []
+
+    class Two(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, at: torch.Tensor, **more: Any) -> torch.Tensor:
+            seen.extend((x.dtype, at.dtype, more["inner"][0].dtype))
+            return super().forward(x.to(self.weight.dtype))
+
+    engine = offload.initialize(model=Two(4, 4), config=content)[0]
+    rows = torch.randn(2, 4)
+    output = engine(rows, torch.zeros(2, dtype=torch.int64), inner=[rows.double()])
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[mode]
+    assert seen == ([dtype, torch.int64, dtype] if enabled else [torch.float32, torch.int64, torch.float64])
+    assert output.dtype == dtype
+    engine.destroy()

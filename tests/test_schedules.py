@@ -389,6 +389,17 @@ def test_an_optimizers_rate_without_effect_is_said() -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR"])
+def test_a_warm_up_longer_than_the_training_is_said(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    for total, said in ((9, True), (10, False)):
+        block = {"type": kind, "params": {"total_num_steps": total, "warmup_num_steps": 10}}
+        with caplog.at_level(logging.WARNING, logger="offload"):
+            schedules.choose(load_config({"scheduler": block}).scheduler, None, optimizer())
+        words = "total_num_steps 9 is less than warmup_num_steps 10: the learning rate still rises when training ends"
+        assert (words in caplog.text) is said
+        caplog.clear()
+
+
 # -- what cannot be meant -----------------------------------------------------------------------------
 
 

@@ -67,7 +67,42 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
     ),
     "a word for a switch": ({"fp16": {"enabled": "maybe"}}, "fp16.enabled should be true or false, got 'maybe'"),
     "a word for a rate": (optimizer("AdamW", lr="high"), "optimizer.params.lr should be a number, got 'high'"),
-    "a switch for a block": ({"bf16": True}, "bf16 should be a block, as {...}, got True"),
+    "a switch for a block": (
+        {"bf16": True},
+        'bf16 should be a block, as {...}, got True; write "bf16": {"enabled": true}',
+    ),
+    "a switch off for a block": ({"fp16": False}, 'got False; write "fp16": {"enabled": false}'),
+    "a word for a mode": ({"fp16": "O2"}, """got 'O2'; write "fp16": {"enabled": true}"""),
+    "a stage for a block": (
+        {"zero_optimization": 2},
+        'zero_optimization should be a block, as {...}, got 2; write "zero_optimization": {"stage": 2}',
+    ),
+    "a word for a stage": (
+        {"zero_optimization": "ZeRO-3"},
+        """got 'ZeRO-3'; write "zero_optimization": {"stage": 3}""",
+    ),
+    "a rate for the params": (
+        {"optimizer": {"type": "Lion", "params": 0.01}},
+        'optimizer.params should be a block, as {...}, got 0.01; write "params": {"lr": 0.01}',
+    ),
+    "a dtype for a block": ({"data_types": "bf16"}, """write "data_types": {"grad_accum_dtype": "bf16"}"""),
+    "weights of another dtype than the mode": (
+        {"data_types": {"param_dtype": "bf16"}},
+        'data_types.param_dtype is bf16, but the weights are fp32; set "bf16": {"enabled": true}, or leave it out',
+    ),
+    "fp32 weights in a mode of 16 bits": (
+        {"data_types": {"param_dtype": "float32"}, "fp16": {"enabled": True}},
+        "data_types.param_dtype is fp32, but the weights are fp16; switch bf16 and fp16 off, or leave it out",
+    ),
+    "sums of gradients": (
+        {"gradient_allreduce_op": "sum"},
+        "gradient_allreduce_op should be 'mean', got 'sum'; for a sum multiply the loss by the number of ranks",
+    ),
+    "steps that the caller ends": (
+        {"managed_gradient_accumulation": False},
+        "managed_gradient_accumulation should be True, got False; to say where a step ends, call "
+        "engine.set_gradient_accumulation_boundary",
+    ),
     "a word for a clip": (
         {"gradient_clipping": "off"},
         "gradient_clipping should be a number, got 'off'; 0 switches clipping off",
@@ -133,8 +168,15 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
         "optimizer.type should be 'Adam', 'AdamW', 'Lamb', 'Adagrad', 'Lion' or 'SGD', got 'AdamW8bit'; set one of "
         "these, or pass optimizer= to offload.initialize",
     ),
-    "an optimizer that is a word": ({"optimizer": "AdamW"}, "optimizer should be a block, as {...}, got 'AdamW'"),
+    "an optimizer that is a word": (
+        {"optimizer": "Lion"},
+        """optimizer should be a block, as {...}, got 'Lion'; write "optimizer": {"type": "Lion", "params": {"lr":""",
+    ),
     # schedules
+    "a schedule that is a word": (
+        {"scheduler": "WarmupDecayLR"},
+        """scheduler should be a block, as {...}, got 'WarmupDecayLR'; write "scheduler": {"type": "WarmupDecayLR", """,
+    ),
     "half a cycle": (schedule("OneCycle", cycle_min_lr=0.1), "scheduler.params.cycle_max_lr is needed"),
     "a schedule by its name": (
         {"scheduler": {"name": "WarmupLR"}},
@@ -152,7 +194,7 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
     ),
     "a tier as a word": (
         zero(offload_param="cpu"),
-        "zero_optimization.offload_param should be a block, as {...}, got 'cpu'",
+        """zero_optimization.offload_param should be a block, as {...}, got 'cpu'; write "offload_param": {"device":""",
     ),
     "weights on nvme without a path": (
         zero(offload_param={"device": "nvme"}),

@@ -117,9 +117,10 @@ class Engine(Facts):
     # -- training -----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on `args`, whose tensors are moved to the engine's device first."""
+        """Run the model on `args`, whose tensors are moved to the engine's device first, and cast by `auto_cast`."""
         self._enter()
-        args, kwargs = to_device((args, kwargs), self.device)
+        dtype = self._parts.held.mode.weight_dtype if self._choices.config.casts_inputs else None
+        args, kwargs = to_device((args, kwargs), self.device, dtype)
         with self.autocast():
             return self.module(*args, **kwargs)
 

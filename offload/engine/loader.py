@@ -165,11 +165,13 @@ class Loader(DataLoader[Any]):
         return notice
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The same structure with its tensors on `device`."""
+def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """The same structure with its tensors on `device`, those of floating point in `dtype` where one is given."""
 
     def move(value: Any) -> Any:
-        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
 
     return tree_map(move, batch)
 

@@ -1,0 +1,89 @@
+"""The three batch sizes, and what else a file leaves open."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from offload.config.block import Block
+from offload.config.reading import schedule_params
+from offload.config.scheduler import SCHEDULES
+from offload.config.whole import Config
+from offload.errors import ConfigError
+
+
+class Batch(NamedTuple):
+    """The three batch sizes; total = micro * accumulation * world size."""
+
+    micro: int
+    accumulation: int
+    total: int
+
+
+def resolve_batch(config: Config, world_size: int) -> Batch:
+    """Derive what is missing of the three batch sizes, as DeepSpeed does; with none given all are 1 a rank."""
+    total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    accumulation = config.gradient_accumulation_steps
+    if total is None:
+        micro, accumulation = micro or 1, accumulation or 1
+        return Batch(micro, accumulation, micro * accumulation * world_size)
+    if micro is None:
+        accumulation = accumulation or 1
+        micro = _share(total, "gradient_accumulation_steps", accumulation, world_size)
+    elif accumulation is None:
+        accumulation = _share(total, "train_micro_batch_size_per_gpu", micro, world_size)
+    if micro * accumulation * world_size != total:
+        raise ConfigError(
+            f"train_batch_size must be train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks, but it is "
+            f"{total}, and {micro} * {accumulation} * {world_size} is {micro * accumulation * world_size}; "
+            f"change one of the three, or leave one out that the others determine"
+        )
+    return Batch(micro, accumulation, total)
+
+
+def _share(total: int, name: str, given: int, world_size: int) -> int:
+    """The third of the batch sizes."""
+    if total % (given * world_size):
+        raise ConfigError(
+            f"train_batch_size must be a multiple of {name} * ranks, but it is {total}, and {given} * {world_size} is "
+            f"{given * world_size}; change one of them"
+        )
+    return total // (given * world_size)
+
+
+def effective(config: Config, batch: Batch, world_size: int) -> str:
+    """One line of what a file does not say itself: batch sizes, what "auto" became, a default that was once another."""
+    parts = [
+        f"{batch.total} samples a step = {batch.micro} of a micro-batch * {batch.accumulation} of them * {world_size} "
+        f"{'rank' if world_size == 1 else 'ranks'}"
+    ]
+    if "gradient_clipping" not in config.model_fields_set:
+        parts.append(f"gradient_clipping {config.gradient_clipping:g} by default, which was 0 in older DeepSpeed")
+    became = [f"{name} {_words(_value(config, batch, name))}" for name in config._found.auto]
+    if became:
+        parts.append(f'"auto": {", ".join(became)}')
+    return f"config: {'; '.join(parts)}"
+
+
+def _value(config: Config, batch: Batch, name: str) -> Any:
+    """What the key of that dotted name has come to."""
+    sizes = dict(
+        zip(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), batch, strict=True)
+    )
+    if name in sizes:
+        return sizes[name]
+    block, _, key = name.rpartition(".")
+    if block == "optimizer.params" and config.optimizer is not None:
+        return "that of the optimizer given" if key == "lr" else config.optimizer.settings.get(key)
+    if block == "scheduler.params" and config.scheduler is not None:
+        return getattr(schedule_params(SCHEDULES[config.scheduler.type], config.scheduler.params), key)
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return "(decided here)"
+    return "(its defaults)" if isinstance(value, Block) else json.dumps(value)

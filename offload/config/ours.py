@@ -1,0 +1,76 @@
+"""The block "offload"."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from offload.config.block import Block
+from offload.config.values import Count, Name, Names, Paths, Size, Whole, expanded
+
+
+class Debug(Block):
+    """Switches that find faults."""
+
+    poison: bool = Field(False, description="fill freed device memory with NaN and place weights at random addresses")
+    overlap: bool = Field(True, description="run updates while the next forward does")
+
+
+class Every(Block):
+    """How often a step is committed, in place of a word."""
+
+    every: Count = Field(description="steps from one commit to the next: a kill loses those since the last")
+
+
+class OffloadBlock(Block):
+    """All keys that DeepSpeed does not have."""
+
+    OWN_AUTO = ("run", "resume", "io_backend")
+
+    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)] = Field(
+        "default", description="name of the run: its folder under each nvme_path"
+    )
+    nvme_path: Paths = Field(
+        (), description="folder or list of folders for swap files, where the blocks above name none"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="compute device; auto takes cuda where there is one"
+    )
+    host_memory: Size | None = Field(
+        None,
+        description="host budget of the process, as '16GiB'; default: what is needed, at most 80 % of what is free",
+    )
+    device_memory: Size | None = Field(
+        None, description="device budget for weights; default: states at home there and three of the largest unit"
+    )
+    durability: Literal["auto", "step", "none"] | Every = Field(
+        "auto",
+        description='step: every step survives a kill; {"every": 10}: every tenth; none: half the disk, no resume; '
+        "auto: step where it fits",
+    )
+    resume: Literal["never", "auto", "must"] = Field(
+        "never", description="whether to go on with the run that the swap files hold"
+    )
+    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = Field(
+        0, description="seed of weights made by offload.init and of the loader"
+    )
+    io_backend: Literal["auto", "io_uring", "libaio", "threads"] = Field(
+        "auto", description="how swap files are reached; auto takes the first that the system grants"
+    )
+    units: Names = Field((), description="names or classes of modules that are one unit each")
+    trace: Annotated[Name, BeforeValidator(expanded)] | None = Field(
+        None, description="file for a time line of the run; see guides/timeline.md"
+    )
+    on_nonfinite: Literal["raise", "skip"] = Field("raise", description="what a gradient norm of inf or NaN does")
+    debug: Debug = Field(Debug(), description="see below")
+
+    @property
+    def wants_store(self) -> bool:
+        """Whether a store is asked for, whatever is at home on disk."""
+        return self.durability == "step" or isinstance(self.durability, Every)
+
+    @property
+    def commit_every(self) -> int:
+        """Steps from one commit to the next where there is a store with two slots."""
+        return self.durability.every if isinstance(self.durability, Every) else 1

@@ -1,0 +1,92 @@
+"""Values: what a key may have, and how files write it."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field
+
+from offload.sizes import parse_size
+
+Tier = Literal["none", "cpu", "nvme"]
+
+
+def _number(value: Any) -> Any:
+    """`1e8` and `200000000.0` are integers, `true` is not a number."""
+    if isinstance(value, bool):
+        raise ValueError("should be a number")
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _strings(value: Any) -> Any:
+    return (value,) if isinstance(value, str | os.PathLike) else value
+
+
+def expanded(value: Any) -> Any:
+    return os.path.expanduser(value) if isinstance(value, str | os.PathLike) else value
+
+
+def _size(value: Any) -> Any:
+    try:
+        return parse_size(value)
+    except OverflowError:
+        raise ValueError("should be a size that a machine can have") from None
+
+
+def _rates(value: Any) -> Any:
+    """A number for all groups of parameters, or a list with one for each."""
+    numbers = value if isinstance(value, list | tuple) else (value,)
+    if not numbers or not all(_is_rate(number) for number in numbers):
+        raise ValueError("should be a number of at least 0, or a list of such, one for each group of parameters")
+    rates = tuple(float(number) for number in numbers)
+    return rates if isinstance(value, list | tuple) else rates[0]
+
+
+def _is_rate(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value <= sys.float_info.max
+
+
+def _or_auto(value: Any) -> Any:
+    return value if isinstance(value, str) and value == "auto" else _rates(value)
+
+
+def _momentum(value: Any) -> Any:
+    rates = _rates(value)
+    if max(rates if isinstance(rates, tuple) else (rates,)) >= 1:
+        raise ValueError("should be below 1")
+    return rates
+
+
+def steps_or_never(value: Any) -> Any:
+    """Infinity, as `accelerate` writes it, is never: 0."""
+    return 0 if value == math.inf else _number(value)
+
+
+def spelling(names: Mapping[str, str]) -> BeforeValidator:
+    """Other spellings of a choice, in any case of letters."""
+    return BeforeValidator(lambda value: names.get(value.lower(), value) if isinstance(value, str) else value)
+
+
+Whole = Annotated[int, BeforeValidator(_number)]
+Count = Annotated[Whole, Field(gt=0)]
+Elements = Annotated[Whole, Field(ge=0)]
+Number = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
+Ratio = Annotated[Number, Field(le=1)]
+Rates = Annotated[float | tuple[float, ...], BeforeValidator(_rates)]
+RatesOrAuto = Annotated[float | tuple[float, ...] | Literal["auto"], BeforeValidator(_or_auto)]
+Momentum = Annotated[float | tuple[float, ...], BeforeValidator(_momentum)]
+WarmupType = Annotated[Literal["log", "linear"], spelling({"log": "log", "linear": "linear"})]
+Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_strings)]
+Paths = Annotated[tuple[Annotated[Name, BeforeValidator(expanded)], ...], BeforeValidator(_strings)]
+Size = Annotated[int, BeforeValidator(_size)]
+OptimizerName = Literal["Adam", "AdamW", "Lamb", "Adagrad", "Lion", "SGD"]
+OptimizerType = Annotated[OptimizerName, spelling({name.lower(): name for name in get_args(OptimizerName)})]
+DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+SumDtype = Annotated[Literal["fp32", "bf16", "fp16"], spelling(DTYPE_NAMES)]
+Beta = Annotated[Number, Field(lt=1)]

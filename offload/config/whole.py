@@ -1,0 +1,146 @@
+"""The whole config."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, PrivateAttr
+
+from offload.config.block import CHANGES_TRAINING, Block, words_of
+from offload.config.monitors import CsvMonitor, TensorBoard, Wandb
+from offload.config.optimizer import OptimizerBlock
+from offload.config.ours import OffloadBlock
+from offload.config.precision import Bf16, DataTypes, Fp16, TorchAutocast
+from offload.config.scheduler import SchedulerBlock
+from offload.config.values import Count, Number, Tier, steps_or_never
+from offload.config.zero import Aio, ZeroOptimization
+
+
+class Found(NamedTuple):
+    """Dotted names of keys that were there and are not in the values."""
+
+    tuning: list[str]
+    unsupported: list[str]
+    auto: list[str]
+    """Those with an effect whose value was "auto"."""
+
+
+def nothing_found() -> Found:
+    return Found([], [], [])
+
+
+class Config(Block):
+    """The whole config, with what it means."""
+
+    TUNING = words_of("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer")
+    UNSUPPORTED = words_of(
+        """dump_state log_level vocabulary_size timers comms_logger checkpoint prescale_gradients
+        gradient_predivide_factor communication_data_type sparse_gradients disable_allgather
+        seq_parallel_communication_data_type
+        seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting activation_checkpointing nebula
+        comet flops_profiler autotuning datastates_ckpt"""
+    )
+    REFUSED: ClassVar[dict[str, str]] = dict.fromkeys(
+        words_of(
+            """amp sparse_attention compression_training weight_quantization quantize_training data_efficiency
+            curriculum_learning elasticity progressive_layer_drop eigenvalue pipeline hybrid_engine expert_parallel
+            tensor_parallel compile zenflow"""
+        ),
+        CHANGES_TRAINING,
+    )
+    OLD_NAMES: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
+
+    train_batch_size: Count | None = Field(None, description="samples of a step on all ranks")
+    train_micro_batch_size_per_gpu: Count | None = Field(None, description="samples of a forward on one rank")
+    gradient_accumulation_steps: Count | None = Field(None, description="micro-batches of a step")
+    managed_gradient_accumulation: Literal[True] = Field(
+        True, description="only true; a loop ends steps itself by `engine.set_gradient_accumulation_boundary`"
+    )
+    gradient_clipping: Number = Field(1.0, description="largest global norm of the gradient; 0 leaves it as it is")
+    gradient_allreduce_op: Literal["mean"] = Field("mean", description="of several ranks' gradients: only mean")
+    dataloader_drop_last: bool = Field(
+        True, description="the loader leaves the last incomplete batch out; false is named in a line"
+    )
+    optimizer: OptimizerBlock | None = Field(None, description="see below")
+    scheduler: SchedulerBlock | None = Field(None, description="see below")
+    bf16: Bf16 = Field(Bf16(), description="bf16 weights with split fp32 masters; older name: bfloat16")
+    fp16: Fp16 = Field(Fp16(), description="fp16 weights with fp32 masters, and a scaled loss")
+    torch_autocast: TorchAutocast = Field(
+        TorchAutocast(), description="fp32 weights, and torch's autocast round each forward"
+    )
+    data_types: DataTypes = Field(DataTypes(), description="see below")
+    aio: Aio = Field(Aio(), description="see below")
+    steps_per_print: Annotated[int, BeforeValidator(steps_or_never), Field(ge=0)] | None = Field(
+        None,
+        description="steps from one line about training to the next; 0 or Infinity: none; default: none, "
+        "and 10 with one of the next two",
+    )
+    wall_clock_breakdown: bool = Field(
+        False, description="measure the phases of a step and what it waits for; see guides/monitor.md"
+    )
+    memory_breakdown: bool = Field(False, description="have the peaks of memory in the line")
+    tensorboard: TensorBoard = Field(TensorBoard(), description="see below")
+    csv_monitor: CsvMonitor = Field(CsvMonitor(), description="see below")
+    wandb: Wandb = Field(Wandb(), description="see below")
+    zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="see below")
+    offload: OffloadBlock = Field(OffloadBlock(), description="see below")
+    _found: Found = PrivateAttr(default_factory=nothing_found)
+
+    @property
+    def weight_tier(self) -> Tier:
+        return self.zero_optimization.offload_param.device
+
+    @property
+    def optimizer_tier(self) -> Tier:
+        return self.zero_optimization.offload_optimizer.device
+
+    @property
+    def drives(self) -> tuple[str, ...]:
+        """Folders of the swap files: the ordered union, the optimizer's first."""
+        zero = self.zero_optimization
+        named = (*zero.offload_optimizer.nvme_path, *zero.offload_param.nvme_path)
+        return tuple(dict.fromkeys(named or self.offload.nvme_path))
+
+    @property
+    def dtype(self) -> Literal["bf16", "fp16", "fp32"]:
+        return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
+
+    @property
+    def casts_inputs(self) -> bool:
+        """Whether inputs take the dtype of the weights."""
+        return (self.bf16.enabled and self.bf16.auto_cast) or (self.fp16.enabled and self.fp16.auto_cast)
+
+    @property
+    def steps_per_line(self) -> int:
+        """Steps from one line about training to the next; 0: there is none."""
+        if self.steps_per_print is None:
+            return 10 if self.wall_clock_breakdown or self.memory_breakdown else 0
+        return self.steps_per_print
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Modules that the user names as units."""
+        leaf = self.zero_optimization.leaf_module
+        return tuple(dict.fromkeys((*self.offload.units, *leaf.classes, *leaf.names)))
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """One line for each kind of key that has no effect here."""
+        zero, (tuning, unsupported, _) = self.zero_optimization, self._found
+        named = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
+        on_disk = "nvme" in (self.weight_tier, self.optimizer_tier) or self.offload.wants_store
+        lines = (
+            (tuning, f"decided by this library itself, so without effect: {', '.join(sorted(tuning))}"),
+            (unsupported, f"not supported and ignored: {', '.join(sorted(unsupported))}"),
+            (
+                zero.stage < 3 and zero.offload_param.device != "none",
+                f"offload_param is honoured at ZeRO stage {zero.stage} too, since there is one process",
+            ),
+            (named and not on_disk, "nvme_path is ignored: no state lives on nvme"),
+            (
+                not self.dataloader_drop_last,
+                "dataloader_drop_last false is ignored: the loader of training_data leaves the last incomplete batch "
+                "out; pass batches of a loader of your own to keep it",
+            ),
+        )
+        return tuple(line for holds, line in lines if holds)
