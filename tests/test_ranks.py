@@ -286,6 +286,31 @@ def test_one_rank_may_look_alone(ranks: RankPool, tmp_path: Path) -> None:
     assert losses == ranks.run(train, JOBS["gpt2"]._replace(steps=4), DISK, tmp_path / "never")[0].losses
 
 
+def look_while_others_update(folder: Path) -> float:
+    """Rank 0 takes the weights at once after a step, which rank 1, whose requests are late, has not updated yet."""
+    from offload.engine import initialize
+
+    job, queue = JOBS["gpt2"]._replace(steps=1), initialize.IoQueue
+    if rank_and_size()[0] == 1:
+        initialize.IoQueue = lambda *_, **__: LateQueue(0, 0.05)  # type: ignore[assignment,misc]
+    try:
+        engine = start(job, DISK, folder)
+    finally:
+        initialize.IoQueue = queue
+    engine.backward(job.loss(engine, 0, 0))
+    engine.step()
+    if engine.global_rank == 0:
+        engine.module.state_dict()
+    engine.mean(0.0)
+    mean = engine.mean(float(engine.global_rank))  # to serve others has left nothing half done
+    engine.destroy(remove=True)
+    return mean
+
+
+def test_a_rank_that_serves_others_waits_for_its_own_updates(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(look_while_others_update, tmp_path) == [0.5, 0.5]
+
+
 def save_at_the_end(folder: Path) -> int:
     """Rank 0 takes the weights while rank 1 is closing its engine already; a loop with `zero_grad` in it."""
     job = JOBS["gpt2"]._replace(steps=2)

@@ -49,10 +49,10 @@ class Table:
 
     def wait(self, what: str) -> None:
         """Wait for a change; `what` is for the time line. What the lock guards is whole meanwhile."""
-        self.torn = False
+        torn, self.torn = self.torn, False  # whoever serves another rank may not be in the middle of anything
         with self.timeline.span(Row.WAITS, what):
             self.changed.wait()
-        self.torn = True
+        self.torn = torn
 
     @contextmanager
     def whole(self) -> Iterator[None]:

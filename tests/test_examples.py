@@ -1,0 +1,31 @@
+"""Each example runs as it is, from an empty folder, and goes on where it was."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(name: str, folder: Path) -> str:
+    done = subprocess.run([sys.executable, EXAMPLES / name], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", run("train_loop.py", tmp_path))]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 1
+
+
+def test_the_trainer(tmp_path: Path) -> None:
+    said = run("trainer.py", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"'loss': '([0-9.]+)'", said)]
+    assert losses[-1] < losses[0] - 1 and "parameters in torch.bfloat16" in said
+    assert not any(path.is_file() for path in (tmp_path / "swap").rglob("*")), "its checkpoints are what is kept"
+    assert len(list((tmp_path / "trainer-output").glob("checkpoint-*"))) == 2
+    again = run("trainer.py", tmp_path)  # goes on from its last checkpoint, which is its end
+    assert "'loss'" not in again and "parameters in torch.bfloat16" in again
