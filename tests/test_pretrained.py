@@ -2,113 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
-import transformers
 from torch import nn
 
 import offload
+from offload.engine.absent import Absent
+from offload.errors import ConfigError, UsageError
 from tests import models
 from tests.oracle import Job, config, train_step
+from tests.pretrained import CAUSAL, DISK, FAMILIES, SMALL, Plain, T, end_engines, engine_of, loaded, written
 
-DISK = ("nvme", "nvme")
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-
-Inputs = dict[str, torch.Tensor]
+pytestmark = pytest.mark.usefixtures("_ended")
 
 
-def words(ids: torch.Tensor) -> Inputs:
-    return {"input_ids": ids, "labels": ids}
-
-
-def pixels(ids: torch.Tensor) -> Inputs:
-    generator = torch.Generator().manual_seed(int(ids.sum()))
-    return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator), "labels": ids[:, 0] % 2}
-
-
-class Family:
-    """A family of models: one that is built of random numbers, the class that loads it, what it is given."""
-
-    def __init__(self, model: Callable[[], Any], auto: Any, inputs: Callable[[torch.Tensor], Inputs] = words) -> None:
-        self.model, self.auto, self.inputs = model, auto, inputs
-
-    def loss(self, model: Any, step: int, micro: int) -> Any:
-        return model(**self.inputs(models.tokens(step, micro))).loss
-
-    def logits(self, model: Any) -> torch.Tensor:
-        with torch.no_grad():
-            return model(**self.inputs(models.tokens(9, 9))).logits.clone()
-
-    def job(self, dtype: str = "fp32") -> Job:
-        return Job(self.model, self.loss, steps=2, dtype=dtype)
-
-
-T = transformers
-CAUSAL = T.AutoModelForCausalLM
-FAMILIES = {
-    "gpt2": Family(models.gpt2, CAUSAL),
-    "llama": Family(models.llama, T.LlamaForCausalLM),
-    "mistral": Family(lambda: T.MistralForCausalLM(T.MistralConfig(**SMALL)), CAUSAL),
-    "qwen2": Family(lambda: T.Qwen2ForCausalLM(T.Qwen2Config(**SMALL, tie_word_embeddings=True)), CAUSAL),
-    "qwen3 moe": Family(lambda: T.Qwen3MoeForCausalLM(T.Qwen3MoeConfig(**SMALL, **EXPERTS)), CAUSAL),
-    "mixtral": Family(models.mixtral, CAUSAL),
-    "gemma": Family(lambda: T.GemmaForCausalLM(T.GemmaConfig(**SMALL, head_dim=8)), CAUSAL),
-    "t5": Family(models.t5, T.AutoModelForSeq2SeqLM),
-    "bert": Family(
-        lambda: T.BertForMaskedLM(
-            T.BertConfig(
-                hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128
-            )
-        ),
-        T.BertForMaskedLM,
-    ),
-    "vit": Family(
-        lambda: T.ViTForImageClassification(
-            T.ViTConfig(
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                image_size=16,
-                patch_size=8,
-                num_labels=2,
-            )
-        ),
-        T.AutoModelForImageClassification,
-        pixels,
-    ),
-}
-
-
-def written(folder: Path, model: nn.Module | None = None, seed: int = 1, **options: Any) -> dict[str, torch.Tensor]:
-    """Save a model by transformers; its weights."""
-    torch.manual_seed(seed)
-    model = models.llama() if model is None else model
-    model.save_pretrained(folder, **options)
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def engine_of(model: Any, folder: Path, job: Job, placement: tuple[str, str] = DISK, **options: Any) -> offload.Engine:
-    return offload.initialize(model=model, config=config(job, placement, folder, **options))[0]
-
-
-def loaded(source: Path, folder: Path, dtype: str = "fp32", **options: Any) -> offload.Engine:
-    """An engine over the Llama that lies in `source`."""
-    job = FAMILIES["llama"].job(dtype)
-    return engine_of(offload.load_pretrained(CAUSAL, source, **options), folder, job)
+@pytest.fixture
+def _ended() -> Iterator[None]:
+    yield
+    end_engines()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -141,3 +59,219 @@ def test_a_family_comes_and_goes(name: str, dtype: str, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "generation_config.json").exists() == back.can_generate()
     again = offload.load_pretrained(family.auto, tmp_path / "out", output_loading_info=True)[1]
     assert again == ((), (), ())
+
+
+# -- what comes in ------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_shards_is_read(tmp_path: Path) -> None:
+    given = written(tmp_path / "given", max_shard_size="20KB")
+    assert len(list((tmp_path / "given").glob("*.safetensors"))) > 3
+    state = loaded(tmp_path / "given", tmp_path / "swap").module.state_dict()
+    assert all(torch.equal(state[name], given[name]) for name in given)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_the_master_has_all_the_precision_that_the_files_have(dtype: str, stored: torch.dtype, tmp_path: Path) -> None:
+    given = written(tmp_path / "given", models.llama().to(stored))
+    engine = loaded(tmp_path / "given", tmp_path / "swap", dtype)
+    for name, parameter in engine.module.named_parameters():
+        master = offload.safe_get_full_fp32_param(parameter)
+        assert master is not None and torch.equal(master, given[name].float()), name
+
+
+def test_experts_that_a_folder_has_one_by_one_are_joined(tmp_path: Path) -> None:
+    written(tmp_path / "given", models.mixtral())
+    names = safetensors.torch.load_file(tmp_path / "given" / "model.safetensors").keys()
+    assert any(".experts.3." in name for name in names), "the folder has them one by one"
+    model = offload.load_pretrained(CAUSAL, tmp_path / "given")
+    assert any(name.endswith("experts.gate_up_proj") for name, _ in model.named_parameters())
+    stored = safetensors.torch.load_file(tmp_path / "given" / "model.safetensors")
+    lost = next(name for name in names if ".experts.3." in name)
+    del stored[lost]
+    safetensors.torch.save_file(stored, tmp_path / "given" / "model.safetensors")
+    with pytest.raises(ConfigError, match="experts"):
+        offload.load_pretrained(CAUSAL, tmp_path / "given")
+
+
+@pytest.mark.parametrize("to_head", [True, False])
+def test_a_base_model_and_one_with_a_head_load_each_other(to_head: bool, tmp_path: Path) -> None:
+    """`transformer.h.0` in the one is `h.0` in the other."""
+    full, base = models.gpt2(), T.GPT2Model(models.gpt2().config)
+    given = written(tmp_path / "given", base if to_head else full)
+    cls = T.GPT2LMHeadModel if to_head else T.GPT2Model
+    model, info = offload.load_pretrained(cls, tmp_path / "given", output_loading_info=True)
+    assert info == ((), (), ())  # the head of a GPT-2 is its embedding
+    job = models.GPT2
+    state = engine_of(model, tmp_path / "swap", job).module.state_dict()
+    for name, value in given.items():
+        if to_head or name.startswith("transformer."):
+            mine = f"transformer.{name}" if to_head else name.removeprefix("transformer.")
+            assert torch.equal(state[mine], value), name
+
+
+def test_a_model_that_is_built_is_loaded_and_keeps_what_the_folder_has_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Real weights are let go of, where the folder has them; identity and ties stay."""
+    given = written(tmp_path / "given", models.Mixture())
+    del given["unused.weight"], given["head.weight"]
+    torch.manual_seed(7)
+    model = models.Mixture()
+    mine = model.unused.weight.detach().clone()
+    identities = [id(parameter) for parameter in model.parameters()]
+    model.calls.fill_(3)
+    given["calls"] = torch.tensor(5)
+    safetensors.torch.save_file({**given, "new.weight": torch.ones(2)}, tmp_path / "given" / "model.safetensors")
+    with caplog.at_level(logging.WARNING, "offload"):
+        same, info = offload.load_pretrained(model, tmp_path / "given", output_loading_info=True)
+    assert same is model and [id(parameter) for parameter in model.parameters()] == identities
+    assert model.head.weight is model.embedding.weight and isinstance(model.head.weight, Absent)
+    assert info.missing_keys == ("unused.weight",) and info.unexpected_keys == ("new.weight",)
+    assert "unused.weight" in caplog.text and "new.weight" in caplog.text
+    assert model.calls == 5
+    state = engine_of(model, tmp_path / "swap", models.MIXTURE).module.state_dict()
+    assert torch.equal(state["unused.weight"], mine)
+    assert all(torch.equal(state[name], given[name]) for name in given)
+
+
+def test_what_is_missing_is_initialized_from_the_seed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written(tmp_path / "given", T.LlamaModel(models.llama().config))
+    heads = []
+    for attempt, (placement, seed) in enumerate([(DISK, 0), (("none", "cpu"), 0), (DISK, 1)]):
+        with caplog.at_level(logging.WARNING, "offload"):
+            model, info = offload.load_pretrained(T.LlamaForCausalLM, tmp_path / "given", output_loading_info=True)
+        assert info == (("lm_head.weight",), (), ()) and "lm_head.weight" in caplog.text
+        job = FAMILIES["llama"].job()
+        engine = engine_of(model, tmp_path / f"swap{attempt}", job, placement, seed=seed)
+        heads.append(engine.module.state_dict()["lm_head.weight"])
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+    assert 0.01 < heads[0].std() < 0.03, "as transformers initializes it"
+
+
+def test_a_bias_that_is_missing_beside_its_weight_is_initialized(tmp_path: Path) -> None:
+    """Its module's own initialization sees the weight, which is not read yet."""
+    given = written(tmp_path / "given", Plain())
+    del given["layer.bias"]
+    safetensors.torch.save_file(given, tmp_path / "given" / "model.safetensors")
+    with offload.init():
+        model = Plain()
+    offload.load_pretrained(model, tmp_path / "given")
+    state = engine_of(model, tmp_path / "swap", Job(Plain, models.language_loss)).module.state_dict()
+    assert torch.equal(state["layer.weight"], given["layer.weight"])
+    assert state["layer.bias"].abs().max() <= 0.5 and state["layer.bias"].std() > 0
+
+
+def test_other_shapes_are_an_error_or_initialized_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written(tmp_path / "given", T.LlamaForCausalLM(T.LlamaConfig(**SMALL)))
+    with pytest.raises(ConfigError, match=r"2 tensors .*lm_head\.weight: \[128, 32\], not \[130, 32\]"):
+        offload.load_pretrained(CAUSAL, tmp_path / "given", vocab_size=130)
+    with caplog.at_level(logging.WARNING, "offload"):
+        model, info = offload.load_pretrained(
+            CAUSAL, tmp_path / "given", vocab_size=130, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    assert {name for name, *_ in info.mismatched_keys} == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert "[128, 32] for [130, 32]" in caplog.text
+    engine_of(model, tmp_path / "swap", FAMILIES["llama"].job())
+
+
+def test_a_tied_weight_that_the_folder_has_twice(tmp_path: Path) -> None:
+    given = written(tmp_path / "given", models.gpt2())
+    file = tmp_path / "given" / "model.safetensors"
+    stored = safetensors.torch.load_file(file)
+    both = {**stored, "lm_head.weight": given["lm_head.weight"].clone()}
+    safetensors.torch.save_file(both, file, {"format": "pt"})
+    assert offload.load_pretrained(CAUSAL, tmp_path / "given", output_loading_info=True)[1] == ((), (), ())
+    both["lm_head.weight"][3, 3] += 1
+    safetensors.torch.save_file(both, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"other values .* tie_word_embeddings=False"):
+        offload.load_pretrained(CAUSAL, tmp_path / "given")
+    untied = offload.load_pretrained(CAUSAL, tmp_path / "given", tie_word_embeddings=False)
+    state = engine_of(untied, tmp_path / "swap", models.GPT2).module.state_dict()
+    assert torch.equal(state["lm_head.weight"], both["lm_head.weight"])
+    assert torch.equal(state["transformer.wte.weight"], given["transformer.wte.weight"])
+
+
+def test_buffers_come_at_once(tmp_path: Path) -> None:
+    model = models.resnet()
+    model.resnet.embedder.embedder.normalization.running_mean.fill_(0.25)
+    given = written(tmp_path / "given", model)
+    model = offload.load_pretrained(T.AutoModelForImageClassification, tmp_path / "given")
+    assert all(torch.equal(value, given[name]) for name, value in model.named_buffers())
+    job = Job(models.resnet, models.language_loss)
+    state = engine_of(model, tmp_path / "swap", job).module.state_dict()
+    assert all(torch.equal(state[name], given[name]) for name in given)
+
+
+# -- before and after initialize ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: model(models.tokens(0, 0)),
+        lambda model: model.lm_head.weight.norm(),
+        lambda model: model.lm_head.weight[0],
+        lambda model: model.lm_head.weight.data.mul_(2),
+        lambda model: nn.init.zeros_(model.lm_head.weight),
+        lambda model: model.lm_head.weight.detach().numpy(),
+        lambda model: model.lm_head.weight + 1,
+        lambda model: model.resize_token_embeddings(140),
+        lambda model: torch.optim.SGD([model.lm_head.weight.clone()]),
+        lambda model: torch.save(model, "never"),
+        lambda model: model.save_pretrained("never"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_use_before_initialize_is_an_error(use: Callable[[Any], Any], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "given")
+    model = offload.load_pretrained(CAUSAL, tmp_path / "given")
+    with pytest.raises(UsageError, match=r"offload\.initialize"):
+        use(model)
+
+
+def test_what_asks_for_no_value_works_before_initialize(tmp_path: Path) -> None:
+    given = written(tmp_path / "given")
+    model = offload.load_pretrained(CAUSAL, tmp_path / "given")
+    assert sum(parameter.numel() for parameter in model.parameters()) == sum(value.numel() for value in given.values())
+    assert model.device == torch.device("cpu") and model.dtype == torch.float32
+    assert model.bfloat16() is model and model.dtype == torch.bfloat16 and model.to("cpu") is model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    assert "Absent" in repr(model.lm_head.weight)
+    same = config(FAMILIES["llama"].job(), DISK, tmp_path / "swap")
+    state = offload.initialize(model=model, optimizer=optimizer, config=same)[0].module.state_dict()
+    assert all(torch.equal(state[name], given[name]) for name in given), "the file has more bits than bf16"
+
+
+def test_a_copy_of_the_model_is_read_too(tmp_path: Path) -> None:
+    """DPO's reference model: never one of random numbers."""
+    given = written(tmp_path / "given", models.gpt2())
+    model = offload.load_pretrained(CAUSAL, tmp_path / "given")
+    other = copy.deepcopy(model)
+    assert other.lm_head.weight is other.transformer.wte.weight
+    for index, each in enumerate((model, other)):
+        state = engine_of(each, tmp_path / f"swap{index}", models.GPT2).module.state_dict()
+        assert all(torch.equal(state[name], given[name]) for name in given)
+
+
+def test_a_resume_reads_nothing_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.engine.model_files import Stored
+
+    written(tmp_path / "given")
+    job = FAMILIES["llama"].job()
+    engine = loaded(tmp_path / "given", tmp_path / "swap")
+    train_step(engine, job, 0)
+    trained = engine.module.state_dict()
+    engine.destroy()
+
+    def never(*_: object) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(Stored, "_fill", never)
+    model = offload.load_pretrained(CAUSAL, tmp_path / "given")
+    engine = engine_of(model, tmp_path / "swap", job, resume="auto")
+    state = engine.module.state_dict()
+    assert engine.global_steps == 1 and all(torch.equal(state[name], trained[name]) for name in trained)
+    train_step(engine, job, 1)

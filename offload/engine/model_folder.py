@@ -2,7 +2,7 @@
 
     <folder>.partial             what is being written, where the folder is not there yet or holds such files alone:
                                  it takes the folder's name, or changes places with it at once
-    <folder>/.offload.partial    where other files lie beside them, which stay: ours are moved in one by one
+    <folder>/.offload.partial    where other files lie beside them, which stay: the new ones are moved in one by one
 
 In the second case config and index go first and come last, so that a kill between two moves leaves a folder that
 nobody takes for a model, never a mixture that loads.
@@ -37,12 +37,12 @@ _ADAPTER = ("adapter_model.safetensors", "adapter_config.json", "README.md")
 
 
 @contextlib.contextmanager
-def arriving(out: Path, notice: Callable[[str], None]) -> Iterator[Path]:
-    """A locked folder in which the files of `out` are written; they are there in the end, or what was there is.
+def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> Iterator[Path]:
+    """A locked folder in which files of `out` are written; they are there in the end, or what was there is.
 
-    `notice` is told of what a save that was cut short has left, and is removed. Raises `StoreError` and `IoError`.
+    Where they are a `whole` model, weights of an earlier one go; else every file of another name stays. `notice` is told of what a save that was cut short has left, and is removed. Raises `StoreError` and `IoError`.
     """
-    beside = _is_free(out) or _is_ours(out)
+    beside = _is_free(out) or (whole and _is_ours(out))
     partial = out.with_name(f"{out.name}.partial") if beside else out / ".offload.partial"
     with told(partial, "make"):
         make_folder(out.parent)
@@ -60,7 +60,7 @@ def arriving(out: Path, notice: Callable[[str], None]) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         with told(out, "rename"):  # from here on what was written stays, whatever happens
-            _arrive(partial, out) if beside else _move_in(partial, out)
+            _arrive(partial, out) if beside else _move_in(partial, out, whole)
 
 
 def check_room(folder: Path, nbytes: int, out: Path) -> None:
@@ -127,17 +127,16 @@ def _arrive(partial: Path, out: Path) -> None:
         sync_folder(out.parent)
         shutil.rmtree(partial, ignore_errors=True)
     else:
-        _move_in(partial, out)
+        _move_in(partial, out, whole=True)
 
 
-def _move_in(partial: Path, out: Path) -> None:
-    """Replace files one by one; weights of an earlier save that nothing names any more go."""
+def _move_in(partial: Path, out: Path, whole: bool) -> None:
+    """Replace files one by one; where they are a whole model, weights of an earlier one go."""
     new = sorted(path.relative_to(partial) for path in partial.rglob("*") if path.is_file())
-    weights = any(_WEIGHTS.fullmatch(str(path)) for path in new)
     heads = [path for path in new if path.name in _HEADS]
-    gone = [path for path in out.iterdir() if weights and (_WEIGHTS.fullmatch(path.name) or path.name == CONFIG)]
+    gone = [path for path in out.iterdir() if whole and _WEIGHTS.fullmatch(path.name)]
     gone += [out / path for path in heads if (out / path).exists() and out / path not in gone]
-    if not (len(new) == 1 and gone == [out / new[0]]):  # one file takes the place of one at once
+    if len(new) > 1 or gone != [out / new[0]]:  # else one file takes the place of one, at once
         for path in sorted(gone, key=lambda path: (path.name not in _HEADS, path.name)):
             path.unlink()
         sync_folder(out)

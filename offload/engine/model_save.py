@@ -170,7 +170,7 @@ class Saving:
             made: list[tuple[Path, Files]] = []  # on rank 0
 
             def begin() -> None:
-                folder = folder_open.enter_context(arriving(out, logger.warning))
+                folder = folder_open.enter_context(arriving(out, logger.warning, wanted.file_name is None))
                 check_room(folder, plan.nbytes, out)
                 made.append((folder, files_open.enter_context(Files(folder, plan, source.buffers))))
 
@@ -191,7 +191,7 @@ class Saving:
 
     def _write_adapter(self, wanted: Wanted, out: Path, state: dict[str, torch.Tensor]) -> None:
         module: Any = self._module
-        with arriving(out, logger.warning) as folder, told(folder, "write"):
+        with arriving(out, logger.warning, whole=False) as folder, told(folder, "write"):
             check_room(folder, sum(value.nbytes for value in state.values()), out)
             if (out / "README.md").is_file():
                 shutil.copyfile(out / "README.md", folder / "README.md")  # peft adds to a model's card

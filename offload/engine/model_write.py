@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from offload.aio import aligned_empty
+from offload.engine.checkpoint_folder import told
 from offload.engine.description import described_layouts
 from offload.engine.layout import UnitLayout
 from offload.engine.masters import join, sources
@@ -214,21 +215,21 @@ def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], Non
 
 def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
     """What whoever reads the files should know."""
-    told: list[str] = []
+    found: list[str] = []
     if beyond:
-        told.append(f"{beyond} values are beyond what {short(plan.dtype)} holds: they are infinite now")
+        found.append(f"{beyond} values are beyond what {short(plan.dtype)} holds: they are infinite now")
     if source.about.get("config") is None:
-        told.append("the model has no transformers config, so there are weights alone")
+        found.append("the model has no transformers config, so there are weights alone")
     elif str(source.about["class"]).startswith("Peft"):
-        told.append("the names are those of peft's model; engine.save_pretrained saves the adapter alone")
+        found.append("the names are those of peft's model; engine.save_pretrained saves the adapter alone")
     absent = sum(segment.name not in plan.names for layout in plan.layouts for segment in layout.segments)
     if absent:
-        told.append(f"{absent} frozen weights are not in it: they were left out")
-    return tuple(told)
+        found.append(f"{absent} frozen weights are not in it: they were left out")
+    return tuple(found)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with path.open("x") as file:
+    with told(path, "write"), path.open("x") as file:
         file.write(json.dumps(content, indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())

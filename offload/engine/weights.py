@@ -205,8 +205,9 @@ class Weights:
         free = free_host_memory()
         if need > free:
             raise BudgetError(
-                f"state_dict() of this model takes {format_size(need)} of RAM, {format_size(free)} is free; ask the "
-                f"submodules for theirs, one after the other"
+                f"state_dict() of this model takes {format_size(need)} of RAM, {format_size(free)} is free; "
+                f"engine.save_pretrained(folder) writes its files a few megabytes at a time; or ask the submodules for "
+                f"theirs, one after the other"
             )
 
 
