@@ -155,7 +155,9 @@ def _dry_run(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape
 
 def _check_apart(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: Sequence[int]) -> None:
     """Raise `ValueError` where two parameters together do not do what each does alone."""
-    values = [torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape) * factor for factor in (1.0, 0.1)]
+    values = [
+        torch.linspace(-1, 1, torch.Size(shape).numel(), device="cpu").reshape(shape) * factor for factor in (1.0, 0.1)
+    ]
     both = _steps(optimizer, options, values)
     for value, (together, _) in zip(values, both, strict=True):
         if not torch.equal(_steps(optimizer, options, [value])[0][0], together):
