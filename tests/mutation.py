@@ -98,6 +98,20 @@ MUTANTS = (
         "tests/test_safe_get_set_ranks.py",
     ),
     Mutant(
+        "each rank weighs its own parts of a parameter alone",
+        "offload.engine.rounds",
+        "return [sum(column) for column in",
+        "return list(numbers) or [sum(column) for column in",
+        "tests/test_ranks_optimizers.py",
+    ),
+    Mutant(
+        "a group that is added keeps the learning rate of the others",
+        "offload.engine.optimizer",
+        "self.defaults | param_group",
+        "param_group | self.defaults",
+        "tests/test_freezing.py",
+    ),
+    Mutant(
         "a part is set without those of the other ranks",
         "offload.engine.looking",
         "            everyone.settle(mine)\n            self._complete(place, whole)\n        self.write(",
