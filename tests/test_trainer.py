@@ -15,6 +15,7 @@ from offload.hf import OffloadTrainer
 from offload.hf.trainer import OVERRIDDEN
 from tests import models
 from tests.trainers import (
+    CHECKPOINTING,
     DISK,
     MEMORY,
     Texts,
@@ -32,7 +33,7 @@ from tests.trainers import (
 CASES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "without a clip": {"max_grad_norm": 0.0},
-    "checkpointing of activations": {"activation_checkpointing": True},
+    "checkpointing of activations": {CHECKPOINTING: True},
     "cosine, one micro-batch": {"lr_scheduler_type": "cosine", "gradient_accumulation_steps": 1},
     "Adagrad": {"optim": "adagrad", "learning_rate": 1e-2},
     "SGD": {"optim": "sgd", "learning_rate": 1e-1},

@@ -13,6 +13,7 @@ import transformers
 from offload.hf import OffloadMixin
 from tests import models
 from tests.trainers import (
+    CHECKPOINTING,
     MEMORY,
     Texts,
     arguments,
@@ -195,7 +196,7 @@ def test_sft_trainer_of_trl(tmp_path: Path) -> None:
     rows = [{"input_ids": Texts()[row]["input_ids"].tolist()} for row in range(22)]
 
     def made(kind: Any, folder: Path, **more: Any) -> Any:
-        args = arguments(folder, trl.SFTConfig, max_length=12, bf16=False, activation_checkpointing=False)
+        args = arguments(folder, trl.SFTConfig, max_length=12, bf16=False, **{CHECKPOINTING: False})
         dataset = datasets.Dataset.from_list(rows)
         return kind(model=seeded(), args=args, train_dataset=dataset, processing_class=_tokenizer(), **more)
 
