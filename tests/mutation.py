@@ -35,6 +35,34 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(
+        "take a schedule's learning rates from the arguments after a load",
+        "offload.hf.trainer",
+        "self.lr_scheduler.load_state_dict(",
+        "dict(",
+        "tests/test_trainer_checkpoints.py",
+    ),
+    Mutant(
+        "a boundary that Accelerate knows and the engine does not",
+        "offload.hf.accelerator",
+        "self.engine.set_gradient_accumulation_boundary(bool(self.sync_gradients))",
+        "pass",
+        "tests/test_accelerate.py",
+    ),
+    Mutant(
+        "what config and arguments say differently counts as the config has it",
+        "offload.hf.fill",
+        "elif not _equal(block[last], value):",
+        "elif False:",
+        "tests/test_trainer_wrong.py",
+    ),
+    Mutant(
+        "leave a schedule where it was at a step that was skipped",
+        "offload.hf.accelerator",
+        "return bool(self.optimizer.overflow)",
+        "return False",
+        "tests/test_accelerate.py",
+    ),
+    Mutant(
         "forget the loss scale when gradients are applied",
         "offload.engine.decision",
         "if clip else 1.0) / loss_scale",

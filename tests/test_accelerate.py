@@ -67,6 +67,7 @@ def by_engine(folder: Path, home: str = DISK, accumulation: int = 2, **blocks: A
             accelerator.engine.destroy(remove=True)
 
 
+@pytest.mark.works("Trainers", "Accelerate's loop: `accumulate`, `backward`, `clip_grad_norm_`", "right")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_loop_equals_accelerates_own(accumulation: int, tmp_path: Path) -> None:
     """Accumulation with a rest at the end, clip, schedule, shuffle."""

@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.works("Trainers", "transformers' `Trainer`: losses, norms, rates and weights of the stock one", "right")
 @pytest.mark.parametrize("changed", CASES.values(), ids=CASES)
 def test_equals_the_stock_trainer(changed: dict[str, Any], tmp_path: Path) -> None:
     assert_close(offloaded(tmp_path / "mine", **changed), stock(tmp_path / "stock", **changed))

@@ -49,6 +49,7 @@ def resumed(
         return result(mine)
 
 
+@pytest.mark.works("Trainers", "`resume_from_checkpoint` is the unbroken run, bit for bit", "right")
 @pytest.mark.parametrize("changed", [{}, {"bf16": True}, {"fp16": True}, {"lr_scheduler_type": "cosine"}], ids=str)
 def test_resumed_is_the_unbroken_run(changed: dict[str, Any], tmp_path: Path) -> None:
     """With dropout and a shuffle, in the middle of an epoch (4) and on the border of two (6, and one in between)."""

@@ -85,6 +85,7 @@ def test_prediction_by_a_model_that_trains_nothing(tmp_path: Path) -> None:
         assert mine.engine is not None and torch.allclose(torch.from_numpy(predictions), expected, atol=1e-5)
 
 
+@pytest.mark.works("Trainers", "a callback that generates between steps", "right")
 def test_a_callback_that_generates(tmp_path: Path) -> None:
     """What is written between steps changes nothing, and is what the plain model writes."""
     written: list[torch.Tensor] = []
@@ -116,6 +117,7 @@ class Pairs(Texts):
         return {"input_ids": ids, "labels": ids.flip(0)}
 
 
+@pytest.mark.works("Trainers", "transformers' `Seq2SeqTrainer` with `predict_with_generate`", "right")
 def test_predict_with_generate(tmp_path: Path) -> None:
     def made(kind: Any, folder: Path, **more: Any) -> Any:
         return kind(
@@ -149,6 +151,7 @@ def test_predict_with_generate(tmp_path: Path) -> None:
 # -- adapters -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.works("Trainers", "LoRA by peft in a Trainer", "right")
 def test_lora_equals_the_stock_trainer(tmp_path: Path) -> None:
     mine = offloaded(tmp_path / "mine", model=lora)
     assert_close(mine, stock(tmp_path / "stock", model=lora))
