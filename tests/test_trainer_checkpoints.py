@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import offload
 from offload.hf import OffloadTrainer
@@ -94,8 +95,37 @@ def test_transformers_loads_what_a_checkpoint_holds(tmp_path: Path) -> None:
         assert loaded.keys() == weights.keys()
         assert all(torch.equal(loaded[name], value) for name, value in weights.items())
     names = {path.name for path in (tmp_path / "out" / "checkpoint-12").iterdir()}
-    assert {"latest", "global_step12", "trainer_state.json", "rng_state.pth", "scheduler.pt"} <= names
+    assert {
+        "latest",
+        "global_step12",
+        "training_args.bin",
+        "trainer_state.json",
+        "rng_state.pth",
+        "scheduler.pt",
+    } <= names
     assert "optimizer.pt" not in names
+
+
+def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
+    """Its weights are one file, with its own names."""
+
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = torch.nn.Embedding(128, 16), torch.nn.Linear(16, 128)
+
+        def forward(self, input_ids: Any, labels: Any) -> dict[str, Any]:
+            logits = self.head(self.embedding(input_ids))
+            return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    with ended(trainer(tmp_path / "whole", model=Plain)) as mine:
+        mine.train()
+        whole = result(mine)
+    broken_off(tmp_path, 5, model=Plain)
+    assert_same(whole, resumed(tmp_path, model=Plain))
+    saved = load_file(tmp_path / "out" / "checkpoint-12" / "model.safetensors")
+    assert saved.keys() == whole.weights.keys()
+    assert all(torch.equal(saved[name], value) for name, value in whole.weights.items())
 
 
 def test_few_checkpoints_are_left(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ config, to give the Trainer's checkpoints what the engine holds, and to refuse w
 [Note: names that are not public] Overridden here, though transformers does not promise them, each with what it is for:
 
     _move_model_to_device            the engine places weights: a model larger than the device never goes there whole
-    _save                            weights are gathered, without frozen ones where adapters are saved
+    _save                            weights are streamed into safetensors
     _save_optimizer_and_scheduler    the engine's checkpoint, in place of optimizer.pt
     _load_from_checkpoint            nothing is loaded yet: there is no engine
     _load_optimizer_and_scheduler    the engine's checkpoint, or weights alone
@@ -49,7 +49,7 @@ OVERRIDDEN = (
     "_load_optimizer_and_scheduler",
     "_load_best_model",
 )
-_SCHEDULER, _STOCK_OPTIMIZER = "scheduler.pt", "optimizer.pt"
+_SCHEDULER, _ARGUMENTS, _STOCK_OPTIMIZER = "scheduler.pt", "training_args.bin", "optimizer.pt"
 
 if TYPE_CHECKING:
     _Base = Any
@@ -161,12 +161,14 @@ class OffloadMixin(_Base):
     # -- checkpoints --------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        engine = self.engine
-        if engine is not None and state_dict is None and self.args.should_save:
-            state_dict = engine.module_state_dict(exclude_frozen_parameters=_has_adapters(self.model))
-        super()._save(output_dir, state_dict)
-        if engine is not None:
-            engine.mean(0.0)  # ranks that write nothing give their part of the weights until here
+        if self.engine is None or state_dict is not None:
+            super()._save(output_dir, state_dict)
+            return
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        self.engine.save_pretrained(folder, tokenizer=tokenizer)
+        if self.args.should_save:
+            torch.save(self.args, folder / _ARGUMENTS)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
