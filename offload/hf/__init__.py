@@ -8,7 +8,12 @@ Needs `pip install 'offload[hf]'`.
 
 from __future__ import annotations
 
-from offload.hf.accelerator import Accelerator
-from offload.hf.trainer import OffloadMixin, OffloadTrainer
+try:
+    from offload.hf.accelerator import Accelerator
+    from offload.hf.trainer import OffloadMixin, OffloadTrainer
+except ModuleNotFoundError as error:
+    if error.name not in ("accelerate", "transformers"):
+        raise
+    raise ImportError(f"offload.hf needs {error.name}: pip install 'offload[hf]'", name=error.name) from error
 
 __all__ = ["Accelerator", "OffloadMixin", "OffloadTrainer"]

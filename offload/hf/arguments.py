@@ -10,8 +10,8 @@ from offload.engine.placeholder import place_of
 from offload.errors import ConfigError
 from offload.hf.fill import Said, said_of_batches, said_of_optimizer, value_of
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adagrad", "sgd")
-"""Values of `optim` that a kernel of ours does."""
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adagrad", "sgd", "rmsprop", "adafactor")
+"""Values of `optim` that an engine does: the first four by a kernel, the others by running them."""
 
 _REFUSED = {
     "deepspeed": "offload_config is in its place: give the same file there, and leave deepspeed out",
@@ -48,7 +48,7 @@ def check_model(model: Any) -> None:
 
 
 def check_optim(name: str) -> None:
-    """Raise `ConfigError` for an optimizer of the arguments that no kernel does."""
+    """Raise `ConfigError` for an optimizer of the arguments that an engine does not do."""
     if name not in OPTIMIZERS:
         raise ConfigError(
             f'optim="{name}" cannot be done on states that are paged; expected one of {", ".join(OPTIMIZERS)}, or a '
