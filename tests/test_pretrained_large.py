@@ -110,11 +110,10 @@ def life_of_a_model(folder: Path, host: int, device: int) -> dict[str, float]:
     return figures
 
 
-def logits_of(folder: Path) -> torch.Tensor:
+def write_logits(folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=torch.tensor(IDS)).logits
-    return logits
+        torch.save(model(input_ids=torch.tensor(IDS)).logits, folder / "logits.pt")
 
 
 @pytest.fixture
@@ -132,8 +131,8 @@ def check(folder: Path, sizes: dict[str, int], host: int, device: int) -> dict[s
     assert not torch.equal(start, end)
     shutil.rmtree(folder / "swap")
     for name, expected in (("given", start), ("saved", end), ("exported", end)):
-        logits, _ = peak_memory(logits_of, folder / name)
-        assert torch.equal(logits, expected), name
+        peak_memory(write_logits, folder / name)
+        assert torch.equal(torch.load(folder / name / "logits.pt"), expected), name
     return {**figures, "written": written}
 
 
@@ -151,5 +150,5 @@ def test_loading_and_saving_take_a_few_chunks_beside_the_budgets(folder: Path) -
 def test_three_billion_parameters_take_less_than_two_gibibytes(folder: Path) -> None:
     if shutil.disk_usage(folder).free < 50 * GIB:
         pytest.skip("needs 50 GiB of disk")
-    figures = check(folder, LARGE, 800 * MIB, 640 * MIB)
+    figures = check(folder, LARGE, 500 * MIB, 420 * MIB)
     assert figures["written"] > 3e9 and figures["export"] < 2 * GIB
