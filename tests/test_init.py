@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,8 @@ from torch import nn
 
 import offload
 from offload.engine.birth import materialize
-from offload.errors import ConfigError
-from tests import models
+from offload.errors import ConfigError, UsageError
+from tests import models, rank_pool
 from tests.oracle import Job, config
 
 
@@ -91,6 +94,127 @@ def test_a_parameter_that_nobody_initializes_is_an_error() -> None:
         model = nn.Sequential(Forgetful(2, 2))
     with pytest.raises(ConfigError, match=r"0\.weight of Forgetful"):
         materialize(model, ["0.weight", "0.bias"], 0)
+
+
+class Block(nn.Module):
+    """Makes tensors in its constructor: a buffer, an attribute, and one from the shape of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.arange(3.0))
+        self.table = torch.eye(3)
+        self.width = torch.tensor(self.layer.weight.shape[0])
+
+
+def test_constructors_make_real_tensors() -> None:
+    with offload.init():
+        block = Block()
+    assert torch.equal(block.scale, torch.arange(3.0)) and torch.equal(block.table, torch.eye(3))
+    assert int(block.width) == 3 and block.layer.weight.is_meta
+
+
+def test_contexts_are_nested_and_end_with_an_exception() -> None:
+    with pytest.raises(KeyError), offload.init():
+        with offload.init():
+            inner = nn.Linear(2, 2)
+        outer = nn.Linear(2, 2)
+        raise KeyError
+    assert inner.weight.is_meta and outer.weight.is_meta
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_a_context_counts_for_its_thread() -> None:
+    made: list[nn.Module] = []
+    with offload.init():
+        thread = threading.Thread(target=lambda: made.append(nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+    assert not made[0].weight.is_meta and bool(made[0](torch.ones(2)).isfinite().all())
+
+
+class Shared(nn.Module):
+    """One parameter in two modules, each of which registers it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+        shared = nn.Parameter(torch.zeros(3, 3))
+        self.one.weight = shared
+        self.other.weight = shared
+        self.third = nn.Linear(3, 3)
+        self.third.weight = self.one.weight
+
+
+def test_a_parameter_that_is_registered_twice_stays_one() -> None:
+    with offload.init():
+        model = Shared()
+    assert model.one.weight is model.other.weight is model.third.weight and model.one.weight.is_meta
+    assert len(list(model.parameters())) == 4
+
+
+def test_copies_within_a_constructor_are_initialized_each(tmp_path: Path) -> None:
+    """`nn.TransformerEncoder` copies its layer."""
+
+    def encoder() -> nn.Module:
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
+
+    weights = _weights(Job(encoder, models.language_loss), ("none", "none"), tmp_path)
+    first, second = (weights[f"layers.{layer}.linear1.weight"] for layer in range(2))
+    assert first.isfinite().all() and first.std() > 0 and not torch.equal(first, second)
+
+
+class Written(nn.Module):
+    """Its constructor writes into a weight of another module, where nothing will do it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        nn.init.zeros_(self.layer.weight)
+
+
+def test_values_that_will_be_made_anew_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "offload"), offload.init():
+        Written()
+        models.gpt2()
+        models.Mixture()
+        nn.MultiheadAttention(8, 2)
+    assert caplog.text.count("will be made anew") == 1
+    assert re.search(r"test_init\.py:\d+ will be made", caplog.text)
+
+
+def test_a_model_without_weights_cannot_be_used() -> None:
+    with offload.init():
+        model = nn.Linear(2, 2)
+    for use in (lambda: model(torch.ones(2)), lambda: model.weight.data.zero_(), lambda: model.weight.sum()):
+        with pytest.raises(UsageError, match=r"offload\.initialize"):
+            use()
+
+
+def _on_ranks(folder: Path) -> dict[str, torch.Tensor]:
+    torch.manual_seed(torch.distributed.get_rank())
+    return _weights(models.GPT2, ("nvme", "nvme"), folder)
+
+
+def test_weights_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    alone = _weights(models.GPT2, ("nvme", "nvme"), tmp_path)
+    with rank_pool.pool(2) as ranks:
+        for weights in ranks.run(_on_ranks, tmp_path / "ranks"):
+            assert all(torch.equal(weights[name], alone[name]) for name in alone)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers
+def test_an_adapter_beside_absent_weights_begins_as_peft_has_it(tmp_path: Path) -> None:
+    """Not on meta, where its zeros would be lost."""
+    peft = pytest.importorskip("peft")
+    with offload.init():
+        model = models.llama()
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    engine = offload.initialize(model=model, config=config(models.GPT2, ("none", "none"), tmp_path))[0]
+    weights = engine.module.state_dict()
+    assert not any(value.any() for name, value in weights.items() if "lora_B" in name)
+    assert all(value.any() for name, value in weights.items() if "lora_A" in name)
+    engine.destroy()
 
 
 def test_meta_buffers_are_an_error(tmp_path: Path) -> None:

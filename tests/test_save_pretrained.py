@@ -18,7 +18,7 @@ import torch
 import transformers
 
 import offload
-from offload.engine import model_folder, model_write, tensor_file
+from offload.engine import model_folder, tensor_file
 from offload.errors import ConfigError, IoError, OffloadError, StoreError, UsageError
 from tests import models
 from tests.oracle import PLACEMENTS, Job, start, train_step
@@ -192,7 +192,7 @@ def test_a_disk_that_is_full_leaves_what_was_there(
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    tokenizer = a_tokenizer()
+    tokenizer, opened = a_tokenizer(), Path.open
     with monkeypatch.context() as patch:
         if failure == "room":
             usage = shutil.disk_usage(tmp_path)
@@ -202,7 +202,7 @@ def test_a_disk_that_is_full_leaves_what_was_there(
         elif failure == "write":
             patch.setattr(tensor_file.Writer, "write", lambda *_: tensor_file_full(out))
         elif failure == "config":
-            patch.setattr(model_write, "_write_json", full)
+            patch.setattr(Path, "open", lambda path, *_, **__: full() if "x" in _ else opened(path, *_, **__))
         else:
             patch.setattr(type(tokenizer), "save_pretrained", full)
         with pytest.raises((StoreError, OSError)) as error:

@@ -8,6 +8,8 @@ where its values will first be: who makes a module beside it, such as an adapter
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
@@ -37,6 +39,8 @@ class Origin(Protocol):
 
 class _Building(threading.local):
     depth = 0
+    lost: list[str] | None = None
+    """Where values were written that nothing will make again, while that is being noted."""
 
 
 _building = _Building()
@@ -50,6 +54,16 @@ def building() -> Iterator[None]:
         yield
     finally:
         _building.depth -= 1
+
+
+@contextlib.contextmanager
+def noting_lost() -> Iterator[list[str]]:
+    """Note where a constructor writes values that its modules' own initialization does not make: "file:line"."""
+    outer, _building.lost = _building.lost, [] if _building.lost is None else _building.lost
+    try:
+        yield _building.lost
+    finally:
+        _building.lost = outer
 
 
 def is_building() -> bool:
@@ -69,6 +83,8 @@ class Absent(nn.Parameter):
         if rule is not None and isinstance(args[0], Absent):
             return rule(func, *args, **kwargs)
         if is_building() or asks_for_no_element(func) or func in _ALLOWED:
+            if _building.lost is not None and _writes(func):
+                _note(_building.lost)
             return _plainly(func, *args, **kwargs)
         raise _refusal(getattr(func, "__name__", str(func)))
 
@@ -114,6 +130,33 @@ _TENSOR = torch.Tensor
 _ALLOWED = frozenset({_TENSOR.__repr__, _TENSOR.requires_grad_, torch._has_compatible_shallow_copy_type})
 
 
+_INITIALIZERS = frozenset(
+    "reset_parameters _reset_parameters _init_weights init_weights initialize_weights _initialize_weights".split()
+)
+"""What is called again, or stands for it, when a module makes its own values."""
+
+
+def _writes(func: Any) -> bool:
+    name: str = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__") and name != "requires_grad_") or name == "__setitem__"
+
+
+def _note(lost: list[str]) -> None:
+    """Note where a write comes from, unless an initializer makes it."""
+    where, frame = "", sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _INITIALIZERS:
+            return
+        if not where and f"{os.sep}torch{os.sep}" not in code.co_filename and code.co_filename != __file__:
+            where = f"{code.co_filename}:{frame.f_lineno}"
+            if f"{os.sep}transformers{os.sep}" in where:
+                return  # whose models write everything in _init_weights as well
+        frame = frame.f_back  # type: ignore[assignment]
+    if where not in lost:
+        lost.append(where)
+
+
 def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -157,6 +200,8 @@ def _set_data(func: Any, tensor: Absent, values: torch.Tensor) -> None:
 def _copy(func: Any, tensor: Absent, source: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_building():
         raise _refusal("copy_")
+    if _building.lost is not None:
+        _note(_building.lost)
     return _plainly(func, tensor, source, *args, **kwargs)
 
 

@@ -9,6 +9,7 @@ that the weights do not depend on budgets, placements or the number of ranks. Th
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,8 +19,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload.engine.absent import Absent, building, origin_of
+from offload.engine.absent import Absent, building, is_building, noting_lost, origin_of
 from offload.errors import ConfigError
+
+logger = logging.getLogger("offload")
+
+_SHOWN = 3
+"""Places in a warning."""
 
 
 @contextlib.contextmanager
@@ -28,7 +34,8 @@ def init(config: Any = None) -> Iterator[None]:
 
     `config` is accepted as by `deepspeed.zero.Init` and is read by `initialize`. Modules whose class has no
     `reset_parameters` keep the values that their constructor gave them; those of transformers are initialized
-    by the model's `_init_weights`. Buffers and other tensors are real. It may be nested, and counts for its thread.
+    by the model's `_init_weights`. What a constructor writes otherwise is lost, and a warning says where. Buffers and
+    other tensors are real. It may be nested, and counts for its thread.
     """
     thread = threading.get_ident()
     seen = WeakTensorKeyDictionary()  # what became of a parameter that is registered again: it stays tied
@@ -44,10 +51,16 @@ def init(config: Any = None) -> Iterator[None]:
 
     removal = register_module_parameter_registration_hook(register)  # type: ignore[arg-type]
     try:
-        with building():
+        with building(), noting_lost() as lost:
             yield
     finally:
         removal.remove()
+    if lost and not is_building():
+        logger.warning(
+            "offload.init: values that are written at %s will be made anew by the modules' own initialization: write "
+            "them in reset_parameters (or _init_weights, in a model of transformers), or build without offload.init",
+            ", ".join(lost[:_SHOWN]) + (f" and {len(lost) - _SHOWN} more places" if len(lost) > _SHOWN else ""),
+        )
 
 
 def _can_initialize(module: nn.Module) -> bool:

@@ -17,7 +17,8 @@ from offload.sizes import MIB
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_PIECE_NBYTES = 8 * MIB
+_PIECE_NBYTES = MIB
+"""Of copies in fp32 of larger ones, which come and go, the allocator was seen to keep a gigabyte."""
 
 
 class Stamp(NamedTuple):

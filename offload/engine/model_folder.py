@@ -40,7 +40,8 @@ _ADAPTER = ("adapter_model.safetensors", "adapter_config.json", "README.md")
 def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> Iterator[Path]:
     """A locked folder in which files of `out` are written; they are there in the end, or what was there is.
 
-    Where they are a `whole` model, weights of an earlier one go; else every file of another name stays. `notice` is told of what a save that was cut short has left, and is removed. Raises `StoreError` and `IoError`.
+    Where they are a `whole` model, weights of an earlier one go; else every file of another name stays. `notice` is
+    told of what a save that was cut short has left, and is removed. Raises `StoreError` and `IoError`.
     """
     beside = _is_free(out) or (whole and _is_ours(out))
     partial = out.with_name(f"{out.name}.partial") if beside else out / ".offload.partial"
