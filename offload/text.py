@@ -67,7 +67,7 @@ class Batches:
         if len(tokens) < length:
             raise ConfigError(f"the text has {len(tokens)} tokens, a sequence needs {length}; give more text")
         self._tokens, self._length, self._seed = tokens, length, seed
-        self.token_count = len(tokens)
+        self.token_count, self.largest_id = len(tokens), int(tokens.max())
         self.checksum = f"{zlib.crc32(np.ascontiguousarray(tokens).data):08x}"
         self._rows, self._size = slice(rank * size, (rank + 1) * size), size * world_size
 
@@ -78,3 +78,8 @@ class Batches:
         return torch.from_numpy(
             np.stack([self._tokens[s : s + self._length] for s in starts[self._rows]]).astype(np.int64)
         )
+
+    def inputs(self, step: int, micro_batch: int) -> dict[str, torch.Tensor]:
+        """What a model is given: every token is learned."""
+        ids = self.batch(step, micro_batch)
+        return {"input_ids": ids, "labels": ids}

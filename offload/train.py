@@ -1,6 +1,5 @@
 """The job of `offload train`: a causal language model on text, from options to the last step.
 
-merge     options and a config file to one config           (pure)
 prepare   check all that can be checked, then build          Job
 steps     train, one `StepReport` a step
 """
@@ -8,7 +7,6 @@ steps     train, one `StepReport` a step
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,45 +15,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from offload import text
 from offload.config import Config, load_config, resolve_batch
-from offload.engine.birth import init
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
 from offload.errors import ConfigError, StoreError
-from offload.presets import PRESETS, build, check_name, require_transformers
+from offload.language_model import build_model, check_model, find_folder, make_ready, read_tokenizer, takes_positions
+from offload.lora import adapt, parse_lora, require_peft
+from offload.presets import require_transformers
+from offload.records import find_data, read_records
+from offload.rows import Rows, encode, pack, told
 from offload.swapper.store import run_status
 from offload.swapper.timeline import path_of
-
-DEFAULT_LR = 3e-4
-DEFAULT_BATCH_SIZE = 8
-
-
-class Options(NamedTuple):
-    """What was asked for. None is what was not typed: the config's value, or else the default, counts."""
-
-    model: str = "gpt2-tiny"
-    text: tuple[Path, ...] = ()
-    steps: int = 200
-    batch_size: int | None = None
-    seq_len: int = 256
-    lr: float | None = None
-    config: Path | None = None
-    offload_param: str | None = None
-    offload_optimizer: str | None = None
-    nvme_path: tuple[str, ...] = ()
-    dtype: str | None = None
-    host_memory: str | None = None
-    device: str | None = None
-    seed: int | None = None
-    run: str | None = None
-    resume: str | None = None
-    durability: str | dict[str, int] | None = None
-    keep: bool = False
-    log: Path | None = None
-    trace: str | None = None
+from offload.train_options import Options, check, keep, merge
 
 
 class StepReport(NamedTuple):
@@ -81,167 +54,20 @@ class Job(NamedTuple):
     """A run that is ready."""
 
     engine: Engine
-    batches: text.Batches
+    batches: text.Batches | Rows
     steps: int
     run: str
     folder: str | None
     """The run's folder, where a later process resumes; None without a store."""
+    save: Path | None = None
+    """Where the model is saved after the last step."""
+    tokenizer: Any = None
+    """Of the model's folder."""
 
-
-# -- options to one config ----------------------------------------------------------------------------
-
-# option, key in the config, default where neither says
-_KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
-    ("offload_param", ("zero_optimization", "offload_param", "device"), "nvme"),
-    ("offload_optimizer", ("zero_optimization", "offload_optimizer", "device"), "nvme"),
-    ("lr", ("optimizer", "params", "lr"), DEFAULT_LR),
-    ("host_memory", ("offload", "host_memory"), None),
-    ("device", ("offload", "device"), None),
-    ("seed", ("offload", "seed"), None),
-    ("run", ("offload", "run"), None),
-    ("resume", ("offload", "resume"), None),
-    ("durability", ("offload", "durability"), None),
-    ("trace", ("offload", "trace"), None),
-)
-
-
-def merge(file: Mapping[str, Any] | None, options: Options) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """One config out of a config file's content and what was typed; and a line for each key that was overruled.
-
-    Without a file the defaults of the command count; with one, what it does not say means what it means in DeepSpeed,
-    but for the learning rate, which may be "auto" or absent.
-    """
-    merged: dict[str, Any] = json.loads(json.dumps(dict(file or {})))
-    lines: list[str] = []
-    for name, path, default in _KEYS:
-        typed, before = getattr(options, name), _get(merged, path)
-        if typed is not None:
-            _put(merged, path, typed, f"--{name.replace('_', '-')}", lines)
-        elif default is not None and (file is None or (name == "lr" and before in (None, "auto"))):
-            _set(merged, path, default)
-    if options.dtype is not None:
-        _merge_dtype(merged, options.dtype, lines)
-    elif file is None:
-        _set(merged, ("bf16", "enabled"), True)
-    _merge_paths(merged, list(options.nvme_path), lines)
-    _merge_batch(merged, options.batch_size, lines)
-    _merge_schedule(merged, options.steps)
-    zero = merged.setdefault("zero_optimization", {})
-    if isinstance(zero, dict):
-        zero.setdefault("stage", 3)
-    merged.setdefault("optimizer", {}).setdefault("type", "AdamW")
-    _merge_line(merged, lines)
-    return merged, tuple(lines)
-
-
-_PATHS = (
-    ("zero_optimization", "offload_optimizer", "nvme_path"),
-    ("zero_optimization", "offload_param", "nvme_path"),
-    ("offload", "nvme_path"),
-)
-
-
-def _merge_paths(merged: dict[str, Any], typed: list[str], lines: list[str]) -> None:
-    """Typed paths stand for all three keys; the default counts where none of them is there."""
-    named = {path: value for path in _PATHS if (value := _get(merged, path)) not in (None, "auto", [])}
-    if typed:
-        for path, value in named.items():
-            if value not in (typed, *(typed if len(typed) == 1 else ())):
-                lines.append(f"--nvme-path {' '.join(typed)} overrules {'.'.join(path)} {_words(value)}")
-            _get(merged, path[:-1]).pop("nvme_path")
-    if typed or not named:
-        _set(merged, _PATHS[-1], typed or ["./swap"])
-
-
-def _merge_dtype(merged: dict[str, Any], typed: str, lines: list[str]) -> None:
-    """--dtype stands for the blocks of all modes."""
-    for mode in ("bf16", "bfloat16", "fp16"):
-        before, wish = _get(merged, (mode, "enabled")), typed == {"bfloat16": "bf16"}.get(mode, mode)
-        if before not in (None, "auto", wish):
-            lines.append(f"--dtype {typed} overrules {mode}.enabled {_words(before)}")
-        if before is not None:
-            _set(merged, (mode, "enabled"), wish)
-    if "bfloat16" not in merged:
-        _set(merged, ("bf16", "enabled"), typed == "bf16")
-    _set(merged, ("fp16", "enabled"), typed == "fp16")
-
-
-def _merge_batch(merged: dict[str, Any], typed: int | None, lines: list[str]) -> None:
-    """--batch-size is the samples of a step; the config's accumulation divides it."""
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu")
-    total, micro = (merged.get(key) if isinstance(merged.get(key), int | float) else None for key in keys)
-    if typed is None and (total or micro):
-        return
-    accumulation = merged.get("gradient_accumulation_steps")
-    if not isinstance(accumulation, int | float):
-        accumulation = total / micro if total and micro else 1
-    wish = DEFAULT_BATCH_SIZE if typed is None else typed
-    if accumulation >= 1 and wish % accumulation:
-        which = "the default" if typed is None else "--batch-size"
-        raise ConfigError(
-            f"{which} {wish} is not a multiple of gradient_accumulation_steps {accumulation:g}; "
-            f"give a --batch-size that is, the samples of a whole step"
-        )
-    for key, value in zip(keys, (total, micro), strict=True):
-        if value is not None and value * (accumulation if key == keys[1] else 1) != wish:
-            lines.append(f"--batch-size {wish} overrules {key} {value:g}")
-    merged.pop(keys[1], None)
-    merged |= {keys[0]: wish, "gradient_accumulation_steps": accumulation}
-
-
-def _merge_schedule(merged: dict[str, Any], steps: int) -> None:
-    """A schedule that asks how long training is gets --steps."""
-    kind, params = _get(merged, ("scheduler", "type")), _get(merged, ("scheduler", "params"))
-    if str(kind).lower() in ("warmupdecaylr", "warmupcosinelr") and (params is None or isinstance(params, dict)):
-        if _get(params, ("total_num_steps",)) in (None, "auto"):
-            _set(merged, ("scheduler", "params", "total_num_steps"), steps)
-
-
-def _merge_line(merged: dict[str, Any], lines: list[str]) -> None:
-    """This command tells of each step itself: the engine does not print another line."""
-    asked = [key for key in ("wall_clock_breakdown", "memory_breakdown") if merged.get(key) is True]
-    every = merged.get("steps_per_print")
-    if asked or isinstance(every, int | float):
-        if isinstance(every, int | float) and 0 < every < math.inf:
-            asked.insert(0, "steps_per_print")
-        merged["steps_per_print"] = 0
-    if asked:
-        lines.append(
-            f"{', '.join(asked)}: this command has a progress line of its own; numbers of each step go to tensorboard, "
-            f"csv_monitor and wandb"
-        )
-
-
-def _get(content: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
-        content = content.get(key) if isinstance(content, Mapping) else None
-    return content
-
-
-def _set(content: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    for depth, key in enumerate(path[:-1], 1):
-        inner = content.get(key)
-        if inner is None or inner is True or inner is False:  # "zero_optimization": true is a stage
-            inner = {} if inner is None or key != "zero_optimization" else {"stage": int(inner)}
-        if not isinstance(inner, dict):
-            raise ConfigError(f"{'.'.join(path[:depth])} must be a block of keys, got {_words(inner)}")
-        content[key] = inner
-        content = inner
-    content[path[-1]] = value
-
-
-def _words(value: Any) -> str:
-    """A value of the config, as it stands there."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _put(content: dict[str, Any], path: tuple[str, ...], value: Any, flag: str, lines: list[str]) -> None:
-    """Set a value that was typed, with a line where it overrules another."""
-    before = _get(content, path)
-    unsaid = (None, "auto") if path[0] != "offload" else (None,)  # there "auto" is a choice of its own
-    if before not in unsaid and before != value:
-        lines.append(f"{flag} {_words(value)} overrules {'.'.join(path)} {_words(before)}")
-    _set(content, path, value)
+    def save_model(self) -> None:
+        """Write the model, or its adapters, and the tokenizer; nothing where nobody asked for it. All ranks call it."""
+        if self.save is not None:
+            self.engine.save_pretrained(self.save, tokenizer=self.tokenizer)
 
 
 # -- checks and building ------------------------------------------------------------------------------
@@ -249,9 +75,10 @@ def _put(content: dict[str, Any], path: tuple[str, ...], value: Any, flag: str, 
 
 def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str], None]) -> Job | Finished:
     """Check everything that can be wrong, then build the model and the engine. `say` gets one line at a time."""
-    _check_numbers(options)
+    check(options)
+    lora = None if options.lora is None else parse_lora(options.lora)
     content, lines = merge(file, options)
-    lines += _keep(content) if options.keep else ()
+    lines += keep(content) if options.keep else ()
     config = load_config(content)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun
     batch = resolve_batch(config, world_size)
@@ -260,56 +87,105 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     _check_log(options.log)
     if config.offload.trace is not None:
         path_of(config.offload.trace, rank, world_size)
-    files = text.find_files(options.text or text.standard_library())
+    files = find_data(options.data) if options.data else text.find_files(options.text or text.standard_library())
     require_transformers()
-    folder = _model_folder(options.model)
-    tokens = _tokens(folder, files)
-    batches = text.Batches(tokens, batch.micro, options.seq_len, config.offload.seed, rank, world_size)
+    if lora is not None:
+        require_peft()
+    folder = find_folder(options.model)
+    tokenizer = None if folder is None else read_tokenizer(folder)
+    share = _Share(batch.micro, batch.accumulation, config.offload.seed, rank, world_size)
+    batches, told = _batches(options, files, tokenizer, share)
     done = _finished(config)
     if done is not None:
         return done
+    check_save(options.save, may_be_there=_goes_on(config))
     torch.manual_seed(config.offload.seed)
-    model = _model(options.model, folder, content)
-    _check_model(model, options.seq_len, int(tokens.max()))
-    engine = initialize(model=model, config=content).engine
+    model, source = build_model(options.model, folder, content)
+    check_model(model, options.seq_len, batches.largest_id)
+    make_ready(model, options.activation_checkpointing)
+    if isinstance(batches, Rows):
+        batches.with_positions = takes_positions(model)
+    engine = initialize(model=model if lora is None else adapt(model, lora), config=content).engine
     if rank:
         torch.manual_seed(config.offload.seed + rank)  # another dropout on each
-    for line in (*engine.notices, *_other_text(engine, batches, options.seq_len)):
+    for line in (*engine.notices, *told, source, *_changed(engine, options, batches)):
         say(line)
+    _claim(engine, options.save)
     if options.log is not None and rank == 0:
         cut_log(options.log, engine.global_steps)
-    return Job(engine, batches, options.steps, config.offload.run, engine.resumable)
+    return Job(engine, batches, options.steps, config.offload.run, engine.resumable, options.save, tokenizer)
 
 
-def _check_numbers(options: Options) -> None:
-    for name, value in (("steps", options.steps), ("batch-size", options.batch_size), ("seq-len", options.seq_len)):
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {value}")
-    if options.seq_len < 2:
-        raise ConfigError("--seq-len must be at least 2: a model learns to foresee the next token")
-    if options.lr is not None and not (math.isfinite(options.lr) and options.lr >= 0):
-        raise ConfigError(f"--lr must be a number of at least 0, got {options.lr}")
+class _Share(NamedTuple):
+    """What of each step is this rank's."""
+
+    micro: int
+    accumulation: int
+    seed: int
+    rank: int
+    world_size: int
 
 
-def _keep(content: dict[str, Any]) -> tuple[str, ...]:
-    """Swap files that are to be kept must be durable; `content` asks for that, so that a lack of room is an error."""
-    path = ("offload", "durability")
-    wish = _get(content, path)
-    if wish == "none":
-        raise ConfigError("--keep with durability none: nothing could be exported or resumed; leave one of them out")
-    if wish not in (None, "auto"):
-        return ()
-    _set(content, path, "step")
-    return ("--keep: durability is step, since nothing else could be exported or resumed",)
+def _batches(
+    options: Options, files: list[Path], tokenizer: Any, share: _Share
+) -> tuple[text.Batches | Rows, tuple[str, ...]]:
+    """What is learned, and what a person should know of it. Raises `ConfigError` for a file that is malformed."""
+    if options.data:
+        records = read_records(files)
+        packed = pack(encode(records, tokenizer), options.seq_len)
+        rows = Rows(packed, *share)
+        return rows, told(packed, rows, records, tokenizer)
+    if tokenizer is None:
+        tokens = text.read_bytes(files)
+    else:
+        tokens = text.read_tokens(files, lambda content: tokenizer(content, verbose=False)["input_ids"])
+    stretches = text.Batches(tokens, share.micro, options.seq_len, share.seed, share.rank, share.world_size)
+    return stretches, ()
 
 
-def _other_text(engine: Engine, batches: text.Batches, seq_len: int) -> tuple[str, ...]:
-    """Commits hold what the text is; a line where a resumed run goes on with another."""
-    mine = {"seq-len": seq_len, "tokens": batches.token_count, "checksum of the text": batches.checksum}
-    held = engine.client_state.get("text", mine) if engine.global_steps else mine
-    engine.client_state["text"] = mine
+def _changed(engine: Engine, options: Options, batches: text.Batches | Rows) -> tuple[str, ...]:
+    """Commits hold what the text and the adapters are; a line where a resumed run goes on with others."""
+    mine = {"seq-len": options.seq_len, "tokens": batches.token_count, "checksum of the text": batches.checksum}
+    going_on, state = engine.global_steps > 0, engine.client_state
+    held, lora = (state.get("text", mine), state.get("lora")) if going_on else (mine, options.lora)
+    state |= {"text": mine, "lora": options.lora}
     changed = [f"{name} {held[name]} is now {value}" for name, value in mine.items() if held.get(name) != value]
-    return (f"resumed with other text than the run had: {', '.join(changed)}",) if changed else ()
+    lines = [f"resumed with other text than the run had: {', '.join(changed)}"] if changed else []
+    if lora != options.lora:
+        lines.append(f"resumed with --lora {options.lora}, and the run had {lora}")
+    return tuple(lines)
+
+
+def _goes_on(config: Config) -> bool:
+    """Whether there is a run to go on with."""
+    wanted = config.offload.resume != "never" and bool(config.drives)
+    return wanted and run_status(config.drives, config.offload.run).exists
+
+
+def check_save(folder: Path | None, may_be_there: bool) -> None:
+    """Raise `ConfigError` where a model cannot be saved to `folder`; `may_be_there` where the run may have done it."""
+    if folder is None:
+        return
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--save {folder} is not a folder; give a folder, or a name that is not there")
+    if folder.exists() and not may_be_there and any(folder.iterdir()):
+        raise ConfigError(f"--save {folder} is not empty, and nothing in it will be replaced; give another folder")
+    above = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ConfigError(f"--save {folder} cannot be made: {above} is no folder that you may write")
+
+
+def _claim(engine: Engine, folder: Path | None) -> None:
+    """Commits hold where the run saves its model: what lies there when it goes on is its own, else refused."""
+    if folder is None:
+        return
+    if engine.client_state.get("save") != str(folder.absolute()):
+        try:
+            check_save(folder, may_be_there=False)
+        except ConfigError:
+            engine.destroy()
+            raise
+        engine.client_state["save"] = str(folder.absolute())
 
 
 def _check_log(log: Path | None) -> None:
@@ -320,61 +196,6 @@ def _check_log(log: Path | None) -> None:
             first = file.readline()
         if first.strip() and not _step_of(first):
             raise ConfigError(f"{log} is no log of a run, and would be overwritten; give another file")
-
-
-def _model_folder(name: str) -> Path | None:
-    """The folder that `name` is, or None for a preset."""
-    path = Path(name)
-    if not path.is_dir():
-        check_name(name)
-        return None
-    if name in PRESETS:
-        return None
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{path} has no config.json, so it is no model folder")
-    return path
-
-
-def _tokens(folder: Path | None, files: list[Path]) -> Any:
-    if folder is None:
-        return text.read_bytes(files)
-    transformers = require_transformers()
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ConfigError(f"cannot read the tokenizer of {folder}: {error}") from error
-    return text.read_tokens(files, lambda content: tokenizer(content)["input_ids"])
-
-
-def _model(name: str, folder: Path | None, content: Mapping[str, Any]) -> nn.Module:
-    if folder is None:
-        with init(content):
-            return build(name)
-    transformers = require_transformers()
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    try:
-        if weights:
-            model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True)
-            return model
-        shape = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        with init(content):
-            fresh: nn.Module = transformers.AutoModelForCausalLM.from_config(shape)
-            return fresh
-    except Exception as error:  # safetensors and tokenizers raise classes of their own
-        raise ConfigError(f"cannot build the model of {folder}: {error}") from error
-
-
-def _check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:
-    whole: Any = model.config
-    config = whole.get_text_config()
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and seq_len > longest:
-        raise ConfigError(f"--seq-len {seq_len} is more than the {longest} positions that this model has")
-    if largest_id >= config.vocab_size:
-        raise ConfigError(f"the text has token {largest_id}, the model's vocabulary only {config.vocab_size}")
-    whole.use_cache = config.use_cache = False
-    if getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # what the library would take, after a warning
 
 
 def _finished(config: Config) -> Finished | None:
@@ -438,11 +259,11 @@ def steps(job: Job, hold: Callable[[], AbstractContextManager[Any]] = nullcontex
         for micro_batch in range(accumulation):
             if micro_batch:
                 engine.step()
-            ids = job.batches.batch(step, micro_batch)
-            part = engine(input_ids=ids, labels=ids).loss
+            inputs = job.batches.inputs(step, micro_batch)
+            part = engine(**inputs).loss
             engine.backward(part)
             loss += float(part.detach()) / accumulation
-            tokens += ids.numel() * engine.world_size
+            tokens += inputs["input_ids"].numel() * engine.world_size
         loss = engine.mean(loss)
         with hold():
             engine.step()

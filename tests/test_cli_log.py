@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.cli import _json
+from offload.cli_run import _json
 from offload.errors import ConfigError
 from offload.train import _check_log, cut_log
 

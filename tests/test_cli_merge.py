@@ -9,7 +9,7 @@ import pytest
 
 from offload.config import load_config, resolve_batch
 from offload.errors import ConfigError
-from offload.train import Options, merge
+from offload.train_options import Options, merge
 
 FILE: dict[str, Any] = {
     "train_batch_size": 32,

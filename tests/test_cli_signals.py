@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from offload.cli import Stopped, _Signals, app
+from offload.cli import app
+from offload.cli_run import Signals, Stopped
 from offload.presets import PRESETS
 
 STEPS = 40
@@ -140,7 +141,7 @@ def test_a_process_that_is_stopped(number: int) -> None:
 
 def test_a_signal_raises_at_once() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Stopped) as stopped, _Signals():
+    with pytest.raises(Stopped) as stopped, Signals():
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError("the signal did not raise")
     assert stopped.value.number == signal.SIGTERM
@@ -149,7 +150,7 @@ def test_a_signal_raises_at_once() -> None:
 
 def test_a_held_signal_raises_at_the_end() -> None:
     done = False
-    with pytest.raises(Stopped), _Signals() as signals:
+    with pytest.raises(Stopped), Signals() as signals:
         with signals.hold():
             signal.raise_signal(signal.SIGINT)
             assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL, "a second signal must end the process"
@@ -159,5 +160,5 @@ def test_a_held_signal_raises_at_the_end() -> None:
 
 
 def test_without_a_signal_holding_does_nothing() -> None:
-    with _Signals() as signals, signals.hold():
+    with Signals() as signals, signals.hold():
         pass

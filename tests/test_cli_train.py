@@ -278,7 +278,7 @@ def test_a_folder_without_weights_starts_fresh(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("model.safetensors", b"\x00" * 40, "cannot build the model"),
+        ("model.safetensors", b"\x00" * 40, "is no whole safetensors file"),
         ("config.json", b"{", "cannot"),
         ("tokenizer.json", b"{", "cannot read the tokenizer"),
     ],

@@ -23,7 +23,7 @@ from offload.engine.meter import cause_of
 from offload.engine.monitor import Line, Record, Reporter, cut, events, line
 from offload.errors import ConfigError, NumericsError
 from offload.swapper.timeline import OFF, Row
-from offload.train import Options, merge
+from offload.train_options import Options, merge
 from tests.oracle import PLACEMENTS, Job, assert_same, config, run, train_step
 from tests.rank_pool import pool
 

@@ -1,0 +1,94 @@
+"""The model that `offload train` is asked for: a preset or a folder, its tokenizer, its weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from offload.engine.birth import init
+from offload.engine.pretrained import load_pretrained
+from offload.errors import ConfigError, OffloadError
+from offload.presets import PRESETS, build, check_name, require_transformers
+
+
+def find_folder(name: str) -> Path | None:
+    """The folder that `name` is, or None for a preset. Raises `ConfigError` where it is neither."""
+    path = Path(name)
+    if not path.is_dir():
+        check_name(name)
+        return None
+    if name in PRESETS:
+        return None
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path} has no config.json, so it is no model folder")
+    return path
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The folder's own tokenizer. Raises `ConfigError` where it has none that can be read."""
+    transformers = require_transformers()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ConfigError(f"cannot read the tokenizer of {folder}: {error}") from error
+
+
+def build_model(name: str, folder: Path | None, content: Mapping[str, Any]) -> tuple[nn.Module, str]:
+    """The model, and where its weights come from, in words. Raises `ConfigError` and `StoreError`.
+
+    Safetensors are read by `initialize`, a layer at a time; weights in other files are in RAM as a whole.
+    """
+    if folder is None:
+        with init(content):
+            return build(name), f"no weights are read: {name} is trained from scratch"
+    transformers = require_transformers()
+    auto = transformers.AutoModelForCausalLM
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        if files:
+            model: nn.Module = load_pretrained(auto, folder, content)
+            return model, f"weights of {folder}, from {len(files)} safetensors file{'s' * (len(files) > 1)}"
+        if any(folder.glob("*.bin")):
+            model = auto.from_pretrained(str(folder), local_files_only=True)
+            return model, f"weights of {folder}, from .bin files, which are in RAM as a whole; safetensors are streamed"
+        shape = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        with init(content):
+            fresh: nn.Module = auto.from_config(shape)
+        return fresh, f"{folder} has no weights: its model is trained from scratch"
+    except OffloadError:
+        raise
+    except Exception as error:  # safetensors and tokenizers raise classes of their own
+        raise ConfigError(f"cannot build the model of {folder}: {error}") from error
+
+
+def check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:
+    """Raise `ConfigError` where sequences of so many tokens, or such tokens, do not fit the model."""
+    whole: Any = model.config
+    config = whole.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and seq_len > longest:
+        raise ConfigError(f"--seq-len {seq_len} is more than the {longest} positions that this model has")
+    if largest_id >= config.vocab_size:
+        raise ConfigError(f"the text has token {largest_id}, the model's vocabulary only {config.vocab_size}")
+
+
+def make_ready(model: Any, activation_checkpointing: bool) -> None:
+    """Set what training wants of a model of transformers: no cache, the loss of a language model."""
+    model.config.use_cache = model.config.get_text_config().use_cache = False
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # what the library would take, after a warning
+    if activation_checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        try:
+            enable()
+        except ValueError as error:
+            raise ConfigError(f"--activation-checkpointing: {error}") from error
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Whether the model can be told where documents begin in a row."""
+    return "position_ids" in inspect.signature(model.forward).parameters

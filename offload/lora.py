@@ -1,0 +1,97 @@
+"""`--lora`: low-rank adapters by peft over a model whose own weights stay as they are."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from offload.errors import ConfigError
+
+_EXAMPLE = "--lora r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
+
+
+class Lora(NamedTuple):
+    """What the adapters are."""
+
+    r: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    """Names of linear layers, or ("all-linear",); none leaves it to peft, which knows many families."""
+
+
+def parse_lora(text: str) -> Lora:
+    """What was typed. `alpha` is twice `r` where it is not said. Raises `ConfigError`."""
+    said: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = (each.strip() for each in part.partition("="))
+        if name not in Lora._fields or not equals or not value or name in said:
+            fields = ", ".join(Lora._fields)
+            raise ConfigError(f"--lora takes {fields}, each once and with its value, got {part!r}; like {_EXAMPLE}")
+        said[name] = value
+    if "r" not in said:
+        raise ConfigError(f"--lora needs a rank r; like {_EXAMPLE}")
+    r = _number(said, "r", 0)
+    if r < 1 or r != int(r):
+        raise ConfigError(f"--lora r must be a whole number of at least 1, got {said['r']}")
+    alpha, dropout = _number(said, "alpha", 2 * r), _number(said, "dropout", 0.0)
+    if alpha <= 0:
+        raise ConfigError(f"--lora alpha must be above 0, got {said['alpha']}")
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"--lora dropout must be at least 0 and below 1, got {said['dropout']}")
+    return Lora(int(r), alpha, dropout, tuple(filter(None, said.get("targets", "").split("+"))))
+
+
+def _number(said: dict[str, str], name: str, default: float) -> float:
+    try:
+        value = float(said.get(name, default))
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"--lora {name} must be a number, got {said[name]}")
+    return value
+
+
+def require_peft() -> Any:
+    """The module `peft`; `ConfigError` with the line to install it where it is missing."""
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise ConfigError("--lora needs peft, which is not installed; run: pip install 'offload[hf]'") from error
+    return peft
+
+
+def adapt(model: nn.Module, lora: Lora) -> nn.Module:
+    """The model with adapters; only they train. Raises `ConfigError` where the model has no such layers."""
+    peft = require_peft()
+    _check_targets(model, lora.targets)
+    targets = lora.targets[0] if lora.targets == ("all-linear",) else list(lora.targets) or None
+    settings = peft.LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM"
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft asks transformers
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set", UserWarning)  # peft sets it right
+        try:
+            adapted: nn.Module = peft.get_peft_model(model, settings)
+        except ValueError as error:
+            raise ConfigError(
+                f"peft makes no adapters for this model: {error}; give targets, like {_EXAMPLE}"
+            ) from error
+    return adapted
+
+
+def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for target in targets if targets != ("all-linear",) else ():
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            linear = {
+                name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
+            }
+            raise ConfigError(
+                f"--lora targets: {type(model).__name__} has no {target}; its linear layers are "
+                f"{', '.join(sorted(linear))}, or give all-linear"
+            )

@@ -1,0 +1,279 @@
+"""Documents as rows of equal length: tokens, which of them are learned, and where each document begins.
+
+    records ──► documents of tokens ──► rows of --seq-len ──► batches, a function of seed and step
+              encode                 pack                  Rows
+
+Text is put in one stream, which is cut into rows. A chat or a completion lies in one row, with others where they fit;
+what is longer than a row is cut. Positions begin anew with each document, by which transformers keeps documents of a
+row from seeing each other; the first token of a document is not learned, as it would not be alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from offload.errors import ConfigError
+from offload.records import Chat, Completion, Record, Text
+
+_IGNORED = -100  # of torch's cross entropy
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+_NEWLINE = 10
+
+
+class Document(NamedTuple):
+    """Tokens of one record."""
+
+    ids: np.ndarray
+    """(n,) int32"""
+    learned: np.ndarray
+    """(n,) bool"""
+    divisible: bool
+    """Whether it may lie in several rows."""
+
+
+# -- tokens -------------------------------------------------------------------------------------------
+
+
+def encode(records: Iterable[Record], tokenizer: Any) -> list[Document]:
+    """Documents of the records, each ending with the tokenizer's end of text.
+
+    Without a tokenizer, tokens are bytes, and a newline ends each. Raises `ConfigError` for a chat that no template
+    takes.
+    """
+    return [_encode(record, tokenizer) for record in records]
+
+
+def marks_assistant(tokenizer: Any) -> bool:
+    """Whether the chat template tells the assistant's words from others."""
+    template = getattr(tokenizer, "chat_template", None)
+    return isinstance(template, str) and tokenizer.is_fast and bool(_GENERATION.search(template))
+
+
+def _encode(record: Record, tokenizer: Any) -> Document:
+    if isinstance(record, Chat):
+        return _chat(record, tokenizer)
+    if isinstance(record, Text):
+        ids = _ended(_ids(record.text, tokenizer), tokenizer) if record.text else []
+        return _document(ids, [True] * len(ids), True)
+    prompt = _begun(_ids(record.prompt, tokenizer), tokenizer)
+    answer = _ended(_ids(record.completion, tokenizer, special=False), tokenizer)
+    return _document(prompt + answer, [False] * len(prompt) + [True] * len(answer), False)
+
+
+def _document(ids: Sequence[int], learned: Sequence[bool | int], divisible: bool) -> Document:
+    return Document(np.asarray(ids, np.int32), np.asarray(learned, bool), divisible)
+
+
+def _chat(record: Chat, tokenizer: Any) -> Document:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(
+            f"{record.place} is a chat, and the model's tokenizer has no chat template; give a --model folder with one "
+            f'(chat_template.jinja), or write the file as {{"prompt": …, "completion": …}}'
+        )
+    marked = marks_assistant(tokenizer)
+    try:
+        found = tokenizer.apply_chat_template(
+            record.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=marked
+        )
+    except Exception as error:  # a template raises what it likes
+        raise ConfigError(f"{record.place}: the tokenizer's chat template refuses it: {error}") from error
+    ids = found["input_ids"]
+    return _document(ids, found["assistant_masks"] if marked else [True] * len(ids), False)
+
+
+def _ids(content: str, tokenizer: Any, special: bool = True) -> list[int]:
+    if tokenizer is None:
+        return list(content.encode())
+    ids: list[int] = tokenizer(content, add_special_tokens=special, verbose=False)["input_ids"]
+    return ids
+
+
+def _end(tokenizer: Any) -> int | None:
+    end: int | None = _NEWLINE if tokenizer is None else tokenizer.eos_token_id
+    return end
+
+
+def _ended(ids: list[int], tokenizer: Any) -> list[int]:
+    end = _end(tokenizer)
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
+def _begun(ids: list[int], tokenizer: Any) -> list[int]:
+    """A prompt does not end yet, though some tokenizers end all that they are given."""
+    return ids[:-1] if tokenizer is not None and ids[-1:] == [_end(tokenizer)] else ids
+
+
+# -- rows ---------------------------------------------------------------------------------------------
+
+
+class Packed(NamedTuple):
+    """Rows of one length. Labels are -100 where nothing is learned; what a row has beyond its documents is filled."""
+
+    ids: np.ndarray
+    """(rows, length) int32"""
+    labels: np.ndarray
+    """(rows, length) int32"""
+    positions: np.ndarray
+    """(rows, length) int32"""
+    cut: int
+    """Documents that are longer than a row, and may not be divided."""
+    dropped: int
+    """Documents of which nothing is learned."""
+
+    @property
+    def learned(self) -> float:
+        """The share of tokens that are learned."""
+        return float((self.labels != _IGNORED).mean())
+
+
+def pack(documents: Sequence[Document], length: int) -> Packed:
+    """Lay documents into rows of `length` tokens, the same way each time.
+
+    Raises `ConfigError` where nothing is learned.
+    """
+    divisible = [document for document in documents if document.divisible and len(document.ids)]
+    whole = [_first(document, length) for document in documents if not document.divisible]
+    kept = [document for document in whole if document.learned[1:].any()]
+    rows = [row for row in _fit(_stream(divisible, length), kept, length) if _learns(row)]
+    if not rows:
+        raise ConfigError(
+            f"nothing can be learned of the data: no document has a token to learn within --seq-len {length}"
+        )
+    cut = sum(len(document.ids) > length for document in documents if not document.divisible)
+    return Packed(*_arrays(rows, length), cut, len(whole) - len(kept))
+
+
+def _first(document: Document, length: int) -> Document:
+    return Document(document.ids[:length], document.learned[:length], document.divisible)
+
+
+def _learns(row: Sequence[Document]) -> bool:
+    return any(piece.learned[1:].any() for piece in row)
+
+
+def _stream(documents: Sequence[Document], length: int) -> list[list[Document]]:
+    """Documents one after the other, cut into rows; the last one may have room."""
+    rows: list[list[Document]] = []
+    room = 0
+    for document in documents:
+        start = 0
+        while start < len(document.ids):
+            if not room:
+                rows.append([])
+                room = length
+            stop = min(start + room, len(document.ids))
+            rows[-1].append(Document(document.ids[start:stop], document.learned[start:stop], True))
+            room -= stop - start
+            start = stop
+    return rows
+
+
+def _fit(rows: list[list[Document]], documents: Sequence[Document], length: int) -> list[list[Document]]:
+    """Add documents, the longest first, each to the row with the least room that has enough, or to a new one."""
+    rooms = sorted((length - sum(len(piece.ids) for piece in rows[at]), at) for at in range(len(rows))[-1:])
+    for document in sorted(documents, key=lambda document: -len(document.ids)):
+        needed = len(document.ids)
+        found = bisect.bisect_left(rooms, (needed, 0))
+        if found == len(rooms):
+            rows.append([])
+            room, at = length, len(rows) - 1
+        else:
+            room, at = rooms.pop(found)
+        rows[at].append(document)
+        bisect.insort(rooms, (room - needed, at))
+    return rows
+
+
+def _arrays(rows: Sequence[Sequence[Document]], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ids, positions = (np.zeros((len(rows), length), np.int32) for _ in range(2))
+    labels = np.full((len(rows), length), _IGNORED, np.int32)
+    for number, row in enumerate(rows):
+        start = 0
+        for piece in row:
+            stop = start + len(piece.ids)
+            ids[number, start:stop] = piece.ids
+            labels[number, start + 1 : stop] = np.where(piece.learned, piece.ids, _IGNORED)[1:]
+            positions[number, start:stop] = np.arange(len(piece.ids))
+            start = stop
+        positions[number, start:] = np.arange(length - start)
+    return ids, labels, positions
+
+
+# -- batches ------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """Batches of packed rows, in an order that each pass has of its own; a function of seed, step and micro-batch.
+
+    Of several ranks each has `size` rows of the same batch of all.
+    """
+
+    def __init__(
+        self, packed: Packed, size: int, accumulation: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self._packed, self._accumulation, self._seed = packed, accumulation, seed
+        self._first, self._size, self._stride = rank * size, size, size * world_size
+        self._kept: tuple[int, np.ndarray] = (-1, np.empty(0, int))
+        self.with_positions = True
+        """Whether batches say where documents begin; a model that does not take positions has no use for them."""
+        self.row_count, self.token_count = packed.ids.shape[0], packed.ids.size
+        self.largest_id = int(packed.ids.max())
+        crc = 0
+        for array in packed[:3]:
+            crc = zlib.crc32(np.ascontiguousarray(array).data, crc)
+        self.checksum = f"{crc:08x}"
+
+    @property
+    def steps_of_a_pass(self) -> int:
+        """Steps in which each row comes at least once."""
+        steps: int = -(-self.row_count // (self._stride * self._accumulation))
+        return steps
+
+    def inputs(self, step: int, micro_batch: int) -> dict[str, torch.Tensor]:
+        """What a model is given: (size, length) int64 each."""
+        first = ((step - 1) * self._accumulation + micro_batch) * self._stride + self._first
+        rows = [self._row(number) for number in range(first, first + self._size)]
+        taken = {"input_ids": self._packed.ids, "labels": self._packed.labels}
+        if self.with_positions:
+            taken["position_ids"] = self._packed.positions
+        return {name: torch.from_numpy(array[rows].astype(np.int64)) for name, array in taken.items()}
+
+    def _row(self, number: int) -> int:
+        """Which row is the `number`th of all passes."""
+        epoch, place = divmod(number, self.row_count)
+        return int(self._order(epoch)[place])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """(rows,) the order of a pass; the last one is kept."""
+        if self._kept[0] != epoch:
+            chance = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, epoch))))
+            self._kept = (epoch, chance.permutation(self.row_count))
+        return self._kept[1]
+
+
+def told(packed: Packed, rows: Rows, records: Sequence[Record], tokenizer: Any) -> tuple[str, ...]:
+    """What a person should know of the data before training."""
+    lines = [
+        f"data: {len(records):,} documents in {rows.row_count:,} rows of {packed.ids.shape[1]} tokens, "
+        f"{packed.learned:.0%} of them learned; all rows come once in {rows.steps_of_a_pass:,} steps"
+    ]
+    if any(isinstance(record, Chat) for record in records):
+        lines.append(
+            "chats: the assistant's words are learned"
+            if marks_assistant(tokenizer)
+            else "chats: all words are learned, since the chat template has no {% generation %} round the assistant's"
+        )
+    if any(isinstance(record, Completion) for record in records):
+        lines.append("prompts and completions: the completions are learned")
+    if packed.cut:
+        lines.append(f"{packed.cut:,} documents are longer than a row and are cut; a longer --seq-len takes them whole")
+    if packed.dropped:
+        lines.append(f"{packed.dropped:,} documents are left out: nothing of them is learned")
+    return tuple(lines)

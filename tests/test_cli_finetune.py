@@ -1,0 +1,219 @@
+"""`offload train` from a model folder: its weights and tokenizer, documents, adapters, and the model that is saved."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from offload.cli import app
+from offload.errors import StoreError
+from tests.folders import MARKING_TEMPLATE, make_folder
+
+SMALL = ("--model", "model", "--seq-len", "64", "--batch-size", "2", "--device", "cpu")
+CHATS = [
+    {"messages": [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": f"It is {n}, no?"}]}
+    for n in range(12)
+]
+PAIRS = [{"prompt": f"{n} and {n} are", "completion": f" {2 * n}"} for n in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of one's own with a model and three kinds of documents."""
+    monkeypatch.chdir(tmp_path)
+    make_folder(Path("model"), MARKING_TEMPLATE)
+    for name, lines in (("chats", CHATS), ("pairs", PAIRS), ("texts", [{"text": "to be or not " * 20}] * 3)):
+        Path(f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    level = logging.getLogger("offload").level
+    yield
+    logging.getLogger("offload").setLevel(level)
+
+
+def call(*arguments: str, data: str = "chats.jsonl") -> Any:
+    chosen = () if "--text" in arguments else ("--data", data)
+    result = CliRunner().invoke(app, ["train", *SMALL, *chosen, *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def facts(result: Any) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    content: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return content
+
+
+def files(folder: str) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()}
+
+
+def model_of(folder: str) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+# -- weights and data ----------------------------------------------------------------------------------
+
+
+def test_the_weights_are_those_of_the_folder() -> None:
+    """With a learning rate of 0 the model is saved as it was."""
+    said = call("--steps", "1", "--lr", "0", "--dtype", "fp32", "--save", "out")
+    assert said.exit_code == 0 and "weights of model, from 1 safetensors file\n" in said.stdout, said.output
+    before, after = (load_file(f"{folder}/model.safetensors") for folder in ("model", "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_folder_without_weights_is_trained_from_scratch() -> None:
+    (Path("model") / "model.safetensors").unlink()
+    said = call("--steps", "1")
+    assert said.exit_code == 0 and "model has no weights: its model is trained from scratch" in said.stdout
+
+
+@pytest.mark.parametrize("data", ["chats", "pairs", "texts"])
+def test_every_kind_of_document_is_learned(data: str) -> None:
+    found = facts(call("--steps", "12", "--lr", "3e-3", "--json", data=f"{data}.jsonl"))
+    assert found["losses"][-1] < found["losses"][0] - 0.1 and found["saved"] is None
+
+
+def test_documents_may_come_from_several_places() -> None:
+    Path("more").mkdir()
+    Path("more/book.txt").write_text("a word " * 50)
+    said = call("--steps", "1", "--data", "more", data="pairs.jsonl")
+    assert "data: 13 documents in" in said.stdout and "completions are learned" in said.stdout, said.output
+
+
+def test_a_preset_learns_documents_as_bytes() -> None:
+    result = CliRunner().invoke(
+        app, ["train", "--data", "pairs.jsonl", "--seq-len", "64", "--batch-size", "1", "--steps", "1"]
+    )
+    assert result.exit_code == 0 and "gpt2-tiny is trained from scratch" in result.stdout, result.output
+
+
+def test_activation_checkpointing_changes_no_bit() -> None:
+    plain, again = (
+        facts(call("--steps", "2", "--json", *more))["losses"] for more in ((), ("--activation-checkpointing",))
+    )
+    assert plain == again
+
+
+# -- saving --------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_the_trained_model() -> None:
+    found = facts(call("--steps", "3", "--lr", "1e-2", "--dtype", "fp32", "--json", "--save", "new/out"))
+    assert found["saved"] == str(Path("new/out").absolute())
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= files("new/out")
+    again = facts(call("--steps", "1", "--lr", "0", "--json", "--dtype", "fp32", "--model", "new/out"))
+    assert again["losses"][0] < found["losses"][0] - 0.1
+    tokenizer = transformers.AutoTokenizer.from_pretrained("new/out")
+    assert tokenizer.chat_template == MARKING_TEMPLATE and model_of("new/out").config.architectures
+    assert {path.name for path in Path("swap/default").iterdir()} <= {"finished.json", "lock"}, "the store has gone"
+
+
+@pytest.mark.parametrize("target", ["model", "file", "file/inside"])
+def test_nothing_is_ever_saved_over(target: str) -> None:
+    Path("file").write_text("mine")
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    for more in ((), ("--resume", "auto")):
+        refused = call("--steps", "1", "--save", target, *more)
+        assert refused.exit_code == 2 and f"--save {target}" in refused.stderr, refused.output
+        assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_goes_on_saves_into_its_own_folder_alone() -> None:
+    assert call("--steps", "1", "--keep", "--save", "out").exit_code == 0
+    first = Path("out/model.safetensors").read_bytes()
+    refused = call("--steps", "2", "--keep", "--resume", "auto", "--save", "model")
+    assert refused.exit_code == 2 and "--save model is not empty" in refused.stderr
+    assert call("--steps", "2", "--lr", "0.1", "--keep", "--resume", "must", "--save", "out").exit_code == 0
+    assert Path("out/model.safetensors").read_bytes() != first
+
+
+def test_a_save_that_fails_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise StoreError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.engine.model_save.check_room", full)
+        failed = call("--steps", "2", "--save", "out")
+    assert failed.exit_code == 1 and "--resume auto" in failed.stderr and not Path("out").exists(), failed.output
+    found = facts(call("--steps", "2", "--save", "out", "--resume", "auto", "--json"))
+    assert found["losses"] == [] and "model.safetensors" in files("out")
+
+
+# -- adapters ------------------------------------------------------------------------------------------
+
+LORA = ("--lora", "r=4,dropout=0.1,targets=q_proj+down_proj", "--lr", "1e-2")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers
+def test_adapters_are_trained_and_saved_alone() -> None:
+    frozen = sum(value.nbytes // 2 for value in load_file("model/model.safetensors").values())
+    said = call("--steps", "6", *LORA, "--save", "out", "--log", "log")
+    assert said.exit_code == 0 and "of them train" in said.stdout, said.output
+    steps = [json.loads(line) for line in Path("log").read_text().splitlines()]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    adapters = load_file("out/adapter_model.safetensors")
+    trained = sum(value.numel() for value in adapters.values())
+    assert all(".lora_" in name for name in adapters) and "model.safetensors" not in files("out")
+    assert max(step["written_bytes"] for step in steps) < frozen, "what is frozen is not written"
+    assert max(step["written_bytes"] for step in steps) < 14 * trained + 16 * 4096 * 4
+    model = peft.PeftModel.from_pretrained(model_of("model"), "out")
+    ids = transformers.AutoTokenizer.from_pretrained("out")("Count to 3.", return_tensors="pt").input_ids
+    assert not torch.equal(model(ids).logits, model_of("model")(ids).logits)
+
+
+def test_a_run_that_goes_on_with_other_adapters_says_so() -> None:
+    assert call("--steps", "1", "--keep", "--lora", "r=4").exit_code == 0
+    said = call("--steps", "2", "--keep", "--resume", "must", "--lora", "r=4,alpha=2")
+    assert "resumed with --lora r=4,alpha=2, and the run had r=4" in said.stdout, said.output
+
+
+# -- bad input -----------------------------------------------------------------------------------------
+
+BAD = {
+    "--data missing": "no data at missing",
+    "--data bad.jsonl": "bad.jsonl:2 is not JSON",
+    "--text bad.jsonl": "--text and --data are two ways to read",
+    "--lora r=0": "--lora r must be",
+    "--lora r=2,targets=c_attn": "has no c_attn; its linear layers are",
+    "--seq-len 4": "nothing can be learned of the data",
+    "--seq-len 500": "128 positions",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_input_touches_nothing(arguments: str) -> None:
+    Path("bad.jsonl").write_text('{"text": "right"}\n{"text": ')
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    result = CliRunner().invoke(app, ["train", *SMALL, "--data", "pairs.jsonl", *arguments.split()])
+    assert result.exit_code == 2 and "Traceback" not in result.output, result.output
+    assert result.stderr.startswith("error: ") and BAD[arguments] in result.stderr, result.stderr
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+def test_a_chat_without_a_template() -> None:
+    (Path("model") / "chat_template.jinja").unlink()
+    result = call()
+    assert result.exit_code == 2 and "chats.jsonl:1 is a chat" in result.stderr and not Path("swap").exists()
+
+
+def test_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    result = call("--lora", "r=4")
+    assert result.exit_code == 2 and "pip install 'offload[hf]'" in result.stderr and not Path("swap").exists()
+
+
+def test_help_has_groups_and_an_example() -> None:
+    said = CliRunner().invoke(app, ["train", "--help"]).stdout
+    for words in ("Model:\n", "Data:\n", "Where things lie:\n", "Example: offload train --model", "--lora"):
+        assert words in said, words

@@ -1,0 +1,79 @@
+"""`--lora`: what may be typed, and the adapters that a model gets by it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import transformers
+
+import offload
+from offload.errors import ConfigError
+from offload.lora import Lora, adapt, parse_lora
+from tests.folders import llama_config
+from tests.models import gpt2
+
+
+def test_what_was_typed() -> None:
+    assert parse_lora("r=16") == Lora(16, 32.0)
+    assert parse_lora("r=4, alpha=2.5,dropout=0.05,targets=q_proj+v_proj") == Lora(4, 2.5, 0.05, ("q_proj", "v_proj"))
+
+
+WRONG = {
+    "": "each once and with its value",
+    "16": "each once and with its value, got '16'",
+    "r=4,r=8": "each once",
+    "rank=4": "got 'rank=4'",
+    "alpha=4": "needs a rank r",
+    "r=0": "r must be a whole number of at least 1, got 0",
+    "r=1.5": "r must be a whole number",
+    "r=lots": "r must be a number, got lots",
+    "r=4,alpha=nan": "alpha must be a number",
+    "r=4,alpha=0": "alpha must be above 0",
+    "r=4,dropout=1": "dropout must be at least 0 and below 1",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_cannot_be(text: str) -> None:
+    with pytest.raises(ConfigError, match=WRONG[text]):
+        parse_lora(text)
+
+
+def llama() -> torch.nn.Module:
+    return transformers.LlamaForCausalLM(llama_config())
+
+
+def trained(model: torch.nn.Module) -> set[str]:
+    """The layers whose adapters train."""
+    return {name.split(".lora_")[0].rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_only_adapters_train() -> None:
+    assert trained(adapt(llama(), Lora(4, 8.0))) == {"q_proj", "v_proj"}, "what peft has for a Llama"
+    assert trained(adapt(llama(), Lora(4, 8.0, 0.0, ("down_proj",)))) == {"down_proj"}
+    assert len(trained(adapt(llama(), Lora(4, 8.0, 0.0, ("all-linear",))))) == 7
+    assert trained(adapt(gpt2(), Lora(4, 8.0))) == {"c_attn"}
+
+
+def test_a_model_without_memory_gets_adapters_with_values() -> None:
+    with offload.init():
+        model = llama()
+    torch.manual_seed(1)
+    first = {name: p for name, p in adapt(model, Lora(4, 8.0)).named_parameters() if p.requires_grad}
+    assert first and not any(p.is_meta for p in first.values())
+    assert any(bool(p.any()) for p in first.values()) and not all(bool(p.any()) for p in first.values())
+
+
+def test_a_target_that_the_model_has_not() -> None:
+    with pytest.raises(
+        ConfigError, match=r"LlamaForCausalLM has no c_attn; its linear layers are down_proj, gate_proj"
+    ):
+        adapt(llama(), Lora(4, 8.0, 0.0, ("q_proj", "c_attn")))
+
+
+def test_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"pip install 'offload\[hf\]'"):
+        adapt(llama(), Lora(4, 8.0))
