@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 import offload
-from offload import cli_inspect, cli_machine, cli_store
+from offload import cli_inspect, cli_machine, cli_plan, cli_store
 from offload.cli_machine import BAD_INPUT, FAILED
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
 from offload.sizes import format_size
@@ -82,6 +82,7 @@ class Stopped(KeyboardInterrupt):
 
 
 cli_machine.register(app)
+cli_plan.register(app)
 app.command()(cli_inspect.inspect)
 cli_store.register(app)
 
