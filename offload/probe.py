@@ -127,7 +127,7 @@ def measure_rates(device: torch.device, tell: Callable[[str], None] = lambda _: 
     return Rates(*host, *copies, _matmul(device), _elementwise(device))
 
 
-def _host_rates() -> tuple[float, ...]:
+def _host_rates() -> tuple[float, float, float, float]:
     """The first four of `Rates`."""
     arrays = Arrays(_NUMEL, torch.bfloat16, torch.bfloat16)
     lease = torch.frombuffer(aligned_empty(2 * _NUMEL), dtype=torch.bfloat16)
