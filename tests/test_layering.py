@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "info": {"errors", "sizes", "aio"},
     "bench": {"errors", "sizes", "aio", "kernels", "<root>"},
     "probe": {"errors", "sizes", "aio", "kernels", "swapper", "bench", "info"},
+    "planner": {"errors", "sizes", "config", "aio", "engine", "swapper", "presets", "probe"},
     "tune": {"errors", "sizes", "config", "aio", "bench"},
     "hf": {"errors", "config", "engine"},
     "inspection": {"errors", "engine", "swapper"},
@@ -36,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli_inspect": {"errors", "sizes", "inspection", "cli_machine"},
     "cli_store": {"errors", "sizes", "aio", "swapper", "verification", "export", "cli_machine"},
     "cli_machine": {"errors", "sizes", "config", "aio", "bench", "info", "tune", "<root>"},
-    "cli_plan": {"errors", "sizes", "config", "cli_machine", "probe"},
+    "cli_plan": {"errors", "sizes", "config", "cli_machine", "probe", "planner"},
     "cli": {
         "errors",
         "sizes",
