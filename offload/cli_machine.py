@@ -142,7 +142,7 @@ def bench_adam(
     console = Console(stderr=json_output, highlight=False)
     with errors(BAD_INPUT):
         _check_plot(plot)
-        count = _count(numel)
+        count = parse_count(numel)
         wanted = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or ())
     with errors(FAILED), telling(console) as tell:
         found = adam.measure(count, wanted, rounds, tell)
@@ -271,13 +271,13 @@ def _adam_table(rows: list[Any]) -> Table:
     return table
 
 
-def _count(text: str) -> int:
-    """A number of things: 250M is 250 million, 64Mi is 64 * 2**20."""
-    found = re.fullmatch(r"([0-9]+)(|[kKMG]i?)", text)
-    if found is None or int(found[1]) == 0:
+def parse_count(text: str) -> int:
+    """A number of things: 250M is 250 million, 64Mi is 64 * 2**20, 1.5B is 1.5 billion."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(|[kKMGB]i?)", text)
+    if found is None or float(found[1]) == 0:
         raise ConfigError(f"expected a number such as 250M or 64Mi, got {text!r}")
-    power = " KMG".index(found[2][:1].upper() or " ")
-    return int(int(found[1]) * (1024 if found[2].endswith("i") else 1000) ** power)
+    power = " KMG".index(found[2][:1].upper().replace("B", "G") or " ")
+    return int(float(found[1]) * (1024 if found[2].endswith("i") else 1000) ** power)
 
 
 def tune(
