@@ -104,7 +104,7 @@ def bench_io(
             rounds=rounds,
             with_fio=fio,
         )
-    with errors(FAILED), signals(), _telling(console) as tell:
+    with errors(FAILED), signals(), telling(console) as tell:
         rows = io.measure(plan, tell)
     if json_output:
         print(json.dumps(io.as_json(machine(), plan, rows)), flush=True)
@@ -142,9 +142,9 @@ def bench_adam(
     console = Console(stderr=json_output, highlight=False)
     with errors(BAD_INPUT):
         _check_plot(plot)
-        count = _count(numel)
+        count = parse_count(numel)
         wanted = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or ())
-    with errors(FAILED), _telling(console) as tell:
+    with errors(FAILED), telling(console) as tell:
         found = adam.measure(count, wanted, rounds, tell)
     if json_output:
         print(json.dumps(adam.as_json(machine(), found)), flush=True)
@@ -226,7 +226,7 @@ def bench_swap(
             depth=depth,
             probe_bytes=parse_size(probe_size),
         )
-    with errors(FAILED), signals(), _telling(console) as tell:
+    with errors(FAILED), signals(), telling(console) as tell:
         result = swap.measure(plan, tell)
     if json_output:
         print(json.dumps(swap_figures.as_json(machine(), plan, result)), flush=True)
@@ -271,13 +271,13 @@ def _adam_table(rows: list[Any]) -> Table:
     return table
 
 
-def _count(text: str) -> int:
-    """A number of things: 250M is 250 million, 64Mi is 64 * 2**20."""
-    found = re.fullmatch(r"([0-9]+)(|[kKMG]i?)", text)
-    if found is None or int(found[1]) == 0:
+def parse_count(text: str) -> int:
+    """A number of things: 250M is 250 million, 64Mi is 64 * 2**20, 1.5B is 1.5 billion."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(|[kKMGB]i?)", text)
+    if found is None or float(found[1]) == 0:
         raise ConfigError(f"expected a number such as 250M or 64Mi, got {text!r}")
-    power = " KMG".index(found[2][:1].upper() or " ")
-    return int(int(found[1]) * (1024 if found[2].endswith("i") else 1000) ** power)
+    power = " KMG".index(found[2][:1].upper().replace("B", "G") or " ")
+    return int(float(found[1]) * (1024 if found[2].endswith("i") else 1000) ** power)
 
 
 def tune(
@@ -307,7 +307,7 @@ def tune(
             backend = queue.backend
         if config is not None:
             tuning.check_writable(config, output or config)
-    with errors(FAILED), signals(), _telling(console) as tell:
+    with errors(FAILED), signals(), telling(console) as tell:
         found = tuning.tune(paths, backend, parse_size(size), tell=tell)
     if json_output:
         print(json.dumps(tuning.as_json(found)), flush=True)
@@ -387,7 +387,7 @@ def signals() -> Iterator[None]:
 
 
 @contextmanager
-def _telling(console: Console) -> Iterator[Callable[[str], None]]:
+def telling(console: Console) -> Iterator[Callable[[str], None]]:
     """A line that changes, in a terminal; nothing elsewhere."""
     if not console.is_terminal:
         yield lambda _: None

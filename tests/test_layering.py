@@ -35,6 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "info": {"errors", "sizes", "aio"},
     "bench": {"errors", "sizes", "aio", "kernels", "<root>"},
+    "probe": {"errors", "sizes", "aio", "kernels", "swapper", "bench", "info"},
+    "planner": {"errors", "sizes", "config", "aio", "engine", "swapper", "presets", "probe"},
     "tune": {"errors", "sizes", "config", "aio", "bench"},
     "hf": {"errors", "config", "engine"},
     "inspection": {"errors", "engine", "swapper"},
@@ -45,7 +47,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli_machine": {"errors", "sizes", "config", "aio", "bench", "info", "tune", "<root>"},
     "cli_run": {"errors", "sizes", "config", "train", "cli_machine"},
     "cli_train": {"train_options", "cli_machine", "cli_run"},
-    "cli": {"cli_machine", "cli_inspect", "cli_store", "cli_train", "<root>"},
+    "cli": {"cli_machine", "cli_inspect", "cli_store", "cli_plan", "cli_train", "<root>"},
+    "cli_plan": {"errors", "sizes", "config", "cli_machine", "probe", "planner"},
     "__init__": {"errors", "engine", "schedules"},
     "__main__": {"cli"},
 }

@@ -24,6 +24,7 @@ from offload.engine.bindings import Bindings
 from offload.engine.description import about, describe
 from offload.engine.engine import Engine
 from offload.engine.fill import Filler, make_residents
+from offload.engine.forecast import limits, unit_sizes
 from offload.engine.gradients import Gradients, borders
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
@@ -50,10 +51,8 @@ from offload.engine.weights import Weights
 from offload.errors import ConfigError, StoreError
 from offload.swapper.arena import DeviceArena
 from offload.swapper.device import Device, open_device
-from offload.swapper.entry import UnitSize
 from offload.swapper.host import HostArena, process_memory
 from offload.swapper.pager import Pager
-from offload.swapper.policy import Limits
 from offload.swapper.scratch import Scratch
 from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.states import State
@@ -356,9 +355,9 @@ def _fill_from(
 ) -> Parts:
     placement, device = plan.placement, plan.device
     arena = DeviceArena(placement.device_nbytes, device, plan.config.offload.debug.poison)
-    sizes = _unit_sizes(plan)
+    sizes = unit_sizes(plan.layouts, placement, plan.shares, plan.mode)
     rounds = None if plan.ranks is None else Rounds(plan.ranks, [layout.name or "the root" for layout in plan.layouts])
-    pager = Pager(sizes, host, arena, device, store, _limits(plan), rounds)
+    pager = Pager(sizes, host, arena, device, store, limits(plan.config, plan.mode), rounds)
     pager.table.committed = lambda: store is not None and store.spec.slots == 2 and store.durable is not None
     if rounds is not None:
         rounds.give_weights = pager.take_part
@@ -481,21 +480,6 @@ def _of_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     values = buffer.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     ranks.broadcast(values, 0)
     return values
-
-
-def _limits(plan: Plan) -> Limits:
-    zero, itemsize = plan.config.zero_optimization, plan.mode.weight_dtype.itemsize
-    counts = (zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance)
-    return Limits(*(None if count is None else count * itemsize for count in counts))
-
-
-def _unit_sizes(plan: Plan) -> list[UnitSize]:
-    itemsize = plan.mode.weight_dtype.itemsize
-    sizes: list[UnitSize] = []
-    for layout, homes, parts in zip(plan.layouts, plan.placement.homes, plan.shares, strict=True):
-        share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
-        sizes.append(UnitSize(layout.name, layout.numel * itemsize, homes[State.WEIGHT], share))
-    return sizes
 
 
 def _forget_weights(model: nn.Module) -> None:

@@ -175,6 +175,13 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
 # -- host ---------------------------------------------------------------------------------------------
 
 
+def least_host(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Classes:
+    """The least host memory that works: homes that may move are on DISK, the largest unit comes in pieces."""
+    asked = configured(parts, wish, mode.weight_dtype.itemsize)
+    ways = ways_down(asked) if machine.drives else iter((asked,))
+    return min((_needs(parts, mode, wish, machine, homes).least for homes in ways), key=sum)
+
+
 def _that_fit(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, asked: Homes, budget: int) -> Homes:
     """`asked`, or the nearest below them that the budget holds; the largest unit comes in pieces only at the last."""
     tried: list[tuple[Homes, Classes]] = []

@@ -92,13 +92,13 @@ def decide(
             f"an optimizer without a kernel needs whole parameters, which lie in parts on {world_size} ranks; train on "
             f"one rank, or with AdamW"
         )
-    mode = Mode(config.dtype, optimizer, PRECISIONS[config.dtype], MOMENTS[optimizer])
+    mode = mode_of(config, optimizer)
     units = find_units(model, config.units)
     layouts = tuple(
         with_kept(lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], world_size), kept)
         for unit in units.units
     )
-    parts = partitions(layouts, mode, _gradient_dtype(config, mode, batch.accumulation), rank, world_size)
+    parts = partitions(layouts, mode, gradient_dtype(config, mode, batch.accumulation), rank, world_size)
     buffer_dtype = _DTYPES[config.data_types.buffer_dtype] if config.data_types.buffer_dtype else None
     _check_batch_norm(model, mode, device.torch, buffer_dtype)
     if ranks is not None:
@@ -110,7 +110,7 @@ def decide(
         bool(config.drives),
         process_memory().needed_bytes,
     )
-    placement = place(parts, mode, _wish(config), machine)
+    placement = place(parts, mode, wish_of(config), machine)
     on_disk = placement.on_disk
     if ranks is not None:
         on_disk = any(ranks.share(on_disk))
@@ -139,7 +139,8 @@ def decide(
     )
 
 
-def _wish(config: Config) -> Wish:
+def wish_of(config: Config) -> Wish:
+    """What the config asks of homes and memory."""
     zero, offload = config.zero_optimization, config.offload
     param, optimizer = zero.offload_param, zero.offload_optimizer
     return Wish(
@@ -163,6 +164,11 @@ def _cached_weights(config: Config) -> int | None:
         buffers = (param.buffer_count or 5) * (param.buffer_size or 10**8)
     given = [count for count in (param.max_in_cpu, buffers) if count is not None]
     return max(given) if given else None
+
+
+def mode_of(config: Config, optimizer: str) -> Mode:
+    """The states that there are; `optimizer` is the name of its rule."""
+    return Mode(config.dtype, optimizer, PRECISIONS[config.dtype], MOMENTS[optimizer])
 
 
 def compute_device(name: str) -> torch.device:
@@ -282,7 +288,7 @@ def _check_batch_norm(model: nn.Module, mode: Mode, device: torch.device, buffer
                 )
 
 
-def _gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype:
+def gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype:
     """The weights' where a gradient is stored once, fp32 where many are added, or as grad_accum_dtype says."""
     named = config.data_types.grad_accum_dtype
     if named is not None:
@@ -325,15 +331,13 @@ def _slots(
     config: Config, on_disk: bool, parts: Partitions, resume: bool, placement: Placement, ranks: Ranks | None
 ) -> tuple[int, tuple[str, ...]]:
     """How many slots the store has: 2 where a step is durable, 1 in place, 0 where there is no store."""
-    wish = config.offload.durability
-    if wish == "none" or not any(parts.trainable_numel):
-        return (1 if on_disk else 0), ()
-    if config.offload.wants_store and not config.drives:
+    slots, must = wanted_slots(config, on_disk, parts)
+    if config.offload.wants_store and slots == 2 and not config.drives:
         raise ConfigError('"durability" asks for a store, but no nvme_path is given; set one in the "offload" block')
-    if config.offload.wants_store or resume:
+    if resume and any(parts.trainable_numel) and config.offload.durability != "none":
         return 2, ()
-    if not on_disk:
-        return 0, ()
+    if slots < 2 or must:
+        return slots, ()
     spec = StoreSpec(placement.stored(parts, 2), 2, {})
     short = find_shortage(config.drives, spec.nbytes * (1 if ranks is None else ranks.here))
     if ranks is not None:
@@ -344,6 +348,15 @@ def _slots(
         f"durability none: two slots need {format_size(short.need)}, {short.path} has {format_size(short.free)} free; "
         f"one slot is written in place, and a killed run cannot be resumed",
     )
+
+
+def wanted_slots(config: Config, on_disk: bool, parts: Partitions) -> tuple[int, bool]:
+    """Slots of a store, and whether it must have so many: by default it has one where the drives lack room for two."""
+    if config.offload.durability == "none" or not any(parts.trainable_numel):
+        return (1 if on_disk else 0), True
+    if config.offload.wants_store:
+        return 2, True
+    return (2, False) if on_disk else (0, True)
 
 
 def _leftovers(config: Config) -> tuple[str, ...]:

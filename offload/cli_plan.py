@@ -1,0 +1,127 @@
+"""The commands about a run that is not there yet: how fast the machine is, and what a model would be on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from offload.cli_machine import BAD_INPUT, FAILED, Json, errors, parse_count, signals, telling
+from offload.sizes import parse_size
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to `app`."""
+    app.command()(probe)
+    app.command()(plan)
+
+
+def probe(
+    paths: Annotated[
+        list[str] | None, typer.Argument(help="Folders for swap files, one for each drive. [default: .]")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where training will compute: auto, cpu, cuda.")] = "auto",
+    size: Annotated[str, typer.Option(help="Bytes of the file that is written and read on each drive.")] = "256MiB",
+    keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Keep the result for `offload plan`.")] = True,
+    json_output: Json = False,
+) -> None:
+    """Measure this machine, in under a minute: memory, drives, copies, optimizer, matrix products.
+
+    Example: offload probe /mnt/nvme
+    """
+    from offload import probe as probing
+
+    console = Console(stderr=json_output, highlight=False)
+    with errors(BAD_INPUT):
+        nbytes = parse_size(size)
+        probing.compute_device(device)
+        probing.check_folders(paths or ["."])
+    with errors(FAILED), signals(), telling(console) as tell:
+        found = probing.probe(paths or ["."], device, nbytes, tell)
+        where = probing.keep(found) if keep else None
+    if json_output:
+        print(json.dumps(probing.as_json(found)), flush=True)
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in probing.lines(found):
+        table.add_row(name, value)
+    console.print(table, markup=False)
+    console.print(f"measured in {found.seconds:.0f} s" + (f", kept in {where}" if where else ""), soft_wrap=True)
+
+
+def plan(
+    model: Annotated[
+        str | None, typer.Option(help="A preset, such as llama-7b, or a folder with a config.json.")
+    ] = None,
+    parameters: Annotated[str | None, typer.Option(help="Instead of a model: how many, as 13B or 350M.")] = None,
+    layers: Annotated[int | None, typer.Option(help="With --parameters: layers.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Describe a machine: 24GB, or a name as 'RTX 4090', 'A100 80GB', H200. [default: as probed]"),
+    ] = None,
+    ram: Annotated[str | None, typer.Option(help="RAM of the machine, as 64GB. [described: 64GB]")] = None,
+    drive: Annotated[
+        list[str] | None,
+        typer.Option(metavar="READ,WRITE[,FREE]", help="A drive, as 7GB/s,4GB/s or 7GB/s,4GB/s,2TB; may repeat."),
+    ] = None,
+    memory_bandwidth: Annotated[str | None, typer.Option(help="Of a described machine's RAM, as 80GB/s.")] = None,
+    pcie: Annotated[str | None, typer.Option(help="Copies to a described GPU, as 25GB/s.")] = None,
+    nvme_path: Annotated[
+        list[str] | None, typer.Option(metavar="PATH", help="Folders on probed drives; may repeat. [default: the last]")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="DeepSpeed JSON file to plan for. [default: homes that fit]")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. [default: bf16]")] = None,
+    durability: Annotated[str | None, typer.Option(help="auto, step or none. [default: auto]")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences of a micro-batch. [default: 1]")] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
+    accumulation: Annotated[int | None, typer.Option(help="Micro-batches of a step. [default: 1]")] = None,
+    recompute: Annotated[
+        bool | None,
+        typer.Option("--recompute/--no-recompute", help="Activation checkpointing. [default: where they do not fit]"),
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="To train on, as 1B: says how long that takes.")] = None,
+    tbw: Annotated[
+        str | None, typer.Option(help="What each drive may be written, as 1200TB. [default: what SMART tells]")
+    ] = None,
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the config, ready to train with.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Say what goes where and how fast a step will be, before there is a run.
+
+    Example: offload plan --parameters 13B --layers 40 --gpu 24GB --ram 64GB --drive 7GB/s,4GB/s
+    """
+    from offload.planner import ask, choice, report
+
+    console = Console(stderr=json_output, highlight=False, markup=False)
+    with errors(BAD_INPUT):
+        shape_of = ask.Model(model, None if parameters is None else parse_count(parameters), layers)
+        machine = ask.Described(gpu, ram, tuple(drive or ()), memory_bandwidth, pcie, tuple(nvme_path or ()))
+        step = ask.Step(batch_size, seq_len, accumulation, recompute, dtype, durability)
+        ask.check_target(write)
+        planned = ask.planned(shape_of, machine, step, config)
+        wanted = report.Asked(None if tokens is None else parse_count(tokens), ask.endurance(planned.hardware, tbw))
+        found = choice.changes(planned)
+    with errors(FAILED):
+        if write is not None:
+            ask.write_config(planned, write)
+    if json_output:
+        print(json.dumps(report.as_json(planned, found, wanted)), flush=True)
+        return
+    for line in report.heading(planned):
+        console.print(line, soft_wrap=True)
+    table = Table(box=None)
+    for name in ("", "device", "host", "disk"):
+        table.add_column(name, justify="right" if name else "left")
+    for row in report.table(planned):
+        table.add_row(*row)
+    console.print(table)
+    for line in report.lines(planned, found, wanted):
+        console.print(line, soft_wrap=True)
+    if write is not None:
+        console.print(f"written to {write}", soft_wrap=True)

@@ -1,0 +1,69 @@
+"""What a plan is to the pager, and to `simulate`, which plays it: sizes of units, costs of updates, room for leases.
+
+Pure functions of what `plan` and `placement` have decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from offload.config import Config
+from offload.engine.homes import Partitions, home_nbytes
+from offload.engine.layout import UnitLayout
+from offload.engine.placement import Placement
+from offload.sizes import align_up
+from offload.swapper.entry import UnitSize
+from offload.swapper.policy import Limits
+from offload.swapper.residency import Tier
+from offload.swapper.simulate import Budgets
+from offload.swapper.simulate_updater import UpdateCost
+from offload.swapper.states import Mode, State
+
+
+def unit_sizes(
+    layouts: Sequence[UnitLayout], placement: Placement, shares: Sequence[tuple[range, range]], mode: Mode
+) -> list[UnitSize]:
+    """What the pager must know of each unit; `shares` are this rank's trainable and frozen elements."""
+    itemsize = mode.weight_dtype.itemsize
+    sizes: list[UnitSize] = []
+    for layout, homes, parts in zip(layouts, placement.homes, shares, strict=True):
+        share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
+        sizes.append(UnitSize(layout.name, layout.numel * itemsize, homes[State.WEIGHT], share))
+    return sizes
+
+
+def limits(config: Config, mode: Mode) -> Limits:
+    """What the config asks of the pager, in bytes of weights."""
+    zero, itemsize = config.zero_optimization, mode.weight_dtype.itemsize
+    counts = (zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance)
+    return Limits(*(None if count is None else count * itemsize for count in counts))
+
+
+def update_costs(parts: Partitions, placement: Placement, slots: int, mode: Mode) -> list[UpdateCost | None]:
+    """What each unit's update moves; None for units that nothing trains."""
+    stored = placement.stored(parts, slots) or ({},) * len(parts.nbytes)
+    rows = zip(parts.nbytes, placement.homes, stored, parts.trainable_numel, strict=True)
+    return [_update_cost(*row, mode) if row[-1] else None for row in rows]
+
+
+def _update_cost(
+    nbytes: Mapping[State, int], homes: Mapping[State, Tier], stored: Mapping[State, int], numel: int, mode: Mode
+) -> UpdateCost:
+    weight = numel * mode.weight_dtype.itemsize if State.WEIGHT in stored else 0
+    beside = {state: each for state, each in stored.items() if state is not State.WEIGHT}
+    return UpdateCost(
+        numel,
+        weight,
+        sum(each for state, each in beside.items() if homes[state] is Tier.DISK),
+        weight + sum(beside.values()),
+        nbytes[State.GRAD] if homes[State.GRAD] is Tier.DISK else 0,
+    )
+
+
+def lease_budgets(parts: Partitions, placement: Placement) -> Budgets:
+    """Room for leases of weights, and for units that come to the device and go."""
+    raised = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.raised)
+    return Budgets(
+        placement.classes.weights + placement.classes.cache - raised,
+        placement.device_nbytes - home_nbytes(parts, placement.homes, Tier.DEVICE),
+    )

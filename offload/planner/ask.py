@@ -1,0 +1,193 @@
+"""From what a user types to a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.config import load_config, read_json, resolve_batch
+from offload.engine.placement import free_host_memory
+from offload.errors import ConfigError
+from offload.planner import choice
+from offload.planner.choice import Planned
+from offload.planner.hardware import Hardware, described, parse_drive, parse_rate, probed
+from offload.planner.shape import Shape, from_count, from_name
+from offload.planner.timing import Load
+from offload.probe import kept
+from offload.sizes import format_size, parse_size
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DURABILITIES = ("auto", "step", "none")
+
+
+class Model(NamedTuple):
+    """A preset or folder, or a count of parameters in so many layers."""
+
+    name: str | None
+    parameters: int | None = None
+    layers: int | None = None
+
+
+class Described(NamedTuple):
+    """What was said of the machine; None and nothing where the probed one counts."""
+
+    gpu: str | None = None
+    ram: str | None = None
+    drives: tuple[str, ...] = ()
+    memory: str | None = None
+    link: str | None = None
+    paths: tuple[str, ...] = ()
+
+
+class Step(NamedTuple):
+    """What was said of a step; None leaves it to the config, or to its default."""
+
+    batch: int | None = None
+    sequence: int = 1024
+    accumulation: int | None = None
+    recompute: bool | None = None
+    dtype: str | None = None
+    durability: str | None = None
+
+
+def planned(model: Model, machine: Described, step: Step, file: Path | None = None) -> Planned:
+    """The plan. Raises `ConfigError` and `BudgetError`."""
+    _check(step, file)
+    content = None if file is None else read_json(file)
+    on = hardware(machine)
+    dtype = step.dtype or (load_config(content).dtype if content is not None else "bf16")
+    units = load_config(content).offload.units if content is not None else ()
+    of = shape(model, step.sequence, _DTYPES[dtype], units)
+    if content is None:
+        load = Load(step.batch or 1, step.accumulation or 1)
+        options: dict[str, Any] = {"dtype": dtype, "durability": step.durability or "auto"}
+        if machine.gpu is None and on.drives and not machine.drives:
+            options["paths"] = [drive.name for drive in on.drives]
+        return choice.choose(of, on, load, step.recompute, **options)
+    sizes = resolve_batch(load_config(content), 1)
+    load = Load(step.batch or sizes.micro, step.accumulation or sizes.accumulation, bool(step.recompute))
+    return choice.plan(of, on, load, content)
+
+
+def _check(step: Step, file: Path | None) -> None:
+    for name, value in (("batch-size", step.batch), ("seq-len", step.sequence), ("accumulation", step.accumulation)):
+        if value is not None and value < 1:
+            raise ConfigError(f"expected {name} of at least 1, got {value}")
+    if step.dtype is not None and step.dtype not in _DTYPES:
+        raise ConfigError(f"there is no dtype {step.dtype!r}: expected {', '.join(_DTYPES)}")
+    if step.durability is not None and step.durability not in _DURABILITIES:
+        raise ConfigError(f"there is no durability {step.durability!r}: expected {', '.join(_DURABILITIES)}")
+    if file is not None and (step.dtype or step.durability):
+        raise ConfigError("--dtype and --durability are the config's where one is given; change it there")
+
+
+def shape(model: Model, sequence: int, dtype: torch.dtype, units: Sequence[str] = ()) -> Shape:
+    """The model in numbers."""
+    if model.name is not None:
+        if model.parameters is not None or model.layers is not None:
+            raise ConfigError("give --model, or --parameters and --layers, not both")
+        return from_name(model.name, sequence, dtype, units)
+    if model.parameters is None or model.layers is None:
+        raise ConfigError("expected a model: --model llama-7b, or --parameters 13B --layers 40")
+    return from_count(model.parameters, model.layers, sequence)
+
+
+def hardware(machine: Described) -> Hardware:
+    """The described machine, or the probed one with what was said of it."""
+    ram = None if machine.ram is None else parse_size(machine.ram)
+    drives = tuple(map(parse_drive, machine.drives))
+    memory = None if machine.memory is None else parse_rate(machine.memory)
+    link = None if machine.link is None else parse_rate(machine.link)
+    if machine.gpu is not None:
+        if machine.paths:
+            raise ConfigError("--nvme-path is a drive of the probed machine; with --gpu describe drives by --drive")
+        return described(machine.gpu, ram, drives, memory, link)
+    found = kept()
+    if found is None:
+        raise ConfigError(
+            "this machine was not probed: run `offload probe /mnt/nvme` first, or describe one: "
+            "--gpu 24GB --ram 64GB --drive 7GB/s,4GB/s"
+        )
+    if memory is not None or link is not None:
+        raise ConfigError("--memory-bandwidth and --pcie belong to a described machine; give --gpu too")
+    on = probed(found, free_host_memory() if ram is None else ram, machine.paths)
+    return on._replace(drives=drives) if drives else on
+
+
+# -- drives -------------------------------------------------------------------------------------------
+
+
+def endurance(on: Hardware, given: str | None) -> int | None:
+    """Bytes that all drives together may be written: as given for each, or as SMART tells of all; None else."""
+    if given is not None:
+        return parse_size(given) * max(len(on.drives), 1)
+    told = [_by_smart(drive.name) for drive in on.drives if os.path.isdir(drive.name)]
+    known = [each for each in told if each is not None]
+    return sum(known) if known and len(known) == len(on.drives) else None
+
+
+def _by_smart(folder: str) -> int | None:
+    """What is written so far over the share of its life that the drive says is used; needs smartctl and rights."""
+    from offload.info import drive as about_drive
+
+    with contextlib.suppress(OSError, ValueError, KeyError, subprocess.SubprocessError):
+        if shutil.which("smartctl") is None:
+            return None
+        command = ["smartctl", "-j", "-A", about_drive(folder)["device"]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        return rated_bytes(json.loads(done.stdout))
+    return None
+
+
+def rated_bytes(smart: Mapping[str, Any]) -> int | None:
+    """From smartctl's JSON of an NVMe drive; None for one that has used less than a hundredth of its life."""
+    log = smart["nvme_smart_health_information_log"]
+    used, written = int(log["percentage_used"]), int(log["data_units_written"]) * 512_000
+    return written * 100 // used if used else None
+
+
+# -- the config ---------------------------------------------------------------------------------------
+
+
+def check_target(path: Path | None) -> None:
+    """Raise `ConfigError` where a config cannot be written, or would be written over another."""
+    if path is None:
+        return
+    if path.exists():
+        raise ConfigError(f"{path} exists already; give another file")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {path.absolute().parent}")
+
+
+def ready(planned: Planned) -> dict[str, Any]:
+    """The config of a plan with its budgets in it: a run of it holds what the plan says."""
+    content = copy.deepcopy(dict(planned.content))
+    block = content.setdefault("offload", {})
+    if planned.memory.host:
+        block.setdefault("host_memory", format_exact(planned.memory.host))
+    block.setdefault("device_memory", format_exact(planned.memory.device))
+    content.setdefault("train_micro_batch_size_per_gpu", planned.load.batch)
+    content.setdefault("gradient_accumulation_steps", planned.load.accumulation)
+    return content
+
+
+def format_exact(nbytes: int) -> int | str:
+    """As people write it, where that is the same number."""
+    words = format_size(nbytes).replace(" ", "")
+    return words if parse_size(words) == nbytes else nbytes
+
+
+def write_config(planned: Planned, path: Path) -> None:
+    """Write the ready config."""
+    with open(path, "x", encoding="utf-8") as file:
+        json.dump(ready(planned), file, indent=2)
+        file.write("\n")

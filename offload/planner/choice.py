@@ -1,0 +1,199 @@
+"""Homes and a host budget where the user names none, and what to change first: each is tried by a prediction."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from offload.errors import BudgetError, ConfigError
+from offload.planner.hardware import Hardware
+from offload.planner.memory import Memory, Room, settings, settle
+from offload.planner.shape import Shape
+from offload.planner.timing import Load, Timing, activations, host_peak, predict
+from offload.sizes import PAGE, format_size
+
+HOMES = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme"))
+"""Of weights and states, the fastest first where all fit."""
+
+_HOST_SHARE = 0.8
+_WORTH = 1.03
+"""A larger host budget must be so much faster than a smaller one."""
+_GAIN = 1.05
+"""What a change must bring to be worth a line."""
+
+
+class Planned(NamedTuple):
+    """A run that fits its machine."""
+
+    shape: Shape
+    hardware: Hardware
+    load: Load
+    content: Mapping[str, Any]
+    """The config."""
+    memory: Memory
+    timing: Timing
+
+    @property
+    def activations(self) -> int:
+        """Bytes of a micro-batch's activations."""
+        return activations(self.shape, self.load)
+
+    @property
+    def host_peak(self) -> int:
+        """Bytes of RAM above what the process has before."""
+        return host_peak(self.memory, self.shape, self.hardware, self.load)
+
+
+class Change(NamedTuple):
+    """One thing done otherwise, and what comes of it."""
+
+    words: str
+    seconds: float
+    gain: float
+    """Tokens a second, of those without it."""
+
+
+def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Planned:
+    """The run of a config. Raises `ConfigError` and `BudgetError` where it does not fit."""
+    disk = None if any(drive.free is None for drive in hardware.drives) else sum(d.free or 0 for d in hardware.drives)
+    room = Room(hardware.ram, hardware.gpu_memory, disk, max(len(hardware.drives), 1))
+    memory = settle(shape.layouts, content, room, load.accumulation)
+    if not hardware.drives and (memory.slots or memory.spilled):
+        raise ConfigError("this machine has no drive, and the config needs one; give --drive or --nvme-path")
+    _check_activations(shape, hardware, load, memory)
+    return Planned(shape, hardware, load, content, memory, predict(memory, shape, hardware, load))
+
+
+def _check_activations(shape: Shape, hardware: Hardware, load: Load, memory: Memory) -> None:
+    need = activations(shape, load)
+    have = hardware.ram - memory.host - memory.device if hardware.on_cpu else hardware.gpu_memory - memory.device
+    if need > have:
+        one = activations(shape, load._replace(batch=1))
+        most = max(have, 0) // one
+        advice = f"--batch-size {most} fits" if most else "not even one sequence fits: lower --seq-len"
+        if not load.recompute:
+            advice += ", or recompute them (--recompute)"
+        raise BudgetError(
+            f"activations of {load.batch} x {shape.sequence} tokens take {format_size(need)}, beside the budgets "
+            f"{format_size(max(have, 0))} are free; {advice}"
+        )
+
+
+def with_host_budget(planned: Planned) -> Planned:
+    """The same with the host budget that is worth its memory: from the least that a run takes, as far as it pays."""
+    best = planned
+    for budget in _budgets(planned):
+        content = copy.deepcopy(dict(planned.content))
+        content.setdefault("offload", {})["host_memory"] = budget
+        try:
+            tried = plan(planned.shape, planned.hardware, planned.load, content)
+        except BudgetError:
+            continue
+        if tried.timing.seconds * _WORTH < best.timing.seconds:
+            best = tried
+    return best
+
+
+def _budgets(planned: Planned) -> Iterator[int]:
+    """Room for all weights beside what is needed, then for all states, as far as the machine has it."""
+    memory, hardware = planned.memory, planned.hardware
+    most = int(_HOST_SHARE * (hardware.ram - (planned.host_peak - memory.host)))
+    on_disk = {row.name: row.disk // max(memory.slots, 1) - row.host for row in memory.rows}
+    weights = max(on_disk.get("weight", 0), 0)
+    states = sum(max(nbytes, 0) for name, nbytes in on_disk.items() if name not in ("weight", "grad"))
+    for more in dict.fromkeys((weights, weights + states // 2, weights + states)):
+        budget = (memory.host + more) // PAGE * PAGE
+        if more and memory.host < budget <= most:
+            yield budget
+    if memory.host < most < memory.host + weights + states:
+        yield most // PAGE * PAGE
+
+
+def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None, **options: Any) -> Planned:
+    """The fastest homes that fit, with the host budget that is worth its memory.
+
+    `recompute` None computes activations again only where they do not fit otherwise. Raises the error of what takes
+    least memory where nothing fits.
+    """
+    error: Exception | None = None
+    found: list[Planned] = []
+    for again in (False, True) if recompute is None else (recompute,):
+        for weights, states in HOMES:
+            if "nvme" in (weights, states) and not hardware.drives:
+                continue
+            content = settings(weights, states, batch=load.batch, accumulation=load.accumulation, **options)
+            try:
+                found.append(_fitting(shape, hardware, load._replace(recompute=again), content, (weights, states)))
+            except (BudgetError, ConfigError) as refusal:
+                error = refusal
+    if not found:
+        assert error is not None
+        raise error
+    best = max(each.timing.tokens_per_second for each in found)
+    return next(each for each in found if each.timing.tokens_per_second * _WORTH >= best)
+
+
+def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, Any], homes: tuple[str, str]) -> Planned:
+    """With the default device budget, or a smaller one where activations need the room."""
+    try:
+        planned = plan(shape, hardware, load, content)
+    except BudgetError:
+        if hardware.on_cpu or "nvme" not in homes:
+            raise
+        room = hardware.gpu_memory - activations(shape, load)
+        content["offload"]["device_memory"] = max(room // PAGE * PAGE, 0)
+        planned = plan(shape, hardware, load, content)
+    _check_moved(planned, homes)
+    return with_host_budget(planned) if "nvme" in homes else planned
+
+
+def _check_moved(planned: Planned, homes: tuple[str, str]) -> None:
+    """What was to stay in memory and has no room there is another choice's."""
+    if "nvme" not in homes and planned.memory.placement.on_disk:
+        raise BudgetError(f"the host budget has no room for {' and '.join(dict.fromkeys(homes))}")
+
+
+# -- what to change -----------------------------------------------------------------------------------
+
+
+def changes(planned: Planned) -> list[Change]:
+    """What makes it faster, the best first; each is a prediction of its own."""
+    found: list[Change] = []
+    for words, act in _ideas(planned):
+        try:
+            other = act()
+        except (BudgetError, ConfigError):
+            continue
+        gain = other.timing.tokens_per_second / planned.timing.tokens_per_second
+        if gain >= _GAIN:
+            found.append(Change(words, other.timing.seconds, gain))
+    return sorted(found, key=lambda change: -change.gain)
+
+
+def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:
+    shape, hardware, load, content = planned.shape, planned.hardware, planned.load, planned.content
+    sequence = shape.sequence
+    for times in (2, 4):
+        more = load._replace(batch=load.batch * times)
+        yield (
+            f"micro-batches of {more.batch} x {sequence} tokens",
+            lambda more=more: plan(shape, hardware, more, content),  # type: ignore[misc]
+        )
+    many = load._replace(accumulation=load.accumulation * 4)
+    yield f"{many.accumulation} micro-batches a step", lambda: plan(shape, hardware, many, content)
+    if load.recompute:
+        yield "no recomputation", lambda: plan(shape, hardware, load._replace(recompute=False), content)
+    if hardware.drives and planned.memory.slots:
+        one = hardware.drives[0]
+        wider = hardware._replace(drives=(*hardware.drives, one._replace(name="one more")))
+        yield "one more drive like the first", lambda: plan(shape, wider, load, content)
+    if planned.memory.slots == 2:
+        block = {**content.get("offload", {}), "durability": "none"}
+        yield (
+            "durability none: no resume after a kill",
+            lambda: plan(shape, hardware, load, {**content, "offload": block}),
+        )
+    double = hardware._replace(ram=2 * hardware.ram)
+    if planned.memory.slots:
+        yield f"{format_size(double.ram)} of RAM", lambda: with_host_budget(plan(shape, double, load, content))

@@ -1,0 +1,233 @@
+"""A machine in numbers: probed, or described in a few words, with what had to be assumed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from offload.errors import ConfigError
+from offload.probe import DriveRates, Probed
+from offload.sizes import GIB, format_size, parse_size
+
+KERNEL_BYTES = 26
+"""That AdamW moves for each parameter in bf16: weight, residual and moments in and out, and the gradient in."""
+
+_MATMUL_SHARE = 0.5
+_DEVICE_SHARE = 0.7
+_HOST_SHARE = 0.9
+_USABLE_RAM = 0.9
+_DRIVE = (7e9, 5e9)
+_RAM_BANDWIDTH = 50e9
+
+
+class Gpu(NamedTuple):
+    """As its maker publishes it."""
+
+    name: str
+    memory: int
+    flops: float
+    """Dense, bf16, sums in fp32, a second."""
+    bandwidth: float
+    """Of its own memory, bytes a second."""
+    link: float
+    """Bytes a second that copies from pinned memory reach: of PCIe 3, 4 and 5 with 16 lanes 12, 25 and 50 GB/s."""
+
+
+GPUS = (
+    Gpu("RTX 3090", 24 * GIB, 71e12, 936e9, 25e9),
+    Gpu("RTX 4090", 24 * GIB, 165e12, 1008e9, 25e9),
+    Gpu("RTX 5090", 32 * GIB, 210e12, 1792e9, 50e9),
+    Gpu("RTX A6000", 48 * GIB, 155e12, 768e9, 25e9),
+    Gpu("L4", 24 * GIB, 121e12, 300e9, 25e9),
+    Gpu("L40S", 48 * GIB, 362e12, 864e9, 25e9),
+    Gpu("A100 40GB", 40 * GIB, 312e12, 1555e9, 25e9),
+    Gpu("A100 80GB", 80 * GIB, 312e12, 2039e9, 25e9),
+    Gpu("H100", 80 * GIB, 989e12, 3350e9, 50e9),
+    Gpu("H200", 141 * GIB, 989e12, 4800e9, 50e9),
+)
+
+
+class Drive(NamedTuple):
+    """One drive, in bytes and bytes a second."""
+
+    name: str
+    read: float
+    write: float
+    mixed: float
+    """Half of the bytes read and half written, both at once."""
+    free: int | None = None
+    """None where nobody knows."""
+
+
+class Hardware(NamedTuple):
+    """All that a prediction counts with. Rates are of a second."""
+
+    name: str
+    gpu_memory: int
+    """Bytes that training may take; 0 where the CPU computes."""
+    ram: int
+    """Bytes that training may take."""
+    matmul: float
+    """Floating-point operations of matrix products in bf16."""
+    elementwise: float
+    """Bytes of other work on the device."""
+    upload: float
+    """Bytes to the device."""
+    download: float
+    memory: float
+    """Bytes of host memory, read and written."""
+    optimizer: float
+    """Parameters that AdamW steps on the host."""
+    device_optimizer: float
+    """The same on the device."""
+    gradient: float
+    """Parameters whose gradient is stored and its squares summed."""
+    drives: tuple[Drive, ...]
+    assumed: tuple[str, ...]
+    """Sentences: what was neither measured nor given."""
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.gpu_memory == 0
+
+    @property
+    def read(self) -> float:
+        """Bytes a second that all drives read together."""
+        return sum(drive.read for drive in self.drives)
+
+    @property
+    def written(self) -> float:
+        """Bytes a second written, where as many are read at `read`: so both at once take what they take together.
+
+        Where only bytes are written it would be another rate, but a step writes nothing without reading.
+        """
+        mixed = sum(drive.mixed for drive in self.drives)
+        write = sum(drive.write for drive in self.drives)
+        left = 2 / mixed - 1 / self.read
+        return min(1 / left, 4 * write) if left > 0 else 4 * write
+
+
+def find_gpu(text: str) -> tuple[Gpu, str | None]:
+    """A GPU by its name, "4090", "a100-80gb", or the slowest that has so much memory, "24GB"; and what is assumed."""
+    wanted = re.sub(r"[^a-z0-9]", "", text.lower())
+    named = [gpu for gpu in GPUS if wanted and wanted in re.sub(r"[^a-z0-9]", "", gpu.name.lower())]
+    size = re.fullmatch(r"([0-9]+)\s*gi?b", text.strip().lower())
+    if size is None and named:
+        return max(named, key=lambda gpu: gpu.memory), None
+    if size is not None:
+        nbytes = int(size[1]) * GIB  # what is sold as 24 GB has 24 GiB
+        of_size = sorted((gpu for gpu in GPUS if gpu.memory >= nbytes), key=lambda gpu: (gpu.memory, gpu.flops))
+        like = next((gpu for gpu in of_size if gpu.name.startswith("RTX")), None) or (of_size or GPUS[-1:])[0]
+        return like._replace(
+            name=f"GPU of {format_size(nbytes)}", memory=nbytes
+        ), f"the GPU is as fast as a {like.name}"
+    names = ", ".join(gpu.name for gpu in GPUS)
+    raise ConfigError(f"there is no GPU {text!r} here: give a size such as 24GB, or one of {names}")
+
+
+def parse_drive(text: str) -> Drive:
+    """ "7GB/s,4GB/s" reads and writes so much, "7GB/s" both; "7GB/s,4GB/s,2TB" has 2 TB free."""
+    fields = [field.strip() for field in text.split(",")]
+    if not 1 <= len(fields) <= 3:
+        raise ConfigError(f"expected a drive such as '7GB/s,4GB/s' (reads, writes) or '7GB/s,4GB/s,2TB', got {text!r}")
+    read, write = parse_rate(fields[0]), parse_rate(fields[1] if len(fields) > 1 else fields[0])
+    free = parse_size(fields[2]) if len(fields) == 3 else None
+    return Drive(f"drive of {fields[0]}", read, write, 2 / (1 / read + 1 / write), free)
+
+
+def parse_rate(text: str) -> float:
+    """Bytes a second of "7GB/s"."""
+    rate = parse_size(re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE))
+    if not rate:
+        raise ConfigError(f"expected a rate such as '7GB/s', got {text!r}")
+    return float(rate)
+
+
+def described(
+    gpu: str | None = None,
+    ram: int | None = None,
+    drives: Sequence[Drive] = (),
+    memory: float | None = None,
+    link: float | None = None,
+) -> Hardware:
+    """A machine that need not be there. `memory` and `link` are bytes a second of RAM and of PCIe."""
+    if gpu is None:
+        raise ConfigError("a described machine needs --gpu, such as 24GB or 'RTX 4090'")
+    found, like = find_gpu(gpu)
+    assumed = [] if like is None else [like]
+    assumed.append(f"matrix products reach {_MATMUL_SHARE:.0%} of {found.flops / 1e12:.0f} Tflop/s")
+    assumed.append(f"other work on the GPU moves {_DEVICE_SHARE:.0%} of {found.bandwidth / 1e9:.0f} GB/s")
+    if link is None:
+        assumed.append(f"copies to and from the GPU move {found.link / 1e9:.0f} GB/s each way")
+    if memory is None:
+        assumed.append(f"host memory moves {_RAM_BANDWIDTH / 1e9:.0f} GB/s, the optimizer {_HOST_SHARE:.0%} of it")
+    if ram is None:
+        ram = 64 * GIB
+        assumed.append(f"there are {format_size(ram)} of RAM")
+    assumed.append(f"{_USABLE_RAM:.0%} of the RAM and {_USABLE_RAM:.0%} of the GPU's memory are free")
+    if not drives:
+        drives = [Drive("one drive", *_DRIVE, 2 / (1 / _DRIVE[0] + 1 / _DRIVE[1]))]
+        assumed.append(f"one drive reads {_DRIVE[0] / 1e9:.0f} and writes {_DRIVE[1] / 1e9:.0f} GB/s")
+    else:
+        assumed.append("drives read and write at once what they do one after the other")
+    bandwidth = memory or _RAM_BANDWIDTH
+    return Hardware(
+        found.name,
+        int(_USABLE_RAM * found.memory),
+        int(_USABLE_RAM * ram),
+        _MATMUL_SHARE * found.flops,
+        _DEVICE_SHARE * found.bandwidth,
+        link or found.link,
+        link or found.link,
+        bandwidth,
+        _HOST_SHARE * bandwidth / KERNEL_BYTES,
+        _DEVICE_SHARE * found.bandwidth / KERNEL_BYTES,
+        _HOST_SHARE * bandwidth / 4,
+        tuple(drives),
+        tuple(assumed),
+    )
+
+
+def probed(found: Probed, free_host: int, folders: Sequence[str] = ()) -> Hardware:
+    """The machine that was measured. `folders` choose among its drives; by default the last one counts."""
+    rates, gpu = found.rates, found.machine["gpu"]
+    drives = tuple(map(_drive, found.drives[-1:] if not folders else [_measured(found, each) for each in folders]))
+    gpu_memory = int(_USABLE_RAM * found.machine["gpu_memory_bytes"])
+    assumed = ["nothing else runs on the machine"]
+    if gpu:
+        assumed.append(f"{_USABLE_RAM:.0%} of the GPU's memory is free; its optimizer moves what elementwise work does")
+    return Hardware(
+        gpu or f"{found.machine['processor']}, {found.machine['cores']} cores",
+        gpu_memory,
+        free_host,
+        rates.matmul,
+        rates.elementwise,
+        rates.upload,
+        rates.download,
+        rates.memory,
+        rates.optimizer,
+        rates.elementwise / KERNEL_BYTES if gpu else rates.optimizer,
+        rates.gradient,
+        drives,
+        tuple(assumed),
+    )
+
+
+def _measured(found: Probed, folder: str) -> DriveRates:
+    import os
+
+    path = os.path.realpath(folder)
+    for each in found.drives:
+        if each.path == path:
+            return each
+    raise ConfigError(f"the drive of {folder} was not measured: run `offload probe {folder}`")
+
+
+def _drive(rates: DriveRates) -> Drive:
+    try:
+        free = shutil.disk_usage(rates.path).free
+    except OSError:
+        free = None
+    return Drive(rates.path, rates.read, rates.write, rates.mixed, free)

@@ -1,0 +1,196 @@
+"""What goes where, in bytes: decided by the functions that a run decides by, from the same config.
+
+A run that finds as much free memory and disk as the plan was told holds what the plan says, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.config import Config, load_config
+from offload.engine.homes import Partitions, home_nbytes, partitions
+from offload.engine.layout import UnitLayout
+from offload.engine.optimizer import from_config
+from offload.engine.placement import Machine, Placement, least_host, place
+from offload.engine.plan import gradient_dtype, mode_of, wanted_slots, wish_of
+from offload.errors import ConfigError
+from offload.sizes import align_up
+from offload.swapper.residency import Tier
+from offload.swapper.states import Mode, State
+from offload.swapper.store import StoreSpec
+
+PATH = "/mnt/nvme"
+"""Where the swap files of a machine that is not there would lie."""
+
+
+class Room(NamedTuple):
+    """What a machine has for a run, in bytes."""
+
+    host: int
+    device: int
+    """0 where the CPU computes."""
+    disk: int | None
+    """None where nobody knows."""
+    drives: int = 1
+
+
+class Row(NamedTuple):
+    """Bytes of one thing in each tier."""
+
+    name: str
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+
+class Memory(NamedTuple):
+    """Every byte of a run, but for activations and libraries."""
+
+    config: Config
+    mode: Mode
+    layouts: tuple[UnitLayout, ...]
+    parts: Partitions
+    placement: Placement
+    slots: int
+    notices: tuple[str, ...]
+    least_host: int
+    """Bytes of the smallest host budget that works."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All of it: states where they are at home and in the files, then the memory that works on them."""
+        return (*_states(self), *_working(self))
+
+    @property
+    def total(self) -> Row:
+        rows = self.rows
+        return Row("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
+
+    @property
+    def host(self) -> int:
+        """Bytes of the host arena."""
+        return sum(self.placement.classes)
+
+    @property
+    def device(self) -> int:
+        """Bytes of the device arena."""
+        return self.placement.device_nbytes
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the states file, on all drives together."""
+        return StoreSpec(self.placement.stored(self.parts, self.slots), self.slots, {}).nbytes if self.slots else 0
+
+    @property
+    def spilled(self) -> int:
+        """Bytes of the files in which gradients wait."""
+        return sum(align_up(self.parts.nbytes[unit][State.GRAD]) for unit in self.placement.spilled)
+
+    @property
+    def export(self) -> int:
+        """Bytes that an export of the weights would take beside."""
+        return sum(s.numel for layout in self.layouts for s in layout.segments) * self.mode.weight_dtype.itemsize
+
+
+def settle(layouts: Sequence[UnitLayout], content: Mapping[str, Any], room: Room, accumulation: int = 1) -> Memory:
+    """Decide as `initialize` does. Raises `ConfigError` and `BudgetError`."""
+    config = load_config(content)
+    mode = mode_of(config, _rule(config))
+    parts = partitions(layouts, mode, gradient_dtype(config, mode, accumulation), 0, 1)
+    wish = wish_of(config)
+    machine = Machine(room.host, room.device, room.device == 0, bool(config.drives))
+    placement = place(parts, mode, wish, machine)
+    slots, must = wanted_slots(config, placement.on_disk, parts)
+    notices = list(placement.notices)
+    need = StoreSpec(placement.stored(parts, 2), 2, {}).nbytes
+    if slots == 2 and room.disk is not None and need > room.disk:
+        if must:
+            raise ConfigError(
+                f'"durability" needs {need} bytes of disk for two slots, {room.disk} are free; give more drives, or '
+                f'set "durability": "none"'
+            )
+        slots = 1
+        notices.append("durability none: the drives have no room for two slots")
+    if slots < 2:
+        placement = placement.settled(parts)
+        slots = slots if placement.on_disk else 0
+    least = sum(least_host(parts, mode, wish, machine))
+    return Memory(config, mode, tuple(layouts), parts, placement, slots, tuple(notices), least)
+
+
+def settings(
+    weights: str = "nvme",
+    states: str = "nvme",
+    *,
+    dtype: str = "bf16",
+    host_memory: int | None = None,
+    device_memory: int | None = None,
+    durability: Any = "auto",
+    batch: int = 1,
+    accumulation: int = 1,
+    paths: Sequence[str] = (PATH,),
+) -> dict[str, Any]:
+    """A config in DeepSpeed's form, with an AdamW."""
+    block: dict[str, Any] = {"nvme_path": list(paths), "durability": durability}
+    if host_memory is not None:
+        block["host_memory"] = host_memory
+    if device_memory is not None:
+        block["device_memory"] = device_memory
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": accumulation,
+        **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": weights},
+            "offload_optimizer": {"device": states},
+        },
+        "offload": block,
+    }
+
+
+def _rule(config: Config) -> str:
+    """The name of the optimizer's rule."""
+    if config.optimizer is None:
+        return "adam"
+    block = config.optimizer
+    if block.params.lr is None:
+        block = block.model_copy(update={"params": block.params.model_copy(update={"lr": 1e-4})})
+    return from_config([nn.Parameter(torch.empty(1, device="meta"))], block).rule.name
+
+
+def _states(memory: Memory) -> list[Row]:
+    """One row for each state: where it is at home, and its slots."""
+    parts, placement = memory.parts, memory.placement
+    stored = placement.stored(parts, memory.slots)
+    rows = []
+    for state in State:
+        at = dict.fromkeys(Tier, 0)
+        for nbytes, homes in zip(parts.nbytes, placement.homes, strict=True):
+            if state in nbytes and (state is State.GRAD or homes[state] is not Tier.DISK):
+                at[homes[state]] += align_up(nbytes[state])
+        for row in stored:
+            # A unit that nothing trains is never updated out of place: its two slots are one.
+            at[Tier.DISK] += row.get(state, 0) * (1 if set(row) == {State.WEIGHT} else memory.slots)
+        if any(at.values()):
+            rows.append(Row(state.value, at[Tier.DEVICE], at[Tier.HOST], at[Tier.DISK]))
+    return rows
+
+
+def _working(memory: Memory) -> list[Row]:
+    """What no state is at home in."""
+    classes, placement, parts = memory.placement.classes, memory.placement, memory.parts
+    raised = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.raised)
+    rows = [
+        Row("tiles of the optimizer", host=classes.tiles),
+        Row("weights on their way", host=classes.weights),
+        Row("weights kept (cache)", host=classes.cache - raised),
+        Row("gradients on their way", host=classes.gradients + classes.staging),
+        Row("layers in use", device=memory.device - home_nbytes(parts, placement.homes, Tier.DEVICE)),
+    ]
+    return [row for row in rows if any(row[1:])]

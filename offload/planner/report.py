@@ -1,0 +1,196 @@
+"""A plan in words and as JSON. Every number is of `Planned`; nothing is decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from offload.planner.choice import Change, Planned
+from offload.planner.timing import hiding_tokens
+from offload.sizes import format_size
+
+_YEAR = 365.25 * 24 * 3600
+_NAMES = {"grad": "gradient", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
+
+
+class Asked(NamedTuple):
+    """What the user wants to know beside."""
+
+    tokens: int | None = None
+    """To train on."""
+    endurance: int | None = None
+    """Bytes that all drives together are rated to have written to them (TBW)."""
+
+
+def as_json(planned: Planned, changes: Sequence[Change], asked: Asked) -> dict[str, Any]:
+    """What `--json` prints. Bytes, seconds, and bytes or tokens a second."""
+    memory, timing, shape = planned.memory, planned.timing, planned.shape
+    return {
+        "model": {"name": shape.name, "parameters": shape.parameters, "units": len(shape.layouts)},
+        "machine": {
+            "name": planned.hardware.name,
+            "gpu_memory": planned.hardware.gpu_memory,
+            "ram": planned.hardware.ram,
+            "drives": [{"name": d.name, "read": d.read, "write": d.write} for d in planned.hardware.drives],
+            "assumed": list(planned.hardware.assumed),
+        },
+        "config": dict(planned.content),
+        "tiers": [row._asdict() for row in (*memory.rows, memory.total)],
+        "slots": memory.slots,
+        "notices": list(memory.notices),
+        "host_memory": memory.host,
+        "least_host_memory": memory.least_host,
+        "device_memory": memory.device,
+        "disk": memory.stored + memory.spilled,
+        "export": memory.export,
+        "activations": planned.activations,
+        "host_peak": planned.host_peak,
+        "step": {
+            "batch": planned.load.batch,
+            "sequence": shape.sequence,
+            "accumulation": planned.load.accumulation,
+            "recompute": planned.load.recompute,
+            "tokens": timing.tokens,
+            "seconds": _rounded(timing.seconds),
+            "tokens_per_second": _rounded(timing.tokens_per_second),
+            "compute_seconds": _rounded(timing.compute_seconds),
+            "formula_seconds": _rounded(timing.formula_seconds),
+            "busy_seconds": {name: _rounded(value) for name, value in timing.busy.items()},
+            "waited_seconds": {name: _rounded(value) for name, value in timing.waited._asdict().items()},
+            "limit": timing.limit,
+            "read_bytes": timing.moved.read,
+            "written_bytes": timing.moved.written,
+            "hiding_tokens": _hiding(planned),
+        },
+        "run_seconds": None if asked.tokens is None else _rounded(_run_seconds(planned, asked.tokens)),
+        "drive_years": _rounded(_years(planned, asked)),
+        "changes": [
+            {"words": each.words, "seconds": _rounded(each.seconds), "gain": _rounded(each.gain)} for each in changes
+        ],
+    }
+
+
+def heading(planned: Planned) -> list[str]:
+    """Lines above the table of tiers."""
+    shape, hardware, load = planned.shape, planned.hardware, planned.load
+    drives = ", ".join(f"{d.name} ({d.read / 1e9:.1f}, {d.write / 1e9:.1f} GB/s)" for d in hardware.drives) or "none"
+    device = "" if hardware.on_cpu else f", {format_size(hardware.gpu_memory)} of GPU memory"
+    zero = planned.memory.config.zero_optimization
+    return [
+        f"{shape.name}: {shape.parameters / 1e9:.3g} billion parameters in {len(shape.layouts)} units",
+        f"{hardware.name}{device}, {format_size(hardware.ram)} of RAM; drives: {drives}",
+        f"weights on {zero.offload_param.device}, states on {zero.offload_optimizer.device}; a step is "
+        f"{load.accumulation} x {load.batch} x {shape.sequence} tokens"
+        f"{', activations computed again' if load.recompute else ''}",
+        *planned.memory.notices,
+    ]
+
+
+def table(planned: Planned) -> list[tuple[str, ...]]:
+    """Name, device, host, disk: every row of the plan and their sums."""
+    return [
+        (_NAMES.get(row.name, row.name), *(format_size(nbytes) if nbytes else "" for nbytes in row[1:]))
+        for row in (*planned.memory.rows, planned.memory.total)
+    ]
+
+
+def lines(planned: Planned, changes: Sequence[Change], asked: Asked) -> list[str]:
+    """What stands below the table."""
+    return [
+        *_of_memory(planned),
+        *_of_time(planned),
+        *_of_drives(planned, asked),
+        *(["what to change first:"] if changes else []),
+        *(f"  {each.words}: {each.gain:.2f} times the tokens a second" for each in changes[:4]),
+        *_untold(planned, changes),
+        "assumed: " + "; ".join(planned.hardware.assumed),
+    ]
+
+
+def _of_memory(planned: Planned) -> list[str]:
+    memory = planned.memory
+    slots = {0: "no swap files", 1: "one slot, no resume after a kill", 2: "two slots, every step durable"}
+    told = [
+        f"host budget {format_size(memory.host)}, the least that works is {format_size(memory.least_host)}; peak above "
+        f"what the process has before: {format_size(planned.host_peak)}",
+        f"activations {format_size(planned.activations)} beside the {format_size(memory.device)} of the device",
+        f"disk {format_size(memory.stored + memory.spilled)} ({slots[memory.slots]}); an export takes "
+        f"{format_size(memory.export)} more",
+    ]
+    free = [drive.free for drive in planned.hardware.drives]
+    if free and all(each is not None for each in free) and memory.stored:
+        told[-1] += f", {format_size(sum(each or 0 for each in free))} are free"
+    return told
+
+
+def _of_time(planned: Planned) -> list[str]:
+    timing = planned.timing
+    busy = ", ".join(f"{name} {_seconds(value)}" for name, value in timing.busy.items() if value)
+    waited = ", ".join(f"{name} {_seconds(value)}" for name, value in timing.waited._asdict().items() if value)
+    told = [
+        f"a step takes {_seconds(timing.seconds)}, {timing.tokens_per_second:.0f} tokens a second; "
+        f"{_words(timing.limit)}",
+        f"  work: {busy}; waits: {waited or 'none'}; the order of a step allows {_seconds(timing.formula_seconds)}",
+    ]
+    enough = _hiding(planned)
+    have = planned.load.batch * planned.shape.sequence
+    if timing.limit != "compute" and enough is not None and enough > have:
+        told.append(f"  from {enough} tokens in a micro-batch on, {have} now, all I/O could hide behind compute")
+    return told
+
+
+def _words(limit: str) -> str:
+    if limit == "budget":
+        return "the host budget limits: units wait for room"
+    return f"{limit} limits"
+
+
+def _of_drives(planned: Planned, asked: Asked) -> list[str]:
+    timing, told = planned.timing, []
+    if timing.moved.written:
+        daily = timing.moved.written / timing.seconds * 86400
+        line = f"each step writes {format_size(timing.moved.written)}, {daily / 1e12:.1f} TB a day"
+        years = _years(planned, asked)
+        if years is not None:
+            line += f": the drives reach their rated {(asked.endurance or 0) / 1e12:.0f} TB in {_long(years * _YEAR)}"
+        told.append(line)
+    if asked.tokens is not None:
+        seconds = _run_seconds(planned, asked.tokens)
+        told.append(f"{asked.tokens:.3g} tokens take {_long(seconds)}, {asked.tokens / timing.tokens:.0f} steps")
+    return told
+
+
+def _untold(planned: Planned, changes: Sequence[Change]) -> list[str]:
+    if changes:
+        return []
+    if planned.timing.limit == "compute":
+        return ["nothing to change: compute limits"]
+    return ["nothing that was tried is more than a twentieth faster"]
+
+
+def _hiding(planned: Planned) -> int | None:
+    return hiding_tokens(planned.memory, planned.shape, planned.hardware, planned.load)
+
+
+def _run_seconds(planned: Planned, tokens: int) -> float:
+    return tokens / planned.timing.tokens_per_second
+
+
+def _years(planned: Planned, asked: Asked) -> float | None:
+    written = planned.timing.moved.written / planned.timing.seconds
+    return None if asked.endurance is None or not written else asked.endurance / written / _YEAR
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.1f} ms"
+
+
+def _long(seconds: float) -> str:
+    for name, size in (("years", _YEAR), ("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {name}"
+    return f"{seconds:.0f} seconds"
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")

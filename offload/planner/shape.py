@@ -1,0 +1,215 @@
+"""A model in numbers: its units as they will lie, what each computes, and what a backward keeps.
+
+A preset or a folder's config is built and run once on tensors without memory; a count of parameters needs no model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from offload.engine.layout import UnitLayout, lay_out
+from offload.engine.units import Units, find_units
+from offload.errors import ConfigError
+from offload.presets import PRESETS, check_name, require_transformers
+
+_VOCABULARY = 32000
+
+
+class Use(NamedTuple):
+    """A unit in the forward of one sequence."""
+
+    unit: int
+    flops: float
+    """Of matrix products and attention."""
+    nbytes: float
+    """That all else reads and writes."""
+    saved: int
+    """Bytes that the backward needs of it."""
+    boundary: int
+    """Bytes that come into it: what is kept where it is computed again."""
+    lookup: bool = False
+    """An embedding: its backward does not read its weights."""
+
+
+class Shape(NamedTuple):
+    """What a plan must know of a model."""
+
+    name: str
+    layouts: tuple[UnitLayout, ...]
+    uses: tuple[Use, ...]
+    """In the order of the forward."""
+    temporary: int
+    """Bytes of the largest tensor that a sequence makes (the logits, mostly)."""
+    sequence: int
+    """Tokens of a sequence."""
+
+    @property
+    def parameters(self) -> int:
+        """A tied one counts once."""
+        return sum(segment.numel for layout in self.layouts for segment in layout.segments)
+
+
+# -- from numbers -------------------------------------------------------------------------------------
+
+_SAVED, _TRAFFIC = 46, 440
+"""Bytes for each token and each element of the hidden size that a layer keeps, and moves: as Llama's, in bf16."""
+
+
+def from_count(parameters: int, layers: int, sequence: int) -> Shape:
+    """A decoder of equal layers, with an embedding and a head of 32000 tokens that are not tied."""
+    if parameters < 1 or layers < 1 or sequence < 1:
+        raise ConfigError(
+            f"expected parameters, layers and tokens of at least 1, got {parameters}, {layers}, {sequence}"
+        )
+    hidden = _hidden(parameters, layers)
+    outer = _VOCABULARY * hidden
+    inner = (parameters - 2 * outer) // layers
+    sizes = [outer + parameters - 2 * outer - inner * layers, *[inner] * layers, outer]
+    names = ["embedding", *(f"layers.{index}" for index in range(layers)), "head"]
+    layouts = tuple(
+        lay_out(name, [(f"{name}.weight", nn.Parameter(torch.empty(size, device="meta")))], 1)
+        for name, size in zip(names, sizes, strict=True)
+    )
+    tokens = sequence * hidden
+    flops = 2.0 * inner * sequence + 4.0 * sequence * tokens
+    layer = (flops, float(_TRAFFIC * tokens), _SAVED * tokens, 2 * tokens)
+    logits = sequence * _VOCABULARY
+    uses = (
+        Use(0, 0.0, 4.0 * tokens, 0, 8 * sequence, lookup=True),
+        *(Use(index, *layer) for index in range(1, layers + 1)),
+        Use(layers + 1, 2.0 * outer * sequence, 57.0 * logits, 4 * logits, 2 * tokens),
+    )
+    return Shape(f"{parameters / 1e9:.3g}B in {layers} layers", layouts, uses, 4 * logits, sequence)
+
+
+def _hidden(parameters: int, layers: int) -> int:
+    """The root of 12 * layers * hidden**2 + 2 * vocabulary * hidden = parameters, in steps of 64."""
+    a, b = 12 * layers, 2 * _VOCABULARY
+    hidden = (math.sqrt(b * b + 4 * a * parameters) - b) / (2 * a)
+    return max(64, round(hidden / 64) * 64) if hidden >= 64 else max(1, int(hidden))
+
+
+# -- from a model -------------------------------------------------------------------------------------
+
+
+def from_name(name: str, sequence: int, dtype: torch.dtype = torch.bfloat16, units: Sequence[str] = ()) -> Shape:
+    """Of a preset, or of a folder with a config.json. Raises `ConfigError`."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.export traces with; meta fails in masks
+
+    folder = Path(name)
+    if not folder.is_dir() or name in PRESETS:
+        check_name(name)
+    transformers = require_transformers()
+    try:
+        with FakeTensorMode(), torch.device("cpu"):
+            config = _config(transformers, name)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            return of_model(model, name, sequence, units)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a model's own code raises
+        raise ConfigError(
+            f"cannot run {name} without its weights ({type(error).__name__}: {error}); give --parameters and --layers"
+        ) from error
+
+
+def _config(transformers: Any, name: str) -> Any:
+    if name in PRESETS:
+        preset = PRESETS[name]
+        return getattr(transformers, preset.config)(**preset.settings, use_cache=False)
+    if not (Path(name) / "config.json").is_file():
+        raise ConfigError(f"{name} has no config.json, so it is no model folder")
+    config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+    config.get_text_config().use_cache = False
+    return config
+
+
+def layouts_of(model: nn.Module, units: Units, world_size: int = 1) -> tuple[UnitLayout, ...]:
+    """As `initialize` would lay them."""
+    return tuple(
+        lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], world_size)
+        for unit in units.units
+    )
+
+
+def of_model(model: nn.Module, name: str, sequence: int, named: Sequence[str] = ()) -> Shape:
+    """Of a causal language model whose tensors are fake: one forward is run."""
+    units = find_units(model, named)
+    ids = torch.zeros(1, sequence, dtype=torch.long)
+    counter = _Counter({parameter.untyped_storage()._cdata for parameter in model.parameters()})
+    hooks = [
+        model.get_submodule(site).register_forward_pre_hook(_begin(counter, needed), with_kwargs=True)
+        for site, needed in units.sites.items()
+    ]
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # type: ignore[assignment]
+    try:
+        with counter, torch.autograd.graph.saved_tensors_hooks(counter.save, lambda packed: packed):
+            model(input_ids=ids, labels=ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Shape(name, layouts_of(model, units), tuple(counter.uses()), counter.largest, sequence)
+
+
+def _begin(counter: _Counter, needed: Sequence[int]) -> Any:
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        for unit in needed:
+            counter.begin(unit, tensors[0].nbytes if tensors else 0, isinstance(module, nn.Embedding))
+
+    return begin
+
+
+class _Counter(TorchDispatchMode):
+    """Counts what happens from the beginning of one unit's use to the next one's."""
+
+    def __init__(self, weights: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights, self._known = weights, set(weights)
+        self._rows: list[dict[str, Any]] = []
+        self._storages: list[Any] = []
+        """Kept, so that no address comes twice."""
+        self.largest = 0
+
+    def begin(self, unit: int, boundary: int, lookup: bool) -> None:
+        if not self._rows or self._rows[-1]["unit"] != unit:
+            self._rows.append(
+                {"unit": unit, "flops": 0.0, "nbytes": 0.0, "saved": 0, "boundary": boundary, "lookup": lookup}
+            )
+
+    def uses(self) -> list[Use]:
+        return [Use(**row) for row in self._rows]
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if self._rows and storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self._storages.append(storage)
+            self._rows[-1]["saved"] += storage.nbytes()
+        return tensor
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        if not self._rows:
+            return out
+        made = [each for each in torch.utils._pytree.tree_leaves(out) if isinstance(each, torch.Tensor)]
+        formula = flop_registry.get(function._overloadpacket)
+        if formula is not None:
+            self._rows[-1]["flops"] += formula(*args, **kwargs, out_val=out)
+        elif not function.is_view:
+            given = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            taken = [each for each in given if each.untyped_storage()._cdata not in self._weights]
+            self._rows[-1]["nbytes"] += sum(each.nbytes for each in (*taken, *made))
+        if not function.is_view:
+            self.largest = max([self.largest, *(each.nbytes for each in made)])
+        return out

@@ -1,0 +1,255 @@
+"""A step before it is made: played by `simulate` with a machine's rates, and the formula that says what can be hidden.
+
+compute of a use  =  flops / matmul + bytes / elementwise, twice that in a backward, three times where recomputed
+gradient of a unit:  beside the backward's compute on a GPU, after it where the CPU computes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from offload.engine.forecast import lease_budgets, limits, unit_sizes, update_costs
+from offload.planner.hardware import Hardware
+from offload.planner.memory import Memory
+from offload.planner.shape import Shape
+from offload.swapper import simulate_machine
+from offload.swapper.residency import Tier
+from offload.swapper.simulate import Simulation, simulate
+from offload.swapper.simulate import Use as TimedUse
+from offload.swapper.simulate_machine import Moved, Waited
+from offload.swapper.simulate_updater import UpdateCost
+from offload.swapper.states import State
+
+_NEAR = 1.05
+"""Of a bound: a step within it has reached it."""
+_TILES_OF_A_UNIT = 24
+"""Played at most, for the time that playing takes."""
+
+
+class Load(NamedTuple):
+    """What a step computes."""
+
+    batch: int
+    """Sequences of a micro-batch."""
+    accumulation: int = 1
+    recompute: bool = False
+
+    def tokens(self, shape: Shape) -> int:
+        """Of a step."""
+        return self.batch * self.accumulation * shape.sequence
+
+
+class Pass(NamedTuple):
+    """A use of a unit: what it computes, in seconds."""
+
+    unit: int
+    seconds: float
+    lookup: bool = False
+
+
+class Timing(NamedTuple):
+    """A step, from one return of `step()` to the next."""
+
+    seconds: float
+    compute_seconds: float
+    formula_seconds: float
+    """Of section "What can be hidden": the least that the order of a step allows."""
+    busy: dict[str, float]
+    """Seconds of work by what does it: compute, PCIe, NVMe, DRAM (the optimizer's kernel)."""
+    limit: str
+    """Which of them makes the step as long as it is, or "budget"."""
+    waited: Waited
+    moved: Moved
+    tokens: int
+    simulation: Simulation
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def forward(shape: Shape, hardware: Hardware, batch: int) -> list[Pass]:
+    """The uses of one micro-batch's forward."""
+    return [
+        Pass(use.unit, batch * (use.flops / hardware.matmul + use.nbytes / hardware.elementwise), use.lookup)
+        for use in shape.uses
+    ]
+
+
+def backward(first: Sequence[Pass], parts_numel: Sequence[int], hardware: Hardware, recompute: bool) -> list[Pass]:
+    """The uses of its backward; a gradient leaves with the last use of its unit."""
+    last = {each.unit: position for position, each in reversed(list(enumerate(first)))}
+    found: list[Pass] = []
+    for position, each in reversed(list(enumerate(first))):
+        seconds = each.seconds * (3 if recompute else 2)
+        if last[each.unit] == position:
+            seconds = _with_gradient(seconds, parts_numel[each.unit], hardware)
+        if each.lookup and found:  # its weights are not fetched for it
+            found[-1] = found[-1]._replace(seconds=found[-1].seconds + seconds)
+        else:
+            found.append(Pass(each.unit, seconds))
+    return found
+
+
+def _with_gradient(seconds: float, numel: int, hardware: Hardware) -> float:
+    kept = numel / hardware.gradient
+    return seconds + kept if hardware.on_cpu else max(seconds, kept, 2 * numel / hardware.download)
+
+
+def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
+    """What `simulate` counts with."""
+    homes = [row for row in memory.placement.homes if State.GRAD in row]
+    on_device = all(row[state] is Tier.DEVICE for row in homes for state in row if state is not State.GRAD)
+    return simulate_machine.Rates(
+        hardware.read,
+        hardware.written,
+        hardware.upload,
+        hardware.device_optimizer if on_device else hardware.optimizer,
+        hardware.on_cpu,
+    )
+
+
+def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, steps: int = 3) -> Timing:
+    """Play a step. Raises `BudgetError` where what is in use at a time has no room on the device."""
+    first = forward(shape, hardware, load.batch)
+    second = backward(first, memory.parts.trainable_numel, hardware, load.recompute)
+    passes = [TimedUse(each.unit, each.seconds) for each in (*first, *second)] * load.accumulation
+    shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts)
+    costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
+    rates = rates_of(memory, hardware)
+    tile = max(memory.placement.tile_numel, max(memory.parts.trainable_numel) // _TILES_OF_A_UNIT)
+    found = simulate(
+        passes,
+        unit_sizes(memory.layouts, memory.placement, shares, memory.mode),
+        costs,
+        lease_budgets(memory.parts, memory.placement),
+        limits(memory.config, memory.mode),
+        rates,
+        memory.config.offload.debug.overlap,
+        tile,
+        steps,
+    )
+    compute = sum(each.seconds for each in passes)
+    busy = _busy(found, costs, rates, compute, hardware)
+    least = formula(first, second, load.accumulation, memory, costs, rates)
+    limit = _limit(found, compute, busy)
+    return Timing(found.seconds, compute, least, busy, limit, found.waited, found.moved, load.tokens(shape), found)
+
+
+def _busy(
+    found: Simulation,
+    costs: Sequence[UpdateCost | None],
+    rates: simulate_machine.Rates,
+    compute: float,
+    hardware: Hardware,
+) -> dict[str, float]:
+    uploads = sum(span.end - max(span.start, 0.0) for span in found.spans if span.row == "upload")
+    moved = found.moved
+    kernel = sum(cost.numel for cost in costs if cost is not None) / rates.kernel
+    return {
+        "compute": compute,
+        "PCIe": 0.0 if hardware.on_cpu else uploads,
+        "NVMe": moved.read / rates.read + moved.written / rates.written if moved.read + moved.written else 0.0,
+        "DRAM": max(kernel, (moved.read + moved.written) / hardware.memory),
+    }
+
+
+def _limit(found: Simulation, compute: float, busy: dict[str, float]) -> str:
+    if found.seconds <= _NEAR * compute:
+        return "compute"
+    waited = found.waited
+    if waited.room >= max(waited.update, waited.read, waited.upload):
+        return "budget"
+    if waited.upload >= max(waited.update, waited.read):
+        return "PCIe" if busy["PCIe"] else "compute"
+    return "NVMe" if busy["NVMe"] >= busy["DRAM"] else "DRAM"
+
+
+# -- the formula --------------------------------------------------------------------------------------
+
+
+def formula(
+    first: Sequence[Pass],
+    second: Sequence[Pass],
+    accumulation: int,
+    memory: Memory,
+    costs: Sequence[UpdateCost | None],
+    rates: simulate_machine.Rates,
+) -> float:
+    """max over k of (updates up to the k-th use + the first forward from the k-th use on) + the other passes.
+
+    Each further pass takes the larger of its compute and the reads of the weights that are on DISK. Where the CPU
+    computes, the kernel's time comes on top, since cores do one thing at a time.
+    """
+    updates = [_update_seconds(cost, rates) for cost in costs]
+    seen: set[int] = set()
+    passed, left, longest = 0.0, sum(each.seconds for each in first), 0.0
+    for each in first:
+        if each.unit not in seen:
+            seen.add(each.unit)
+            passed += updates[each.unit]
+        longest = max(longest, passed + left)
+        left -= each.seconds
+    reads = _weights_on_disk(memory) / rates.read if rates.read else 0.0
+    forwards, backwards = (sum(each.seconds for each in some) for some in (first, second))
+    rest = accumulation * max(backwards, reads) + (accumulation - 1) * max(forwards, reads)
+    kernel = sum(cost.numel for cost in costs if cost is not None) / rates.kernel if rates.on_cpu else 0.0
+    return longest + rest + kernel
+
+
+def _update_seconds(cost: UpdateCost | None, rates: simulate_machine.Rates) -> float:
+    if cost is None:
+        return 0.0
+    read = cost.weight_nbytes + cost.state_nbytes + cost.gradient_nbytes
+    io = read / rates.read + cost.written_nbytes / rates.written if read + cost.written_nbytes else 0.0
+    return io if rates.on_cpu else max(io, cost.numel / rates.kernel)
+
+
+def _weights_on_disk(memory: Memory) -> int:
+    """Bytes that a pass reads: weights at home on DISK less what has room in leases."""
+    homes = zip(memory.parts.nbytes, memory.placement.homes, strict=True)
+    nbytes = sum(row[State.WEIGHT] for row, home in homes if home[State.WEIGHT] is Tier.DISK)
+    return max(0, nbytes - lease_budgets(memory.parts, memory.placement).host)
+
+
+def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int | None:
+    """Tokens of a micro-batch from which the formula hides all but a twentieth; None where no number does."""
+    costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
+    rates = rates_of(memory, hardware)
+
+    def hidden(batch: int) -> bool:
+        first = forward(shape, hardware, batch)
+        second = backward(first, memory.parts.trainable_numel, hardware, load.recompute)
+        compute = load.accumulation * sum(each.seconds for each in (*first, *second))
+        return formula(first, second, load.accumulation, memory, costs, rates) <= _NEAR * compute
+
+    batch = 1
+    while not hidden(batch):
+        batch *= 2
+        if batch * shape.sequence > 1 << 24:
+            return None
+    low = batch // 2
+    while batch - low > 1:
+        middle = (low + batch) // 2
+        low, batch = (low, middle) if hidden(middle) else (middle, batch)
+    return batch * shape.sequence
+
+
+# -- memory of a step ---------------------------------------------------------------------------------
+
+
+def activations(shape: Shape, load: Load) -> int:
+    """Bytes that a micro-batch keeps for its backward, and the largest that it makes, with a gradient as large."""
+    kept = sum(use.saved for use in shape.uses)
+    if load.recompute:
+        layers = [use.saved for use in shape.uses[:-1]]
+        kept = sum(use.boundary for use in shape.uses) + max(layers, default=0) + shape.uses[-1].saved
+    return load.batch * (kept + 2 * shape.temporary)
+
+
+def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int:
+    """Bytes of RAM above what the process has before: the host arena, and where the CPU computes all of its own."""
+    if not hardware.on_cpu:
+        return memory.host
+    return memory.host + memory.device + activations(shape, load) + memory.parts.largest_gradient

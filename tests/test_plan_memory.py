@@ -1,0 +1,156 @@
+"""The bytes of a plan add up, and are those that a run holds."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import offload
+from offload.engine.placement import free_host_memory
+from offload.engine.units import find_units
+from offload.errors import BudgetError
+from offload.planner import memory as planning
+from offload.planner.memory import Memory, Room, settle
+from offload.planner.shape import layouts_of
+from offload.sizes import GIB, MIB
+from offload.swapper.residency import Tier
+from offload.swapper.states import State
+
+
+class Net(nn.Module):
+    def __init__(self, widths: list[int], frozen: list[bool]) -> None:
+        super().__init__()
+        sizes = zip(widths, [*widths[1:], 8], strict=True)
+        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in sizes)
+        for layer, still in zip(self.layers, frozen, strict=False):
+            layer.requires_grad_(not still)
+
+
+class Case(NamedTuple):
+    widths: list[int]
+    frozen: list[bool]
+    content: dict[str, Any]
+    share: float | None
+    """Of what lies between the least host memory and the default; None for the default."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Net(self.widths, self.frozen)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    alike = st.integers(20, 40).map(lambda count: [100] * count)  # so many that gradients spill with little memory
+    widths = draw(alike | st.lists(st.sampled_from((3, 64, 200, 500)), min_size=1, max_size=6))
+    frozen = [draw(st.integers(0, 4)) == 0 for _ in widths]
+    frozen[0] = False
+    tiers = st.sampled_from(("none", "cpu", "nvme"))
+    content = planning.settings(
+        draw(tiers),
+        draw(tiers),
+        dtype=draw(st.sampled_from(("bf16", "fp32", "fp16"))),
+        durability=draw(st.sampled_from(("auto", "none", "step"))),
+        accumulation=draw(st.integers(1, 2)),
+    )
+    content["offload"]["device"] = "cpu"
+    content["optimizer"]["type"] = draw(st.sampled_from(("AdamW", "SGD", "Lion")))
+    return Case(widths, frozen, content, draw(st.sampled_from((None, 0.0, 0.1, 0.6, 3.0))))
+
+
+def plan(case: Case) -> Memory:
+    model = case.model()
+    layouts, accumulation = layouts_of(model, find_units(model)), case.content["gradient_accumulation_steps"]
+    memory = settle(layouts, case.content, Room(free_host_memory(), 0, None), accumulation)
+    if case.share is not None:
+        budget = memory.least_host + int(case.share * (memory.host - memory.least_host))
+        case.content["offload"]["host_memory"] = budget
+        memory = settle(layouts, case.content, Room(free_host_memory(), 0, None), accumulation)
+    return memory
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases())
+def test_bytes_add_up_and_are_those_of_the_run(case: Case) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="offload-plan"))
+    case.content["offload"]["nvme_path"] = [str(folder)]
+    try:
+        memory = plan(case)
+        total = memory.total
+        assert (total.host, total.device, total.disk) == (memory.host, memory.device, memory.stored + memory.spilled)
+        assert memory.least_host <= memory.host
+        engine = offload.initialize(model=case.model(), config=case.content)[0]
+        parts = engine._parts
+        try:
+            assert parts.arena.classes == memory.placement.classes
+            assert engine.host_memory == memory.host and engine.device_memory == memory.device
+            assert (parts.store.spec.nbytes if parts.store else 0) == memory.stored
+            assert (parts.store.spec.slots if parts.store else 0) == memory.slots
+            spill = parts.gradients.spill
+            files = [] if spill is None else spill.scratch._files
+            assert sum(Path(f"/proc/self/fd/{_number(each)}").stat().st_size for each in files) == memory.spilled
+            taken = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            assert memory.stored <= taken <= memory.stored + 8 * MIB, "and little beside: records, checksums"
+        finally:
+            engine.destroy(remove=True)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _number(file: Any) -> int:
+    return int(file.descriptors.buffered)
+
+
+def blocks(count: int, numel: int) -> Any:
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.empty(numel, device="meta"))
+    net = nn.Module()
+    net.layers = nn.ModuleList(
+        nn.ParameterList([nn.Parameter(torch.empty(numel, device="meta"))]) for _ in range(count)
+    )
+    return layouts_of(net, find_units(net))
+
+
+def test_twelve_bytes_a_parameter_in_each_slot() -> None:
+    layouts, count = blocks(8, 1 << 20), 8 << 20
+    for durability, slots in (("auto", 2), ("none", 1)):
+        memory = settle(layouts, planning.settings(durability=durability), Room(GIB, GIB, None))
+        assert memory.slots == slots and memory.stored == 12 * count * slots and memory.export == 2 * count
+        assert memory.total.disk == 12 * count * slots
+        states = {row.name: row for row in memory.rows}
+        assert states["grad"].host == 2 * count and states["grad"].disk == 0
+
+
+def test_two_more_where_gradients_spill() -> None:
+    layouts, count = blocks(8, 1 << 20), 8 << 20
+    roomy = settle(layouts, planning.settings(), Room(GIB, GIB, None))
+    tight = settle(layouts, planning.settings(host_memory=roomy.least_host), Room(GIB, GIB, None))
+    assert tight.spilled == 2 * count == tight.total.disk - roomy.total.disk
+    assert tight.host == roomy.least_host
+    try:
+        settle(layouts, planning.settings(host_memory=roomy.least_host - 4096), Room(GIB, GIB, None))
+    except BudgetError as error:
+        assert f"({roomy.least_host} bytes)" in str(error), "the least that a run would name"
+    else:
+        raise AssertionError("less than the least works")
+
+
+def test_a_drive_without_room_for_two_slots_takes_one() -> None:
+    layouts, count = blocks(8, 1 << 20), 8 << 20
+    memory = settle(layouts, planning.settings(), Room(GIB, GIB, 20 * count))
+    assert memory.slots == 1 and memory.stored == 12 * count and "durability none" in memory.notices[-1]
+
+
+def test_states_kept_in_memory_have_their_slots_too() -> None:
+    layouts, count = blocks(8, 1 << 20), 8 << 20
+    memory = settle(layouts, planning.settings(host_memory=256 * MIB), Room(GIB, GIB, None))
+    rows = {row.name: row for row in memory.rows}
+    assert memory.placement.raised and rows["exp_avg"].host == 4 * count and rows["exp_avg"].disk == 8 * count
+    homes = memory.placement.homes[0]
+    assert homes[State.EXP_AVG] is Tier.HOST and memory.host <= 256 * MIB
