@@ -2,8 +2,8 @@
 
     python examples/trainer.py
 
-Needs `pip install 'offload[hf]'`, and nothing is downloaded. Stop it by Ctrl-C and run it again: it goes on from its last
-checkpoint in ./trainer-output.
+Needs `pip install 'offload[hf]'`, and nothing is downloaded. Stop it by Ctrl-C and run it again: it goes on from its
+last checkpoint in ./trainer-output.
 """
 
 from __future__ import annotations
