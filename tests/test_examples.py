@@ -10,6 +10,13 @@ from pathlib import Path
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+RUN_HERE = {"train_loop", "trainer", "tiny_model", "finetune", "lora", "export", "resume"}
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == RUN_HERE
+
+
 def run(name: str, folder: Path) -> str:
     done = subprocess.run([sys.executable, EXAMPLES / name], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -29,3 +36,27 @@ def test_the_trainer(tmp_path: Path) -> None:
     assert len(list((tmp_path / "trainer-output").glob("checkpoint-*"))) == 2
     again = run("trainer.py", tmp_path)  # goes on from its last checkpoint, which is its end
     assert "'loss'" not in again and "parameters in torch.bfloat16" in again
+
+
+def test_fine_tuning_from_a_folder(tmp_path: Path) -> None:
+    run("tiny_model.py", tmp_path)
+    said = run("finetune.py", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", said)]
+    assert len(losses) == 36 and losses[-1] < losses[0] - 2 and "parameters in torch.bfloat16" in said
+    assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "finetuned").iterdir()}
+
+
+def test_adapters(tmp_path: Path) -> None:
+    said = run("lora.py", tmp_path)
+    first, *_, last = (float(loss) for loss in re.findall(r"loss (\S+)", said))
+    assert last < first and "saved: adapters default for" in said
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_taking_the_weights_out(tmp_path: Path) -> None:
+    assert "exported: torch.float32, loss" in run("export.py", tmp_path)
+
+
+def test_going_on_after_a_kill(tmp_path: Path) -> None:
+    said = run("resume.py", tmp_path)
+    assert "ended with step 20" in said and "each loss is that of the unbroken run: True" in said
