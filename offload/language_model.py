@@ -14,6 +14,9 @@ from offload.engine.pretrained import load_pretrained
 from offload.errors import ConfigError, OffloadError
 from offload.presets import PRESETS, build, check_name, require_transformers
 
+_ONLY_OURS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Nothing is downloaded, and no code of a folder is run, nor is anybody asked whether it should be."""
+
 
 def find_folder(name: str) -> Path | None:
     """The folder that `name` is, or None for a preset. Raises `ConfigError` where it is neither."""
@@ -32,7 +35,7 @@ def read_tokenizer(folder: Path) -> Any:
     """The folder's own tokenizer. Raises `ConfigError` where it has none that can be read."""
     transformers = require_transformers()
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(str(folder), **_ONLY_OURS)
     except Exception as error:  # tokenizers raises bare Exception
         raise ConfigError(f"cannot read the tokenizer of {folder}: {error}") from error
 
@@ -50,12 +53,12 @@ def build_model(name: str, folder: Path | None, content: Mapping[str, Any]) -> t
     files = sorted(folder.glob("*.safetensors"))
     try:
         if files:
-            model: nn.Module = load_pretrained(auto, folder, content)
+            model: nn.Module = load_pretrained(auto, folder, content, trust_remote_code=False)
             return model, f"weights of {folder}, from {len(files)} safetensors file{'s' * (len(files) > 1)}"
         if any(folder.glob("*.bin")):
-            model = auto.from_pretrained(str(folder), local_files_only=True)
+            model = auto.from_pretrained(str(folder), **_ONLY_OURS)
             return model, f"weights of {folder}, from .bin files, which are in RAM as a whole; safetensors are streamed"
-        shape = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        shape = transformers.AutoConfig.from_pretrained(str(folder), **_ONLY_OURS)
         with init(content):
             fresh: nn.Module = auto.from_config(shape)
         return fresh, f"{folder} has no weights: its model is trained from scratch"

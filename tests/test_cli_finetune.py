@@ -217,3 +217,12 @@ def test_help_has_groups_and_an_example() -> None:
     said = CliRunner().invoke(app, ["train", "--help"]).stdout
     for words in ("Model:\n", "Data:\n", "Where things lie:\n", "Example: offload train --model", "--lora"):
         assert words in said, words
+
+
+def test_code_of_a_folder_is_neither_run_nor_asked_about() -> None:
+    place = Path("model/config.json")
+    content = json.loads(place.read_text()) | {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    place.write_text(json.dumps(content))
+    Path("model/mine.py").write_text("open('ran', 'w')\n")
+    result = call()
+    assert result.exit_code == 2 and not Path("ran").exists() and not Path("swap").exists(), result.output
