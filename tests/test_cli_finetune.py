@@ -98,11 +98,13 @@ def test_a_preset_learns_documents_as_bytes() -> None:
     assert result.exit_code == 0 and "gpt2-tiny is trained from scratch" in result.stdout, result.output
 
 
-def test_activation_checkpointing_changes_no_bit() -> None:
+@pytest.mark.parametrize("adapters", [(), ("--lora", "r=4,dropout=0.1", "--lr", "1e-2")])
+def test_activation_checkpointing_changes_no_bit(adapters: tuple[str, ...]) -> None:
     plain, again = (
-        facts(call("--steps", "2", "--json", *more))["losses"] for more in ((), ("--activation-checkpointing",))
+        facts(call("--steps", "4", "--json", *adapters, *more))["losses"]
+        for more in ((), ("--activation-checkpointing",))
     )
-    assert plain == again
+    assert plain == again and plain[-1] < plain[0]
 
 
 # -- saving --------------------------------------------------------------------------------------------
