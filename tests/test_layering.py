@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "info": {"errors", "sizes", "aio"},
     "bench": {"errors", "sizes", "aio", "kernels", "<root>"},
     "probe": {"errors", "sizes", "aio", "kernels", "swapper", "bench", "info"},
-    "planner": {"errors", "sizes", "config", "aio", "engine", "swapper", "presets", "probe"},
+    "planner": {"errors", "sizes", "config", "aio", "engine", "swapper", "presets", "probe", "info"},
     "tune": {"errors", "sizes", "config", "aio", "bench"},
     "hf": {"errors", "config", "engine"},
     "inspection": {"errors", "engine", "swapper"},
@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cli_store",
         "<root>",
     },
-    "__init__": {"errors", "engine", "schedules"},
+    "__init__": {"errors", "engine", "schedules", "planner"},
     "__main__": {"cli"},
 }
 NEVER: dict[str, set[str]] = {

@@ -13,10 +13,11 @@ from torch import nn
 
 from offload.config import Config, load_config
 from offload.engine.homes import Partitions, home_nbytes, partitions
-from offload.engine.layout import UnitLayout
+from offload.engine.layout import UnitLayout, lay_out
 from offload.engine.optimizer import from_config
 from offload.engine.placement import Machine, Placement, least_host, place
 from offload.engine.plan import gradient_dtype, mode_of, wanted_slots, wish_of
+from offload.engine.units import Units
 from offload.errors import ConfigError
 from offload.sizes import align_up
 from offload.swapper.residency import Tier
@@ -96,11 +97,21 @@ class Memory(NamedTuple):
         return sum(s.numel for layout in self.layouts for s in layout.segments) * self.mode.weight_dtype.itemsize
 
 
-def settle(layouts: Sequence[UnitLayout], content: Mapping[str, Any], room: Room, accumulation: int = 1) -> Memory:
-    """Decide as `initialize` does. Raises `ConfigError` and `BudgetError`."""
+def layouts_of(model: nn.Module, units: Units, world_size: int = 1) -> tuple[UnitLayout, ...]:
+    """As `initialize` would lay them."""
+    return tuple(
+        lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], world_size)
+        for unit in units.units
+    )
+
+
+def settle(
+    layouts: Sequence[UnitLayout], content: Mapping[str, Any], room: Room, accumulation: int = 1, world_size: int = 1
+) -> Memory:
+    """Decide as `initialize` does on the first of so many ranks. Raises `ConfigError` and `BudgetError`."""
     config = load_config(content)
     mode = mode_of(config, _rule(config))
-    parts = partitions(layouts, mode, gradient_dtype(config, mode, accumulation), 0, 1)
+    parts = partitions(layouts, mode, gradient_dtype(config, mode, accumulation), 0, world_size)
     wish = wish_of(config)
     machine = Machine(room.host, room.device, room.device == 0, bool(config.drives))
     placement = place(parts, mode, wish, machine)
