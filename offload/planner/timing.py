@@ -23,7 +23,7 @@ from offload.swapper.states import State
 
 _NEAR = 1.05
 """Of a bound: a step within it has reached it."""
-_TILES_OF_A_UNIT = 24
+_TILES_OF_A_UNIT = 16
 """Played at most, for the time that playing takes."""
 
 
@@ -105,7 +105,7 @@ def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
         hardware.read,
         hardware.written,
         hardware.upload,
-        hardware.device_optimizer if on_device else hardware.optimizer,
+        hardware.device_optimizer if on_device and not hardware.on_cpu else hardware.optimizer,
         hardware.on_cpu,
     )
 
