@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -43,14 +42,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--steps", type=int, default=4, help="that count, of each run")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--placements", default=" ".join("/".join(homes) for homes in PLACEMENTS))
     given = parser.parse_args(arguments)
     shape, load = from_name(given.model, given.seq_len), Load(given.batch_size)
-    runs: dict[str, list[dict[str, Any]]] = {"/".join(homes): [] for homes in PLACEMENTS}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in given.placements.split()}
     for _ in range(given.rounds):
         found = probe([str(given.folder)], "cpu")
         plain = _apart(_compute, given.model, given.batch_size, given.seq_len, given.steps)
-        for homes in PLACEMENTS:
-            runs["/".join(homes)].append(_run(given, shape, load, homes, probed(found, free_host_memory()), plain))
+        for name, done in runs.items():
+            weights, states = name.split("/")
+            done.append(_run(given, shape, load, (weights, states), probed(found, free_host_memory()), plain))
     for name, of in runs.items():
         report("predict", {"model": given.model, "placement": name, "tokens": load.tokens(shape), **_summary(of)})
 
@@ -141,6 +142,12 @@ def _compute(name: str, batch: int, length: int, steps: int) -> float:
     return statistics.median(taken[1:])
 
 
+def _peak() -> int:
+    """Of this process alone: `ru_maxrss` begins with that of the process that started it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
+
 def _train(name: str, batch: int, length: int, steps: int, content: dict[str, Any]) -> dict[str, Any]:
     with offload.init(content):
         model = build(name)
@@ -152,9 +159,8 @@ def _train(name: str, batch: int, length: int, steps: int, content: dict[str, An
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
         taken.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = _peak()
     budgets = engine.host_memory + engine.device_memory
-    print(engine.memory_report())
     engine.destroy(remove=True)
     return {"seconds": statistics.median(taken[_UNCOUNTED:]), "peak": peak - base, "budgets": budgets}
 
