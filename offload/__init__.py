@@ -37,6 +37,12 @@ from offload.errors import (
     StoreError,
     UsageError,
 )
+from offload.planner.estimates import (
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 
 __version__ = "0.1.0"
 
@@ -51,6 +57,10 @@ __all__ = [
     "StoreError",
     "UsageError",
     "__version__",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "gathered",
     "init",
     "initialize",

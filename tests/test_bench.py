@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import checkpoint, step
+from bench import checkpoint, predict, step
+from offload import probe
 
 
 def _figures(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
@@ -19,6 +20,16 @@ def _figures(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
 def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step.main([str(tmp_path), "--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "1"])
     assert 20 < _figures(capsys)["bytes_per_parameter"] < 30
+
+
+def test_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_NUMEL": 1 << 16, "_COPIED": 1 << 20, "_ROUNDS": 1}.items():
+        monkeypatch.setattr(probe, name, value)
+    sizes = ["--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "1", "--steps", "1"]
+    predict.main([str(tmp_path), *sizes, "--placements", "nvme/nvme"])
+    figures = _figures(capsys)
+    assert figures["budgets_as_planned"] and figures["by_model_over_measured"] > 0
+    assert not list(tmp_path.iterdir()), "it cleans up"
 
 
 def test_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

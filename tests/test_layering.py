@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "info": {"errors", "sizes", "aio"},
     "bench": {"errors", "sizes", "aio", "kernels", "<root>"},
     "probe": {"errors", "sizes", "aio", "kernels", "swapper", "bench", "info"},
-    "planner": {"errors", "sizes", "config", "aio", "engine", "swapper", "presets", "probe"},
+    "planner": {"errors", "sizes", "config", "aio", "engine", "swapper", "presets", "probe", "info"},
     "tune": {"errors", "sizes", "config", "aio", "bench"},
     "hf": {"errors", "config", "engine"},
     "inspection": {"errors", "engine", "swapper"},
@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli_train": {"train_options", "cli_machine", "cli_run"},
     "cli": {"cli_machine", "cli_inspect", "cli_store", "cli_plan", "cli_train", "<root>"},
     "cli_plan": {"errors", "sizes", "config", "cli_machine", "probe", "planner"},
-    "__init__": {"errors", "engine", "schedules"},
+    "__init__": {"errors", "engine", "schedules", "planner"},
     "__main__": {"cli"},
 }
 NEVER: dict[str, set[str]] = {

@@ -17,8 +17,7 @@ from offload.engine.placement import free_host_memory
 from offload.engine.units import find_units
 from offload.errors import BudgetError
 from offload.planner import memory as planning
-from offload.planner.memory import Memory, Room, settle
-from offload.planner.shape import layouts_of
+from offload.planner.memory import Memory, Room, layouts_of, settle
 from offload.sizes import GIB, MIB
 from offload.swapper.residency import Tier
 from offload.swapper.states import State

@@ -17,7 +17,7 @@ from offload.aio._native import crc32c_of_zeros as _crc32c_of_zeros
 from offload.aio.backend import BACKENDS
 from offload.aio.file import DirectFile
 from offload.aio.measure import Bandwidth, bandwidths
-from offload.aio.memory import aligned_empty, huge_page_share, prefer_node, release_pages
+from offload.aio.memory import aligned_empty, huge_page_share, prefer_node, release_pages, resident_bytes
 from offload.aio.queue import File, IoFuture, IoQueue, Priority
 from offload.aio.stripes import StripedFile
 
@@ -41,6 +41,7 @@ __all__ = [
     "huge_page_share",
     "prefer_node",
     "release_pages",
+    "resident_bytes",
 ]
 
 

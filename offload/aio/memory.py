@@ -84,6 +84,17 @@ def huge_page_share(buffer: memoryview) -> float:
     return min(huge / max(len(buffer), 1), 1.0)
 
 
+def resident_bytes(address: int, nbytes: int) -> int:
+    """How many of the bytes from `address` on, mapped by this process, are in RAM, in whole pages. See mincore(2)."""
+    start = address // PAGE * PAGE
+    pages = -(-(address + nbytes - start) // PAGE) if nbytes else 0
+    found = ctypes.create_string_buffer(max(pages, 1))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if pages and libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * PAGE), found):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return found.raw[:pages].count(1) * PAGE
+
+
 _SPAN = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 

@@ -34,6 +34,7 @@ from offload.engine.facts import Facts
 from offload.engine.hooks import inside_backward
 from offload.engine.loader import Loader, to_device
 from offload.engine.looking import Looking
+from offload.engine.memory_report import base_bytes
 from offload.engine.meter import Stepped
 from offload.engine.micro_batches import MicroBatches
 from offload.engine.model_save import Saving, Wanted
@@ -113,6 +114,7 @@ class Engine(Facts):
         parts.arena.give_cache = self._give_cache
         self._looking = Looking(parts)
         self._saving = Saving(module, parts)
+        self._base_bytes = base_bytes(parts)
 
     # -- training -----------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from offload.engine.loader import Loader, check_length, load
+from offload.engine.memory_report import MemoryReport, memory_report
 from offload.engine.micro_batches import MicroBatches
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Choices, Parts
@@ -39,6 +40,8 @@ class Facts:
     _state: TrainingState
     _micro: MicroBatches
     _grad_norm: float | None
+    _base_bytes: int
+    """Resident when the engine began, but for the memory of engines."""
     _clip_once: float | None
     """To what norm the next gradient is clipped, where the user says it."""
 
@@ -241,6 +244,13 @@ class Facts:
         """Bytes read and written so far by the engine."""
         queue = self._parts.queue
         return IoBytes(0, 0) if queue is None else IoBytes(queue.read_bytes, queue.written_bytes)
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes of RAM and of the device by who holds them, in sums that add up; `print` it for the words.
+
+        See `offload.engine.memory_report`.
+        """
+        return memory_report(self._parts, self._base_bytes)
 
     def use_counts(self) -> Counts:
         """How often units were used so far, found on the device, and used otherwise than foreseen."""

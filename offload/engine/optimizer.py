@@ -148,17 +148,23 @@ def from_config(params: Iterable[Any], block: OptimizerBlock) -> Optimizer:
     if block.params.lr is None:
         raise ConfigError('the learning rate is "auto" or absent; give optimizer.params.lr a number')
     settings = block.settings
-    name = {"Adam": ADAM, "AdamW": ADAM}.get(block.type, block.type.lower())
+    given = list(params)
+    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    name = rule_name(block, groups)
     if name == ADAM:
         # DeepSpeed's "Adam" is AdamW too, unless adam_w_mode is false.
         settings["decoupled"] = block.type == "AdamW" or settings["adam_w_mode"]
-    given = list(params)
-    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-    if name == "sgd" and any({**settings, **group}["momentum"] for group in groups):
-        name = "momentum"
     rule = RULES[name]
     defaults = {"lr": block.params.lr, **{key: settings[key] for key in rule.keys if key != "lr"}}
     return Optimizer(groups, defaults, rule)
+
+
+def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)) -> str:
+    """The name of the rule by which the config's block updates such groups."""
+    name = {"Adam": ADAM, "AdamW": ADAM}.get(block.type, block.type.lower())
+    if name == "sgd" and any({**block.settings, **group}["momentum"] for group in groups):
+        return "momentum"
+    return name
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:

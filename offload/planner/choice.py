@@ -69,15 +69,18 @@ def _check_activations(shape: Shape, hardware: Hardware, load: Load, memory: Mem
     need = activations(shape, load)
     have = hardware.ram - memory.host - memory.device if hardware.on_cpu else hardware.gpu_memory - memory.device
     if need > have:
-        one = activations(shape, load._replace(batch=1))
-        most = max(have, 0) // one
-        advice = f"--batch-size {most} fits" if most else "not even one sequence fits: lower --seq-len"
-        if not load.recompute:
-            advice += ", or recompute them (--recompute)"
-        raise BudgetError(
-            f"activations of {load.batch} x {shape.sequence} tokens take {format_size(need)}, beside the budgets "
-            f"{format_size(max(have, 0))} are free; {advice}"
-        )
+        raise _too_long(shape, load, have)
+
+
+def _too_long(shape: Shape, load: Load, have: int) -> BudgetError:
+    most = max(have, 0) // activations(shape, load._replace(batch=1))
+    advice = f"--batch-size {most} fits" if most else "not even one sequence fits: lower --seq-len"
+    if not load.recompute:
+        advice += ", or recompute them (--recompute)"
+    return BudgetError(
+        f"activations of {load.batch} x {shape.sequence} tokens take {format_size(activations(shape, load))}, beside "
+        f"the budgets {format_size(max(have, 0))} are free; {advice}"
+    )
 
 
 def with_host_budget(planned: Planned) -> Planned:
@@ -119,6 +122,9 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     error: Exception | None = None
     found: list[Planned] = []
     for again in (False, True) if recompute is None else (recompute,):
+        if not hardware.on_cpu and activations(shape, load._replace(recompute=again)) > hardware.gpu_memory:
+            error = error or _too_long(shape, load._replace(recompute=again), hardware.gpu_memory)
+            continue
         for weights, states in HOMES:
             if "nvme" in (weights, states) and not hardware.drives:
                 continue

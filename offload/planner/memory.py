@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from offload.config import Config, load_config
 from offload.engine.homes import Partitions, home_nbytes, partitions
-from offload.engine.layout import UnitLayout
-from offload.engine.optimizer import from_config
+from offload.engine.layout import UnitLayout, lay_out
+from offload.engine.optimizer import rule_name
 from offload.engine.placement import Machine, Placement, least_host, place
 from offload.engine.plan import gradient_dtype, mode_of, wanted_slots, wish_of
+from offload.engine.units import Units
 from offload.errors import ConfigError
 from offload.sizes import align_up
 from offload.swapper.residency import Tier
@@ -57,8 +57,12 @@ class Memory(NamedTuple):
     placement: Placement
     slots: int
     notices: tuple[str, ...]
-    least_host: int
-    """Bytes of the smallest host budget that works."""
+    machine: Machine
+
+    @property
+    def least_host(self) -> int:
+        """Bytes of the smallest host budget that works."""
+        return sum(least_host(self.parts, self.mode, wish_of(self.config), self.machine))
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -96,11 +100,21 @@ class Memory(NamedTuple):
         return sum(s.numel for layout in self.layouts for s in layout.segments) * self.mode.weight_dtype.itemsize
 
 
-def settle(layouts: Sequence[UnitLayout], content: Mapping[str, Any], room: Room, accumulation: int = 1) -> Memory:
-    """Decide as `initialize` does. Raises `ConfigError` and `BudgetError`."""
+def layouts_of(model: nn.Module, units: Units, world_size: int = 1) -> tuple[UnitLayout, ...]:
+    """As `initialize` would lay them."""
+    return tuple(
+        lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], world_size)
+        for unit in units.units
+    )
+
+
+def settle(
+    layouts: Sequence[UnitLayout], content: Mapping[str, Any], room: Room, accumulation: int = 1, world_size: int = 1
+) -> Memory:
+    """Decide as `initialize` does on the first of so many ranks. Raises `ConfigError` and `BudgetError`."""
     config = load_config(content)
-    mode = mode_of(config, _rule(config))
-    parts = partitions(layouts, mode, gradient_dtype(config, mode, accumulation), 0, 1)
+    mode = mode_of(config, "adam" if config.optimizer is None else rule_name(config.optimizer))
+    parts = partitions(layouts, mode, gradient_dtype(config, mode, accumulation), 0, world_size)
     wish = wish_of(config)
     machine = Machine(room.host, room.device, room.device == 0, bool(config.drives))
     placement = place(parts, mode, wish, machine)
@@ -118,8 +132,7 @@ def settle(layouts: Sequence[UnitLayout], content: Mapping[str, Any], room: Room
     if slots < 2:
         placement = placement.settled(parts)
         slots = slots if placement.on_disk else 0
-    least = sum(least_host(parts, mode, wish, machine))
-    return Memory(config, mode, tuple(layouts), parts, placement, slots, tuple(notices), least)
+    return Memory(config, mode, tuple(layouts), parts, placement, slots, tuple(notices), machine)
 
 
 def settings(
@@ -134,8 +147,10 @@ def settings(
     accumulation: int = 1,
     paths: Sequence[str] = (PATH,),
 ) -> dict[str, Any]:
-    """A config in DeepSpeed's form, with an AdamW."""
-    block: dict[str, Any] = {"nvme_path": list(paths), "durability": durability}
+    """A config in DeepSpeed's form, with an AdamW. It has paths where something may lie there."""
+    block: dict[str, Any] = {"durability": durability}
+    if "nvme" in (weights, states) or durability == "step":
+        block["nvme_path"] = list(paths)
     if host_memory is not None:
         block["host_memory"] = host_memory
     if device_memory is not None:
@@ -152,16 +167,6 @@ def settings(
         },
         "offload": block,
     }
-
-
-def _rule(config: Config) -> str:
-    """The name of the optimizer's rule."""
-    if config.optimizer is None:
-        return "adam"
-    block = config.optimizer
-    if block.params.lr is None:
-        block = block.model_copy(update={"params": block.params.model_copy(update={"lr": 1e-4})})
-    return from_config([nn.Parameter(torch.empty(1, device="meta"))], block).rule.name
 
 
 def _states(memory: Memory) -> list[Row]:

@@ -9,7 +9,7 @@ from offload.planner.choice import Change, Planned
 from offload.planner.timing import hiding_tokens
 from offload.sizes import format_size
 
-_YEAR = 365.25 * 24 * 3600
+YEAR = 365.25 * 24 * 3600
 _NAMES = {"grad": "gradient", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
 
 
@@ -63,7 +63,7 @@ def as_json(planned: Planned, changes: Sequence[Change], asked: Asked) -> dict[s
             "hiding_tokens": _hiding(planned),
         },
         "run_seconds": None if asked.tokens is None else _rounded(_run_seconds(planned, asked.tokens)),
-        "drive_years": _rounded(_years(planned, asked)),
+        "drive_years": _rounded(years(planned, asked)),
         "changes": [
             {"words": each.words, "seconds": _rounded(each.seconds), "gain": _rounded(each.gain)} for each in changes
         ],
@@ -150,13 +150,13 @@ def _of_drives(planned: Planned, asked: Asked) -> list[str]:
     if timing.moved.written:
         daily = timing.moved.written / timing.seconds * 86400
         line = f"each step writes {format_size(timing.moved.written)}, {daily / 1e12:.1f} TB a day"
-        years = _years(planned, asked)
-        if years is not None:
-            line += f": the drives reach their rated {(asked.endurance or 0) / 1e12:.0f} TB in {_long(years * _YEAR)}"
+        life = years(planned, asked)
+        if life is not None:
+            line += f": the drives reach their rated {(asked.endurance or 0) / 1e12:.0f} TB in {long(life * YEAR)}"
         told.append(line)
     if asked.tokens is not None:
         seconds = _run_seconds(planned, asked.tokens)
-        told.append(f"{asked.tokens:.3g} tokens take {_long(seconds)}, {asked.tokens / timing.tokens:.0f} steps")
+        told.append(f"{asked.tokens:.3g} tokens take {long(seconds)}, {asked.tokens / timing.tokens:.0f} steps")
     return told
 
 
@@ -176,17 +176,19 @@ def _run_seconds(planned: Planned, tokens: int) -> float:
     return tokens / planned.timing.tokens_per_second
 
 
-def _years(planned: Planned, asked: Asked) -> float | None:
+def years(planned: Planned, asked: Asked) -> float | None:
+    """Until the drives have been written what they are rated for; None where nobody knows, or nothing is written."""
     written = planned.timing.moved.written / planned.timing.seconds
-    return None if asked.endurance is None or not written else asked.endurance / written / _YEAR
+    return None if asked.endurance is None or not written else asked.endurance / written / YEAR
 
 
 def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.1f} ms"
 
 
-def _long(seconds: float) -> str:
-    for name, size in (("years", _YEAR), ("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+def long(seconds: float) -> str:
+    """Seconds in words, of the largest unit of which there are two."""
+    for name, size in (("years", YEAR), ("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {name}"
     return f"{seconds:.0f} seconds"

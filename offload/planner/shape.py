@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from offload.engine.layout import UnitLayout, lay_out
-from offload.engine.units import Units, find_units
+from offload.engine.units import find_units
 from offload.errors import ConfigError
+from offload.planner.memory import layouts_of
 from offload.presets import PRESETS, check_name, require_transformers
 
 _VOCABULARY = 32000
@@ -130,14 +131,6 @@ def _config(transformers: Any, name: str) -> Any:
     config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
     config.get_text_config().use_cache = False
     return config
-
-
-def layouts_of(model: nn.Module, units: Units, world_size: int = 1) -> tuple[UnitLayout, ...]:
-    """As `initialize` would lay them."""
-    return tuple(
-        lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], world_size)
-        for unit in units.units
-    )
 
 
 def of_model(model: nn.Module, name: str, sequence: int, named: Sequence[str] = ()) -> Shape:

@@ -13,6 +13,7 @@ from offload.engine.forecast import lease_budgets, limits, unit_sizes, update_co
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.shape import Shape
+from offload.sizes import MIB
 from offload.swapper import simulate_machine
 from offload.swapper.residency import Tier
 from offload.swapper.simulate import Simulation, simulate
@@ -23,7 +24,9 @@ from offload.swapper.states import State
 
 _NEAR = 1.05
 """Of a bound: a step within it has reached it."""
-_TILES_OF_A_UNIT = 24
+_LIBRARIES = 32 * MIB
+"""That come with the first step, and stacks of threads."""
+_TILES_OF_A_UNIT = 16
 """Played at most, for the time that playing takes."""
 
 
@@ -105,7 +108,7 @@ def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
         hardware.read,
         hardware.written,
         hardware.upload,
-        hardware.device_optimizer if on_device else hardware.optimizer,
+        hardware.device_optimizer if on_device and not hardware.on_cpu else hardware.optimizer,
         hardware.on_cpu,
     )
 
@@ -249,7 +252,14 @@ def activations(shape: Shape, load: Load) -> int:
 
 
 def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int:
-    """Bytes of RAM above what the process has before: the host arena, and where the CPU computes all of its own."""
+    """Bytes of RAM above what the process has before: the host arena, and where the CPU computes all of its own.
+
+    There the arena has what was touched: not the tiles, where states are updated in their homes. Beside activations
+    torch has a gradient, and of a layer's weights a copy in the order in which its products want them.
+    """
     if not hardware.on_cpu:
-        return memory.host
-    return memory.host + memory.device + activations(shape, load) + memory.parts.largest_gradient
+        return memory.host  # pinned at the start, all of it
+    touched = memory.host - (0 if memory.slots or memory.spilled else memory.placement.classes.tiles)
+    parts = memory.parts
+    beside = parts.largest_gradient + parts.largest_unit + _LIBRARIES
+    return touched + memory.device + activations(shape, load) + beside

@@ -141,6 +141,16 @@ class HostArena:
         return align_up(max(self.nbytes, 1))
 
     @property
+    def address(self) -> int:
+        """Where its memory begins; it is all in one piece."""
+        return self._mapping.bytes.data_ptr() + self._start
+
+    @property
+    def regions(self) -> dict[str, Region]:
+        """Its classes by name; weights and their cache are one."""
+        return {name: getattr(self, name) for name in ("tiles", "weights", "gradients", "homes", "staging")}
+
+    @property
     def pinned_bytes(self) -> int:
         """Of the whole mapping that the arena lies in; see `Device.register`."""
         return self._mapping.pinned_bytes
@@ -172,6 +182,12 @@ class HostMemory:
         """What the engines that are there cannot do without: their parts of the budget less their caches."""
         with self._lock:
             return sum(arena.nbytes - arena.classes.cache for arena in self._arenas)
+
+    @property
+    def arenas(self) -> tuple[HostArena, ...]:
+        """Those of the engines that are there."""
+        with self._lock:
+            return tuple(self._arenas)
 
     def _take(self, nbytes: int, device: Device, budget: int | None) -> tuple[Mapping, int]:
         """Room for an arena: in what is mapped and free, else newly mapped. Caches of others give what is needed."""

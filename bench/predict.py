@@ -1,0 +1,169 @@
+"""Predicted against measured: seconds of a step and peak RSS, in four placements: `python -m bench.predict FOLDER`.
+
+Each round probes the machine, times forward and backward of the plain model, and trains in each placement in turn, each
+in a process of its own. Two predictions stand beside the median of what was measured: by the probe alone, and with
+the plain model's compute in place of the probe's (which leaves what `offload plan` says of paging). Bars: 10 % of the
+seconds, 5 % of the peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import offload
+from bench.measure import report
+from offload.engine.placement import free_host_memory
+from offload.planner import choice, memory
+from offload.planner.hardware import Hardware, probed
+from offload.planner.shape import Shape, from_name
+from offload.planner.timing import Load, backward, forward
+from offload.presets import build
+from offload.probe import probe
+
+PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
+_UNCOUNTED = 2
+"""Steps of each run: the first records the order of uses, the second has no update beside it yet."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", default="gpt2-small")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=4, help="that count, of each run")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--placements", default=" ".join("/".join(homes) for homes in PLACEMENTS))
+    given = parser.parse_args(arguments)
+    shape, load = from_name(given.model, given.seq_len), Load(given.batch_size)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in given.placements.split()}
+    for _ in range(given.rounds):
+        found = probe([str(given.folder)], "cpu")
+        plain = _apart(_compute, given.model, given.batch_size, given.seq_len, given.steps)
+        for name, done in runs.items():
+            weights, states = name.split("/")
+            done.append(_run(given, shape, load, (weights, states), probed(found, free_host_memory()), plain))
+    for name, of in runs.items():
+        report("predict", {"model": given.model, "placement": name, "tokens": load.tokens(shape), **_summary(of)})
+
+
+def _run(
+    given: argparse.Namespace, shape: Shape, load: Load, homes: tuple[str, str], hardware: Hardware, plain: float
+) -> dict[str, Any]:
+    """One placement: predicted twice, and measured."""
+    content = memory.settings(*homes, batch=given.batch_size, paths=[str(given.folder)])
+    content["offload"] |= {"device": "cpu", "run": "bench-predict", "durability": "auto"}
+    by_probe = choice.plan(shape, hardware, load, content)
+    passes = forward(shape, hardware, load.batch)
+    nothing = [0] * len(shape.layouts)  # of the model alone: without gradients on their way
+    compute = sum(each.seconds for each in (*passes, *backward(passes, nothing, hardware, False)))
+    scale = compute / plain
+    by_model = choice.plan(
+        shape,
+        hardware._replace(matmul=hardware.matmul * scale, elementwise=hardware.elementwise * scale),
+        load,
+        content,
+    )
+    measured = _apart(_train, given.model, given.batch_size, given.seq_len, given.steps, content)
+    return {
+        **measured,
+        "compute": plain,
+        "probed_compute": compute,
+        "by_probe": by_probe.timing.seconds,
+        "by_model": by_model.timing.seconds,
+        "predicted_peak": by_model.host_peak,
+        "predicted_budgets": by_model.memory.host + by_model.memory.device,
+    }
+
+
+def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    def median(name: str) -> float:
+        return statistics.median(run[name] for run in runs)
+
+    def ratio(name: str, of: str) -> float:
+        return statistics.median(run[name] / run[of] for run in runs)
+
+    return {
+        "seconds": median("seconds"),
+        "spread": [round(min(r["seconds"] for r in runs), 3), round(max(r["seconds"] for r in runs), 3)],
+        "plain_compute": median("compute"),
+        "probed_compute": median("probed_compute"),
+        "predicted_by_probe": median("by_probe"),
+        "predicted_by_model": median("by_model"),
+        "by_probe_over_measured": ratio("by_probe", "seconds"),
+        "by_model_over_measured": ratio("by_model", "seconds"),
+        "peak": int(median("peak")),
+        "predicted_peak": int(median("predicted_peak")),
+        "peak_over_measured": ratio("predicted_peak", "peak"),
+        "budgets_as_planned": all(run["budgets"] == run["predicted_budgets"] for run in runs),
+    }
+
+
+# -- in a process of its own --------------------------------------------------------------------------
+
+
+def _apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    context = multiprocessing.get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(send, function, arguments))
+    process.start()
+    send.close()
+    result = receive.recv()
+    process.join()
+    return result
+
+
+def _send(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    pipe.send(function(*arguments))
+
+
+def _ids(model: Any, batch: int, length: int) -> torch.Tensor:
+    return torch.randint(model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def _compute(name: str, batch: int, length: int, steps: int) -> float:
+    """Seconds of a forward and a backward of the plain model in bf16: the median."""
+    model = build(name).to(torch.bfloat16)
+    ids, taken = _ids(model, batch, length), []
+    for _ in range(steps + 1):
+        start = time.perf_counter()
+        model(input_ids=ids, labels=ids).loss.backward()
+        taken.append(time.perf_counter() - start)
+        model.zero_grad()
+    return statistics.median(taken[1:])
+
+
+def _peak() -> int:
+    """Of this process alone: `ru_maxrss` begins with that of the process that started it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
+
+def _train(name: str, batch: int, length: int, steps: int, content: dict[str, Any]) -> dict[str, Any]:
+    with offload.init(content):
+        model = build(name)
+    base = psutil.Process().memory_info().rss
+    engine = offload.initialize(model=model, config=content)[0]
+    ids, taken = _ids(model, batch, length), []
+    for _ in range(_UNCOUNTED + steps):
+        start = time.perf_counter()
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        taken.append(time.perf_counter() - start)
+    peak = _peak()
+    budgets = engine.host_memory + engine.device_memory
+    engine.destroy(remove=True)
+    return {"seconds": statistics.median(taken[_UNCOUNTED:]), "peak": peak - base, "budgets": budgets}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""`python -m offload.planner.table` writes docs/guides/plan-table.md: three models on three GPUs, planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from offload.errors import BudgetError
+from offload.planner import choice, report
+from offload.planner.choice import Planned
+from offload.planner.hardware import Hardware, described, parse_drive
+from offload.planner.shape import from_count
+from offload.planner.timing import Load
+from offload.sizes import GIB, format_size
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "plan-table.md"
+
+MODELS = ((13, 40), (30, 60), (70, 80))
+_GPUS = (("RTX 4090", 60e9), ("A100 80GB", 150e9), ("H200", 250e9))
+"""And the bandwidth of the host's memory beside each."""
+_DRIVE, _TBW, _RAM = "7GB/s,5GB/s,4TB", 2400e12, 128 * GIB
+_SEQUENCE, _ACCUMULATION = 2048, 8
+_BATCHES = (16, 8, 4, 2, 1)
+
+_RATED = f"{_TBW / 1e12:.0f} TB"
+_HEAD = f"""# Three models on three GPUs
+
+Predictions of `offload plan`, made by `python -m offload.planner.table`; nothing here was measured. One GPU,
+{_RAM // GIB} GiB of RAM, drives that read 7 and write 5 GB/s, have 4 TB each and are rated for {_RATED} written.
+bf16, AdamW, every step durable where there are swap files. A step has {_ACCUMULATION} micro-batches, each of the
+largest power of two of sequences of {_SEQUENCE} tokens that fits, up to {_BATCHES[0]}. "drive life" is until all
+drives have been written what they are rated for, training day and night.
+
+Assumed: matrix products reach half of the published speed, other work 70 % of the GPU's memory bandwidth, host memory
+60, 150 and 250 GB/s beside the three GPUs. [How to read a plan](plan.md).
+
+| model | GPU | drives | homes (weights, states) | micro-batch | host | disk | step | tokens/s | limit | drive life |
+|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def document() -> str:
+    """The page."""
+    return _HEAD + "".join(f"{row}\n" for model in MODELS for row in rows(*model))
+
+
+def rows(billions: int, layers: int) -> list[str]:
+    """Those of one model."""
+    return [_row(billions, layers, *gpu, drives) for gpu in _GPUS for drives in (1, 4)]
+
+
+def machine(gpu: str, bandwidth: float, drives: int) -> Hardware:
+    """One of the table's."""
+    return described(gpu, _RAM, [parse_drive(_DRIVE)] * drives, bandwidth)
+
+
+def _row(billions: int, layers: int, gpu: str, bandwidth: float, drives: int) -> str:
+    planned = _largest(billions, layers, machine(gpu, bandwidth, drives))
+    memory, timing = planned.memory, planned.timing
+    zero = memory.config.zero_optimization
+    years = report.years(planned, report.Asked(endurance=int(_TBW * drives)))
+    cells = (
+        f"{billions}B",
+        gpu,
+        str(drives),
+        f"{zero.offload_param.device}, {zero.offload_optimizer.device}",
+        f"{planned.load.batch} x {_SEQUENCE}",
+        format_size(memory.host),
+        format_size(memory.stored + memory.spilled),
+        f"{timing.seconds:.0f} s",
+        f"{timing.tokens_per_second:.0f}",
+        timing.limit,
+        "" if years is None else report.long(years * report.YEAR),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _largest(billions: int, layers: int, hardware: Hardware) -> Planned:
+    """With the largest micro-batch that fits."""
+    shape = from_count(billions * 10**9, layers, _SEQUENCE)
+    for batch in _BATCHES:
+        try:
+            return choice.choose(shape, hardware, Load(batch, _ACCUMULATION), None)
+        except BudgetError:
+            if batch == _BATCHES[-1]:
+                raise
+    raise AssertionError("unreachable")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(document(), encoding="utf-8")

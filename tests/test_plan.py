@@ -1,0 +1,251 @@
+"""`offload plan`: from a model and a machine in words to bytes, seconds, advice and a config that a run can take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+import offload
+from offload.cli import app
+from offload.errors import BudgetError, ConfigError
+from offload.planner import ask, choice, hardware, memory, timing
+from offload.planner.hardware import Hardware, described, find_gpu, parse_drive
+from offload.planner.shape import Shape, from_count, from_name
+from offload.planner.timing import Load
+from offload.sizes import GIB, parse_size
+
+MACHINE = ("--gpu", "24GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")
+COUNT = ("--parameters", "13B", "--layers", "40")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def found(*arguments: str) -> dict[str, Any]:
+    done = run(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def shape() -> Shape:
+    return from_count(13 * 10**9, 40, 2048)
+
+
+def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> choice.Planned:
+    return choice.plan(shape, machine, load, memory.settings(**options))
+
+
+# -- the command --------------------------------------------------------------------------------------
+
+
+def test_a_described_machine_needs_nothing_but_words() -> None:
+    told = found(*COUNT, *MACHINE, "--tokens", "1B", "--tbw", "1200TB")
+    *rows, total = told["tiers"]
+    for tier in ("device", "host", "disk"):
+        assert sum(row[tier] for row in rows) == total[tier]
+    assert (total["host"], total["device"], total["disk"]) == (told["host_memory"], told["device_memory"], told["disk"])
+    assert told["model"]["parameters"] == 13 * 10**9
+    assert told["disk"] == pytest.approx(24 * 13e9, rel=0.001), "two slots"
+    assert told["least_host_memory"] < told["host_memory"] < 64 * GIB
+    step = told["step"]
+    assert step["limit"] == "NVMe" and step["seconds"] > step["compute_seconds"]
+    assert step["written_bytes"] == pytest.approx(12 * 13e9, rel=0.001)
+    assert told["run_seconds"] == pytest.approx(1e9 / step["tokens_per_second"], rel=0.001)
+    steps = 1200e12 / step["written_bytes"]
+    assert told["drive_years"] * 365.25 * 86400 == pytest.approx(steps * step["seconds"], rel=1e-3)
+    assert any("RTX 3090" in words for words in told["machine"]["assumed"])
+    assert told["changes"] == sorted(told["changes"], key=lambda change: -change["gain"])
+
+
+def test_words() -> None:
+    done = run(*COUNT, *MACHINE, "--tokens", "1B", "--tbw", "1200TB")
+    assert done.exit_code == 0, done.output
+    for words in ("weights on", "tiles of the optimizer", "least that works", "NVMe limits", "what to change first"):
+        assert words in done.stdout
+    assert "assumed:" in done.stdout and "1e+09 tokens take" in done.stdout and "rated 1200 TB" in done.stdout
+
+
+def test_help_has_an_example() -> None:
+    for command in ("plan", "probe"):
+        done = CliRunner().invoke(app, [command, "--help"])
+        assert done.exit_code == 0 and f"Example: offload {command}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "not probed"),
+        (MACHINE, "expected a model"),
+        ((*MACHINE, "--parameters", "13B"), "expected a model"),
+        ((*MACHINE, *COUNT, "--model", "llama-1b"), "not both"),
+        ((*MACHINE, "--model", "lama-1b"), "did you mean llama-1b"),
+        ((*COUNT, "--gpu", "9000XT"), "there is no GPU"),
+        ((*COUNT, "--gpu", "24GB", "--drive", "fast"), "expected a size"),
+        ((*COUNT, "--gpu", "24GB", "--nvme-path", "/x"), "describe drives by --drive"),
+        ((*COUNT, *MACHINE, "--batch-size", "0"), "at least 1"),
+        ((*COUNT, *MACHINE, "--batch-size", "4096"), "--batch-size"),
+        ((*COUNT, *MACHINE, "--dtype", "int4"), "there is no dtype"),
+        ((*COUNT, *MACHINE, "--config", "/none/such.json"), "cannot read the config"),
+        ((*COUNT, *MACHINE, "--write", "/none/such/file.json"), "there is no folder"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: tuple[str, ...], words: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2 and words in done.output, done.output
+
+
+def test_the_written_config_holds_what_the_plan_says(tmp_path: Path) -> None:
+    folder, target = tmp_path / "model", tmp_path / "ds_config.json"
+    shape = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=512
+    )
+    shape.save_pretrained(folder)
+    told = found("--model", str(folder), *MACHINE, "--seq-len", "64", "--write", str(target))
+    content = json.loads(target.read_text())
+    assert run("--model", str(folder), *MACHINE, "--write", str(target)).exit_code == 2, "it is not written over"
+    content["offload"] |= {"nvme_path": str(tmp_path), "device": "cpu"}
+    with offload.init(content):
+        model = transformers.LlamaForCausalLM(shape)
+    engine = offload.initialize(model=model, config=content)[0]
+    try:
+        assert engine.parameter_count == told["model"]["parameters"]
+        assert engine.device_memory == told["device_memory"]
+        assert engine.host_memory <= told["host_memory"], "no staging where the device is the CPU"
+    finally:
+        engine.destroy(remove=True)
+
+
+def test_a_config_is_planned_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    content = memory.settings("cpu", "nvme", durability="none", accumulation=3, batch=2)
+    file.write_text(json.dumps(content))
+    told = found(*COUNT, *MACHINE, "--config", str(file), "--seq-len", "512", "--recompute")
+    assert told["slots"] == 1 and told["config"] == content
+    assert told["step"]["tokens"] == 3 * 2 * 512
+
+
+# -- time ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [(13, 40), (70, 80)])
+def test_a_step_on_drives_is_what_the_formula_says(layers: tuple[int, int]) -> None:
+    shape = from_count(layers[0] * 10**9, layers[1], 2048)
+    machine = described("RTX 4090", 256 * GIB, [parse_drive("7GB/s,4GB/s")])
+    planned = plan(shape, machine, Load(1, 1, True))
+    assert planned.timing.limit == "NVMe"
+    assert planned.timing.seconds == pytest.approx(planned.timing.formula_seconds, rel=0.06)
+
+
+def test_with_all_in_memory_compute_is_all_there_is(shape: Shape) -> None:
+    machine = described("H200", 2048 * GIB)._replace(gpu_memory=1024 * GIB)
+    planned = plan(shape, machine, Load(8), weights="none", states="none")
+    assert planned.timing.limit == "compute"
+    assert planned.timing.compute_seconds <= planned.timing.seconds <= 1.05 * planned.timing.compute_seconds
+    assert planned.timing.moved.read == planned.timing.moved.written == 0
+
+
+def test_faster_parts_never_make_a_step_slower(shape: Shape) -> None:
+    machine = described("RTX 4090", 64 * GIB, [parse_drive("3GB/s")], memory=40e9)
+    before = plan(shape, machine, Load(2, 1, True)).timing.seconds
+    for name in ("matmul", "elementwise", "upload", "download", "optimizer", "gradient"):
+        faster = machine._replace(**{name: 2 * getattr(machine, name)})
+        assert plan(shape, faster, Load(2, 1, True)).timing.seconds <= before * 1.001, name
+    drives = machine._replace(drives=machine.drives * 2)
+    assert plan(shape, drives, Load(2, 1, True)).timing.seconds < 0.6 * before
+
+
+def test_tokens_that_hide_are_the_least_that_do(shape: Shape) -> None:
+    machine = described("RTX 4090", 64 * GIB, [parse_drive("14GB/s")])._replace(gpu_memory=1 << 50)
+    planned = plan(shape, machine, Load(1, 1, True), host_memory=50 * GIB)
+    tokens = timing.hiding_tokens(planned.memory, shape, machine, planned.load)
+    assert tokens is not None and tokens % shape.sequence == 0
+    batch = tokens // shape.sequence
+    for sequences, hidden in ((batch, True), (batch // 2, False)):
+        at = plan(shape, machine, Load(sequences, 1, True), host_memory=50 * GIB).timing
+        assert (at.formula_seconds <= 1.05 * at.compute_seconds) is hidden
+        assert (at.seconds <= 1.08 * at.compute_seconds) is hidden
+
+
+def test_the_optimizer_on_a_cpu_takes_cores(shape: Shape) -> None:
+    machine = described("RTX 4090", 1024 * GIB)._replace(gpu_memory=0)
+    planned = plan(from_count(10**9, 16, 512), machine, Load(1), weights="none", states="none")
+    kernel = 10**9 / machine.optimizer
+    assert planned.timing.seconds == pytest.approx(planned.timing.compute_seconds + kernel, rel=0.02)
+
+
+def test_advice_is_a_prediction_of_its_own(shape: Shape) -> None:
+    machine = described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s")])
+    planned = choice.choose(shape, machine, Load(1), None)
+    found = {change.words: change for change in choice.changes(planned)}
+    many = planned.load._replace(accumulation=4)
+    again = choice.plan(shape, machine, many, planned.content)
+    assert found["4 micro-batches a step"].seconds == again.timing.seconds
+    assert all(change.gain >= 1.05 for change in found.values())
+
+
+def test_what_fits_in_memory_stays_there() -> None:
+    small = from_count(10**9, 24, 1024)
+    homes = [
+        choice.choose(small, described("A100 80GB", ram, [parse_drive("7GB/s")]), Load(1), None).memory.placement
+        for ram in (64 * GIB, 4 * GIB)
+    ]
+    assert not homes[0].on_disk
+
+
+def test_no_drive_no_homes_there(shape: Shape) -> None:
+    machine = described("RTX 4090", 64 * GIB)._replace(drives=())
+    with pytest.raises(BudgetError):
+        choice.choose(shape, machine, Load(1), None)
+    with pytest.raises(ConfigError, match="no drive"):
+        plan(shape, machine, Load(1, 1, True))
+
+
+# -- the machine and the model ------------------------------------------------------------------------
+
+
+def test_machines_in_words() -> None:
+    assert find_gpu("4090")[0].name == "RTX 4090" and find_gpu("4090")[1] is None
+    assert find_gpu("a100-80gb")[0].memory == 80 * GIB and find_gpu("A100")[0].memory == 80 * GIB
+    assert find_gpu("16GB")[0].memory == 16 * GIB and "as fast as" in (find_gpu("16GB")[1] or "")
+    drive = parse_drive("7GB/s,5GB/s,2TB")
+    assert (drive.read, drive.write, drive.free) == (7e9, 5e9, parse_size("2TB"))
+    assert parse_drive("3GB/s").write == 3e9
+    with pytest.raises(ConfigError, match="expected a drive"):
+        parse_drive("1,2,3,4")
+
+
+def test_reads_and_writes_at_once_take_what_was_measured() -> None:
+    for read, write, mixed in ((2.5e9, 4.7e9, 2.5e9), (7e9, 5e9, 9e9), (3e9, 3e9, 2e9)):
+        machine = described("H200")._replace(drives=(hardware.Drive("x", read, write, mixed),))
+        assert 1 / machine.read + 1 / machine.written == pytest.approx(2 / mixed)
+
+
+def test_a_count_is_near_the_model_of_that_size() -> None:
+    real = from_name("llama-7b", 256)
+    counted = from_count(real.parameters, 32, 256)
+    assert counted.parameters == real.parameters
+
+    def total(shape: Shape, name: str) -> float:
+        return sum(getattr(use, name) for use in shape.uses)
+
+    assert total(counted, "flops") == pytest.approx(total(real, "flops"), rel=0.05)
+    for name in ("nbytes", "saved", "boundary"):
+        assert total(counted, name) == pytest.approx(total(real, name), rel=0.2), name
+
+
+def test_smart_tells_what_a_drive_is_rated_for() -> None:
+    log = {"percentage_used": 5, "data_units_written": 2_000_000}
+    assert ask.rated_bytes({"nvme_smart_health_information_log": log}) == 20 * 2_000_000 * 512_000
+    assert ask.rated_bytes({"nvme_smart_health_information_log": log | {"percentage_used": 0}}) is None
