@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from offload.engine.parts import Choices, Parts
 from offload.engine.training_state import TrainingState
 from offload.errors import UsageError
 from offload.swapper.pager import Counts
+from offload.swapper.store import DriveWrites
 
 
 class IoBytes(NamedTuple):
@@ -241,6 +242,19 @@ class Facts:
         """Bytes read and written so far by the engine."""
         queue = self._parts.queue
         return IoBytes(0, 0) if queue is None else IoBytes(queue.read_bytes, queue.written_bytes)
+
+    def drive_writes(self) -> tuple[DriveWrites, ...]:
+        """What this rank has written to each drive: in this process, and in all of the run's that it goes on with."""
+        return self._parts.written.drives()
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """Numbers of the last step, by the names of guides/monitor.md; empty where none were asked for.
+
+        `wall_clock_breakdown` asks for all of them, on the first rank.
+        """
+        meter = self._parts.meter
+        return {} if meter is None or meter.last is None else meter.last.values
 
     def use_counts(self) -> Counts:
         """How often units were used so far, found on the device, and used otherwise than foreseen."""
