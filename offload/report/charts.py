@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
-POINTS = 360
+POINTS = 240
 """The most that a chart shows."""
-_WIDTH, _HEIGHT = 720, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 10, 26
+_WIDTH, _HEIGHT = 400, 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 10, 26
 
 Values = Sequence[float | None]
 
@@ -54,6 +54,12 @@ def seconds_unit(most: float) -> Unit:
 def bytes_unit(most: float) -> Unit:
     power = min(int(math.log(most, 1024)), 5) if most >= 1024 else 0
     return Unit(("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")[power], 1024.0**power)
+
+
+def decimal_unit(most: float) -> Unit:
+    """Of bytes, where drives' life is meant."""
+    named = (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6))
+    return next((Unit(*each) for each in named if most >= each[1]), Unit("kB", 1e3))
 
 
 def rate_unit(most: float) -> Unit:
@@ -101,7 +107,7 @@ def say(value: float) -> str:
 class _Axes:
     """A frame with round numbers at its sides, and where values lie in it."""
 
-    def __init__(self, first: int, last: int, low: float, high: float) -> None:
+    def __init__(self, first: float, last: float, low: float, high: float) -> None:
         self.marks = ticks(low, high)
         self._first, self._last = first, last
         self._low, self._high = self.marks[0], self.marks[-1]
@@ -114,8 +120,8 @@ class _Axes:
         share = (value - self._low) / (self._high - self._low)
         return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
 
-    def frame(self, resumed: Sequence[int]) -> str:
-        """Lines at round values, steps below, and a mark where a run was resumed."""
+    def frame(self) -> str:
+        """Lines at round values, and steps below."""
         parts = []
         for mark in self.marks:
             y = self.y(mark)
@@ -124,21 +130,24 @@ class _Axes:
         for mark in _steps(self._first, self._last):
             x = self.x(mark)
             parts.append(f'<text class="tick" x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{mark:,}</text>')
-        for step in resumed:
-            if self._first < step <= self._last:
-                x = self.x(step)
-                parts.append(
-                    f'<line class="resumed" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}">'
-                    f"<title>resumed: step {step:,} is the first of another process</title></line>"
-                )
+        return "".join(parts)
+
+    def resumed(self, steps: Sequence[int]) -> str:
+        """Marks where a run went on in another process."""
+        parts = []
+        for x in (self.x(step) for step in steps if self._first < step <= self._last):
+            parts.append(
+                f'<line class="resumed" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}">'
+                f"<title>resumed here</title></line>"
+            )
         return "".join(parts)
 
 
-def _steps(first: int, last: int) -> list[int]:
+def _steps(first: float, last: float) -> list[int]:
     """Steps to name below a chart."""
-    if last - first < 6:
-        return list(range(first, last + 1))
-    return [int(each) for each in ticks(first, last, 6) if first <= each <= last and each == int(each)]
+    if last - first < 7:
+        return list(range(math.ceil(first), math.floor(last) + 1))
+    return [int(each) for each in ticks(first, last, 4) if first <= each <= last and each == int(each)]
 
 
 def lines(
@@ -164,20 +173,19 @@ def lines(
     low, high = (min(0.0, *every) if zero else min(every)), max(every)
     used = unit(max(abs(low), abs(high)))
     axes = _Axes(steps[0], steps[-1], low / used.size, high / used.size)
-    body = [axes.frame(resumed)]
+    body = [axes.frame(), axes.resumed(resumed)]
     for name, value in bounds:
         y = axes.y(value / used.size)
         body.append(f'<line class="bound" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        body.append(
-            f'<text class="tick" x="{_WIDTH - _RIGHT - 4}" y="{y - 4:.1f}" text-anchor="end">{escape(name)}</text>'
-        )
+        place = f'x="{_WIDTH - _RIGHT - 4}" y="{y - 4:.1f}" text-anchor="end"'
+        body.append(f'<text class="tick label" {place}>{escape(name)}</text>')
     for each, row in zip(drawn, shown, strict=True):
         body += _line(axes, each, row, used)
     missing = sum(value is None for value in drawn[0].values)
     if missing and not note:
-        note = f"{missing:,} of {len(steps):,} steps have no finite value."
+        note = f"{missing:,} of {len(steps):,} steps have no finite value"
     rows = [[None if p.mean is None else say(p.mean / used.size) + _range(p, used) for p in row] for row in shown]
-    return _figure(title, used, drawn, "".join(body), axes, shown[0], rows, _bucketed(steps, note, band=True))
+    return _figure(title, used, drawn, "".join(body), axes, shown[0], rows, note)
 
 
 def _range(point: Point, unit: Unit) -> str:
@@ -231,19 +239,20 @@ def stack(
     shown = [points(steps, each.values) for each in drawn]
     tops = [sum(row[index].mean or 0.0 for row in shown) for index in range(len(shown[0]))]
     used = unit(max(tops))
-    axes = _Axes(steps[0], steps[-1], 0.0, max(tops) / used.size)
+    half = (steps[-1] - steps[0] + 1) / len(shown[0]) / 2  # room for the first and the last column
+    axes = _Axes(steps[0] - half, steps[-1] + half, 0.0, max(tops) / used.size)
     width = min((_WIDTH - _LEFT - _RIGHT) / len(shown[0]), 48.0)
     inner = _Columns(axes, shown[0], width)
-    body = [axes.frame(()) if len(steps) > 1 else axes.frame(())]
+    body = [axes.frame()]
     below = [0.0] * len(shown[0])
     for each, row in zip(drawn, shown, strict=True):
         above = [under + (point.mean or 0.0) / used.size for under, point in zip(below, row, strict=True)]
         path = inner.path(below, above)
         body.append(f'<path class="area" style="--c: var({each.color})" d="{path}"/>')
         below = above
-    body.append(axes.frame(resumed) if resumed else "")
+    body.append(axes.resumed(resumed))
     rows = [[None if p.mean is None else say(p.mean / used.size) for p in row] for row in shown]
-    return _figure(title, used, drawn, "".join(body), axes, shown[0], rows, _bucketed(steps, note, band=False))
+    return _figure(title, used, drawn, "".join(body), axes, shown[0], rows, note)
 
 
 class _Columns:
@@ -261,13 +270,6 @@ class _Columns:
                 top, bottom = self._axes.y(high), self._axes.y(low)
                 parts.append(f"M{left:.1f} {bottom:.2f}V{top:.2f}H{right:.1f}V{bottom:.2f}z")
         return "".join(parts)
-
-
-def _bucketed(steps: Sequence[int], note: str, band: bool) -> str:
-    if len(steps) <= POINTS:
-        return note
-    how = "the line is their mean, the band their least and most" if band else "the column is their mean"
-    return f"Each point is about {len(steps) / POINTS:,.0f} steps: {how}. {note}".strip()
 
 
 def _figure(

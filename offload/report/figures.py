@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from offload.report.endurance import foresee
@@ -21,7 +22,7 @@ PREDICTED: Mapping[str, str] = {
 
 
 def figures(log: Log) -> dict[str, Any]:
-    """All of it, as JSON: seconds and bytes; medians leave out the first step of each process, which reads on demand."""
+    """All of it, as JSON, in seconds and bytes; medians are without the first step of each process."""
     steady = _steady(log)
     by = bound(_numbers(steady))
     about = {name: value for name, value in log.about.items() if name != "predicted"}
@@ -117,9 +118,9 @@ def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, A
     found = []
     for path, so_far in rows[-1].items():
         known = [row[path] for row in rows if isinstance(row.get(path), int | float)]
-        grown = [after - before for before, after in zip(known[:-1], known[1:], strict=True) if after >= before]
-        a_step = statistics.median(grown) if grown else 0
-        use = foresee(path, so_far, a_step, left, tbw if isinstance(tbw, int | float) else None)
+        grown = [after - before for before, after in pairwise(known) if after >= before]
+        a_step = statistics.median(grown) if grown else None
+        use = foresee(path, so_far, a_step or 0, left, tbw if isinstance(tbw, int | float) else None)
         found.append({**use._asdict(), "step_bytes": a_step, "share": use.share})
     return found
 

@@ -62,7 +62,7 @@ def read_log(path: Path) -> Log:
             abouts.append((step, values["about"]))
     if not found:
         raise ConfigError(
-            f"{path} has no step: expected a JSON object a line with a number step, as `offload train --log FILE` writes"
+            f"{path} has no step of a run: expected a JSON object a line, as `offload train --log FILE` writes"
         )
     return Log(path, tuple(found.values()), tuple(abouts), torn, again)
 

@@ -20,9 +20,11 @@ header p, .note, footer { color: var(--soft) } header p { margin: 0; overflow-wr
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; margin: 22px 0 0 }
 .tiles div, figure, .wide:not(figure) { background: var(--card); border: 1px solid var(--rule); border-radius: 8px }
 .tiles div { padding: 12px 14px } dt { color: var(--soft); font-size: 13px } dd { margin: 0; font-size: 20px;
-  font-weight: 600; font-variant-numeric: tabular-nums } dd.sub { font-size: 13px; font-weight: 400; color: var(--soft) }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 14px }
-.wide { grid-column: 1 / -1 } div.wide, p.wide { padding: 12px 16px; margin: 0; overflow-x: auto } div.wide p { margin: 0 0 8px }
+  font-weight: 600; font-variant-numeric: tabular-nums }
+dd.sub { font-size: 13px; font-weight: 400; color: var(--soft) }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); gap: 14px }
+.wide { grid-column: 1 / -1 } div.wide, p.wide { padding: 12px 16px; margin: 0; overflow-x: auto }
+div.wide p { margin: 0 0 8px }
 figure { margin: 0; padding: 12px 14px 8px; min-width: 0 } figcaption { font-weight: 600 }
 svg { display: block; width: 100%; height: auto; margin-top: 4px; overflow: visible }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 14px; margin: 4px 0 0; padding: 0; font-size: 13px;
@@ -33,6 +35,7 @@ svg { display: block; width: 100%; height: auto; margin-top: 4px; overflow: visi
 .grid { stroke: var(--rule) } .tick { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums }
 .line { fill: none; stroke: var(--c); stroke-width: 1.8; stroke-linejoin: round } .dot { fill: var(--c) }
 .band { fill: var(--c); opacity: .2 } .area, .span { fill: var(--c) } .span { opacity: .85 }
+.label { paint-order: stroke; stroke: var(--card); stroke-width: 4px }
 .bound { stroke: var(--soft); stroke-dasharray: 2 3 } .resumed { stroke: var(--soft); stroke-dasharray: 5 4 }
 .cursor { stroke: var(--ink); opacity: 0 }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums } th { color: var(--soft); font-weight: 500 }
@@ -46,14 +49,15 @@ footer { margin-top: 30px; font-size: 13px }
 SCRIPT = """
 const tip = document.getElementById("tip");
 for (const figure of document.querySelectorAll("figure[data-chart]")) {
-  const chart = JSON.parse(figure.dataset.chart), svg = figure.querySelector("svg"), cursor = svg.querySelector(".cursor");
+  const chart = JSON.parse(figure.dataset.chart), svg = figure.querySelector("svg");
+  const cursor = svg.querySelector(".cursor");
   svg.addEventListener("pointermove", event => {
     const box = svg.getBoundingClientRect(), x = (event.clientX - box.left) / box.width * svg.viewBox.baseVal.width;
     let at = 0;
     chart.x.forEach((each, index) => { if (Math.abs(each - x) < Math.abs(chart.x[at] - x)) at = index; });
     cursor.setAttribute("x1", chart.x[at]); cursor.setAttribute("x2", chart.x[at]); cursor.style.opacity = .5;
-    tip.textContent = [chart.step[at], ...chart.names.map((name, index) =>
-      `${name}: ${chart.rows[index][at] ?? "none"}${chart.rows[index][at] && chart.unit ? " " + chart.unit : ""}`)].join("\\n");
+    const said = index => chart.rows[index][at] === null ? "none" : `${chart.rows[index][at]} ${chart.unit}`;
+    tip.textContent = [chart.step[at], ...chart.names.map((name, index) => `${name}: ${said(index)}`)].join("\\n");
     tip.style.opacity = 1;
     const left = event.clientX + 14, most = innerWidth - tip.offsetWidth - 8;
     tip.style.left = `${Math.max(4, left > most ? event.clientX - tip.offsetWidth - 14 : left)}px`;

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from offload.report.charts import Series, bytes_unit, lines, rate_unit, say, seconds_unit, stack
+from offload.report.charts import POINTS, Series, bytes_unit, decimal_unit, lines, rate_unit, say, seconds_unit, stack
 from offload.report.log import Log, number
 from offload.report.look import SCRIPT, STYLE
 from offload.report.phases import PARTS, parts
 from offload.report.spans import Window, rows
-from offload.sizes import format_size
+from offload.sizes import format_decimal, format_size
 
 _COLORS = {
     "compute": "--blue",
@@ -44,7 +44,8 @@ def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>"
         f"<header><h1>{escape(title)}</h1><p>{_subtitle(found)}</p></header>"
-        f"{_tiles(found)}{shown}{_notes(found)}</main><div id=tip role=status></div><script>{SCRIPT}</script></body></html>\n"
+        f"{_tiles(found)}{_points(found)}{shown}{_notes(found)}</main>"
+        f'<div id="tip" role="status"></div><script>{SCRIPT}</script></body></html>\n'
     )
 
 
@@ -90,9 +91,17 @@ def _tiles(found: Mapping[str, Any]) -> str:
         total = sum(each["so_far_bytes"] for each in found["drives"])
         rated = [each["share"] for each in found["drives"] if each["share"] is not None]
         more = f"{max(rated):.2%} of rated life at the end" if rated else "drive_tbw is not set"
-        tiles.append(("written to drives", format_size(round(total)), more))
+        tiles.append(("written to drives", format_decimal(total), more))
     each = (f"<div><dt>{a}</dt><dd>{escape(b)}</dd><dd class=sub>{escape(c)}</dd></div>" for a, b, c in tiles)
     return f'<dl class="tiles">{"".join(each)}</dl>'
+
+
+def _points(found: Mapping[str, Any]) -> str:
+    """What a point of a chart is, where it is more than a step."""
+    if found["steps"] <= POINTS:
+        return ""
+    each = f"Each point of a chart is about {found['steps'] / POINTS:,.0f} steps"
+    return f'<p class="note">{each}: a line is their mean, its band their least and most; a column is their mean.</p>'
 
 
 # -- sections -----------------------------------------------------------------------------------------
@@ -165,14 +174,14 @@ def _parts_table(found: Mapping[str, Any]) -> str:
     whole = sum(spent.values())
     unit = seconds_unit(whole)
     body = "".join(
-        f"<tr><td><i style='--c: var({_COLORS[name]})'></i>{PARTS[name]}</td><td>{say(spent[name] / unit.size)} {unit.name}"
-        f"</td><td>{spent[name] / whole:.1%}</td></tr>"
+        f"<tr><td><i style='--c: var({_COLORS[name]})'></i>{PARTS[name]}</td>"
+        f"<td>{say(spent[name] / unit.size)} {unit.name}</td><td>{spent[name] / whole:.1%}</td></tr>"
         for name in sorted(spent, key=lambda each: -spent[each])
     )
     words = f"Bound by <b>{found['bound_by']}</b>. To be faster: {escape(found['advice'])}."
     return (
-        f'<div class="wide"><p>{words}</p><table><thead><tr><th>a mean step</th><th>time</th><th>share</th></tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f'<div class="wide"><p>{words}</p><table><thead><tr><th>a mean step</th><th>time</th><th>share</th></tr>'
+        f"</thead><tbody>{body}</tbody></table></div>"
     )
 
 
@@ -222,7 +231,7 @@ def _memory(log: Log, found: Mapping[str, Any]) -> str:
     ram = [("host budget", about["host_budget_bytes"])] if isinstance(about.get("host_budget_bytes"), int) else []
     host = [_series(log, "RAM of the process", "--blue", "host_peak_bytes")]
     device = [_series(log, "allocated on the device", "--blue", "device_peak_bytes")]
-    note = "The most so far. It holds Python, torch and activations on a CPU beside the budget."
+    note = "The most so far. Beside the budget it holds Python, torch and, on a CPU, activations."
     return lines("Peak of RAM", steps, host, bytes_unit, resumed=log.resumed, bounds=ram, note=note) + lines(
         "Peak of device memory", steps, device, bytes_unit, resumed=log.resumed
     )
@@ -240,7 +249,7 @@ def _drives(log: Log, found: Mapping[str, Any]) -> str:
         )
         for index, each in enumerate(found["drives"])
     ]
-    chart = lines("Written in the life of the run", _steps(log), series, bytes_unit, resumed=log.resumed)
+    chart = lines("Written in the life of the run", _steps(log), series, decimal_unit, resumed=log.resumed)
     body = "".join(_drive_row(each) for each in found["drives"])
     head = (
         "<th>drive</th><th>written so far</th><th>a step</th><th>at the last step</th><th>rated life</th><th>used</th>"
@@ -250,9 +259,10 @@ def _drives(log: Log, found: Mapping[str, Any]) -> str:
 
 
 def _drive_row(each: Mapping[str, Any]) -> str:
-    rated = "not known: drive_tbw" if each["rated_bytes"] is None else f"{each['rated_bytes'] / 1e12:,.4g} TB"
+    rated = "not known: drive_tbw" if each["rated_bytes"] is None else format_decimal(each["rated_bytes"])
     used = "" if each["share"] is None else f"{each['share']:.2%}"
-    sizes = [format_size(round(each[key])) for key in ("so_far_bytes", "step_bytes", "at_end_bytes")]
+    known = [each[key] for key in ("so_far_bytes", "step_bytes", "at_end_bytes")]
+    sizes = ["" if nbytes is None else format_decimal(nbytes) for nbytes in known]
     cells = [escape(each["path"]), *sizes, rated, used]
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 

@@ -7,6 +7,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ COLORS = {
 """The rows of a time line, in the order in which they are shown."""
 _LANES = 6
 """Of a row, that are shown: spans that overlap stand below each other."""
-_WIDTH, _LEFT, _LANE, _GAP = 720, 104, 13, 7
+_WIDTH, _LEFT, _LANE, _GAP = 1100, 104, 13, 7
 
 
 class Span(NamedTuple):
@@ -106,7 +107,7 @@ def _span(event: Mapping[str, Any]) -> Span:
 def _step(spans: Sequence[Span]) -> tuple[float, float, str]:
     """From the end of one step to that of the next."""
     ends = sorted((s.end, s.name) for s in spans if s.row == "compute" and s.name.startswith("step "))
-    steady = [(before[0], after[0], after[1]) for before, after in zip(ends[:-1], ends[1:], strict=True)][1:]
+    steady = [(before[0], after[0], after[1]) for before, after in pairwise(ends)][1:]
     if not steady:
         return min(s.start for s in spans), max(s.end for s in spans), "the whole run"
     middle = statistics.median_low([end - start for start, end, _ in steady])
@@ -141,7 +142,8 @@ def rows(window: Window) -> str:
     return (
         f'<figure class="wide"><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {_WIDTH} {y + 22}" role="img" '
         f'aria-label="{escape(title, quote=True)}">{"".join(parts)}</svg>'
-        f'<p class="note">Point at a span for its name, bytes and time. Spans that overlap stand below each other.</p></figure>'
+        f'<p class="note">Point at a span for its name, bytes and time. Spans that overlap stand below each other.</p>'
+        "</figure>"
     )
 
 
