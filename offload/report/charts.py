@@ -129,7 +129,9 @@ class _Axes:
             parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{say(mark)}</text>')
         for mark in _steps(self._first, self._last):
             x = self.x(mark)
-            parts.append(f'<text class="tick" x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{mark:,}</text>')
+            side = "end" if x > _WIDTH - _RIGHT - 20 else "middle"
+            at = min(x + 8, _WIDTH) if side == "end" else x
+            parts.append(f'<text class="tick" x="{at:.1f}" y="{_HEIGHT - 8}" text-anchor="{side}">{mark:,}</text>')
         return "".join(parts)
 
     def resumed(self, steps: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ h1 { font-size: 26px; line-height: 1.2; margin: 0 0 4px } h2 { font-size: 18px; 
 header p, .note, footer { color: var(--soft) } header p { margin: 0; overflow-wrap: anywhere }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; margin: 22px 0 0 }
 .tiles div, figure, .wide:not(figure) { background: var(--card); border: 1px solid var(--rule); border-radius: 8px }
-.tiles div { padding: 12px 14px } dt { color: var(--soft); font-size: 13px } dd { margin: 0; font-size: 20px;
+.tiles div { padding: 12px 14px } dt { color: var(--soft); font-size: 13px } dd { margin: 0; font-size: 18px;
   font-weight: 600; font-variant-numeric: tabular-nums }
 dd.sub { font-size: 13px; font-weight: 400; color: var(--soft) }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); gap: 14px }
@@ -40,7 +40,7 @@ svg { display: block; width: 100%; height: auto; margin-top: 4px; overflow: visi
 .cursor { stroke: var(--ink); opacity: 0 }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums } th { color: var(--soft); font-weight: 500 }
 th, td { padding: 4px 22px 4px 0; text-align: right; border-bottom: 1px solid var(--rule) }
-th:first-child, td:first-child { text-align: left } tr:last-child td { border-bottom: 0 }
+th, td:not(:first-child) { white-space: nowrap } th:first-child, td:first-child { text-align: left } tr:last-child td { border-bottom: 0 }
 footer { margin-top: 30px; font-size: 13px }
 #tip { position: fixed; pointer-events: none; opacity: 0; background: var(--ink); color: var(--back); padding: 6px 10px;
   border-radius: 6px; font-size: 13px; white-space: pre; font-variant-numeric: tabular-nums; z-index: 2 }

@@ -149,7 +149,7 @@ def _time(log: Log, found: Mapping[str, Any]) -> str:
         _series(log, "copies", "--yellow", "update_copies_seconds"),
     ]
     beside = stack(
-        "The update worker, beside the model",
+        "Update worker, beside the model",
         steps,
         worker,
         seconds_unit,
