@@ -24,7 +24,7 @@ PREDICTED: Mapping[str, str] = {
 def figures(log: Log) -> dict[str, Any]:
     """All of it, as JSON, in seconds and bytes; medians are without the first step of each process."""
     steady = _steady(log)
-    by = bound(_numbers(steady))
+    by = bound(steady)
     about = {name: value for name, value in log.about.items() if name != "predicted"}
     seconds = _column(steady, "seconds")
     return {
@@ -63,15 +63,6 @@ def _steady(log: Log) -> Sequence[Mapping[str, Any]]:
     """The steps but the first of each process; all where nothing else is left."""
     first = {log.steps[0]["step"], *log.resumed}
     return [values for values in log.steps if values["step"] not in first] or log.steps
-
-
-def _numbers(steps: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, float]]:
-    for values in steps:
-        yield {
-            name: known
-            for name in values
-            if name not in ("about", "drives") and (known := number(values, name)) is not None
-        }
 
 
 def _column(steps: Iterable[Mapping[str, Any]], name: str) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,18 +77,16 @@ def _values(line: str) -> dict[str, Any] | None:
     step = values.get("step") if isinstance(values, dict) else None
     if not isinstance(step, int) or isinstance(step, bool) or step < 1:
         return None
-    known: dict[str, Any] = {name: value for name, value in values.items() if _is_fine(name, value)}
-    return known
+    return {name: value for name, value in values.items() if _is_fine(name, value)}
 
 
 def _is_fine(name: str, value: Any) -> bool:
-    """Whether a value is of the kind that belongs there: a number, or one of the two that are not."""
-    if name in ("about", "drives"):
-        return isinstance(value, dict)
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value == value)
+    """Whether a value is of the kind that belongs there: a finite number, but for the two that are none."""
+    kind = type(value)
+    return isfinite(value) if kind is float else kind is int or (kind is dict and name in ("about", "drives"))
 
 
 def number(values: Mapping[str, Any], name: str) -> float | None:
     """A number of a step; None where it has none, or one that was not finite."""
-    value = values.get(name)
-    return None if value is None or abs(value) == float("inf") else float(value)
+    value: float | None = values.get(name)
+    return value

@@ -40,7 +40,8 @@ svg { display: block; width: 100%; height: auto; margin-top: 4px; overflow: visi
 .cursor { stroke: var(--ink); opacity: 0 }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums } th { color: var(--soft); font-weight: 500 }
 th, td { padding: 4px 22px 4px 0; text-align: right; border-bottom: 1px solid var(--rule) }
-th, td:not(:first-child) { white-space: nowrap } th:first-child, td:first-child { text-align: left } tr:last-child td { border-bottom: 0 }
+th, td:not(:first-child) { white-space: nowrap }
+th:first-child, td:first-child { text-align: left } tr:last-child td { border-bottom: 0 }
 footer { margin-top: 30px; font-size: 13px }
 #tip { position: fixed; pointer-events: none; opacity: 0; background: var(--ink); color: var(--back); padding: 6px 10px;
   border-radius: 6px; font-size: 13px; white-space: pre; font-variant-numeric: tabular-nums; z-index: 2 }

@@ -135,7 +135,7 @@ def _learning(log: Log) -> str:
 
 def _time(log: Log, found: Mapping[str, Any]) -> str:
     steps = _steps(log)
-    each = [parts({name: value or 0.0 for name, value in _known(values).items()}) for values in log.steps]
+    each = [parts(values) for values in log.steps]
     layers = [
         Series(_legend(name), color, [row.get(name, 0.0) if row else None for row in each])
         for name, color in _COLORS.items()
@@ -157,10 +157,6 @@ def _time(log: Log, found: Mapping[str, Any]) -> str:
         "It costs time only where the model waits for it.",
     )
     return _parts_table(found) + parted + whole + beside
-
-
-def _known(values: Mapping[str, Any]) -> dict[str, float | None]:
-    return {name: number(values, name) for name in values if name not in ("about", "drives")}
 
 
 def _legend(name: str) -> str:

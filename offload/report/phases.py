@@ -7,7 +7,7 @@ writes. It is shared out as the worker's time was.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PARTS: Mapping[str, str] = {
     "compute": "forward and backward",
@@ -54,7 +54,7 @@ class Bound(NamedTuple):
         return ", ".join([f"{first} {PARTS[self.by]}", *others])
 
 
-def parts(values: Mapping[str, float]) -> dict[str, float]:
+def parts(values: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of each of `PARTS` in a step with such numbers; empty where its phases were not measured.
 
     They add up to the step's seconds.
@@ -63,7 +63,7 @@ def parts(values: Mapping[str, float]) -> dict[str, float]:
         return {}
 
     def seconds(name: str) -> float:
-        return values.get(f"{name}_seconds") or 0.0
+        return float(values.get(f"{name}_seconds") or 0.0)
 
     phases = sum(map(seconds, ("forward", "backward", "step")))
     waits = {name: seconds(f"wait_for_{name}") for name in ("reads", "updates", "commits", "memory", "uploads")}
@@ -87,7 +87,7 @@ def parts(values: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def bound(steps: Iterable[Mapping[str, float]]) -> Bound | None:
+def bound(steps: Iterable[Mapping[str, Any]]) -> Bound | None:
     """What steps with such numbers are bound by, on the whole; None where their phases were not measured."""
     sums = dict.fromkeys(PARTS, 0.0)
     total, count = 0.0, 0
