@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import offload
-from offload import cli_inspect, cli_machine, cli_plan, cli_store, cli_train
+from offload import cli_inspect, cli_machine, cli_plan, cli_report, cli_store, cli_train
 
 app = typer.Typer(
     help="Train PyTorch models larger than the GPU and larger than the RAM, from NVMe.",
@@ -20,6 +20,7 @@ app = typer.Typer(
 cli_machine.register(app)
 cli_plan.register(app)
 app.command()(cli_inspect.inspect)
+app.command()(cli_report.report)
 cli_store.register(app)
 cli_train.register(app)
 

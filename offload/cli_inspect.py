@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from offload.cli_machine import BAD_INPUT, Json, errors
-from offload.sizes import format_size
+from offload.sizes import format_decimal, format_size
 
 
 def inspect(
@@ -123,6 +123,10 @@ def _rank_table(rank: Mapping[str, Any]) -> Table:
     if rank["states"]:
         rows.append(("states", ", ".join(rank["states"])))
     rows += [(("on drive"), f"{format_size(d['allocated_bytes'])} in {d['path']}") for d in rank["drives"]]
+    for drive, nbytes in zip(rank["drives"], rank["written_bytes"], strict=False):
+        rated = rank["rated_bytes"]
+        share = "" if rated is None else f", {nbytes / rated:.2%} of the {format_decimal(rated)} it is rated for"
+        rows.append(("written", f"{format_decimal(nbytes)} to {drive['path']} in the life of the run{share}"))
     rows += [("damaged", f"{wrong['path']}: {wrong['reason']}") for wrong in rank["damaged"]]
     for name, value in rows:
         table.add_row(name, escape(value))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import math
 import resource
 import signal
 import statistics
@@ -23,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from offload import cli_summary
 from offload.cli_machine import BAD_INPUT, FAILED
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
 from offload.sizes import format_size
@@ -138,13 +137,19 @@ class Training:
             open(options.log, "a") if options.log else nullcontext() as log,
             _Line(self.console, job) as line,
         ):
-            from offload.train import steps
+            from offload.engine.json_lines import json_line
+            from offload.train import about, steps
+
+            first = {"about": about(job)}
 
             for report in steps(job, signals.hold):
                 self.reports.append(report)
                 if log is not None:
-                    _log(log, _json(report._asdict()))
+                    _log(log, json_line(report.line() | first))
+                    first = {}
                 line.show(report)
+                for words in cli_summary.wear(job, self.reports):
+                    self.console.print(words, markup=False)
         with signals.hold(), self._kept(job):
             job.save_model()
             self._finish(job, remove=not (options.keep or ended))
@@ -200,6 +205,7 @@ class Training:
             "tokens_per_second": sum(r.tokens for r in reports) / seconds if reports else None,
             "run": job.run,
             "saved": None if job.save is None else str(job.save.absolute()),
+            **cli_summary.facts(engine, reports),
         }
 
     def _table(self, result: dict[str, Any]) -> None:
@@ -219,13 +225,16 @@ class Training:
                 "peak RAM",
                 f"{format_size(result['peak_rss_bytes'])}, host budget {format_size(result['host_budget_bytes'])}",
             ),
+            *cli_summary.rows(self.reports, result["drive_written_bytes"]),
         ):
             table.add_row(name, value)
         self.console.print(table)
 
     def _result(self, result: dict[str, Any]) -> None:
         if self.json_output:
-            print(_json(result), flush=True)
+            from offload.engine.json_lines import json_line
+
+            print(json_line(result), flush=True)
 
 
 def _count(engine: Any) -> str:
@@ -233,19 +242,6 @@ def _count(engine: Any) -> str:
     training = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
     some = f", {training:,} of them train" if training < engine.parameter_count else ""
     return f"{engine.parameter_count:,} parameters{some}"
-
-
-def _json(content: Any) -> str:
-    """JSON in which a number that is not finite is null: the standard has no other word for it."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [plain(inner) for inner in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(plain(content), allow_nan=False)
 
 
 class _Line:

@@ -176,9 +176,17 @@ def _rank(found: Found) -> dict[str, Any]:
         "commits": [_commit(each, newest=index == 0) for index, each in enumerate(found.commits)],
         "drives": [] if found.drive else [_drive(folder) for folder in found.folders],
         "allocated_bytes": allocated_nbytes([found.folder] if found.drive else found.folders),
+        **_written(found),
         "other_format": found.other_format,
         "damaged": [wrong._asdict() for wrong in found.wrong],
     }
+
+
+def _written(found: Found) -> dict[str, Any]:
+    """What this rank has written to each of its drives in the life of the run, up to its last commit."""
+    whole = next((commit for commit in found.commits if commit.blob is not None), None)
+    nbytes, rated = ([], None) if whole is None else whole.written
+    return {"written_bytes": nbytes, "rated_bytes": rated}
 
 
 def _commit(commit: Commit, newest: bool) -> dict[str, Any]:

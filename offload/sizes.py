@@ -42,3 +42,11 @@ def format_size(nbytes: float) -> str:
 def align_up(value: int, step: int = PAGE) -> int:
     """The smallest multiple of `step` that is at least `value`."""
     return -(-value // step) * step
+
+
+def format_decimal(nbytes: float) -> str:
+    """Bytes for people in powers of ten, as drives and their life are sold: 1.2 TB."""
+    for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.4g} {unit}"
+    return f"{nbytes:.0f} B"

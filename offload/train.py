@@ -6,7 +6,6 @@ steps     train, one `StepReport` a step
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from offload import text
 from offload.config import Config, load_config, resolve_batch
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
+from offload.engine.json_lines import check_log, cut_log
 from offload.errors import ConfigError, StoreError
 from offload.language_model import build_model, check_model, find_folder, make_ready, read_tokenizer, takes_positions
 from offload.lora import adapt, parse_lora, require_peft
@@ -42,6 +42,16 @@ class StepReport(NamedTuple):
     seconds: float
     read_bytes: int
     written_bytes: int
+    measured: Mapping[str, float]
+    """All else that the engine has measured of it; empty on other ranks than the first."""
+    drives: Mapping[str, int]
+    """Bytes that the run has written to each drive in its life."""
+
+    def line(self) -> dict[str, Any]:
+        """What the log has of it."""
+        mine = self._asdict()
+        mine |= {name: value for name, value in mine.pop("measured").items() if name not in mine}
+        return mine | {"drives": mine.pop("drives"), "time": time.time()}
 
 
 class Finished(NamedTuple):
@@ -79,12 +89,14 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     lora = None if options.lora is None else parse_lora(options.lora)
     content, lines = merge(file, options)
     lines += keep(content) if options.keep else ()
+    content |= {"steps_per_print": 0, "wall_clock_breakdown": True}  # for the log and the summary
     config = load_config(content)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun
     batch = resolve_batch(config, world_size)
     for line in lines:
         say(line)
-    _check_log(options.log)
+    if options.log is not None:
+        check_log(options.log)
     if config.offload.trace is not None:
         path_of(config.offload.trace, rank, world_size)
     files = find_data(options.data) if options.data else text.find_files(options.text or text.standard_library())
@@ -188,16 +200,6 @@ def _claim(engine: Engine, folder: Path | None) -> None:
         engine.client_state["save"] = str(folder.absolute())
 
 
-def _check_log(log: Path | None) -> None:
-    if log is not None and (log.is_dir() or not os.access(log if log.exists() else log.resolve().parent, os.W_OK)):
-        raise ConfigError(f"cannot write the log {log}: give a file in a folder that exists and that you may write")
-    if log is not None and log.is_file():
-        with log.open(errors="replace") as file:
-            first = file.readline()
-        if first.strip() and not _step_of(first):
-            raise ConfigError(f"{log} is no log of a run, and would be overwritten; give another file")
-
-
 def _finished(config: Config) -> Finished | None:
     """What to say where `--resume auto` finds nothing to do; `StoreError` for must."""
     drives, run, resume = config.drives, config.offload.run, config.offload.resume
@@ -215,33 +217,26 @@ def _finished(config: Config) -> Finished | None:
     return Finished(f"{ended}; nothing to do. --resume never starts it over")
 
 
-# -- the log ------------------------------------------------------------------------------------------
-
-
-def cut_log(path: Path, steps: int) -> None:
-    """Keep the whole lines of steps up to `steps`, so that a resumed run appends to what was committed."""
-    path = path.resolve()
-    if not path.is_file():
-        return  # none yet, or a device or pipe
-    lines = path.read_text(errors="replace").split("\n")
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.writelines(f"{line}\n" for line in lines if 0 < _step_of(line) <= steps)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _step_of(line: str) -> int:
-    """The step that a line of the log tells of; 0 for one that a kill has torn."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
-        return 0
-    return step if isinstance(step, int) else 0
-
-
 # -- steps --------------------------------------------------------------------------------------------
+
+
+def about(job: Job) -> dict[str, Any]:
+    """What the first line of a log says of its run."""
+    engine, config = job.engine, job.engine.config
+    return {
+        "run": job.run,
+        "model": type(engine.module).__name__,
+        "parameters": engine.parameter_count,
+        "dtype": next((name for name in ("bf16", "fp16") if config[name]["enabled"]), "fp32"),
+        "device": str(engine.device),
+        "ranks": engine.world_size,
+        "steps": job.steps,
+        "samples_a_step": engine.train_batch_size(),
+        "host_budget_bytes": engine.host_memory,
+        "device_budget_bytes": engine.device_memory,
+        "drive_tbw": config["offload"]["drive_tbw"],
+        "drive_share": config["offload"]["drive_share"],
+    }
 
 
 def steps(job: Job, hold: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[StepReport]:
@@ -271,5 +266,6 @@ def steps(job: Job, hold: Callable[[], AbstractContextManager[Any]] = nullcontex
             norm = engine.get_global_grad_norm()
             assert norm is not None
             read, written = after.read - moved.read, after.written - moved.written
-            yield StepReport(step, loss, norm, lr, tokens, now - last, read, written)
+            drives = {each.path: each.life_bytes for each in engine.drive_writes()}
+            yield StepReport(step, loss, norm, lr, tokens, now - last, read, written, engine.measured, drives)
             last, moved = now, after

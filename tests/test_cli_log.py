@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.cli_run import _json
+from offload.engine.json_lines import check_log, cut_log, json_line
 from offload.errors import ConfigError
-from offload.train import _check_log, cut_log
 
 
 def lines(*steps: int) -> str:
@@ -57,13 +56,13 @@ def test_a_link_keeps_pointing_at_the_log(tmp_path: Path) -> None:
 
 def test_numbers_that_are_not_finite_are_null() -> None:
     content = {"loss": float("nan"), "grad_norms": [1.0, float("inf")], "step": 3, "folder": "a"}
-    assert json.loads(_json(content)) == {"loss": None, "grad_norms": [1.0, None], "step": 3, "folder": "a"}
+    assert json.loads(json_line(content)) == {"loss": None, "grad_norms": [1.0, None], "step": 3, "folder": "a"}
 
 
 def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("my precious notes\n")
     with pytest.raises(ConfigError, match="no log of a run"):
-        _check_log(tmp_path / "notes.txt")
+        check_log(tmp_path / "notes.txt")
     for content in ("", "\n", '{"step": 1, "loss": 2.0}\n'):
         (tmp_path / "log.jsonl").write_text(content)
-        _check_log(tmp_path / "log.jsonl")
+        check_log(tmp_path / "log.jsonl")

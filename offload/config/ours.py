@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from offload.config.block import Block
-from offload.config.values import Count, Name, Names, Paths, Size, Whole, expanded
+from offload.config.values import Count, Name, Names, Number, Paths, Ratio, Size, Whole, expanded
 
 
 class Debug(Block):
@@ -61,6 +61,17 @@ class OffloadBlock(Block):
     units: Names = Field((), description="names or classes of modules that are one unit each")
     trace: Annotated[Name, BeforeValidator(expanded)] | None = Field(
         None, description="file for a time line of the run; see guides/timeline.md"
+    )
+    log: Annotated[Name, BeforeValidator(expanded)] | None = Field(
+        None, description="file for a JSON object a step, for `offload report`; see guides/report.md"
+    )
+    drive_tbw: Annotated[Number, Field(gt=0)] | None = Field(
+        None,
+        description="what each drive is rated to bear, in TB written (its data sheet's TBW; the least of several); "
+        "see guides/report.md",
+    )
+    drive_share: Annotated[Ratio, Field(gt=0)] = Field(
+        0.1, description="share of that from which on a run is warned of"
     )
     on_nonfinite: Literal["raise", "skip"] = Field("raise", description="what a gradient norm of inf or NaN does")
     debug: Debug = Field(Debug(), description="see below")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from offload.engine.parts import Choices, Parts
 from offload.engine.training_state import TrainingState
 from offload.errors import UsageError
 from offload.swapper.pager import Counts
+from offload.swapper.store import DriveWrites
 
 
 class IoBytes(NamedTuple):
@@ -251,6 +252,19 @@ class Facts:
         See `offload.engine.memory_report`.
         """
         return memory_report(self._parts, self._base_bytes)
+
+    def drive_writes(self) -> tuple[DriveWrites, ...]:
+        """What this rank has written to each drive: in this process, and in all of the run's that it goes on with."""
+        return self._parts.written.drives()
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """Numbers of the last step, by the names of guides/monitor.md; empty where none were asked for.
+
+        `wall_clock_breakdown` asks for all of them, on the first rank.
+        """
+        meter = self._parts.meter
+        return {} if meter is None or meter.last is None else meter.last.values
 
     def use_counts(self) -> Counts:
         """How often units were used so far, found on the device, and used otherwise than foreseen."""

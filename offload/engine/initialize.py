@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -56,7 +57,7 @@ from offload.swapper.pager import Pager
 from offload.swapper.scratch import Scratch
 from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.states import State
-from offload.swapper.store import Store, StoreSpec
+from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.timeline import open_timeline
 
 logger = logging.getLogger("offload")
@@ -218,7 +219,8 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
     try:
         progress: Progress | None = None
         if queue is not None and plan.slots:
-            store = Store(plan.config.drives, plan.config.offload.run, plan.rank, _store_spec(plan, model), queue)
+            where = (plan.config.drives, plan.config.offload.run, plan.rank)
+            store = Store(*where, _store_spec(plan, model), queue, _written(plan))
             at = _last_commit_of_all(plan, store)
             if at is not None:
                 progress = Progress.unpack(store.open(at))
@@ -285,7 +287,15 @@ def _measured(plan: Plan, parts: Parts) -> Parts:
     def io_bytes() -> tuple[int, int]:
         return (0, 0) if queue is None else (queue.read_bytes, queue.written_bytes)
 
-    return measure(parts, Meter(plan.device.torch, io_bytes, breakdown, reporter), breakdown)
+    return measure(parts, Meter(plan.device.torch, io_bytes, parts.written.drives, breakdown, reporter), breakdown)
+
+
+def _written(plan: Plan) -> Written:
+    """What will be counted of the drives, with what the config says they bear."""
+    block = plan.config.offload
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if plan.ranks is not None else 1  # of torchrun
+    rating = None if block.drive_tbw is None else Rating(block.drive_tbw * 1e12, block.drive_share, local)
+    return Written(plan.config.drives, rating)
 
 
 def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
@@ -372,7 +382,8 @@ def _fill_from(
         filler.fill(model, plan.layouts, plan.config.offload.seed)
     del filler
     trainable = tuple(share[0] for share in plan.shares)
-    gradients = _gradients(plan, trainable, host, arena, queue, pager, rounds)
+    written = _written(plan) if store is None else store.written
+    gradients = _gradients(plan, trainable, host, arena, queue, pager, rounds, written)
     _move_buffers(model, plan)
     dtype = plan.mode.weight_dtype
     places = [
@@ -422,6 +433,7 @@ def _fill_from(
         plan.layouts,
         trainable,
         held,
+        written,
     )
 
 
@@ -433,9 +445,12 @@ def _gradients(
     queue: SharedQueue | None,
     pager: Pager,
     rounds: Rounds | None,
+    written: Written,
 ) -> Gradients:
     dtype = plan.parts.gradient_dtype
-    spill = _spill(plan, trainable, host, queue, pager) if queue is not None and plan.placement.spilled else None
+    spill = None
+    if queue is not None and plan.placement.spilled:
+        spill = _spill(plan, trainable, host, queue, pager, written)
     try:
         if plan.ranks is None or rounds is None or not any(trainable):
             return Gradients(plan.layouts, trainable, host, dtype, plan.device, spill)
@@ -449,7 +464,9 @@ def _gradients(
         raise
 
 
-def _spill(plan: Plan, trainable: Sequence[range], host: HostArena, queue: SharedQueue, pager: Pager) -> Spill:
+def _spill(
+    plan: Plan, trainable: Sequence[range], host: HostArena, queue: SharedQueue, pager: Pager, written: Written
+) -> Spill:
     placement, parts = plan.placement, plan.parts
     itemsize = parts.gradient_dtype.itemsize
     leases = [host.gradients.take(placement.window_numel * itemsize) for _ in range(WINDOWS)]
@@ -457,7 +474,8 @@ def _spill(plan: Plan, trainable: Sequence[range], host: HostArena, queue: Share
         unit: windows(borders(plan.layouts[unit], trainable[unit]), placement.window_numel)
         for unit in placement.spilled
     }
-    scratch = Scratch(plan.config.drives, {unit: parts.nbytes[unit][State.GRAD] for unit in stretches}, queue)
+    nbytes = {unit: parts.nbytes[unit][State.GRAD] for unit in stretches}
+    scratch = Scratch(plan.config.drives, nbytes, queue, written)
     return Spill(stretches, parts.gradient_dtype, [lease for lease in leases if lease], scratch, pager.fail)
 
 

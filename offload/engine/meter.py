@@ -15,12 +15,13 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from offload.engine.monitor import Record, Reporter
+from offload.swapper.store import DriveWrites
 from offload.swapper.timeline import Row
 
 _WAITS = (
@@ -35,6 +36,8 @@ _WAITS = (
 _WORKER = (
     ("kernel of ", "update_kernels"),
     ("copy of states", "update_copies"),
+    ("waits for reads of ", "update_waits_for_reads"),
+    ("waits for writes of ", "update_waits_for_writes"),
     ("waits for ", "update_waits"),
 )
 _SECONDS = (
@@ -66,9 +69,17 @@ class Meter:
     """Measures steps and gives the `reporter` a record of each. From `begin` to `close`."""
 
     def __init__(
-        self, device: torch.device, io_bytes: Callable[[], tuple[int, int]], breakdown: bool, reporter: Reporter
+        self,
+        device: torch.device,
+        io_bytes: Callable[[], tuple[int, int]],
+        drives: Callable[[], Sequence[DriveWrites]],
+        breakdown: bool,
+        reporter: Reporter,
     ) -> None:
-        self._device, self._io_bytes, self._breakdown, self._reporter = device, io_bytes, breakdown, reporter
+        self._device, self._io_bytes, self._drives = device, io_bytes, drives
+        self._breakdown, self._reporter = breakdown, reporter
+        self.last: Record | None = None
+        """Of the last step."""
         self._sums = dict.fromkeys((*_SECONDS, *_BYTES), 0)
         self._last: dict[str, int] = {}
         self._began: dict[str, int] = {}
@@ -133,7 +144,11 @@ class Meter:
         if self._breakdown:
             values |= {f"{name}_seconds": gone[name] / 1e9 for name in _SECONDS}
             values |= {f"{name}_bytes": gone[name] for name in _BYTES}
-        self._reporter.tell(Record(stepped.step, stepped.samples, values))
+            for what in ("reads", "writes"):
+                values["update_waits_seconds"] += values[f"update_waits_for_{what}_seconds"]
+        drives = {each.path: each.life_bytes for each in self._drives()}
+        self.last = Record(stepped.step, stepped.samples, values, drives)
+        self._reporter.tell(self.last)
 
     def _taken(self) -> dict[str, int]:
         """Every sum, as it is now."""

@@ -1,7 +1,7 @@
-"""Where the numbers of each step go: a line for people, TensorBoard, CSV files, Weights & Biases.
+"""Where the numbers of each step go: a line for people, TensorBoard, CSV files, JSON lines, Weights & Biases.
 
     Meter ─► Record ─► Reporter ─┬─► Line                          at once, on the thread that trains
-                                 └─► TensorBoard, CsvFiles, Wandb   on a thread of its own, one record after the other
+                                 └─► all others   on a thread of its own, one record after the other
 
 A record is numbers by name; `events` gives them the names that DeepSpeed's files have. The x of all events is samples,
 as there. Rank 0 alone has a reporter.
@@ -26,12 +26,15 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from offload.config import Config
+from offload.engine.json_lines import check_log, cut_log, json_line
 from offload.errors import ConfigError
 from offload.sizes import format_size
 
@@ -46,6 +49,8 @@ class Record(NamedTuple):
     """Of all steps up to this one, on all ranks."""
     values: Mapping[str, float]
     """By plain names: seconds in `*seconds`, bytes in `*_bytes`, means over the micro-batches."""
+    drives: Mapping[str, int] = MappingProxyType({})
+    """Bytes that the run has written to each drive so far, before it was resumed too."""
 
 
 class Writer(Protocol):
@@ -233,6 +238,27 @@ def _samples_of(text: str) -> float:
         return math.inf
 
 
+class JsonLines:
+    """A file with a JSON object a step, which `offload report` makes a page of."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        """`about` the run goes into the first line of each process."""
+        self._path, self._about = path, about
+        self._last: int | None = None
+
+    def write(self, record: Record) -> None:
+        more: dict[str, Any] = {} if self._last is not None else {"about": self._about}
+        if self._last is None or record.step <= self._last:
+            cut_log(self._path, record.step - 1)
+        with self._path.open("a", encoding="utf-8") as file:
+            head = {"step": record.step, "samples": record.samples, "time": time.time()}
+            file.write(json_line({**head, **record.values, "drives": dict(record.drives), **more}) + "\n")
+        self._last = record.step
+
+    def close(self) -> None:
+        pass
+
+
 class Wandb:
     """A run of Weights & Biases: the one that the user has begun, or one of our own, ended by `close`."""
 
@@ -268,6 +294,8 @@ def check_monitor(config: Config) -> None:
                 f'"{package}" is enabled, but the package {package} is not installed: run `pip install "{what}"`, or '
                 f'set "enabled": false'
             )
+    if config.offload.log is not None:
+        check_log(Path(config.offload.log).absolute())
     for key in ("tensorboard", "csv_monitor"):
         if getattr(config, key).enabled:
             folder = _folder(config, key)
@@ -292,7 +320,7 @@ def _folder(config: Config, key: str) -> Path:
 
 
 def make_reporter(config: Config, samples: int) -> Reporter | None:
-    """What gives records to all that the config names; None where it names nothing. `samples` are those of a step."""
+    """What gives records to all that the config names; None where nothing is to be measured. `samples`: of a step."""
     writers: dict[str, Callable[[], Writer]] = {}
     if config.tensorboard.enabled:
         writers["tensorboard"] = lambda: TensorBoard(_folder(config, "tensorboard"))
@@ -301,9 +329,13 @@ def make_reporter(config: Config, samples: int) -> Reporter | None:
     if config.wandb.enabled:
         block = config.wandb
         writers["wandb"] = lambda: Wandb(project=block.project, entity=block.team, group=block.group, name=block.name)
+    ours, log = config.offload, config.offload.log
+    if log is not None:
+        about = {"run": ours.run, "drive_tbw": ours.drive_tbw, "drive_share": ours.drive_share}
+        writers["log"] = lambda: JsonLines(Path(log).absolute(), {**about, "samples_a_step": samples})
     every = config.steps_per_line
     shown = Line(every, samples, config.memory_breakdown) if every else None
-    return Reporter(shown, writers) if shown is not None or writers else None
+    return Reporter(shown, writers) if shown is not None or writers or config.wall_clock_breakdown else None
 
 
 # -- the reporter -------------------------------------------------------------------------------------

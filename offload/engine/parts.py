@@ -23,7 +23,7 @@ from offload.errors import UsageError
 from offload.swapper.host import HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.shared_queue import SharedQueue
-from offload.swapper.store import Store
+from offload.swapper.store import Store, Written
 from offload.swapper.timeline import OFF, Timeline
 
 
@@ -86,6 +86,8 @@ class Parts(NamedTuple):
     trainable: tuple[range, ...]
     """The elements of each unit that this rank updates."""
     held: Held
+    written: Written
+    """What goes to each drive."""
     timeline: Timeline = OFF
     meter: Meter | None = None
     """None where nobody wants to know."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from offload.aio import DirectFile
 from offload.errors import IoError, StoreError
 from offload.sizes import align_up, format_size
-from offload.swapper.store import Future, Queue, close_in_children
+from offload.swapper.store import Future, Queue, Written, close_in_children
 
 
 class Scratch:
@@ -20,8 +20,11 @@ class Scratch:
     their futures are the caller's to wait for, all of them before `close`.
     """
 
-    def __init__(self, paths: Sequence[str | Path], nbytes: Mapping[int, int], queue: Queue) -> None:
+    def __init__(
+        self, paths: Sequence[str | Path], nbytes: Mapping[int, int], queue: Queue, written: Written | None = None
+    ) -> None:
         self._queue = queue
+        self._written = Written(paths) if written is None else written
         self._places: dict[int, tuple[int, int]] = {}
         self._files: list[DirectFile] = []
         ends = [0] * len(paths)
@@ -45,6 +48,7 @@ class Scratch:
     def write(self, key: int, start: int, buffer: memoryview) -> Future:
         """Write `buffer` at byte `start` of a stretch; it must stay unchanged until the future is done."""
         drive, offset = self._places[key]
+        self._written.add(drive, len(buffer))
         return self._queue.write(self._files[drive], offset + start, buffer)
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ the other one counts. docs/store-format.md is for who reads it without us.
 | `check.py` | all of a commit, compared |
 | `look.py` | a rank's folder from outside: what is there, what is wrong |
 | `clone.py` | bytes that two files share |
+| `written.py` | how much went to each drive, over the life of the run |
 | `run.py` | a run's folder from outside |
 """
 
@@ -36,14 +37,18 @@ from offload.swapper.store.manifest import StoreSpec
 from offload.swapper.store.requests import Compared, Future, Queue
 from offload.swapper.store.run import find_removal, open_rank, other_runs, rank_folders, remove_run, run_status
 from offload.swapper.store.store import Store
+from offload.swapper.store.written import DriveWrites, Rating, Written
 
 __all__ = [
     "Compared",
+    "DriveWrites",
     "Future",
     "Queue",
+    "Rating",
     "Shortage",
     "Store",
     "StoreSpec",
+    "Written",
     "close_in_children",
     "find_removal",
     "find_shortage",

@@ -23,6 +23,7 @@ from offload.swapper.store.folder import FILES, read_whole
 from offload.swapper.store.manifest import Manifest, read_manifest
 from offload.swapper.store.record import FORMAT_VERSION, Record, page_version, read_records
 from offload.swapper.store.sums import Key, Slot
+from offload.swapper.store.written import WRITTEN, read_written
 
 SUMS, MANIFEST = "store.sums", "store.manifest"
 """What the store adds to a blob."""
@@ -50,12 +51,17 @@ class Commit(NamedTuple):
     @property
     def contents(self) -> dict[str, torch.Tensor]:
         """What was committed, without what the store adds."""
-        return {name: value for name, value in (self.blob or {}).items() if name not in (SUMS, MANIFEST)}
+        return {name: value for name, value in (self.blob or {}).items() if name not in (SUMS, MANIFEST, WRITTEN)}
 
     @property
     def table(self) -> dict[Key, Slot]:
         """The checksums of the slots that it names."""
         return {} if self.blob is None else sums.unpack(self.blob[SUMS])
+
+    @property
+    def written(self) -> tuple[list[int], float | None]:
+        """Bytes written to each drive up to it, and what a drive is rated for; none where they were not counted."""
+        return read_written((self.blob or {}).get(WRITTEN))
 
 
 class Found(NamedTuple):

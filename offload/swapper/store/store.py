@@ -43,6 +43,7 @@ from offload.swapper.store.manifest import Manifest, StoreSpec, compare, read_ma
 from offload.swapper.store.record import MAX_UNITS, Record, Records, read_records, was_committed
 from offload.swapper.store.requests import Compared, Future, Queue
 from offload.swapper.store.sums import Key, Passages, Slot, Stretch
+from offload.swapper.store.written import WRITTEN, Written
 
 logger = logging.getLogger("offload")
 
@@ -62,7 +63,15 @@ class Store:
     read: damage is an `IoError` (EBADMSG) of the read that reaches the end of a damaged stretch.
     """
 
-    def __init__(self, paths: Sequence[str | Path], run: str, rank: int, spec: StoreSpec, queue: Queue) -> None:
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        run: str,
+        rank: int,
+        spec: StoreSpec,
+        queue: Queue,
+        written: Written | None = None,
+    ) -> None:
         if len(spec.partitions) > MAX_UNITS:
             raise StoreError(f"the model has {len(spec.partitions)} units, a store holds at most {MAX_UNITS}")
         self.spec = spec
@@ -71,6 +80,8 @@ class Store:
         self.folders = [Path(os.path.abspath(path)) / run / f"rank{rank}" for path in paths]
         self.newest = [0] * len(spec.partitions)
         self.durable: Record | None = None
+        self.written = Written(paths) if written is None else written
+        """What goes to each drive, of this store and of whoever else shares the count."""
         self.notices: list[str] = []
         """What was found at `open` that a user should know."""
         self._rank, self._queue = rank, queue
@@ -193,6 +204,7 @@ class Store:
             self.durable = record
             self.newest = list(record.slots)
             self._sums = sums.unpack(contents.pop(SUMS))
+            self.written.go_on(contents.pop(WRITTEN, None))
             # Of a slot that is not the newest only what is frozen in it is ever read before it is written.
             self._unproven = {
                 (key, slot): {stretch.start for stretch in stretches}
@@ -357,6 +369,8 @@ class Store:
         """Write `buffer` at byte `start` of a slot; it must stay unchanged until the future is done."""
         extent = self._extents[unit][state][slot]
         assert start + len(buffer) <= extent.nbytes and self._file is not None
+        for drive, _, nbytes in self._file.layout.places(extent.offset + start, len(buffer)):
+            self.written.add(drive, nbytes)
         return self._queue.write(
             self._file, extent.offset + start, buffer, priority=Priority.BACKGROUND, checksum=self._checked
         )
@@ -408,13 +422,15 @@ class Store:
         self._file.sync()
         which = 0 if self.durable is None else 1 - self.durable.blob
         manifest = torch.frombuffer(bytearray(self._manifest.pack()), dtype=torch.uint8)
-        blob = safetensors.torch.save({**contents, SUMS: sums.pack(self._sums), MANIFEST: manifest})
+        more = {SUMS: sums.pack(self._sums), MANIFEST: manifest, WRITTEN: self.written.pack()}
+        blob = safetensors.torch.save({**contents, **more})
         self._reserve_blobs(len(blob) + self._more_sums())
         write_in_place(self.folders[0] / f"blob.{which}", blob)
         serial = 1 if self.durable is None else self.durable.serial + 1
         record = Record(serial, epoch, tuple(self.newest), which, len(blob), crc32c(blob), time.time_ns())
         write_in_place(self._commit_path, record.pack(), which * PAGE)
         self.durable = record
+        self.written.add(0, len(blob) + PAGE)  # the next commit holds these
         if serial == 1:
             self._forget_end()
 

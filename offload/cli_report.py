@@ -1,0 +1,50 @@
+"""`offload report`: a page of what a log tells."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offload.cli_machine import BAD_INPUT, FAILED, errors
+from offload.errors import ConfigError
+
+
+def report(
+    log: Annotated[Path, typer.Argument(help='What `offload train --log`, or the key "log", has written.')],
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What --trace has written: one step of it is drawn.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page. [default: LOG with .html]")
+    ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print the figures as one JSON object; a page only with --output.")
+    ] = False,
+) -> None:
+    """Make an HTML page of a run: loss, time by phase, bytes, memory, wear of the drives. It needs no network.
+
+    May be called while the run goes on. Ends with 0, with 1 where the page cannot be written, with 2 where LOG or FILE
+    is not what was expected. Example: offload report run.jsonl --trace trace.json.gz -o run.html
+    """
+    from offload.report.figures import figures
+    from offload.report.log import read_log
+    from offload.report.page import page
+    from offload.report.spans import read_window
+
+    place = output or log.with_suffix(".html")
+    with errors(BAD_INPUT):
+        if place.resolve() in {each.resolve() for each in (log, trace) if each is not None}:
+            raise ConfigError(f"the page would take the place of {place}; give another --output")
+        steps = read_log(log)
+        window = None if trace is None else read_window(trace)
+        found = figures(steps)
+    if output is not None or not json_output:
+        with errors(FAILED):
+            place.write_text(page(steps, found, window), encoding="utf-8")
+    if json_output:
+        print(json.dumps(found, allow_nan=False))
+    else:
+        print(f"{place}: {found['steps']:,} steps, {found['first_step']:,} to {found['last_step']:,}")

@@ -1,0 +1,61 @@
+"""What `offload train` says of its steps beside the numbers of each: what they were bound by, and what drives bear."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from offload.report.endurance import foresee, warning
+from offload.report.phases import ADVICE, Bound, bound
+from offload.sizes import format_decimal
+
+_STEADY = 3
+"""The step of a process by which what a step writes is known."""
+
+
+def wear(job: Any, reports: Sequence[Any]) -> Iterator[str]:
+    """A warning for each drive of whose rated life the run will take more than was asked for; at one step alone."""
+    block = job.engine.config["offload"]
+    if len(reports) != _STEADY or block["drive_tbw"] is None:
+        return
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun: each writes as much
+    last, before = reports[-1], reports[-2]
+    left = max(job.steps - last.step, 0)
+    for path, so_far in last.drives.items():
+        a_step = so_far - before.drives[path]
+        words = warning(
+            foresee(path, ranks * so_far, ranks * a_step, left, block["drive_tbw"]),
+            block["drive_share"],
+            left * last.seconds,
+        )
+        if words is not None:
+            yield words
+
+
+def facts(engine: Any, reports: Sequence[Any]) -> dict[str, Any]:
+    """What `--json` has of it."""
+    by = _bound(reports)
+    return {
+        "bound_by": None if by is None else by.by,
+        "step_parts_seconds": {} if by is None else dict(by.parts),
+        "drive_written_bytes": {
+            each.path: {"run": each.run_bytes, "life": each.life_bytes} for each in engine.drive_writes()
+        },
+    }
+
+
+def rows(reports: Sequence[Any], written: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, str]]:
+    """What a person reads of it."""
+    by = _bound(reports)
+    if by is not None:
+        yield "bound by", by.words()
+        yield "to be faster", ADVICE[by.by]
+    for path, each in written.items():
+        so_far = f", {format_decimal(each['life'])} in the life of the run" if each["life"] > each["run"] else ""
+        yield "written in all", f"{format_decimal(each['run'])} to {path}{so_far}"
+
+
+def _bound(reports: Sequence[Any]) -> Bound | None:
+    """Of the steps without the first, which records the order of uses."""
+    return bound(report.measured for report in reports[1:] or reports)

@@ -1,0 +1,306 @@
+"""Charts as SVG that needs nothing beside it: lines, stacks and rows of spans. Colours are variables of the page's CSS.
+
+Each takes numbers by step and says them in one unit, whose name stands in the title. A chart of more steps than it has
+room for shows a stretch of steps as one point: its mean, and for a line the least and the most as a band.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import NamedTuple
+
+POINTS = 240
+"""The most that a chart shows."""
+_WIDTH, _HEIGHT = 400, 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 10, 26
+
+Values = Sequence[float | None]
+
+
+class Series(NamedTuple):
+    """One line, or one layer of a stack."""
+
+    name: str
+    color: str
+    """A variable of the CSS."""
+    values: Values
+    """One for each step; None where there is none."""
+
+
+class Unit(NamedTuple):
+    """What an axis counts in: its name, and how much of the plain unit one of it is."""
+
+    name: str
+    size: float = 1.0
+
+
+class Point(NamedTuple):
+    """A stretch of steps."""
+
+    first: int
+    last: int
+    mean: float | None
+    least: float | None
+    most: float | None
+
+
+def seconds_unit(most: float) -> Unit:
+    return Unit("s") if most >= 1 else Unit("ms", 1e-3) if most >= 1e-3 else Unit("µs", 1e-6)
+
+
+def bytes_unit(most: float) -> Unit:
+    power = min(int(math.log(most, 1024)), 5) if most >= 1024 else 0
+    return Unit(("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")[power], 1024.0**power)
+
+
+def decimal_unit(most: float) -> Unit:
+    """Of bytes, where drives' life is meant."""
+    named = (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6))
+    return next((Unit(*each) for each in named if most >= each[1]), Unit("kB", 1e3))
+
+
+def rate_unit(most: float) -> Unit:
+    """Of bytes a second: powers of ten, as drives are sold."""
+    return Unit("GB/s", 1e9) if most >= 1e9 else Unit("MB/s", 1e6) if most >= 1e6 else Unit("kB/s", 1e3)
+
+
+def plain_unit(most: float) -> Unit:
+    return Unit("")
+
+
+def points(steps: Sequence[int], values: Values, most: int = POINTS) -> list[Point]:
+    """At most `most` stretches of steps, as even as can be, each with what its values are."""
+    count = min(len(steps), most)
+    found: list[Point] = []
+    for index in range(count):
+        start, end = index * len(steps) // count, (index + 1) * len(steps) // count
+        some = [value for value in values[start:end] if value is not None]
+        if some:
+            found.append(Point(steps[start], steps[end - 1], sum(some) / len(some), min(some), max(some)))
+        else:
+            found.append(Point(steps[start], steps[end - 1], None, None, None))
+    return found
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers from at most `low` to at least `high`; at least two."""
+    span = high - low or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / about))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * about >= span * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, max(last, first + 1) + 1)]
+
+
+def say(value: float) -> str:
+    """A number for people: four digits that count."""
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e5:
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    mantissa, _, power = f"{value:.3e}".partition("e")
+    return f"{float(mantissa):g}e{int(power)}"
+
+
+class _Axes:
+    """A frame with round numbers at its sides, and where values lie in it."""
+
+    def __init__(self, first: float, last: float, low: float, high: float) -> None:
+        self.marks = ticks(low, high)
+        self._first, self._last = first, last
+        self._low, self._high = self.marks[0], self.marks[-1]
+
+    def x(self, step: float) -> float:
+        share = 0.5 if self._last == self._first else (step - self._first) / (self._last - self._first)
+        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        share = (value - self._low) / (self._high - self._low)
+        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+
+    def frame(self) -> str:
+        """Lines at round values, and steps below."""
+        parts = []
+        for mark in self.marks:
+            y = self.y(mark)
+            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{say(mark)}</text>')
+        for mark in _steps(self._first, self._last):
+            x = self.x(mark)
+            side = "end" if x > _WIDTH - _RIGHT - 20 else "middle"
+            at = min(x + 8, _WIDTH) if side == "end" else x
+            parts.append(f'<text class="tick" x="{at:.1f}" y="{_HEIGHT - 8}" text-anchor="{side}">{mark:,}</text>')
+        return "".join(parts)
+
+    def resumed(self, steps: Sequence[int]) -> str:
+        """Marks where a run went on in another process."""
+        parts = []
+        for x in (self.x(step) for step in steps if self._first < step <= self._last):
+            parts.append(
+                f'<line class="resumed" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}">'
+                f"<title>resumed here</title></line>"
+            )
+        return "".join(parts)
+
+
+def _steps(first: float, last: float) -> list[int]:
+    """Steps to name below a chart."""
+    if last - first < 7:
+        return list(range(math.ceil(first), math.floor(last) + 1))
+    return [int(each) for each in ticks(first, last, 4) if first <= each <= last and each == int(each)]
+
+
+def lines(
+    title: str,
+    steps: Sequence[int],
+    series: Sequence[Series],
+    unit: Callable[[float], Unit] = plain_unit,
+    zero: bool = True,
+    resumed: Sequence[int] = (),
+    bounds: Sequence[tuple[str, float]] = (),
+    note: str = "",
+) -> str:
+    """A chart of lines. With `zero` its axis begins there; `bounds` are names and values of lines across.
+
+    Empty where no series has a value.
+    """
+    drawn = [each for each in series if any(value is not None for value in each.values)]
+    if not drawn:
+        return ""
+    shown = [points(steps, each.values) for each in drawn]
+    every = [value for row in shown for p in row for value in (p.least, p.most) if value is not None]
+    every += [value for _, value in bounds]
+    low, high = (min(0.0, *every) if zero else min(every)), max(every)
+    used = unit(max(abs(low), abs(high)))
+    axes = _Axes(steps[0], steps[-1], low / used.size, high / used.size)
+    body = [axes.frame(), axes.resumed(resumed)]
+    for name, value in bounds:
+        y = axes.y(value / used.size)
+        body.append(f'<line class="bound" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        place = f'x="{_WIDTH - _RIGHT - 4}" y="{y - 4:.1f}" text-anchor="end"'
+        body.append(f'<text class="tick label" {place}>{escape(name)}</text>')
+    for each, row in zip(drawn, shown, strict=True):
+        body += _line(axes, each, row, used)
+    missing = sum(value is None for value in drawn[0].values)
+    if missing and not note:
+        note = f"{missing:,} of {len(steps):,} steps have no finite value"
+    rows = [[None if p.mean is None else say(p.mean / used.size) + _range(p, used) for p in row] for row in shown]
+    return _figure(title, used, drawn, "".join(body), axes, shown[0], rows, note)
+
+
+def _range(point: Point, unit: Unit) -> str:
+    if point.first == point.last or point.least is None or point.most is None:
+        return ""
+    return f" ({say(point.least / unit.size)} to {say(point.most / unit.size)})"
+
+
+def _line(axes: _Axes, series: Series, row: Sequence[Point], unit: Unit) -> list[str]:
+    """The band and the line of a series; what stands alone is a dot."""
+    style = f'style="--c: var({series.color})"'
+    drawn: list[str] = []
+    for run in _runs(row):
+        at = [(axes.x((p.first + p.last) / 2), p) for p in run]
+        if any(p.least != p.most for p in run):
+            above = [f"{x:.1f},{axes.y((p.most or 0) / unit.size):.1f}" for x, p in at]
+            below = [f"{x:.1f},{axes.y((p.least or 0) / unit.size):.1f}" for x, p in reversed(at)]
+            drawn.append(f'<polygon class="band" {style} points="{" ".join([*above, *below])}"/>')
+        spots = [f"{x:.1f},{axes.y((p.mean or 0) / unit.size):.1f}" for x, p in at]
+        if len(spots) == 1:
+            x, _, y = spots[0].partition(",")
+            drawn.append(f'<circle class="dot" {style} cx="{x}" cy="{y}" r="3.5"/>')
+        else:
+            drawn.append(f'<polyline class="line" {style} points="{" ".join(spots)}"/>')
+    return drawn
+
+
+def _runs(row: Sequence[Point]) -> list[list[Point]]:
+    """Neighbours that have values."""
+    runs: list[list[Point]] = [[]]
+    for point in row:
+        if point.mean is None:
+            runs.append([])
+        else:
+            runs[-1].append(point)
+    return [run for run in runs if run]
+
+
+def stack(
+    title: str,
+    steps: Sequence[int],
+    series: Sequence[Series],
+    unit: Callable[[float], Unit],
+    resumed: Sequence[int] = (),
+    note: str = "",
+) -> str:
+    """Layers that add up, from zero, a column for each stretch of steps. Empty where there is nothing to show."""
+    drawn = [each for each in series if any(each.values)]
+    if not drawn:
+        return ""
+    shown = [points(steps, each.values) for each in drawn]
+    tops = [sum(row[index].mean or 0.0 for row in shown) for index in range(len(shown[0]))]
+    used = unit(max(tops))
+    half = (steps[-1] - steps[0] + 1) / len(shown[0]) / 2  # room for the first and the last column
+    axes = _Axes(steps[0] - half, steps[-1] + half, 0.0, max(tops) / used.size)
+    width = min((_WIDTH - _LEFT - _RIGHT) / len(shown[0]), 48.0)
+    inner = _Columns(axes, shown[0], width)
+    body = [axes.frame()]
+    below = [0.0] * len(shown[0])
+    for each, row in zip(drawn, shown, strict=True):
+        above = [under + (point.mean or 0.0) / used.size for under, point in zip(below, row, strict=True)]
+        path = inner.path(below, above)
+        body.append(f'<path class="area" style="--c: var({each.color})" d="{path}"/>')
+        below = above
+    body.append(axes.resumed(resumed))
+    rows = [[None if p.mean is None else say(p.mean / used.size) for p in row] for row in shown]
+    return _figure(title, used, drawn, "".join(body), axes, shown[0], rows, note)
+
+
+class _Columns:
+    """Where the columns of a stack stand: side by side, and never over the frame."""
+
+    def __init__(self, axes: _Axes, row: Sequence[Point], width: float) -> None:
+        self._axes, self._half = axes, width / 2 * (0.86 if len(row) <= 60 else 1.0)
+        self._middles = [axes.x((p.first + p.last) / 2) for p in row]
+
+    def path(self, below: Sequence[float], above: Sequence[float]) -> str:
+        parts = []
+        for middle, low, high in zip(self._middles, below, above, strict=True):
+            if high > low:
+                left, right = max(middle - self._half, _LEFT), min(middle + self._half, _WIDTH - _RIGHT)
+                top, bottom = self._axes.y(high), self._axes.y(low)
+                parts.append(f"M{left:.1f} {bottom:.2f}V{top:.2f}H{right:.1f}V{bottom:.2f}z")
+        return "".join(parts)
+
+
+def _figure(
+    title: str,
+    unit: Unit,
+    series: Sequence[Series],
+    body: str,
+    axes: _Axes,
+    row: Sequence[Point],
+    rows: Sequence[Sequence[str | None]],
+    note: str,
+) -> str:
+    """The chart with its title, its legend, and the numbers that its pointer shows."""
+    words = f"{title}, {unit.name}" if unit.name else title
+    legend = ""
+    if len(series) > 1:
+        keys = (f'<li style="--c: var({each.color})">{escape(each.name)}</li>' for each in series)
+        legend = f'<ul class="legend">{"".join(keys)}</ul>'
+    about = {
+        "x": [round(axes.x((p.first + p.last) / 2), 1) for p in row],
+        "step": [f"step {p.first:,}" if p.first == p.last else f"steps {p.first:,} to {p.last:,}" for p in row],
+        "names": [each.name for each in series],
+        "rows": rows,
+        "unit": unit.name,
+    }
+    data = escape(json.dumps(about, separators=(",", ":")), quote=True)
+    caption = f'<p class="note">{escape(note)}</p>' if note else ""
+    return (
+        f'<figure data-chart="{data}"><figcaption>{escape(words)}</figcaption>{legend}'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(words, quote=True)} by step">{body}'
+        f'<line class="cursor" x1="0" x2="0" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/></svg>{caption}</figure>'
+    )

@@ -1,0 +1,131 @@
+"""The numbers of a run, from its log: what `offload report --json` prints and the page shows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from offload.report.endurance import foresee
+from offload.report.log import Log, number
+from offload.report.phases import ADVICE, bound
+
+PREDICTED: Mapping[str, str] = {
+    "seconds": "seconds a step",
+    "read_bytes": "bytes read a step",
+    "written_bytes": "bytes written a step",
+    "host_peak_bytes": "peak of RAM",
+    "device_peak_bytes": "peak of device memory",
+}
+"""What a log may have a prediction of, in the "predicted" of its "about"."""
+
+
+def figures(log: Log) -> dict[str, Any]:
+    """All of it, as JSON, in seconds and bytes; medians are without the first step of each process."""
+    steady = _steady(log)
+    by = bound(steady)
+    about = {name: value for name, value in log.about.items() if name != "predicted"}
+    seconds = _column(steady, "seconds")
+    return {
+        "log": str(log.path),
+        "about": about,
+        "steps": len(log.steps),
+        "first_step": log.steps[0]["step"],
+        "last_step": log.steps[-1]["step"],
+        "resumed_at": list(log.resumed),
+        "torn_lines": log.torn,
+        "repeated_steps": log.again,
+        "loss": _ends(_column(log.steps, "loss")),
+        "grad_norm": _ends(_column(log.steps, "grad_norm")),
+        "lr": _ends(_column(log.steps, "lr")),
+        "skipped_steps": int(max(_column(log.steps, "skipped_steps"), default=0)),
+        "seconds": sum(_column(log.steps, "seconds")),
+        "step_seconds": _spread(seconds),
+        "tokens_per_second": _rate(steady, "tokens"),
+        "samples_per_second": _samples_rate(steady, about),
+        "bound_by": None if by is None else by.by,
+        "bound_words": None if by is None else by.words(),
+        "advice": None if by is None else ADVICE[by.by],
+        "step_parts_seconds": {} if by is None else dict(by.parts),
+        **{f"{name}_bytes": _bytes(log.steps, steady, f"{name}_bytes") for name in ("read", "written")},
+        **{f"{name}_bytes": _bytes(log.steps, steady, f"{name}_bytes") for name in ("uploaded", "gradients")},
+        "read_bytes_per_second": _rate(steady, "read_bytes"),
+        "written_bytes_per_second": _rate(steady, "written_bytes"),
+        "host_peak_bytes": max(_column(log.steps, "host_peak_bytes"), default=None),
+        "device_peak_bytes": max(_column(log.steps, "device_peak_bytes"), default=None),
+        "drives": _drives(log, steady, about),
+        "predicted": _predicted(log, steady),
+    }
+
+
+def _steady(log: Log) -> Sequence[Mapping[str, Any]]:
+    """The steps but the first of each process; all where nothing else is left."""
+    first = {log.steps[0]["step"], *log.resumed}
+    return [values for values in log.steps if values["step"] not in first] or log.steps
+
+
+def _column(steps: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    return [value for values in steps if (value := number(values, name)) is not None]
+
+
+def _ends(values: Sequence[float]) -> dict[str, float] | None:
+    return {"first": values[0], "last": values[-1], "least": min(values), "most": max(values)} if values else None
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    most = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    return {"median": statistics.median(ordered), "p95": most, "least": ordered[0], "most": ordered[-1]}
+
+
+def _rate(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    both = [(number(values, name), number(values, "seconds")) for values in steps]
+    known = [(amount, seconds) for amount, seconds in both if amount is not None and seconds]
+    return sum(amount for amount, _ in known) / sum(seconds for _, seconds in known) if known else None
+
+
+def _samples_rate(steps: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> float | None:
+    samples, seconds = about.get("samples_a_step"), _column(steps, "seconds")
+    return samples * len(seconds) / sum(seconds) if isinstance(samples, int) and sum(seconds) > 0 else None
+
+
+def _bytes(
+    steps: Sequence[Mapping[str, Any]], steady: Sequence[Mapping[str, Any]], name: str
+) -> dict[str, float] | None:
+    every = _column(steps, name)
+    return {"total": sum(every), "median": statistics.median(_column(steady, name) or every)} if every else None
+
+
+def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What each drive has borne in the life of the run, and will have borne at its end."""
+    tbw, ends = about.get("drive_tbw"), about.get("steps")
+    rows = [values["drives"] for values in log.steps if values.get("drives")]
+    if not rows:
+        return []
+    left = max(ends - log.steps[-1]["step"], 0) if isinstance(ends, int) else 0
+    found = []
+    for path, so_far in rows[-1].items():
+        known = [row[path] for row in rows if isinstance(row.get(path), int | float)]
+        grown = [after - before for before, after in pairwise(known) if after >= before]
+        a_step = statistics.median(grown) if grown else None
+        use = foresee(path, so_far, a_step or 0, left, tbw if isinstance(tbw, int | float) else None)
+        found.append({**use._asdict(), "step_bytes": a_step, "share": use.share})
+    return found
+
+
+def _predicted(log: Log, steady: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What was foreseen of the run, beside what came."""
+    said = log.about.get("predicted")
+    if not isinstance(said, dict):
+        return []
+    found = []
+    for name, what in PREDICTED.items():
+        expected, values = said.get(name), _column(steady, name)
+        if isinstance(expected, int | float) and values:
+            came = max(values) if "peak" in name else statistics.median(values)
+            ratio = came / expected if expected else None
+            found.append({"name": name, "what": what, "predicted": expected, "measured": came, "ratio": ratio})
+    return found

@@ -1,0 +1,92 @@
+"""The steps of a log: JSON lines of `offload train --log` or of the key "log", as a kill or a resume has left them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.errors import ConfigError
+
+
+class Log(NamedTuple):
+    """What a log tells."""
+
+    path: Path
+    steps: tuple[Mapping[str, Any], ...]
+    """Of each step the last line that tells of it, in order."""
+    abouts: tuple[tuple[int, Mapping[str, Any]], ...]
+    """What each process has said of the run, with the first of its steps."""
+    torn: int
+    """Lines that are none: a kill has cut them short."""
+    again: int
+    """Lines of steps that a later line tells of again."""
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What is said of the run, the newest of each."""
+        said: dict[str, Any] = {}
+        for _, about in self.abouts:
+            said |= about
+        return said
+
+    @property
+    def resumed(self) -> tuple[int, ...]:
+        """The first step of each process but the first."""
+        return tuple(step for step, _ in self.abouts[1:])
+
+
+def read_log(path: Path) -> Log:
+    """Read a log. Raises `ConfigError` where there is none, or it is none."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"cannot read the log {path}: {error.strerror}; give what `--log` has written") from error
+    found: dict[int, Mapping[str, Any]] = {}
+    abouts: list[tuple[int, Mapping[str, Any]]] = []
+    torn = again = 0
+    for line in text.splitlines():
+        values = _values(line)
+        if values is None:
+            torn += bool(line.strip())
+            continue
+        step = values["step"]
+        if step in found or (found and step < next(reversed(found))):  # it went on from before: what follows is void
+            for late in [each for each in found if each >= step]:
+                del found[late]
+                again += 1
+            abouts = [each for each in abouts if each[0] < step]
+        found[step] = values
+        if isinstance(values.get("about"), dict):
+            abouts.append((step, values["about"]))
+    if not found:
+        raise ConfigError(
+            f"{path} has no step of a run: expected a JSON object a line, as `offload train --log FILE` writes"
+        )
+    return Log(path, tuple(found.values()), tuple(abouts), torn, again)
+
+
+def _values(line: str) -> dict[str, Any] | None:
+    """What a line tells of a step; None where it is torn or tells of none."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    step = values.get("step") if isinstance(values, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+        return None
+    return {name: value for name, value in values.items() if _is_fine(name, value)}
+
+
+def _is_fine(name: str, value: Any) -> bool:
+    """Whether a value is of the kind that belongs there: a finite number, but for the two that are none."""
+    kind = type(value)
+    return isfinite(value) if kind is float else kind is int or (kind is dict and name in ("about", "drives"))
+
+
+def number(values: Mapping[str, Any], name: str) -> float | None:
+    """A number of a step; None where it has none, or one that was not finite."""
+    value: float | None = values.get(name)
+    return value

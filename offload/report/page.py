@@ -1,0 +1,296 @@
+"""The page: HTML with everything in it, which needs no network and no second file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from offload.report.charts import POINTS, Series, bytes_unit, decimal_unit, lines, rate_unit, say, seconds_unit, stack
+from offload.report.log import Log, number
+from offload.report.look import SCRIPT, STYLE
+from offload.report.phases import PARTS, parts
+from offload.report.spans import Window, rows
+from offload.sizes import format_decimal, format_size
+
+_COLORS = {
+    "compute": "--blue",
+    "optimizer": "--green",
+    "reads": "--orange",
+    "writes": "--magenta",
+    "memory": "--violet",
+    "uploads": "--yellow",
+    "loop": "--gray",
+}
+
+
+def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
+    """A whole HTML document of a log's figures, and of a stretch of its time line."""
+    title = _title(found)
+    sections = [
+        ("Learning", _learning(log)),
+        ("Where the time goes", _time(log, found)),
+        ("Predicted and measured", _predicted(found)),
+        ("Bytes", _moved(log)),
+        ("Memory", _memory(log, found)),
+        ("Drives", _drives(log, found)),
+        ("One step in detail", "" if window is None else _window(window)),
+    ]
+    shown = "".join(
+        f'<section><h2>{escape(name)}</h2><div class="charts">{body}</div></section>' for name, body in sections if body
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>"
+        f"<header><h1>{escape(title)}</h1><p>{_subtitle(found)}</p></header>"
+        f"{_tiles(found)}{_points(found)}{shown}{_notes(found)}</main>"
+        f'<div id="tip" role="status"></div><script>{SCRIPT}</script></body></html>\n'
+    )
+
+
+def _title(found: Mapping[str, Any]) -> str:
+    about = found["about"]
+    run = about.get("run")
+    return f"Run {run}" if isinstance(run, str) else "A run"
+
+
+def _subtitle(found: Mapping[str, Any]) -> str:
+    about, words = found["about"], []
+    if about.get("model"):
+        words.append(f"{about['model']}")
+    if isinstance(about.get("parameters"), int):
+        words.append(f"{about['parameters']:,} parameters")
+    words += [str(about[name]) for name in ("dtype", "device") if about.get(name)]
+    if isinstance(about.get("ranks"), int) and about["ranks"] > 1:
+        words.append(f"{about['ranks']} ranks")
+    words.append(f"log {found['log']}")
+    return escape(", ".join(words))
+
+
+def _tiles(found: Mapping[str, Any]) -> str:
+    """What a reader wants to know first."""
+    loss, step = found["loss"], found["step_seconds"]
+    tiles: list[tuple[str, str, str]] = [
+        ("steps", f"{found['first_step']:,} to {found['last_step']:,}", _time_words(found["seconds"]) + " in all")
+    ]
+    if loss is not None:
+        tiles.append(("loss", say(loss["last"]), f"from {say(loss['first'])}, least {say(loss['least'])}"))
+    if step is not None:
+        unit = seconds_unit(step["median"])
+        slow = f"95 % below {say(step['p95'] / unit.size)} {unit.name}"
+        tiles.append(("median step", f"{say(step['median'] / unit.size)} {unit.name}", slow))
+    for name in ("tokens", "samples"):
+        if found[f"{name}_per_second"]:
+            tiles.append(("speed", f"{found[f'{name}_per_second']:,.4g} {name}/s", ""))
+            break
+    if found["bound_by"] is not None:
+        share = found["step_parts_seconds"][found["bound_by"]] / max(sum(found["step_parts_seconds"].values()), 1e-12)
+        tiles.append(("bound by", found["bound_by"], f"{share:.0%} of a step: {PARTS[found['bound_by']]}"))
+    if found["drives"]:
+        total = sum(each["so_far_bytes"] for each in found["drives"])
+        rated = [each["share"] for each in found["drives"] if each["share"] is not None]
+        more = f"{max(rated):.2%} of rated life at the end" if rated else "drive_tbw is not set"
+        tiles.append(("written to drives", format_decimal(total), more))
+    each = (f"<div><dt>{a}</dt><dd>{escape(b)}</dd><dd class=sub>{escape(c)}</dd></div>" for a, b, c in tiles)
+    return f'<dl class="tiles">{"".join(each)}</dl>'
+
+
+def _points(found: Mapping[str, Any]) -> str:
+    """What a point of a chart is, where it is more than a step."""
+    if found["steps"] <= POINTS:
+        return ""
+    each = f"Each point of a chart is about {found['steps'] / POINTS:,.0f} steps"
+    return f'<p class="note">{each}: a line is their mean, its band their least and most; a column is their mean.</p>'
+
+
+# -- sections -----------------------------------------------------------------------------------------
+
+
+def _steps(log: Log) -> list[int]:
+    return [values["step"] for values in log.steps]
+
+
+def _series(log: Log, name: str, color: str, field: str, over: str | None = None) -> Series:
+    """A field of each step, or its quotient by another."""
+    found: list[float | None] = []
+    for values in log.steps:
+        value, by = number(values, field), 1.0 if over is None else number(values, over)
+        found.append(value / by if value is not None and by else None)
+    return Series(name, color, found)
+
+
+def _learning(log: Log) -> str:
+    steps, marks = _steps(log), log.resumed
+    charts = (
+        lines("Loss", steps, [_series(log, "loss", "--blue", "loss")], zero=False, resumed=marks),
+        lines("Learning rate", steps, [_series(log, "learning rate", "--blue", "lr")], resumed=marks),
+        lines(
+            "Norm of the gradient before the clip", steps, [_series(log, "norm", "--blue", "grad_norm")], resumed=marks
+        ),
+        lines("Loss scale", steps, [_series(log, "scale", "--blue", "loss_scale")], resumed=marks),
+    )
+    return "".join(charts)
+
+
+def _time(log: Log, found: Mapping[str, Any]) -> str:
+    steps = _steps(log)
+    each = [parts(values) for values in log.steps]
+    layers = [
+        Series(_legend(name), color, [row.get(name, 0.0) if row else None for row in each])
+        for name, color in _COLORS.items()
+    ]
+    whole = lines("A whole step", steps, [_series(log, "step", "--blue", "seconds")], seconds_unit, resumed=log.resumed)
+    parted = stack("Parts of a step", steps, layers, seconds_unit, log.resumed)
+    worker = [
+        _series(log, "kernels", "--green", "update_kernels_seconds"),
+        _series(log, "waits for reads", "--orange", "update_waits_for_reads_seconds"),
+        _series(log, "waits for writes", "--magenta", "update_waits_for_writes_seconds"),
+        _series(log, "copies", "--yellow", "update_copies_seconds"),
+    ]
+    beside = stack(
+        "Update worker, beside the model",
+        steps,
+        worker,
+        seconds_unit,
+        log.resumed,
+        "It costs time only where the model waits for it.",
+    )
+    return _parts_table(found) + parted + whole + beside
+
+
+def _legend(name: str) -> str:
+    return {"compute": "compute", "loop": "loader and your loop"}.get(name, f"waits: {name}")
+
+
+def _parts_table(found: Mapping[str, Any]) -> str:
+    spent = found["step_parts_seconds"]
+    if not spent:
+        return '<p class="note wide">Phases were not measured: set "wall_clock_breakdown" in the config.</p>'
+    whole = sum(spent.values())
+    unit = seconds_unit(whole)
+    body = "".join(
+        f"<tr><td><i style='--c: var({_COLORS[name]})'></i>{PARTS[name]}</td>"
+        f"<td>{say(spent[name] / unit.size)} {unit.name}</td><td>{spent[name] / whole:.1%}</td></tr>"
+        for name in sorted(spent, key=lambda each: -spent[each])
+    )
+    words = f"Bound by <b>{found['bound_by']}</b>. To be faster: {escape(found['advice'])}."
+    return (
+        f'<div class="wide"><p>{words}</p><table><thead><tr><th>a mean step</th><th>time</th><th>share</th></tr>'
+        f"</thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _predicted(found: Mapping[str, Any]) -> str:
+    if not found["predicted"]:
+        return ""
+    body = ""
+    for each in found["predicted"]:
+        is_time = each["name"] == "seconds"
+        words = [_amount(each[key], is_time) for key in ("predicted", "measured")]
+        ratio = "" if each["ratio"] is None else f"{each['ratio'] - 1:+.1%}"
+        body += f"<tr><td>{each['what']}</td><td>{words[0]}</td><td>{words[1]}</td><td>{ratio}</td></tr>"
+    head = "<th></th><th>predicted</th><th>measured</th><th>difference</th>"
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _amount(value: float, is_time: bool) -> str:
+    if not is_time:
+        return format_size(round(value))
+    unit = seconds_unit(value)
+    return f"{say(value / unit.size)} {unit.name}"
+
+
+def _moved(log: Log) -> str:
+    steps, marks = _steps(log), log.resumed
+    drive = [
+        _series(log, "read", "--orange", "read_bytes"),
+        _series(log, "written", "--magenta", "written_bytes"),
+    ]
+    rates = [
+        _series(log, "read", "--orange", "read_bytes", "seconds"),
+        _series(log, "written", "--magenta", "written_bytes", "seconds"),
+    ]
+    device = [
+        _series(log, "weights to the device", "--yellow", "uploaded_bytes"),
+        _series(log, "gradients from it", "--violet", "gradients_bytes"),
+    ]
+    return (
+        lines("Drives, a step", steps, drive, bytes_unit, resumed=marks)
+        + lines("Drives, over a step's time", steps, rates, rate_unit, resumed=marks)
+        + lines("Device, a step", steps, device, bytes_unit, resumed=marks)
+    )
+
+
+def _memory(log: Log, found: Mapping[str, Any]) -> str:
+    steps, about = _steps(log), found["about"]
+    ram = [("host budget", about["host_budget_bytes"])] if isinstance(about.get("host_budget_bytes"), int) else []
+    host = [_series(log, "RAM of the process", "--blue", "host_peak_bytes")]
+    device = [_series(log, "allocated on the device", "--blue", "device_peak_bytes")]
+    note = "The most so far. Beside the budget it holds Python, torch and, on a CPU, activations."
+    return lines("Peak of RAM", steps, host, bytes_unit, resumed=log.resumed, bounds=ram, note=note) + lines(
+        "Peak of device memory", steps, device, bytes_unit, resumed=log.resumed
+    )
+
+
+def _drives(log: Log, found: Mapping[str, Any]) -> str:
+    if not found["drives"]:
+        return ""
+    colors = ("--magenta", "--blue", "--green", "--orange", "--violet", "--yellow", "--gray")
+    series = [
+        Series(
+            each["path"],
+            colors[index % len(colors)],
+            [(row.get("drives") or {}).get(each["path"]) for row in log.steps],
+        )
+        for index, each in enumerate(found["drives"])
+    ]
+    chart = lines("Written in the life of the run", _steps(log), series, decimal_unit, resumed=log.resumed)
+    body = "".join(_drive_row(each) for each in found["drives"])
+    head = (
+        "<th>drive</th><th>written so far</th><th>a step</th><th>at the last step</th><th>rated life</th><th>used</th>"
+    )
+    table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return table + chart
+
+
+def _drive_row(each: Mapping[str, Any]) -> str:
+    rated = "not known: drive_tbw" if each["rated_bytes"] is None else format_decimal(each["rated_bytes"])
+    used = "" if each["share"] is None else f"{each['share']:.2%}"
+    known = [each[key] for key in ("so_far_bytes", "step_bytes", "at_end_bytes")]
+    sizes = ["" if nbytes is None else format_decimal(nbytes) for nbytes in known]
+    cells = [escape(each["path"]), *sizes, rated, used]
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _window(window: Window) -> str:
+    took = window.end - window.start
+    busy = "".join(
+        f"<tr><td>{row}</td><td>{_amount(seconds, True)}</td><td>{seconds * 1e6 / took:.0%}</td></tr>"
+        for row, seconds in window.seconds().items()
+    )
+    head = "<th>something of it was under way</th><th>time</th><th>share</th>"
+    table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{busy}</tbody></table></div>'
+    return rows(window) + table
+
+
+def _notes(found: Mapping[str, Any]) -> str:
+    words: Sequence[str] = [
+        "Times and medians leave out the first step of each process, which reads everything on demand.",
+        *([f"Resumed at step {', '.join(map(str, found['resumed_at']))}."] if found["resumed_at"] else []),
+        *([f"{found['torn_lines']} lines of the log are cut short."] if found["torn_lines"] else []),
+        *(
+            [f"{found['repeated_steps']} steps were trained again; the later time counts."]
+            if found["repeated_steps"]
+            else []
+        ),
+        *([f"{found['skipped_steps']} steps were skipped."] if found["skipped_steps"] else []),
+    ]
+    return f"<footer><p>{' '.join(map(escape, words))}</p></footer>"
+
+
+def _time_words(seconds: float) -> str:
+    for name, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {name}"
+    return f"{seconds:.1f} s"

@@ -1,0 +1,178 @@
+"""One step of a time line that `--trace` has written, as rows of spans."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.errors import ConfigError
+from offload.report.charts import say, seconds_unit, ticks
+from offload.sizes import format_size
+
+COLORS = {
+    "compute": "--blue",
+    "waits": "--red",
+    "ranks": "--violet",
+    "uploads": "--yellow",
+    "downloads": "--yellow",
+    "reads": "--orange",
+    "writes": "--magenta",
+    "updates": "--green",
+    "update worker": "--green",
+    "commits": "--gray",
+}
+"""The rows of a time line, in the order in which they are shown."""
+_LANES = 6
+"""Of a row, that are shown: spans that overlap stand below each other."""
+_WIDTH, _LEFT, _LANE, _GAP = 1100, 104, 13, 7
+
+
+class Span(NamedTuple):
+    """Microseconds of the file."""
+
+    row: str
+    lane: int
+    name: str
+    start: float
+    end: float
+    nbytes: int
+
+
+class Window(NamedTuple):
+    """A stretch of a time line."""
+
+    title: str
+    start: float
+    end: float
+    spans: tuple[Span, ...]
+    complete: bool
+    """Whether the file says that it holds the whole run."""
+
+    def seconds(self) -> dict[str, float]:
+        """How long something of each row was under way."""
+        found = {}
+        for row in COLORS:
+            mine = sorted((max(s.start, self.start), min(s.end, self.end)) for s in self.spans if s.row == row)
+            total, reached = 0.0, self.start
+            for start, end in mine:
+                total += max(0.0, end - max(start, reached))
+                reached = max(reached, end)
+            if mine:
+                found[row] = total / 1e6
+        return found
+
+
+def read_window(path: Path) -> Window:
+    """The step of a time line that took the middle of the times, without the first; the whole where it has none.
+
+    Raises `ConfigError` where the file is no time line.
+    """
+    events = _events(path)
+    first = min((event["pid"] for event in events if event.get("ph") == "X"), default=None)
+    spans = [_span(event) for event in events if event.get("ph") == "X" and event["pid"] == first]
+    if not spans:
+        raise ConfigError(f"{path} has no span: expected the file that `offload train --trace FILE` writes at its end")
+    complete = not any(event.get("ph") == "i" for event in events)
+    start, end, title = _step(spans)
+    inside = tuple(span for span in spans if span.end > start and span.start < end)
+    return Window(title, start, end, inside, complete)
+
+
+def _events(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            found = json.load(file)["traceEvents"]
+            return [event for event in found if event.get("ph") != "X" or {"pid", "tid", "ts", "dur"} <= set(event)]
+    except OSError as error:
+        raise ConfigError(f"cannot read the time line {path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+        raise ConfigError(
+            f"{path} is no time line: expected the JSON that `offload train --trace FILE` writes at its end, "
+            f"got {type(error).__name__}: {error}"
+        ) from error
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    nbytes = event.get("args", {}).get("bytes", 0)
+    start = float(event["ts"])
+    return Span(event.get("cat", ""), int(event["tid"]) % 1000, event["name"], start, start + event["dur"], nbytes)
+
+
+def _step(spans: Sequence[Span]) -> tuple[float, float, str]:
+    """From the end of one step to that of the next."""
+    ends = sorted((s.end, s.name) for s in spans if s.row == "compute" and s.name.startswith("step "))
+    steady = [(before[0], after[0], after[1]) for before, after in pairwise(ends)][1:]
+    if not steady:
+        return min(s.start for s in spans), max(s.end for s in spans), "the whole run"
+    middle = statistics.median_low([end - start for start, end, _ in steady])
+    return next(each for each in steady if each[1] - each[0] == middle)
+
+
+def rows(window: Window) -> str:
+    """The window as a figure: a row for each kind of work, spans in it to scale."""
+    used = seconds_unit((window.end - window.start) / 1e6)
+    scale = (_WIDTH - _LEFT - 8) / (window.end - window.start or 1.0)
+    parts: list[str] = []
+    y = 6
+    for row, color in COLORS.items():
+        mine = [span for span in window.spans if span.row == row]
+        lanes = sorted({span.lane for span in mine})
+        if not mine:
+            continue
+        hidden = f" (+{len(lanes) - _LANES})" if len(lanes) > _LANES else ""
+        parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{y + _LANE - 3}" text-anchor="end">{row}{hidden}</text>')
+        for lane in lanes[:_LANES]:
+            for span in _drawn([s for s in mine if s.lane == lane], 0.5 / scale):
+                left = _LEFT + max(span.start - window.start, 0) * scale
+                right = _LEFT + min(span.end - window.start, window.end - window.start) * scale
+                parts.append(
+                    f'<rect class="span" style="--c: var({color})" x="{left:.2f}" y="{y}" '
+                    f'width="{max(right - left, 0.5):.2f}" height="{_LANE - 2}"><title>{_words(span)}</title></rect>'
+                )
+            y += _LANE
+        y += _GAP
+    parts += _ruler(window, used.name, used.size * 1e6, scale, y)
+    title = f"Time line of {window.title}, {used.name}"
+    return (
+        f'<figure class="wide"><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {_WIDTH} {y + 22}" role="img" '
+        f'aria-label="{escape(title, quote=True)}">{"".join(parts)}</svg>'
+        f'<p class="note">Point at a span for its name, bytes and time. Spans that overlap stand below each other.</p>'
+        "</figure>"
+    )
+
+
+def _drawn(spans: Sequence[Span], least: float) -> list[Span]:
+    """Spans to draw: neighbours that are too small to be told apart are one."""
+    drawn: list[Span] = []
+    for span in sorted(spans, key=lambda each: (each.start, -each.end)):
+        last = drawn[-1] if drawn else None
+        small = span.end - span.start < least
+        if last is not None and small and last.end - last.start < 8 * least and span.start - last.end < least:
+            names = last.name if last.name.endswith("…") or last.name == span.name else f"{last.name} …"
+            drawn[-1] = last._replace(name=names, end=max(last.end, span.end), nbytes=last.nbytes + span.nbytes)
+        else:
+            drawn.append(span)
+    return drawn
+
+
+def _words(span: Span) -> str:
+    took = (span.end - span.start) / 1e6
+    unit = seconds_unit(took)
+    moved = f", {format_size(span.nbytes)}" if span.nbytes else ""
+    return escape(f"{span.name}: {say(took / unit.size)} {unit.name}{moved}")
+
+
+def _ruler(window: Window, unit: str, size: float, scale: float, y: float) -> list[str]:
+    parts = []
+    for mark in ticks(0, (window.end - window.start) / size, 6):
+        x = _LEFT + mark * size * scale
+        if x <= _WIDTH - 8:
+            parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{y}"/>')
+            parts.append(f'<text class="tick" x="{x:.1f}" y="{y + 15}" text-anchor="middle">{say(mark)}</text>')
+    return parts

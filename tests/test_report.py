@@ -1,0 +1,306 @@
+"""`offload report`: the figures are those of the log, whatever became of the file; the page needs nothing beside it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+from typer.testing import CliRunner
+
+from offload.cli import app
+from offload.errors import ConfigError
+from offload.report.charts import points, ticks
+from offload.report.figures import figures
+from offload.report.log import read_log
+from offload.report.page import page
+from offload.report.phases import PARTS, bound, parts
+from offload.report.spans import read_window
+
+ABOUT = {
+    "run": "mine <b>",
+    "model": "GPT2LMHeadModel",
+    "parameters": 1000,
+    "steps": 20,
+    "samples_a_step": 4,
+    "host_budget_bytes": 2**30,
+    "drive_tbw": 1,
+    "drive_share": 0.1,
+}
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": number,
+        "loss": 10 / number,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tokens": 100,
+        "seconds": 2.0,
+        "read_bytes": 3 * 2**30,
+        "written_bytes": 2**30,
+        "skipped_steps": 0.0,
+        "host_peak_bytes": 2e9,
+        "forward_seconds": 0.5,
+        "backward_seconds": 0.9,
+        "step_seconds": 0.1,
+        "wait_for_reads_seconds": 0.25,
+        "wait_for_updates_seconds": 0.4,
+        "wait_for_commits_seconds": 0.05,
+        "wait_for_memory_seconds": 0.0,
+        "wait_for_uploads_seconds": 0.0,
+        "update_kernels_seconds": 0.3,
+        "update_copies_seconds": 0.0,
+        "update_waits_for_reads_seconds": 0.2,
+        "update_waits_for_writes_seconds": 0.5,
+        "uploaded_bytes": 2**20,
+        "gradients_bytes": 2**20,
+        "drives": {"/mnt/a": number * 10**9},
+        **more,
+    }
+
+
+def written(path: Path, *lines: dict[str, Any] | str) -> Path:
+    path.write_text("".join(line if isinstance(line, str) else f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return written(tmp_path / "log.jsonl", step(1, about=ABOUT, seconds=9.0), *(step(n) for n in range(2, 11)))
+
+
+# -- the parts of a step -------------------------------------------------------------------------------
+
+
+def test_parts_of_a_step_add_up_to_it_and_a_wait_for_updates_is_what_the_worker_did() -> None:
+    found = parts(step(1))
+    assert found == pytest.approx(
+        {
+            "compute": 1.5 - 0.7,
+            "optimizer": 0.4 * 0.3,
+            "reads": 0.25 + 0.4 * 0.2,
+            "writes": 0.05 + 0.4 * 0.5,
+            "memory": 0,
+            "uploads": 0,
+            "loop": 0.5,
+        }
+    )
+    assert sum(found.values()) == pytest.approx(2.0) and list(found) == list(PARTS)
+
+
+def test_a_step_is_bound_by_its_largest_part() -> None:
+    by = bound([step(1), step(2, wait_for_reads_seconds=0.95)])
+    assert by is not None and by.by == "reads" and by.share == pytest.approx((0.33 + 1.03) / 2 / 2)
+    assert by.words().startswith("reads: 0.680 of 2.000 s a step (34%) waits for reads, 0.5")
+    assert bound([{"seconds": 1.0}]) is None and parts({"seconds": 1.0}) == {}
+
+
+# -- the log -------------------------------------------------------------------------------------------
+
+
+def test_the_first_step_of_a_process_is_in_no_median(log: Path) -> None:
+    found = figures(read_log(log))
+    assert (found["steps"], found["first_step"], found["last_step"], found["seconds"]) == (10, 1, 10, 27.0)
+    assert found["step_seconds"] == {"median": 2.0, "p95": 2.0, "least": 2.0, "most": 2.0}
+    assert found["loss"] == {"first": 10.0, "last": 1.0, "least": 1.0, "most": 10.0}
+    assert (found["tokens_per_second"], found["samples_per_second"]) == (50.0, 2.0)
+    assert found["read_bytes"] == {"total": 30 * 2**30, "median": 3 * 2**30} and found["bound_by"] == "compute"
+
+
+def test_a_drive_is_foreseen_to_the_last_step_of_the_run(log: Path) -> None:
+    (drive,) = figures(read_log(log))["drives"]
+    assert drive == {
+        "path": "/mnt/a",
+        "so_far_bytes": 10 * 10**9,
+        "at_end_bytes": 20 * 10**9,
+        "rated_bytes": 1e12,
+        "step_bytes": 10**9,
+        "share": 0.02,
+    }
+
+
+def test_a_torn_line_and_what_was_trained_again_are_told(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "log",
+        step(1, about=ABOUT),
+        step(2),
+        step(3, loss=99.0),
+        '{"step": 4, "lo\n',
+        step(3, loss=7.0, about={"run": "other"}),
+        "[1, 2]\n\n",
+        step(4, loss=None),
+        '{"step": 5, "loss": NaN, "seconds": "three"}\n',
+        '{"step": 6, "lo',
+    )
+    found = read_log(path)
+    assert [values["step"] for values in found.steps] == [1, 2, 3, 4, 5] and found.steps[2]["loss"] == 7.0
+    assert (found.torn, found.again, found.resumed, found.about["run"]) == (3, 1, (3,), "other")
+    shown = page(found, figures(found), None)
+    assert "3 lines of the log are cut short" in shown and "Resumed at step 3" in shown
+    json.dumps(figures(found), allow_nan=False)
+
+
+@pytest.mark.parametrize("content", [b"", b"my precious notes\n", b'{"loss": 3}\n', b'{"step": true}\n', b"\xff\x00"])
+def test_a_file_that_is_no_log_is_an_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(content)
+    with pytest.raises(ConfigError, match="has no step of a run"):
+        read_log(tmp_path / "log")
+
+
+# -- charts --------------------------------------------------------------------------------------------
+
+
+@given(some.lists(some.one_of(some.none(), some.floats(-1e6, 1e6)), min_size=1, max_size=700), some.integers(1, 300))
+def test_points_cover_every_step_once_and_lose_no_extreme(values: list[float | None], most: int) -> None:
+    steps = list(range(5, 5 + len(values)))
+    found = points(steps, values, most)
+    assert len(found) == min(most, len(values))
+    assert [step for point in found for step in range(point.first, point.last + 1)] == steps
+    known = [value for value in values if value is not None]
+    if known:
+        assert min(p.least for p in found if p.least is not None) == min(known)
+        assert max(p.most for p in found if p.most is not None) == max(known)
+
+
+@given(some.floats(-1e9, 1e9), some.floats(0, 1e9))
+def test_ticks_are_round_and_hold_all_between_them(low: float, span: float) -> None:
+    marks = ticks(low, low + span)
+    assert 2 <= len(marks) <= 9 and marks == sorted(set(marks))
+    slack = 1e-6 * (abs(low) + span)
+    assert marks[0] <= low + slack and marks[-1] >= low + span - slack
+
+
+# -- the page ------------------------------------------------------------------------------------------
+
+
+def drawn(text: str) -> list[ElementTree.Element]:
+    """The charts, each of which must be right XML with coordinates that are numbers inside of its frame."""
+    found = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+    assert found and "nan" not in re.sub(r"<style.*?</style>", "", text).lower()
+    for svg in found:
+        _, _, width, height = map(float, svg.attrib["viewBox"].split())
+        for line in svg.iter("polyline"):
+            for spot in line.attrib["points"].split():
+                x, y = map(float, spot.split(","))
+                assert -1 <= x <= width + 1 and -1 <= y <= height + 1
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 1000])
+def test_any_number_of_steps_is_drawn(count: int, tmp_path: Path) -> None:
+    path = written(tmp_path / "log", step(1, about=ABOUT), *(step(n) for n in range(2, count + 1)))
+    log = read_log(path)
+    text = page(log, figures(log), None)
+    assert len(drawn(text)) >= 8
+    assert ("Each point of a chart is about" in text) == (count == 1000)
+
+
+def test_a_hundred_thousand_steps_are_a_page_of_less_than_a_megabyte(tmp_path: Path) -> None:
+    line = json.dumps(step(1)).replace('"step": 1,', '"step": %d,')
+    path = tmp_path / "log"
+    path.write_text("".join(line % number + "\n" for number in range(1, 100_001)))
+    log = read_log(path)
+    text = page(log, figures(log), None)
+    assert len(text) < 2**20 and "1 to 100,000" in text
+    drawn(text)
+
+
+def test_the_page_needs_nothing_beside_it_and_shows_names_as_text(log: Path) -> None:
+    found = read_log(log)
+    text = page(found, figures(found), None)
+    assert "mine &lt;b&gt;" in text and "mine <b>" not in text
+    assert not re.search(r"https?://|\bsrc=|\bhref=|@import|url\(", text)
+
+
+def test_a_log_of_an_earlier_version_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
+    old = {name: step(1)[name] for name in ("step", "loss", "grad_norm", "lr", "tokens", "seconds", "read_bytes")}
+    log = read_log(written(tmp_path / "log", old, old | {"step": 2}))
+    found = figures(log)
+    assert found["bound_by"] is None and found["drives"] == [] and found["about"] == {}
+    text = page(log, found, None)
+    assert "Phases were not measured" in text
+    drawn(text)
+
+
+def test_what_was_predicted_stands_beside_what_came(tmp_path: Path) -> None:
+    about = {"predicted": {"seconds": 1.6, "read_bytes": 2**30, "host_peak_bytes": 1e9}}
+    log = read_log(written(tmp_path / "log", step(1, about=about), step(2), step(3)))
+    found = figures(log)["predicted"]
+    assert [(each["name"], each["ratio"]) for each in found] == [
+        ("seconds", 1.25),
+        ("read_bytes", 3.0),
+        ("host_peak_bytes", 2.0),
+    ]
+    assert "Predicted and measured" in page(log, figures(log), None)
+
+
+# -- a time line ---------------------------------------------------------------------------------------
+
+
+def span(row: str, name: str, start: float, took: float, **more: Any) -> dict[str, Any]:
+    return {"ph": "X", "pid": 1, "tid": 1000, "cat": row, "name": name, "ts": start, "dur": took, **more}
+
+
+def trace() -> dict[str, Any]:
+    events = [span("compute", f"step {n}", n * 100, 5) for n in range(1, 5)]
+    events += [span("reads", "h.0 <weight>", n * 100 + 20, 30, args={"bytes": 4096}) for n in range(1, 5)]
+    return {"traceEvents": [{"ph": "M", "pid": 1, "tid": 0, "name": "process_name"}, *events]}
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_steady_step_of_a_time_line_is_drawn(name: str, tmp_path: Path, log: Path) -> None:
+    path = tmp_path / name
+    content = json.dumps(trace()).encode()
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    window = read_window(path)
+    assert (window.title, window.start, window.end) == ("step 3", 205, 305)
+    assert window.seconds() == pytest.approx({"compute": 5e-6, "reads": 30e-6})
+    found = read_log(log)
+    text = page(found, figures(found), window)
+    assert "h.0 &lt;weight&gt;: 30 µs, 4.0 KiB" in text
+    drawn(text)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", '{"traceEvents": []}', '{"traceEvents": [{"ph"', '{"traceEvents": 3}']
+)
+def test_a_file_that_is_no_time_line_is_an_error(content: str, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text(content)
+    with pytest.raises(ConfigError, match=r"is no time line|has no span"):
+        read_window(tmp_path / "trace")
+
+
+# -- the command ---------------------------------------------------------------------------------------
+
+
+def call(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_the_command_writes_a_page_beside_the_log(log: Path) -> None:
+    done = call(log)
+    assert done.exit_code == 0 and "10 steps, 1 to 10" in done.stdout
+    assert log.with_suffix(".html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_json_alone_writes_no_page(log: Path, tmp_path: Path) -> None:
+    done = call(log, "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout) == json.loads(json.dumps(figures(read_log(log))))
+    assert not log.with_suffix(".html").exists()
+    assert call(log, "--json", "-o", tmp_path / "a.html").exit_code == 0 and (tmp_path / "a.html").exists()
+
+
+def test_exit_codes(log: Path, tmp_path: Path) -> None:
+    before = log.read_text()
+    assert call(tmp_path / "none").exit_code == 2
+    assert call(log, "--trace", log).exit_code == 2
+    assert call(log, "-o", log).exit_code == 2 and log.read_text() == before
+    assert call(log, "-o", tmp_path / "no" / "folder.html").exit_code == 1
+    assert call().exit_code == 2
