@@ -22,7 +22,7 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -292,6 +292,13 @@ def run(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> R
     finally:
         engine.destroy(remove=True)
     return Result(losses, norms, weights)
+
+
+def assert_same_tensors(left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
+    """Two dicts of tensors are equal, bit for bit."""
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), f"{name} differs"
 
 
 def assert_same(left: Result, right: Result, what: str = "") -> None:

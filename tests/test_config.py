@@ -418,3 +418,15 @@ def test_every_key_is_documented() -> None:
 
     for key in keys(ZERO3) - {"block_size", "queue_depth", "thread_count"}:
         assert f"`{key}`" in text, key
+
+
+def test_keys_that_are_notes_mean_nothing() -> None:
+    notes = {"_comment": "for the large machine", "//": "see the wiki", "#lr": 1}
+    content = {
+        **notes,
+        "optimizer": {"type": "AdamW", **notes, "params": {"lr": 1e-3, **notes}},
+        "offload": dict(notes),
+    }
+    found = load_config(content)
+    assert found.optimizer is not None and found.optimizer.params.lr == 1e-3
+    assert not any("comment" in notice or "wiki" in notice for notice in found.notices)

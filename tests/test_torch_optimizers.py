@@ -347,6 +347,101 @@ class _Begun(torch.optim.SGD):
         super().step()
 
 
+class _Wraps(torch.optim.Optimizer):
+    """Steps by another optimizer, as SAM does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.base = torch.optim.NAdam(self.param_groups, lr=lr)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+class _OwnStates(torch.optim.SGD):
+    """Keeps the states of parameters in a dict of its own."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.own: dict[Any, int] = {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.own[p] = self.own.get(p, 0) + 1
+        super().step()
+
+
+class _OneState(torch.optim.SGD):
+    """Keeps a state for all."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["all"]["count"] = 1  # type: ignore[index]
+        super().step()
+
+
+class _ByNumber(torch.optim.SGD):
+    """Moves the first group less."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.grad *= 0.1
+        super().step()
+
+
+class _Slow(torch.optim.SGD):
+    """Has a state from the fifth step on, as Lookahead."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[-1]["params"]:
+            state = self.state[p]
+            state["count"] = state.get("count", 0) + 1
+            if state["count"] == 5:
+                state["slow"] = p.detach().clone()
+        super().step()
+
+
+class _ByAttribute(torch.optim.SGD):
+    """Looks at what is set on a parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad *= getattr(p, "lr_mult", 1.0)
+        super().step()
+
+
+def test_attributes_of_parameters_come_along(tmp_path: Path) -> None:
+    plain, model = _model(), _model()
+    for each in (plain, model):
+        each.get_parameter("1.0.weight").lr_mult = 0.1  # type: ignore[attr-defined]
+    optimizer = _ByAttribute(plain.parameters(), lr=0.1)
+    config = {"train_micro_batch_size_per_gpu": 6, "gradient_clipping": 0.0, "offload": {"device": "cpu"}}
+    engine = offload.initialize(model=model, optimizer=_ByAttribute(model.parameters(), lr=0.1), config=config)[0]
+    for step in range(3):
+        optimizer.zero_grad()
+        _loss(plain, step).backward()
+        optimizer.step()
+        _train(engine, [step])
+    mine = _weights(engine)
+    assert all(torch.equal(mine[key], value) for key, value in plain.state_dict().items())
+
+
+def test_parameters_of_one_element(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 1), nn.Linear(1, 1))
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.NAdam(plain.parameters())
+    config = {"train_micro_batch_size_per_gpu": 6, "gradient_clipping": 0.0, "offload": {"device": "cpu"}}
+    engine = offload.initialize(model=model, optimizer=torch.optim.NAdam(model.parameters()), config=config)[0]
+    for step in range(3):
+        optimizer.zero_grad()
+        _loss(plain, step).backward()
+        optimizer.step()
+        _train(engine, [step])
+    mine = _weights(engine)
+    assert all(torch.equal(mine[key], value) for key, value in plain.state_dict().items())
+
+
 class _Lists(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -361,6 +456,11 @@ class _Lists(torch.optim.SGD):
         (lambda p: _Counts(p, lr=0.1), "_Counts has no kernel here.* it keeps k for all parameters together"),
         (lambda p: _Own(p, lr=0.1), "it keeps calls for all parameters together"),
         (lambda p: _Together(p, lr=0.1), "what a parameter becomes depends on others"),
+        (lambda p: _Wraps(p, lr=0.1), "a parameter that has a gradient stays as it is"),
+        (lambda p: _OwnStates(p, lr=0.1), "it keeps own for all parameters together"),
+        (lambda p: _OneState(p, lr=0.1), "it keeps all for all parameters together"),
+        (lambda p: _ByNumber([{"params": p[:2]}, {"params": p[2:]}], lr=0.1), "depends on the number of its group"),
+        (lambda p: _Slow(p, lr=0.1), "it keeps slow in some steps only"),
         (lambda p: _Lists(p, lr=0.1), "history is a list, neither a tensor nor a number"),
         (lambda p: torch.optim.LBFGS(p), "LBFGS has no kernel here"),
         (lambda p: torch.optim.SparseAdam(p), "that does not go: SparseAdam does not support dense gradients"),

@@ -18,6 +18,9 @@ from offload.config.scheduler import SCHEDULES, ScheduleParams
 from offload.config.whole import Config, Found, nothing_found
 from offload.errors import ConfigError
 
+_NOTES = ("_comment", "//", "#")
+"""How keys begin that are notes: JSON has no comments of its own."""
+
 
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     """Read a config from a JSON file's path, or from its content as a dict.
@@ -155,6 +158,8 @@ def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, found: 
     kept: dict[str, Any] = {}
     tuned = "enabled" not in model.model_fields or _is_on(content.get("enabled"))  # what is off needs no word
     for key, value in content.items():
+        if str(key).startswith(_NOTES):
+            continue
         name, dotted = model.OLD_NAMES.get(key, key), f"{path}{key}"
         if name in model.REFUSED:
             if _is_on(value):

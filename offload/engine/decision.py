@@ -9,7 +9,7 @@ from torch import nn
 from offload import kernels
 from offload.engine.layout import UnitLayout
 from offload.engine.optimizer import Optimizer
-from offload.engine.torch_steps import TorchSegment, TorchStep
+from offload.engine.torch_steps import TorchSegment, TorchStep, attributes_of
 from offload.engine.updater import UnitUpdate
 
 
@@ -52,7 +52,8 @@ class Decider:
                 step = self._optimizer.rule.step(group, counts[unit][position], scale)
                 if start < stop:
                     if isinstance(step, TorchStep):
-                        segments.append(TorchSegment(start, stop, step))
+                        attributes = attributes_of(self._parameters[unit][position])
+                        segments.append(TorchSegment(start, stop, step._replace(attributes=attributes)))
                     else:
                         segments.append(kernels.Segment(start, stop, step))
                     parameters.append(position)

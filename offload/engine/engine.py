@@ -39,6 +39,7 @@ from offload.engine.meter import Stepped
 from offload.engine.micro_batches import MicroBatches
 from offload.engine.model_save import Saving, Wanted
 from offload.engine.optimizer import Optimizer
+from offload.engine.optimizer_states import OptimizerStates
 from offload.engine.parts import Choices, Parts, close_all, resized
 from offload.engine.progress import Progress
 from offload.engine.training_state import TrainingState
@@ -113,6 +114,7 @@ class Engine(Facts):
         parts.weights.several_ranks = parts.rounds is not None
         parts.arena.give_cache = self._give_cache
         self._looking = Looking(parts)
+        optimizer.states = OptimizerStates(self._looking, parts.layouts, parts.held.mode, self._state)
         self._saving = Saving(module, parts)
         self._base_bytes = base_bytes(parts)
 
@@ -498,12 +500,13 @@ class Engine(Facts):
         micro_batches = self._micro.trained(self._choices.accumulation)
         self._micro.reset()
         self._scaled = 0
+        self._grad_norm = norm
         if refused:
+            self.optimizer.overflow = True
             self._parts.gradients.clear()
             return
         clip, self._clip_once = self._clip, None
         finite, loss_scale = math.isfinite(norm), self.loss_scale
-        self._grad_norm = norm
         self._state.stepped(micro_batches, bool(self._commit_every), overflow=not finite)
         updates: list[UnitUpdate] = []
         if finite:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import types
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,6 +26,14 @@ _OTHER_GROUPS = (
     "that will ever train, and let requires_grad_(False) keep them as they are until they shall; add_param_group may "
     "then give them a group of their own"
 )
+
+
+class States(Protocol):
+    """Reads and sets what there is of a parameter; see `OptimizerStates`."""
+
+    def read(self, parameter: nn.Parameter) -> dict[str, Any]: ...
+    def check(self, parameter: nn.Parameter, state: Mapping[str, Any], number: int) -> None: ...
+    def write(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None: ...
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -49,6 +59,8 @@ class Optimizer(torch.optim.Optimizer):
         self._engine_regrouped: Callable[[], None] = lambda: None
         self.replaced: torch.optim.Optimizer | None = None
         """The optimizer of torch whose groups these are."""
+        self.states: States | None = None
+        """What an engine keeps of each parameter."""
 
     def attach(
         self, step: Callable[[], None], zero_grad: Callable[[], None], regrouped: Callable[[], None] = lambda: None
@@ -59,6 +71,18 @@ class Optimizer(torch.optim.Optimizer):
         """
         self._engine_step, self._engine_zero_grad, self._engine_regrouped = step, zero_grad, regrouped
         self._taken = self.settings().keys()
+        if self.replaced is not None:
+            self._take_calls(self.replaced)
+
+    def _take_calls(self, replaced: torch.optim.Optimizer) -> None:
+        """Whoever steps the optimizer that was given, as a loop of torch does, steps this one."""
+
+        def step(_: torch.optim.Optimizer, closure: Any = None) -> None:
+            self.step(closure)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a schedule over it asks for that
+        replaced.__dict__["step"] = types.MethodType(step, replaced)
+        replaced.__dict__["zero_grad"] = self.zero_grad
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Under an engine: give parameters that it trains a group of their own, out of those that had them.
@@ -69,6 +93,8 @@ class Optimizer(torch.optim.Optimizer):
         if self._engine_step is None:
             super().add_param_group(param_group)
             return
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise UsageError(f'a group of parameters is a dict with "params", got {type(param_group).__name__}')
         given = param_group["params"]
         moved = [given] if isinstance(given, torch.Tensor) else list(given)
         if {id(parameter) for parameter in moved} - self._taken:
@@ -80,6 +106,7 @@ class Optimizer(torch.optim.Optimizer):
             group = (
                 {key: before[0][0][key] for key in self.rule.keys if key in before[0][0]} | self.defaults | param_group
             )
+            check_numbers([group], self.rule)
             super().add_param_group({**group, "params": moved})
             self._engine_regrouped()
         except BaseException:
@@ -89,9 +116,51 @@ class Optimizer(torch.optim.Optimizer):
             raise
 
     def check_groups(self) -> None:
-        """Raise `UsageError` where the groups, which a replaced optimizer shares, have other parameters by now."""
+        """Raise `UsageError` where no step can be made with the groups, which a replaced optimizer shares."""
+        if self.replaced is not None and self.replaced.param_groups is not self.param_groups:
+            raise UsageError(
+                "the optimizer that offload.initialize was given has other groups than the engine's by now, as "
+                "load_state_dict gives it; load into engine.optimizer"
+            )
         if self.settings().keys() != self._taken:
             raise UsageError(_OTHER_GROUPS)
+        check_numbers(self.param_groups, self.rule)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with copies on the CPU of all that is kept of every parameter. Every rank calls it.
+
+        For what fits into the RAM, one parameter after the other; `BudgetError` where one does not. Commits and
+        `save_checkpoint` hold all of it without this.
+        """
+        found: dict[str, Any] = super().state_dict()
+        if self.states is not None:
+            states = [self.states.read(parameter) for parameter in self._numbered()]
+            found["state"] = {number: state for number, state in enumerate(states) if state}
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, of this optimizer or of torch's of the same kind; the groups stay the same objects.
+
+        Raises `UsageError`, and nothing is changed, where it does not fit. Every rank calls it.
+        """
+        if self.states is None:
+            super().load_state_dict(state_dict)
+            return
+        groups, states = _checked(state_dict, [len(group["params"]) for group in self.param_groups])
+        check_numbers([{**mine, **theirs} for mine, theirs in zip(self.param_groups, groups, strict=True)], self.rule)
+        parameters = self._numbered()
+        numbers = [number for group in groups for number in group["params"]]
+        given = zip(parameters, numbers, strict=True)
+        work = [(parameter, states[number], number) for parameter, number in given if number in states]
+        for parameter, state, number in work:
+            self.states.check(parameter, state, number)
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        for parameter, state, _ in work:
+            self.states.write(parameter, state)
+
+    def _numbered(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Apply the gradients of this boundary. Call `engine.step()`, which also counts micro-batches."""
@@ -174,10 +243,13 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer= expects a torch.optim.Optimizer, got {type(optimizer).__name__}")
     rule = _rule_of(optimizer)
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ConfigError(
-            "the optimizer has stepped already, or made states without a step: they would be lost; give a new one"
+            "the optimizer has stepped already, or made states without a step: they would be lost; give a new one, "
+            "which makes its states in its first step"
         )
     for group in optimizer.param_groups:
         if rule.name == ADAM:
@@ -191,8 +263,53 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
     mine = Optimizer(groups, optimizer.defaults, rule)
     mine.param_groups = optimizer.param_groups
     mine.replaced = optimizer
+    mine._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+    mine._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
     optimizer.state.clear()  # Adagrad has made its sums by now
     return mine
+
+
+def _checked(state_dict: Any, sizes: Sequence[int]) -> tuple[list[dict[str, Any]], Mapping[int, Mapping[str, Any]]]:
+    """Groups and states of a state dict. Raises `UsageError` where it is of other groups."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise UsageError(
+            f'load_state_dict expects what state_dict() of an optimizer gives, a dict with "state" and "param_groups", '
+            f"got {sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__}"
+        )
+    theirs = [len(group["params"]) for group in state_dict["param_groups"]]
+    if theirs != list(sizes):
+        raise UsageError(f"the state is of groups of {theirs} parameters, this optimizer has groups of {list(sizes)}")
+    return state_dict["param_groups"], state_dict["state"]
+
+
+def check_numbers(groups: Iterable[Mapping[str, Any]], rule: Rule) -> None:
+    """Raise `UsageError` where a group has no numbers to step with, or asks for more than its kernel does."""
+    for number, group in enumerate(groups):
+        for key in (key for key in rule.scheduled if key in group):
+            value = group[key]
+            items = list(value) if isinstance(value, list | tuple) else [value]
+            numbers = [item for item in items if item is not None or rule.name != TORCH]  # some of torch have none
+            if not all(_is_finite(item) for item in numbers) or (key == "betas" and len(items) < 2):
+                expected = "two finite numbers" if key == "betas" else "a finite number"
+                raise UsageError(f"{key} of group {number} is {value!r}, expected {expected}; nothing was changed")
+        asked = [option for option in _OTHERWISE if rule.name != TORCH and group.get(option)]
+        if (
+            rule.name == ADAM
+            and bool(group.get("decoupled_weight_decay", group["decoupled"])) is not group["decoupled"]
+        ):
+            asked.append("decoupled_weight_decay")
+        if asked:
+            raise UsageError(
+                f"group {number} has {asked[0]}={group[asked[0]]!r} now, which the kernel does not do; give it to the "
+                f"optimizer before offload.initialize, which then runs it by torch"
+            )
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[Kept, ...]]:

@@ -117,12 +117,18 @@ RULES = {
 
 def by_torch(optimizer: torch.optim.Optimizer) -> Rule:
     """That of an optimizer without a kernel: whatever is a float in some group may change between steps."""
-    scheduled = sorted({key for group in optimizer.param_groups for key, value in group.items() if _is_float(value)})
+    scheduled = sorted(
+        {key for group in optimizer.param_groups for key, value in group.items() if _is_number_of(key, value)}
+    )
     return Rule(TORCH, tuple(scheduled), (), _by_torch, type(optimizer).__name__)
 
 
 def _by_torch(group: Mapping[str, Any], count: int, grad_scale: float) -> TorchStep:
-    return TorchStep({key: value for key, value in group.items() if key != "params"}, grad_scale)
+    return TorchStep({key: value for key, value in group.items() if key != "params"}, grad_scale, {})
+
+
+def _is_number_of(key: str, value: Any) -> bool:
+    return key not in ("params", "param_names") and _is_float(value)
 
 
 def _is_float(value: Any) -> bool:

@@ -21,10 +21,13 @@ from torch import nn
 from offload.engine.layout import Segment, UnitLayout
 from offload.engine.masters import join, split
 from offload.engine.packed import Kept, describe_state, pack, unpack
-from offload.errors import ConfigError
+from offload.errors import ConfigError, UsageError
 from offload.swapper.states import State
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OURS = ("offload_place", "origin")
+_MANY = 12
+"""Steps after which states are there that come later, such as those of every tenth."""
 _SMALL = 8
 """Of each dimension, where two parameters are compared with each of them alone."""
 
@@ -35,6 +38,8 @@ class TorchStep(NamedTuple):
     options: Mapping[str, Any]
     """Those of its group."""
     grad_scale: float
+    attributes: Mapping[str, Any]
+    """What the user has set on the parameter, such as `lr_mult`."""
 
 
 class TorchSegment(NamedTuple):
@@ -79,10 +84,16 @@ class Stepper:
         grad = self._gradient[: segment.numel].copy_(gradient).mul_(step.grad_scale)
         master = join(mine, self._master[: segment.numel])
         parameter = nn.Parameter(master.view(segment.shape))
+        parameter.__dict__.update(step.attributes)
         parameter.grad = grad.view(segment.shape)
         likeness = _likeness(self._optimizer, step.options, {parameter: unpack(segment.kept, packed)})
-        type(self._optimizer).step(likeness)
-        pack(segment.kept, likeness.state[parameter], packed)
+        try:
+            type(self._optimizer).step(likeness)
+            pack(segment.kept, likeness.state[parameter], packed)
+        except Exception as error:
+            raise UsageError(
+                f"the step of {type(self._optimizer).__name__} failed for {segment.name}: {_cause(error)}"
+            ) from error
         after = parameter.detach().reshape(-1)
         if after.data_ptr() != mine[State.WEIGHT].data_ptr():
             split(after, mine)
@@ -94,7 +105,8 @@ def _likeness(
     """An optimizer that is as `optimizer` is, but has only these parameters and their states."""
     likeness: torch.optim.Optimizer = object.__new__(type(optimizer))
     likeness.__dict__.update(optimizer.__dict__)
-    likeness.__dict__.pop("step", None)  # a schedule wraps it, to count steps
+    for taken in ("step", "zero_grad"):  # ours lead to the engine, and a schedule wraps it, to count steps
+        likeness.__dict__.pop(taken, None)
     likeness.__dict__.update({hooks: collections.OrderedDict() for hooks in _HOOKS})
     likeness.param_groups = [{**options, "params": list(states)}]
     likeness.state = collections.defaultdict(dict, dict(states))
@@ -115,17 +127,20 @@ def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
     with torch.random.fork_rng(devices=[]):
         for group in optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
-            shapes = {tuple(p.shape): names[id(p)] for p in group["params"] if id(p) in names}
-            with _explained(optimizer, next(iter(shapes.values()), "")):
-                for shape in list(shapes)[:1]:
-                    _check_apart(optimizer, options, [min(size, _SMALL) for size in shape])
-            for shape, name in shapes.items():
-                with _explained(optimizer, name):
-                    known[f"{shape} {options}"] = _dry_run(optimizer, options, shape)
-            for parameter in group["params"]:
-                if id(parameter) in names:
-                    found[names[id(parameter)]] = known[f"{tuple(parameter.shape)} {options}"]
+            for parameter in (p for p in group["params"] if id(p) in names):
+                name, shape, attributes = names[id(parameter)], tuple(parameter.shape), attributes_of(parameter)
+                key = f"{shape} {options} {attributes}"
+                if key not in known:
+                    with _explained(optimizer, name):
+                        _check_apart(optimizer, options, [min(size, _SMALL) for size in shape], attributes)
+                        known[key] = _dry_run(optimizer, options, shape, attributes)
+                found[name] = known[key]
     return found
+
+
+def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """What somebody has set on a parameter, which optimizers may look at."""
+    return {name: value for name, value in vars(parameter).items() if name not in _OURS}
 
 
 @contextlib.contextmanager
@@ -146,40 +161,80 @@ def _cause(error: Exception) -> str:
     return f"KeyError: {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
 
 
-def _dry_run(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: Sequence[int]) -> tuple[Kept, ...]:
+def _dry_run(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: Sequence[int], attributes: Mapping[str, Any]
+) -> tuple[Kept, ...]:
     """What is there after a second step, of a parameter that has no memory where that goes."""
     with contextlib.suppress(Exception):  # then its code needs values, and says what is wrong below
-        return describe_state(_steps(optimizer, options, [torch.full(shape, 1e-3, device="meta")])[0][1])
-    return describe_state(_steps(optimizer, options, [torch.full(shape, 1e-3, device="cpu")])[0][1])
+        return describe_state(_steps(optimizer, options, [torch.full(shape, 1e-3, device="meta")], attributes)[0][1])
+    return describe_state(_steps(optimizer, options, [torch.full(shape, 1e-3, device="cpu")], attributes)[0][1])
 
 
-def _check_apart(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: Sequence[int]) -> None:
-    """Raise `ValueError` where two parameters together do not do what each does alone."""
+def _check_apart(
+    optimizer: torch.optim.Optimizer, given: Mapping[str, Any], shape: Sequence[int], attributes: Mapping[str, Any]
+) -> None:
+    """Raise `ValueError` where parameters together do not do what each does alone, or states come and go."""
+    options = {**given, "lr": 1e-3} if "lr" in given and given["lr"] is not None else given  # a schedule begins with 0
     values = [
         torch.linspace(-1, 1, torch.Size(shape).numel(), device="cpu").reshape(shape) * factor for factor in (1.0, 0.1)
     ]
-    both = _steps(optimizer, options, values)
+    both = _steps(optimizer, options, values, attributes)
     for value, (together, _) in zip(values, both, strict=True):
-        if not torch.equal(_steps(optimizer, options, [value])[0][0], together):
-            raise ValueError("what a parameter becomes depends on others")
+        alone, _ = _steps(optimizer, options, [value], attributes)[0]
+        if not torch.equal(alone, together):
+            raise ValueError("what a parameter becomes depends on others, or on random numbers")
+        if value.numel() and torch.equal(alone, value):
+            raise ValueError("a parameter that has a gradient stays as it is; does it step for another optimizer?")
+        others = _steps(optimizer, options, [value], attributes, _other_groups(optimizer))[0][0]
+        if not torch.equal(others, alone):
+            raise ValueError("what a parameter becomes depends on the number of its group, or on other groups")
+    early, late = (
+        {each.name for each in describe_state(_steps(optimizer, options, values[:1], attributes, count=count)[0][1])}
+        for count in (2, _MANY)
+    )
+    if early != late:
+        raise ValueError(f"it keeps {min(early ^ late)} in some steps only")
+
+
+def _other_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Groups without parameters, as many as there are, for those before the one that is looked at."""
+    return [{**group, "params": []} for group in optimizer.param_groups]
 
 
 def _steps(
-    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], values: Sequence[torch.Tensor]
+    optimizer: torch.optim.Optimizer,
+    options: Mapping[str, Any],
+    values: Sequence[torch.Tensor],
+    attributes: Mapping[str, Any],
+    before: Sequence[dict[str, Any]] = (),
+    count: int = 2,
 ) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    """Two steps of parameters of such values: what they become, and what is kept of each.
+    """So many steps of parameters of such values: what they become, and what is kept of each.
+
+    They are in one group, which comes after those of `before`.
 
     Raises `ValueError` where the optimizer keeps anything elsewhere.
     """
     parameters = [nn.Parameter(value.clone()) for value in values]
+    for parameter in parameters:
+        parameter.__dict__.update(attributes)
     likeness = _likeness(optimizer, options, {parameter: {} for parameter in parameters})
-    group, mine, before = likeness.param_groups[0], dict(likeness.__dict__), copy.deepcopy(dict(options))
-    for factor in (1.0, -0.5):
+    group, then = likeness.param_groups[0], copy.deepcopy(dict(options))
+    likeness.param_groups[:0] = before
+    mine = dict(likeness.__dict__)
+    for key, value in mine.items():  # what it adds to, it adds to a copy
+        if isinstance(value, dict | list | set) and key not in ("state", "param_groups"):
+            likeness.__dict__[key] = mine[key] = copy.copy(value)
+    added = (dict, list, set)
+    sizes = {key: len(value) for key, value in mine.items() if key != "state" and isinstance(value, added)}
+    for number in range(count):
         for parameter, value in zip(parameters, values, strict=True):
-            parameter.grad = value * factor
+            parameter.grad = value * (1.0, 0.5, -0.25)[number % 3]
         type(optimizer).step(likeness)
-    others = [key for key, value in group.items() if key != "params" and _differs(value, before.get(key))]
+    others = [key for key, value in group.items() if key != "params" and _differs(value, then.get(key))]
     others += [key for key, value in likeness.__dict__.items() if value is not mine.get(key)]
+    others += [key for key, size in sizes.items() if len(mine[key]) != size]
+    others += [str(key) for key in likeness.state if not any(key is parameter for parameter in parameters)]
     if others:
         raise ValueError(f"it keeps {others[0]} for all parameters together, which changes in a step")
     return [(parameter.detach(), likeness.state[parameter]) for parameter in parameters]
