@@ -586,7 +586,7 @@ MUTANTS = (
     Mutant(
         "run an optimizer whose parameters depend on each other",
         "offload.engine.torch_steps",
-        "_check_apart(optimizer, options, [min(size, _SMALL) for size in shape])",
+        "_check_apart(optimizer, options, [min(size, _SMALL) for size in shape], attributes)",
         "pass",
         "tests/test_torch_optimizers.py",
     ),
