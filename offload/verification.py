@@ -277,7 +277,7 @@ def _damages(
 ) -> Generator[Damage]:
     assert found.manifest is not None
     spec = found.manifest.spec
-    return damages(file, queue, spec.extents(), commit.record.slots, commit.table, spec.title, progress)
+    return damages(file, queue, spec.places(), commit.record.slots, commit.table, spec.title, progress)
 
 
 def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]) -> str:

@@ -515,8 +515,8 @@ def test_swap_files_that_are_damaged_are_not_saved(tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path / "saved")
     store = engine._parts.store
     assert store is not None
-    extent = store._extents[1][list(engine._parts.held.states(1))[1]][store.newest[1]]
-    flip(store.folders[0] / "states", extent.offset + 100)
+    place = store._places[1][list(engine._parts.held.states(1))[1]][store.newest[1]]
+    flip(store.folders[0] / "states", place.offset(100))
     os.sync()
     with pytest.raises(OSError, match="checksum"):
         engine.save_checkpoint(tmp_path / "saved", tag="bad")

@@ -69,10 +69,10 @@ def test_damage_in_what_stays_is_an_error(
     engine.destroy()
     rank = run / "default" / "rank0"
     record = read_records(rank / "commit").valid[0]
-    extent = read_manifest(rank / "manifest.json").spec.extents()[0][state][record.slots[0]]
+    place = read_manifest(rank / "manifest.json").spec.places()[0][state][record.slots[0]]
     if damaged:
         with (rank / "states").open("r+b") as file:
-            file.seek(extent.offset + 4 * element)
+            file.seek(place.offset(4 * element))
             byte = file.read(1)[0]
             file.seek(-1, 1)
             file.write(bytes([byte ^ 16]))

@@ -18,7 +18,7 @@ from offload.errors import OffloadError
 from offload.swapper.states import MODES, State
 from offload.swapper.store import store as store_module
 from offload.swapper.store.look import look
-from offload.swapper.store.manifest import Extent
+from offload.swapper.store.manifest import Place
 from tests import models
 from tests.oracle import start, train_step
 
@@ -92,12 +92,12 @@ def flip(path: Path, position: int) -> None:
         file.write(bytes([byte ^ 4]))
 
 
-def newest(run: Path) -> tuple[int, Callable[[int, State], Extent]]:
+def newest(run: Path) -> tuple[int, Callable[[int, State], Place]]:
     """The number of the last blob, and where the slots lie that the last commit names."""
     found = look(run / "rank0")
     assert found.manifest is not None
-    record, extents = found.commits[0].record, found.manifest.spec.extents()
-    return record.blob, lambda unit, state: extents[unit][state][record.slots[unit]]
+    record, places = found.commits[0].record, found.manifest.spec.places()
+    return record.blob, lambda unit, state: places[unit][state][record.slots[unit]]
 
 
 def on_drive(run: Path, offset: int) -> tuple[Path, int]:
@@ -113,7 +113,7 @@ def test_a_whole_run(run: Path) -> None:
     (rank,) = told["ranks"]
     assert rank["damages"] == rank["files"] == [] and rank["before"].endswith("epoch 2, is whole too")
     manifest = json.loads((run / "rank0" / "manifest.json").read_text())
-    assert rank["bytes"] == sum(slots[0][1] for row in manifest["extents"] for slots in row.values())
+    assert rank["bytes"] == sum(n for row in manifest["extents"] for slots in row.values() for _, n in slots[0])
     assert "epoch 3" in said(run) and ": whole" in said(run)
     assert inspected(run)["damaged"] == []
 
@@ -122,14 +122,14 @@ def test_a_whole_run(run: Path) -> None:
 def test_a_flipped_bit_of_any_state_is_named(state: State, run: Path) -> None:
     _, place = newest(run)
     for unit, position in ((0, 0), (3, place(3, state).nbytes - 1)):
-        path, start = on_drive(run, place(unit, state).offset + position)
+        path, start = on_drive(run, place(unit, state).offset(position))
         flip(path, start)
         code, told = verify(run)
         (damage,) = told["ranks"][0]["damages"]
         assert code == 1 and not told["whole"]
         assert damage["state"] == state.value and damage["slot"] in "AB"
         assert damage["unit"] == look(run / "rank0").manifest.spec.title(unit)  # type: ignore[union-attr]
-        assert damage["offset"] <= place(unit, state).offset + position < damage["offset"] + damage["nbytes"]
+        assert damage["offset"] <= place(unit, state).offset(position) < damage["offset"] + damage["nbytes"]
         assert any(file == str(path) and at <= start < at + nbytes for file, at, nbytes in damage["places"])
         assert f"damaged: {state.value} of {damage['unit']}, slot {damage['slot']}" in said(run)
         flip(path, start)
@@ -141,7 +141,7 @@ def test_two_extents_that_changed_places_are_both_named(run: Path) -> None:
     one, other = place(2, State.EXP_AVG), place(3, State.EXP_AVG)
     assert one.nbytes == other.nbytes
     for at in range(0, one.nbytes, 4096):
-        (path, first), (again, second) = on_drive(run, one.offset + at), on_drive(run, other.offset + at)
+        (path, first), (again, second) = on_drive(run, one.offset(at)), on_drive(run, other.offset(at))
         left, right = path.read_bytes()[first : first + 4096], again.read_bytes()[second : second + 4096]
         for file, to, data in ((path, first, right), (again, second, left)):
             with file.open("r+b") as handle:

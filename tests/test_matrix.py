@@ -200,15 +200,16 @@ def stretches(rank: Path, itemsize: int) -> tuple[list[Stretch], list[Stretch]]:
     manifest = look(rank).manifest
     assert manifest is not None
     frozen, trained = [], []
-    for unit, row in zip(manifest.spec.fingerprint["units"], manifest.spec.extents(), strict=True):
-        for slot, extent in enumerate(row[State.WEIGHT]):
-            middle = extent.offset + unit["trainable"] * itemsize
-            trained.append(Stretch(unit["name"], slot, extent.offset, middle))
-            frozen.append(Stretch(unit["name"], slot, middle, extent.offset + extent.nbytes))
+    for unit, row in zip(manifest.spec.fingerprint["units"], manifest.spec.places(), strict=True):
+        middle = unit["trainable"] * itemsize
+        for slot, place in enumerate(row[State.WEIGHT]):
+            trained += [Stretch(unit["name"], slot, at, at + n) for at, n in place.stretches(0, middle)]
+        frozen += [Stretch(unit["name"], 0, at, at + n) for at, n in place.stretches(middle, place.nbytes - middle)]
+        assert len({tuple(each.stretches(middle, place.nbytes)) for each in row[State.WEIGHT]}) == 1, "they lie once"
         for state in (State.EXP_AVG, State.EXP_AVG_SQ):
             assert (state in row) is bool(unit["trainable"]), f"{unit['name']} has {state}"
-            assert all(extent.nbytes == 4 * unit["trainable"] for extent in row.get(state, ()))
-    return [each for each in frozen if each.start < each.stop], [each for each in trained if each.start < each.stop]
+            assert all(place.nbytes == 4 * unit["trainable"] for place in row.get(state, ()))
+    return frozen, trained
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

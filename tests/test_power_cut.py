@@ -43,6 +43,7 @@ SPEC = StoreSpec(
     ),
     2,
     {"model": "test"},
+    frozen=(0, 4096, 4096),
 )
 TRAINABLE = {0: {State.WEIGHT: 8192, State.EXP_AVG: 8192}, 1: {State.WEIGHT: 4096, State.EXP_AVG: 4096}}
 
@@ -108,16 +109,12 @@ class Run:
         self.last = self.before = None
         self.now = {(u, s): bytes(n) for u, row in enumerate(SPEC.partitions) for s, n in row.items()}
         for unit, numbers in ((0, (8192,)), (1, (4096, 4096)), (2, (4096,))):  # as the engine does, residuals left out
-            writes, start, copies = [], 0, []
+            writes, start = [], 0
             for nbytes in numbers:
                 data = self.chance.randbytes(nbytes)
                 writes.append((start, self.store.write(unit, State.WEIGHT, 0, start, _memory(data))))
-                if start:
-                    copies.append(self.store.write(unit, State.WEIGHT, 1, start, _memory(data)))
                 self._set(unit, State.WEIGHT, start, data)
                 start += nbytes
-            for copy in copies:
-                copy.wait()
             self.store.wrote(unit, 0, {State.WEIGHT: writes})
 
     def commit(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.aio import DirectFile, IoQueue, aligned_empty
+from offload.aio import DirectFile, IoQueue, aligned_empty, crc32c
 from offload.errors import IoError, StoreError
 from offload.sizes import PAGE
 from offload.swapper.states import State
@@ -27,7 +27,7 @@ from offload.swapper.store.record import MAX_UNITS, Record
 from offload.swapper.store.requests import Compared
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}
-SPEC = StoreSpec((SIZES, SIZES, {State.WEIGHT: 4096}), 2, {"model": "test"})
+SPEC = StoreSpec((SIZES, SIZES, {State.WEIGHT: 4096}), 2, {"model": "test"}, frozen=(0, 0, 4096))
 
 
 @pytest.fixture
@@ -207,7 +207,9 @@ def test_a_cut_file_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
 
 
 def test_extents_lie_one_behind_the_other() -> None:
-    extents = sorted({extent for row in SPEC.extents() for slots in row.values() for extent in slots})
+    extents = sorted(
+        {each for row in SPEC.places() for slots in row.values() for place in slots for each in place.extents}
+    )
     assert extents[0].offset == 0
     for left, right in itertools.pairwise(extents):
         assert left.offset + left.nbytes == right.offset
@@ -395,7 +397,8 @@ def test_a_manifest_that_is_lost_comes_back_from_the_commit(
             SPEC._replace(partitions=(SIZES, {**SIZES, State.EXP_AVG: 4096}, {State.WEIGHT: 4096})),
             "partitions/1/exp_avg",
         ),
-        (SPEC._replace(partitions=(SIZES, SIZES)), "another model: it has 3 units, this one 2"),
+        (SPEC._replace(frozen=(0, 4096, 4096)), "shared/1 is 0 there and 4096 here"),
+        (SPEC._replace(partitions=(SIZES, SIZES), frozen=()), "another model: it has 3 units, this one 2"),
     ],
 )
 def test_another_model_is_refused_with_the_difference(
@@ -425,8 +428,34 @@ def test_another_format_is_refused(tmp_path: Path, queue: IoQueue) -> None:
     store.close()
     path = tmp_path / "run" / "rank0" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
-    with pytest.raises(StoreError, match=r"is of format 99, this version of offload reads format 2"):
+    with pytest.raises(StoreError, match=r"is of format 99, this version of offload reads format 3"):
         remove_run_reads(path)
+
+
+@pytest.mark.parametrize("commits", [1, 2])
+def test_a_run_of_another_format_is_refused_and_left_as_it_is(commits: int, tmp_path: Path, queue: IoQueue) -> None:
+    """As an earlier version has left it: its records and its manifest say so."""
+    store = created(tmp_path, queue)
+    for number in range(commits):
+        store.commit(number, blob("one"))
+    store.close()
+    rank = tmp_path / "run" / "rank0"
+    pages = bytearray((rank / "commit").read_bytes())
+    for page in range(0, commits * PAGE, PAGE):
+        pages[page + 8 : page + 12] = (2).to_bytes(4, "little")
+        pages[page + PAGE - 4 : page + PAGE] = crc32c(bytes(pages[page : page + PAGE - 4])).to_bytes(4, "little")
+    (rank / "commit").write_bytes(pages)
+    path = rank / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2, "about": {"offload": "0.0.9"}}))
+    assert run_status([tmp_path], "run").exists
+    store = Store([tmp_path], "run", 0, SPEC, queue)
+    words = r"is of format 2, this version of offload reads format 3: go on with the version that made it \(0.0.9\)"
+    for refused in (store.newest_serial, store.open):
+        with pytest.raises(StoreError, match=words):
+            refused()
+    with pytest.raises(StoreError, match="holds a run that did not end"):
+        Store([tmp_path], "run", 0, SPEC, queue).create()
+    assert (rank / "commit").read_bytes() == pages and (rank / "states").stat().st_size == SPEC.nbytes
 
 
 def remove_run_reads(path: Path) -> None:
@@ -491,7 +520,7 @@ def test_a_flipped_bit_is_noticed_however_it_is_read(piece: int, tmp_path: Path,
     slot = store.newest[0]
     store.close()
     store, _ = opened(tmp_path, queue)
-    at = store._extents[0][State.WEIGHT][slot].offset + 5000
+    at = store._places[0][State.WEIGHT][slot].offset(5000)
     with (tmp_path / "run" / "rank0" / "states").open("r+b") as file:
         file.seek(at)
         file.write(bytes([7 ^ 4]))
@@ -529,7 +558,7 @@ def test_swapped_extents_are_noticed(tmp_path: Path, queue: IoQueue) -> None:
     for unit in (0, 1):
         update(store, unit, 20 + unit)
     store.commit(1, blob("one"))
-    offsets = [store._extents[unit][State.EXP_AVG][store.newest[unit]].offset for unit in (0, 1)]
+    offsets = [store._places[unit][State.EXP_AVG][store.newest[unit]].offset(0) for unit in (0, 1)]
     store.close()
     path = tmp_path / "run" / "rank0" / "states"
     data = bytearray(path.read_bytes())
@@ -546,7 +575,7 @@ def test_room_that_was_never_written_is_checked_too(tmp_path: Path, queue: IoQue
     store = created(tmp_path, queue)
     store.commit(0, blob("zero"))
     store.close()
-    offset = SPEC.extents()[1][State.EXP_AVG][0].offset
+    offset = SPEC.places()[1][State.EXP_AVG][0].offset(0)
     _damage(tmp_path / "run" / "rank0" / "states", offset + 100, 8)
     store, _ = opened(tmp_path, queue)
     read_in(store, 0, State.EXP_AVG, 4096)

@@ -66,7 +66,7 @@ class Rank:
         for number in (0, 1):
             page = pages[number * 4096 : (number + 1) * 4096]
             magic, version, blob, serial, epoch, _, nbytes, blob_crc, units = struct.unpack_from("<8sIIQQQQII", page)
-            if magic != b"OFFLDREC" or version != 2 or crc32c(page[:4092]) != struct.unpack("<I", page[4092:])[0]:
+            if magic != b"OFFLDREC" or version != 3 or crc32c(page[:4092]) != struct.unpack("<I", page[4092:])[0]:
                 continue
             assert blob == number
             data = (folder / f"blob.{blob}").read_bytes()[:nbytes]
@@ -77,7 +77,7 @@ class Rank:
     def take(self, serial: int) -> None:
         self.slots, self.blob, self.epoch = self.commits[serial]
         self.manifest = json.loads(self.blob["store.manifest"].tobytes())
-        assert self.manifest["format"] == 2 and self.manifest["slots"] == 2
+        assert self.manifest["format"] == 3 and self.manifest["slots"] == 2
 
     def states(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the states over all drives, one after the other."""
@@ -102,7 +102,7 @@ class Rank:
         extents = self.manifest["extents"][unit].get(state)
         if extents is None:
             return None
-        data = self.states(*extents[self.slots[unit]])
+        data = b"".join(self.states(*extent) for extent in extents[self.slots[unit]])
         sums = [row for row in self.blob["store.sums"].tolist() if row[:2] == [unit, STATES.index(state)]]
         position = 0
         for _, _, start, nbytes, crc in sums:

@@ -17,10 +17,13 @@ from offload.aio import IoQueue, aligned_empty, crc32c
 from offload.errors import IoError
 from offload.swapper.states import State
 from offload.swapper.store import Store, StoreSpec
+from offload.swapper.store.requests import Compared
 from offload.swapper.store.sums import Passages, Slot, Stretch
 
 TRAINABLE, ALL = 12288, 20480
-SPEC = StoreSpec(({State.WEIGHT: ALL, State.EXP_AVG: TRAINABLE}, {State.WEIGHT: ALL}), 2, {})
+SPEC = StoreSpec(
+    ({State.WEIGHT: ALL, State.EXP_AVG: TRAINABLE}, {State.WEIGHT: ALL}), 2, {}, frozen=(ALL - TRAINABLE, ALL)
+)
 
 
 @pytest.fixture
@@ -39,7 +42,6 @@ def store(tmp_path: Path, queue: IoQueue) -> Iterator[Store]:
             write(store, unit, State.WEIGHT, 0, start, stop) for start, stop in ((0, TRAINABLE), (TRAINABLE, ALL))
         ]
         store.wrote(unit, 0, {State.WEIGHT: writes})
-    write(store, 0, State.WEIGHT, 1, TRAINABLE, ALL)
     store.commit(0, {})
     yield store
     store.close()
@@ -82,7 +84,7 @@ def damage(store: Store, unit: int, state: State, at: int, slot: int | None = No
     """Flip a bit, in the newest slot if none is given."""
     path = store.folders[0] / "states"
     with path.open("r+b") as file:
-        file.seek(store._extents[unit][state][store.newest[unit] if slot is None else slot].offset + at)
+        file.seek(store._places[unit][state][store.newest[unit] if slot is None else slot].offset(at))
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 1]))
@@ -131,16 +133,43 @@ def test_one_who_reads_in_pieces_and_one_who_reads_all(store: Store) -> None:
             read(other, 0, State.WEIGHT, 6000, TRAINABLE)
 
 
-def test_frozen_weights_of_both_slots_are_compared(store: Store) -> None:
-    """One slot is right; that says nothing of the other, which becomes the newest by an update of what lies before."""
+def test_frozen_weights_are_compared_whichever_slot_is_the_newest(store: Store) -> None:
+    """An update before anybody has read them proves nothing of them."""
     update(store, 4096, 1)
     with by_another_process(store) as other:
         damage(other, 0, State.WEIGHT, ALL - 100, other.target(0))
-        read(other, 0, State.WEIGHT, 0, ALL)
         update(other, 4096, 2)
         read(other, 0, State.WEIGHT, 0, TRAINABLE)
-        with pytest.raises(IoError, match="use weight of unit 0"):
-            read(other, 0, State.WEIGHT, TRAINABLE, ALL)
+        for start in (TRAINABLE, 0):
+            with pytest.raises(IoError, match="use weight of unit 0"):
+                read(other, 0, State.WEIGHT, start, ALL)
+
+
+def test_frozen_weights_that_were_compared_in_one_slot_are_not_compared_in_the_other(store: Store) -> None:
+    with by_another_process(store) as other:
+        read(other, 0, State.WEIGHT, 0, ALL)
+        update(other, 4096, 2)
+        again = other.read(0, State.WEIGHT, other.newest[0], TRAINABLE, aligned_empty(ALL - TRAINABLE))
+        assert not isinstance(again, Compared)
+        again.wait()
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, ALL), (5000, TRAINABLE + 1), (TRAINABLE - 1, ALL), (TRAINABLE, ALL)])
+def test_a_read_goes_on_behind_what_trains_in_either_slot(start: int, stop: int, store: Store) -> None:
+    """One request: frozen weights lie behind slot B, and behind slot A there is B."""
+    seen = set()
+    for seed in (1, 2, 3):
+        update(store, 4096, seed)
+        store.commit(seed, {})
+        slot = store.newest[0]
+        expected = b"".join(
+            random.Random(f"0 {State.WEIGHT} {seed} {first}").randbytes(4096) for first in range(0, TRAINABLE, 4096)
+        ) + random.Random(f"0 {State.WEIGHT} 0 {TRAINABLE}").randbytes(ALL - TRAINABLE)
+        buffer = aligned_empty(stop - start)
+        store.read(0, State.WEIGHT, slot, start, buffer, compare=True).wait()
+        assert bytes(buffer) == expected[start:stop]
+        seen.add(slot)
+    assert seen == {0, 1}
 
 
 @st.composite

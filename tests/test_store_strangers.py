@@ -170,7 +170,7 @@ def test_a_start_that_failed_has_nothing_more_to_remove(
     queue: IoQueue,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    failed = Store([tmp_path], "run", 0, SPEC._replace(partitions=SPEC.partitions * 1000), queue)
+    failed = Store([tmp_path], "run", 0, SPEC._replace(partitions=SPEC.partitions * 1000, frozen=()), queue)
     monkeypatch.setattr("offload.swapper.store.store.find_shortage", lambda *_: _raise(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
         failed.create()
@@ -190,7 +190,7 @@ def _raise(error: Exception) -> None:
 def test_a_start_that_failed_leaves_the_note_of_the_end(tmp_path: Path, queue: IoQueue) -> None:  # noqa: F811
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "finished.json").write_text('{"steps": 3}')
-    huge = SPEC._replace(partitions=({state: 1 << 50 for state in SPEC.partitions[0]},))
+    huge = SPEC._replace(partitions=({state: 1 << 50 for state in SPEC.partitions[0]},), frozen=())
     store = Store([tmp_path], "run", 0, huge, queue)
     with pytest.raises(StoreError, match="the swap files need"):
         store.create()
@@ -264,12 +264,12 @@ def _damage(run: Path, state: str, offset: int = 0) -> None:
     found = look(run / "rank0")
     assert found.manifest is not None
     slots = found.commits[0].record.slots
-    row = found.manifest.spec.extents()[0]
-    extent = next(places for each, places in row.items() if each.value == state)[slots[0]]
+    row = found.manifest.spec.places()[0]
+    place = next(places for each, places in row.items() if each.value == state)[slots[0]]
     with (run / "rank0" / "states").open("r+b") as file:
-        file.seek(extent.offset + offset)
+        file.seek(place.offset(offset))
         byte = file.read(1)
-        file.seek(extent.offset + offset)
+        file.seek(place.offset(offset))
         file.write(bytes([byte[0] ^ 16]))
 
 

@@ -139,12 +139,10 @@ class Filling:
                 held.put(piece.unit, state, start, memory)
             if store is None or not store.keeps(piece.unit, state):
                 continue
+            if self._two_slots and state is State.WEIGHT and trainable <= piece.start:
+                held.pager.table.rewritten = True  # what is frozen has no second slot
             futures.append(store.write(piece.unit, state, slot, start, memory))
             written[piece.unit].setdefault(state, []).append((start, futures[-1]))
-            if self._two_slots and state is State.WEIGHT and 0 < trainable <= piece.start:
-                # Updates write the trainable part alone, so what lies behind it must be in both slots.
-                held.pager.table.rewritten = True
-                futures.append(store.write(piece.unit, state, 1 - slot, start, memory))
         return futures
 
     def _trainable_work(self, unit: int, share: range) -> Iterator[_Work]:

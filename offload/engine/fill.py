@@ -110,7 +110,6 @@ class Filler:
     def _put(self, unit: int, flats: Mapping[State, torch.Tensor]) -> None:
         """Copy this rank's share of a unit's masters home; moments are zero already, in new files too."""
         writes: dict[State, list[tuple[int, Future]]] = {}
-        copies: list[Future] = []
         trainable, frozen = self._held.shares[unit]
         for state, flat in flats.items():
             if state not in self._held.states(unit):
@@ -124,11 +123,8 @@ class Filler:
                 if self._store is not None and self._store.keeps(unit, state) and share:
                     buffer = self._buffers[state][first:last]
                     writes.setdefault(state, []).append((start, self._store.write(unit, state, 0, start, buffer)))
-                    if share is frozen and self._store.spec.slots == 2 and trainable:
-                        # Updates write the trainable part alone, so what lies behind it must be in both slots.
-                        copies.append(self._store.write(unit, state, 1, start, buffer))
                 start = end
-        for write in [*copies, *(write for each in writes.values() for _, write in each)]:
+        for write in [write for each in writes.values() for _, write in each]:
             write.wait()
         if self._store is not None and writes:
             self._store.wrote(unit, 0, writes)

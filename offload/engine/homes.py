@@ -39,6 +39,8 @@ class Partitions(NamedTuple):
     """Whether this is the only rank."""
     largest_parameter: int = 0
     """Elements of the largest one that trains."""
+    frozen: tuple[int, ...] = ()
+    """Bytes at the end of each WEIGHT that no update writes; empty is none at all."""
 
     @property
     def largest_unit(self) -> int:
@@ -89,6 +91,7 @@ def partitions(
         gradient_dtype,
         world_size == 1,
         max((s.numel for layout in layouts for s in layout.segments if s.trainable), default=0),
+        tuple(len(layout.frozen(rank, world_size)) * itemsize for layout in layouts),
     )
 
 

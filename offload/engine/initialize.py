@@ -507,9 +507,5 @@ def _forget_weights(model: nn.Module) -> None:
 
 
 def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:
-    return StoreSpec(
-        plan.placement.stored(plan.parts, plan.slots),
-        plan.slots,
-        describe(plan.layouts, plan.mode, plan.world_size),
-        about(model),
-    )
+    layout = describe(plan.layouts, plan.mode, plan.world_size)
+    return plan.placement.store(plan.parts, plan.slots, layout, about(model))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -30,6 +30,7 @@ from offload.swapper.arena import check_budget
 from offload.swapper.host import TILE_BUFFERS, Classes
 from offload.swapper.residency import Tier
 from offload.swapper.states import LAMB, TORCH, Mode, State
+from offload.swapper.store import StoreSpec
 
 STAGING_BUFFERS = 3
 WINDOWS = 3
@@ -116,6 +117,12 @@ class Placement(NamedTuple):
             }
             for row, homes in zip(parts.nbytes, self.homes, strict=True)
         )
+
+    def store(
+        self, parts: Partitions, slots: int, fingerprint: Mapping[str, Any] = {}, about: Mapping[str, Any] = {}
+    ) -> StoreSpec:
+        """What a store of so many slots holds."""
+        return StoreSpec(self.stored(parts, slots), slots, fingerprint, about, parts.frozen if slots else ())
 
 
 class _Need(NamedTuple):

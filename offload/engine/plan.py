@@ -27,7 +27,7 @@ from offload.swapper.device import Device
 from offload.swapper.host import process_memory
 from offload.swapper.residency import Tier
 from offload.swapper.states import MOMENTS, PRECISIONS, TORCH, Mode, State
-from offload.swapper.store import Shortage, StoreSpec, find_shortage, other_runs, run_status
+from offload.swapper.store import Shortage, find_shortage, other_runs, run_status
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -338,7 +338,7 @@ def _slots(
         return 2, ()
     if slots < 2 or must:
         return slots, ()
-    spec = StoreSpec(placement.stored(parts, 2), 2, {})
+    spec = placement.store(parts, 2)
     short = find_shortage(config.drives, spec.nbytes * (1 if ranks is None else ranks.here))
     if ranks is not None:
         short = next((Shortage(*found) for found in ranks.share(short) if found is not None), None)
@@ -377,14 +377,14 @@ def _durability(plan: Plan) -> str:
     if not plan.commit_every:
         return ""
     often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
-    without = StoreSpec(plan.placement.stored(plan.parts, 1), 1, {}).nbytes
+    without = plan.placement.store(plan.parts, 1).nbytes
     return f" (durable {often}; {format_size(without)} with durability none)"
 
 
 def summary(plan: Plan) -> str:
     """One line: what lives where and what it takes."""
     placement = plan.placement
-    stored = StoreSpec(placement.stored(plan.parts, plan.slots), plan.slots, {}).nbytes if plan.slots else 0
+    stored = placement.store(plan.parts, plan.slots).nbytes
     clip = plan.config.gradient_clipping
     states = [state for state in plan.mode.states if state is not State.WEIGHT]
     return (

@@ -16,10 +16,10 @@ from offload.engine.checkpoint_files import refuse_rank
 from offload.engine.progress import Progress
 from offload.errors import IoError, StoreError
 from offload.swapper.states import State
-from offload.swapper.store import Compared, Queue, rank_folders
+from offload.swapper.store import Compared, Queue, bytes_of, rank_folders
 from offload.swapper.store.folder import Lock
 from offload.swapper.store.look import Commit, Found, is_rank, look
-from offload.swapper.store.manifest import Extent, Manifest
+from offload.swapper.store.manifest import Manifest, Place
 from offload.swapper.store.sums import Passages
 
 
@@ -65,7 +65,7 @@ class StoreSource:
             self._commits = commits_of_all(run, found)
             found = found[: len(self._commits)]
             self._files = [self._open.enter_context(each.open_states()) for each in found]
-            self._extents = [_manifest(each).spec.extents() for each in found]
+            self._places = [_manifest(each).spec.places() for each in found]
             self._tables = [commit.table for commit in self._commits]
             self._passages = [Passages() for _ in found]
             first = _manifest(found[0])
@@ -78,18 +78,19 @@ class StoreSource:
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
         slot = self._commits[rank].record.slots[unit]
-        extent = self._extents[rank][unit][state][slot]
-        assert start + len(buffer) <= extent.nbytes
-        future = self._queue.read(self._files[rank], extent.offset + start, buffer, checksum=True)
-        return Compared(future, partial(self._compare, rank, unit, state, start, extent))
+        place = self._places[rank][unit][state][slot]
+        assert start + len(buffer) <= place.nbytes
+        file, offset = bytes_of(self._files[rank], place, start, len(buffer))
+        future = self._queue.read(file, offset, buffer, checksum=True)
+        return Compared(future, partial(self._compare, rank, unit, state, start, place))
 
-    def _compare(self, rank: int, unit: int, state: State, start: int, extent: Extent, nbytes: int, crc: int) -> None:
+    def _compare(self, rank: int, unit: int, state: State, start: int, place: Place, nbytes: int, crc: int) -> None:
         """Raise `IoError` where bytes that were read are, as far as it is known yet, not what was written."""
         key = (unit, state)
         right, _ = self._passages[rank].compare(key, self._tables[rank][key], start, nbytes, crc)
         if not right:
             path, what = self._files[rank].path, f"use {state.value} of unit {unit},"
-            raise IoError(path, extent.offset + start, nbytes, errno.EBADMSG, what)
+            raise IoError(path, place.offset(start), nbytes, errno.EBADMSG, what)
 
     def close(self) -> None:
         """Close the files and give the locks back; idempotent."""

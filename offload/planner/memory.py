@@ -21,7 +21,6 @@ from offload.errors import ConfigError
 from offload.sizes import align_up
 from offload.swapper.residency import Tier
 from offload.swapper.states import Mode, State
-from offload.swapper.store import StoreSpec
 
 PATH = "/mnt/nvme"
 """Where the swap files of a machine that is not there would lie."""
@@ -87,7 +86,7 @@ class Memory(NamedTuple):
     @property
     def stored(self) -> int:
         """Bytes of the states file, on all drives together."""
-        return StoreSpec(self.placement.stored(self.parts, self.slots), self.slots, {}).nbytes if self.slots else 0
+        return self.placement.store(self.parts, self.slots).nbytes
 
     @property
     def spilled(self) -> int:
@@ -120,7 +119,7 @@ def settle(
     placement = place(parts, mode, wish, machine)
     slots, must = wanted_slots(config, placement.on_disk, parts)
     notices = list(placement.notices)
-    need = StoreSpec(placement.stored(parts, 2), 2, {}).nbytes
+    need = placement.store(parts, 2).nbytes
     if slots == 2 and room.disk is not None and need > room.disk:
         if must:
             raise ConfigError(
@@ -172,16 +171,14 @@ def settings(
 def _states(memory: Memory) -> list[Row]:
     """One row for each state: where it is at home, and its slots."""
     parts, placement = memory.parts, memory.placement
-    stored = placement.stored(parts, memory.slots)
+    store = placement.store(parts, memory.slots)
     rows = []
     for state in State:
         at = dict.fromkeys(Tier, 0)
         for nbytes, homes in zip(parts.nbytes, placement.homes, strict=True):
             if state in nbytes and (state is State.GRAD or homes[state] is not Tier.DISK):
                 at[homes[state]] += align_up(nbytes[state])
-        for row in stored:
-            # A unit that nothing trains is never updated out of place: its two slots are one.
-            at[Tier.DISK] += row.get(state, 0) * (1 if set(row) == {State.WEIGHT} else memory.slots)
+        at[Tier.DISK] += store.nbytes_of(state)
         if any(at.values()):
             rows.append(Row(state.value, at[Tier.DEVICE], at[Tier.HOST], at[Tier.DISK]))
     return rows

@@ -6,7 +6,8 @@
     <first drive>/<run>/finished.json   after a run that ended: steps and date
 
 Each unit has two slots, A and B, for all its states. An update reads the slot of the newest copy and writes the slot
-that the last durable record does not name. A commit makes the data durable, writes a blob with all else that a step is
+that the last durable record does not name. What is frozen of its weight is part of both and lies once: updates write
+only what lies before it. A commit makes the data durable, writes a blob with all else that a step is
 made of, the checksums of the data among it, then one of two alternating records:
 
     writes ► fdatasync of every drive ► blob ► fsync ► record ► fsync
@@ -22,7 +23,7 @@ the other one counts. docs/store-format.md is for who reads it without us.
 | `sums.py` | checksums of stretches, and comparing what is read with them |
 | `drives.py` | how much each drive takes |
 | `folder.py` | locks, private folders, small files that are replaced whole |
-| `requests.py` | what is asked of an I/O queue; a read that is compared |
+| `requests.py` | what is asked of an I/O queue; bytes of a slot as one request; a read that is compared |
 | `store.py` | a rank's store, open |
 | `check.py` | all of a commit, compared |
 | `look.py` | a rank's folder from outside: what is there, what is wrong |
@@ -34,7 +35,7 @@ the other one counts. docs/store-format.md is for who reads it without us.
 from offload.swapper.store.drives import Shortage, find_shortage
 from offload.swapper.store.folder import close_in_children
 from offload.swapper.store.manifest import StoreSpec
-from offload.swapper.store.requests import Compared, Future, Queue
+from offload.swapper.store.requests import Compared, Future, Queue, bytes_of
 from offload.swapper.store.run import find_removal, open_rank, other_runs, rank_folders, remove_run, run_status
 from offload.swapper.store.store import Store
 from offload.swapper.store.written import DriveWrites, Rating, Written
@@ -49,6 +50,7 @@ __all__ = [
     "Store",
     "StoreSpec",
     "Written",
+    "bytes_of",
     "close_in_children",
     "find_removal",
     "find_shortage",

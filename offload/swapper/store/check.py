@@ -10,8 +10,8 @@ from offload.aio import StripedFile, aligned_empty, crc32c_joined
 from offload.errors import IoError
 from offload.sizes import MIB
 from offload.swapper.states import State
-from offload.swapper.store.manifest import Extent
-from offload.swapper.store.requests import Future, Queue
+from offload.swapper.store.manifest import Place
+from offload.swapper.store.requests import Future, Queue, bytes_of
 from offload.swapper.store.sums import Key, Slot, Stretch
 
 _CHUNK_NBYTES = 8 * MIB
@@ -47,7 +47,7 @@ class _Chunk(NamedTuple):
 def damages(
     file: StripedFile,
     queue: Queue,
-    extents: Sequence[Mapping[State, Sequence[Extent]]],
+    places: Sequence[Mapping[State, Sequence[Place]]],
     slots: Sequence[int],
     table: Mapping[Key, Slot],
     title: Callable[[int], str],
@@ -59,15 +59,15 @@ def damages(
     """
     buffers = [aligned_empty(_CHUNK_NBYTES) for _ in range(_CHUNKS)]
 
-    def place(key: Key) -> Extent:
-        return extents[key[0]][key[1]][slots[key[0]]]
+    def place(key: Key) -> Place:
+        return places[key[0]][key[1]][slots[key[0]]]
 
     def damage(key: Key, start: int, nbytes: int, reason: str) -> Damage:
         unit, state = key
         slot = "AB"[slots[unit]]
-        return Damage(state.value, title(unit), slot, file.path, place(key).offset + start, nbytes, reason)
+        return Damage(state.value, title(unit), slot, file.path, place(key).offset(start), nbytes, reason)
 
-    for unit, row in enumerate(extents):
+    for unit, row in enumerate(places):
         for state in row:
             covered = sum(stretch.nbytes for stretch in table.get((unit, state), ()))
             if covered != place((unit, state)).nbytes:
@@ -86,8 +86,8 @@ def damages(
                     more = False
                     break
                 buffer = buffers[count % _CHUNKS][: chunk.nbytes]
-                at = place(chunk.key).offset + chunk.start
-                reading.append((chunk, queue.read(file, at, buffer, checksum=True)))
+                of, at = bytes_of(file, place(chunk.key), chunk.start, chunk.nbytes)
+                reading.append((chunk, queue.read(of, at, buffer, checksum=True)))
                 count += 1
             if not reading:
                 break
@@ -120,13 +120,13 @@ def damages(
 def first_damage(
     file: StripedFile,
     queue: Queue,
-    extents: Sequence[Mapping[State, Sequence[Extent]]],
+    places: Sequence[Mapping[State, Sequence[Place]]],
     slots: Sequence[int],
     table: Mapping[Key, Slot],
     title: Callable[[int], str],
 ) -> Damage | None:
     """The first of `damages`."""
-    found = damages(file, queue, extents, slots, table, title)
+    found = damages(file, queue, places, slots, table, title)
     try:
         return next(found, None)
     finally:

@@ -21,7 +21,7 @@ from offload.sizes import PAGE
 from offload.swapper.store import sums
 from offload.swapper.store.folder import FILES, read_whole
 from offload.swapper.store.manifest import Manifest, read_manifest
-from offload.swapper.store.record import FORMAT_VERSION, Record, page_version, read_records
+from offload.swapper.store.record import FORMAT_VERSION, Record, read_records
 from offload.swapper.store.sums import Key, Slot
 from offload.swapper.store.written import WRITTEN, read_written
 
@@ -166,11 +166,10 @@ def _look(folder: Path) -> Found:
 
 def _other_format(folder: Path, notes: Mapping[str, Any]) -> int | None:
     """The format of a store that is not of this one; None where there is a record of this one, whatever else."""
-    path = folder / "commit"
-    if read_records(path).valid:
+    found = read_records(folder / "commit")
+    if found.valid:
         return None
-    pages = _bytes(path) or b""
-    said = (notes.get("format"), *(page_version(pages[start : start + PAGE]) for start in (0, PAGE)))
+    said = (notes.get("format"), found.other_format)
     return next((version for version in said if version not in (None, FORMAT_VERSION)), None)
 
 

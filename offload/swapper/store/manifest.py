@@ -1,6 +1,8 @@
 """What a store holds and where: the layout of its extents, and the manifest that says so.
 
-    states file, over all drives:  [ unit 0: weight A, weight B, exp_avg A, … ][ unit 1: … ] …
+    states file, over all drives:  [ unit 0: weight A, weight B, frozen, exp_avg A, … ][ unit 1: … ] …
+
+A slot of a weight is what trains of it, A or B, and behind that what is frozen, which both slots share.
 
 Pure. The manifest is JSON; it lies on every drive, and a copy in each blob.
 """
@@ -8,7 +10,7 @@ Pure. The manifest is JSON; it lies on every drive, and a copy in each blob.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,47 +21,78 @@ from offload.swapper.store.record import FORMAT_VERSION
 
 
 class Extent(NamedTuple):
-    """Bytes of one slot of one partition in the states file: both are multiples of 4096."""
+    """Bytes of the states file: both are multiples of 4096."""
 
     offset: int
     nbytes: int
 
 
+class Place(NamedTuple):
+    """Where a slot of a partition lies: its extents, one behind the other, two at most."""
+
+    extents: tuple[Extent, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(extent.nbytes for extent in self.extents)
+
+    def stretches(self, start: int, nbytes: int) -> list[Extent]:
+        """Where `nbytes` bytes of the slot lie in the file, from its byte `start` on; of any size."""
+        found: list[Extent] = []
+        for offset, length in self.extents:
+            first, last = max(start, 0), min(start + nbytes, length)
+            if first < last:
+                found.append(Extent(offset + first, last - first))
+            start -= length
+        return found
+
+    def offset(self, start: int) -> int:
+        """Where byte `start` of the slot lies in the file."""
+        return self.stretches(start, 1)[0].offset
+
+
 class StoreSpec(NamedTuple):
-    """What a store must hold; two specs are of the same run when partitions, slots and `fingerprint` are equal.
+    """What a store must hold; two specs are of the same run when all but `about` are equal.
 
     `partitions[unit]` gives the bytes of each state of that unit that is kept on disk, each a multiple of 4096;
     `fingerprint` is JSON that names model, layout, mode and world size; `about` is JSON that is only told.
+    `frozen[unit]` are the bytes at the end of its WEIGHT that no update writes, a multiple of 4096; empty is none.
     """
 
     partitions: tuple[Mapping[State, int], ...]
     slots: int
     fingerprint: Mapping[str, Any]
     about: Mapping[str, Any] = {}
+    frozen: tuple[int, ...] = ()
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Bytes at the end of each unit's WEIGHT that lie once and both slots name; none where there is one slot."""
+        return self.frozen if self.frozen and self.slots == 2 else (0,) * len(self.partitions)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the states file."""
-        return max(
-            (extent.offset + extent.nbytes for row in self.extents() for s in row.values() for extent in s), default=0
-        )
+        return sum(map(self.nbytes_of, State))
 
-    def extents(self) -> list[dict[State, tuple[Extent, ...]]]:
-        """For each unit and state its slots, one behind the other.
+    def nbytes_of(self, state: State) -> int:
+        """Bytes that the slots of one state take, of all units."""
+        rows = [row.get(state, 0) * self.slots for row in self.partitions]
+        return sum(rows) - (sum(self.shared) if state is State.WEIGHT else 0)
 
-        A unit of which only WEIGHT is kept is never updated out of place, so its slots are one extent.
-        """
+    def places(self) -> list[dict[State, tuple[Place, ...]]]:
+        """For each unit and state its slots, one behind the other; what they share lies behind the last."""
         end = 0
-        table: list[dict[State, tuple[Extent, ...]]] = []
-        for states in self.partitions:
-            row: dict[State, tuple[Extent, ...]] = {}
-            frozen = set(states) == {State.WEIGHT}
+        table: list[dict[State, tuple[Place, ...]]] = []
+        for states, frozen in zip(self.partitions, self.shared, strict=True):
+            row: dict[State, tuple[Place, ...]] = {}
             for state, nbytes in states.items():
-                slots: list[Extent] = []
-                for _ in range(1 if frozen else self.slots):
-                    slots.append(Extent(end, nbytes))
-                    end += nbytes
-                row[state] = tuple(slots * self.slots if frozen else slots)
+                shared = frozen if state is State.WEIGHT else 0
+                own = nbytes - shared
+                behind = Extent(end + self.slots * own, shared)
+                slots = [(Extent(end + slot * own, own), behind) for slot in range(self.slots)]
+                row[state] = tuple(Place(tuple(each for each in slot if each.nbytes)) for slot in slots)
+                end = behind.offset + behind.nbytes
             table.append(row)
         return table
 
@@ -98,10 +131,7 @@ class Manifest(NamedTuple):
             "slots": self.spec.slots,
             "layout": self.spec.fingerprint,
             "about": self.spec.about,
-            "extents": [
-                {state.value: [list(extent) for extent in slots] for state, slots in row.items()}
-                for row in self.spec.extents()
-            ],
+            "extents": _plain_places(self.spec),
         }
         return json.dumps(content, indent=1).encode()
 
@@ -122,9 +152,11 @@ class Manifest(NamedTuple):
             )
         try:
             partitions = tuple(
-                {State(name): int(slots[0][1]) for name, slots in row.items()} for row in content["extents"]
+                {State(name): sum(int(nbytes) for _, nbytes in slots[0]) for name, slots in row.items()}
+                for row in content["extents"]
             )
-            spec = StoreSpec(partitions, content["slots"], content["layout"], content["about"])
+            frozen = tuple(_in_all(row.get(State.WEIGHT.value, ())) for row in content["extents"])
+            spec = StoreSpec(partitions, content["slots"], content["layout"], content["about"], frozen)
             stripes = content["stripes"]
             found = cls(
                 content["id"],
@@ -136,13 +168,24 @@ class Manifest(NamedTuple):
                 stripes["bytes"],
                 spec,
             )
-            if [{s.value: [list(e) for e in x] for s, x in row.items()} for row in spec.extents()] != content[
-                "extents"
-            ]:
+            if _plain_places(spec) != content["extents"]:
                 raise ValueError("its extents do not lie as its format says")
             return found
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise StoreError(f"cannot read {where}: {type(error).__name__}: {error}") from error
+
+
+def _plain_places(spec: StoreSpec) -> list[dict[str, list[list[list[int]]]]]:
+    """As the manifest has them: state to slots, each a list of extents."""
+    return [
+        {state.value: [[list(extent) for extent in place.extents] for place in slots] for state, slots in row.items()}
+        for row in spec.places()
+    ]
+
+
+def _in_all(slots: Sequence[Sequence[Sequence[int]]]) -> int:
+    """Bytes of the extents that both slots of a manifest name."""
+    return sum(int(extent[1]) for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -156,7 +199,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
     """Raise `StoreError` that names the first difference between what is expected and what lies in `folder`."""
-    for name in ("fingerprint", "slots", "partitions"):
+    for name in ("fingerprint", "slots", "partitions", "shared"):
         expected, there = (json.loads(json.dumps(_plain(getattr(spec, name)))) for spec in (mine, found))
         difference = _difference(expected, there, "layout" if name == "fingerprint" else name)
         if difference is None:
@@ -176,8 +219,10 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [{state.value: nbytes for state, nbytes in row.items()} for row in value]
-    return dict(value) if isinstance(value, Mapping) else value
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key.value if isinstance(key, State) else key: each for key, each in value.items()}
+    return value
 
 
 def _difference(expected: Any, found: Any, where: str) -> str | None:

@@ -14,7 +14,7 @@ from offload.aio import crc32c
 from offload.sizes import PAGE
 from offload.swapper.store.folder import read_whole
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Of record, manifest and blob together: docs/store-format.md."""
 
 _MAGIC = b"OFFLDREC"
@@ -85,6 +85,8 @@ class Records(NamedTuple):
     """Newest first."""
     torn: tuple[int, ...]
     """The pages that hold something that is no record: a commit that was interrupted, or damage."""
+    other_format: int | None = None
+    """What pages say of themselves that are torn for this version, because another one made them."""
 
 
 def read_records(path: Path) -> Records:
@@ -97,17 +99,19 @@ def read_records(path: Path) -> Records:
     found = [Record.unpack(page) for page in pages]
     valid = sorted((record for record in found if record is not None), key=lambda record: -record.serial)
     torn = tuple(which for which in (0, 1) if found[which] is None and any(pages[which]))
-    return Records(tuple(valid), torn)
+    said = (page_version(pages[which]) for which in torn)
+    other = next((version for version in said if version not in (None, FORMAT_VERSION)), None)
+    return Records(tuple(valid), torn, other)
 
 
 def was_committed(folder: Path) -> bool:
     """Whether there is, or must have been, a commit in a rank's folder; with none, a start was interrupted at most.
 
     The second commit begins with blob 1 and ends with page 1, and the first has ended by then. A torn page 0 with
-    neither is the first commit, interrupted: nothing was trained yet.
+    neither is the first commit, interrupted: nothing was trained yet. A page of another format is a commit as well.
     """
     found = read_records(folder / "commit")
-    if found.valid or 1 in found.torn:
+    if found.valid or 1 in found.torn or found.other_format is not None:
         return True
     try:
         return any(read_whole(folder / "blob.1")[:8])

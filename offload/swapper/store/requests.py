@@ -1,11 +1,13 @@
-"""What a store needs of an I/O queue, and a read that is compared with a checksum when it is waited for."""
+"""What a store needs of an I/O queue, what it asks for, and a read that is compared when it is waited for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from offload.aio import File, Priority
+from offload.aio import DirectFile, File, Priority
+from offload.aio.file import Piece
+from offload.swapper.store.manifest import Extent, Place
 
 
 class Future(Protocol):
@@ -26,6 +28,33 @@ class Queue(Protocol):
     def write(
         self, file: File, offset: int, buffer: memoryview, *, priority: Priority = ..., checksum: bool = ...
     ) -> Future: ...
+
+
+class Joined:
+    """Stretches of a file, one behind the other, as a file of their own, so that one request moves all of them."""
+
+    def __init__(self, file: File, stretches: Sequence[Extent]) -> None:
+        self._file, self._place = file, Place(tuple(stretches))
+
+    @property
+    def path(self) -> str:
+        return self._file.path
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def pieces(self, offset: int, nbytes: int) -> list[Piece]:
+        return [piece for each in self._place.stretches(offset, nbytes) for piece in self._file.pieces(*each)]
+
+    def parts(self) -> list[DirectFile]:
+        return self._file.parts()
+
+
+def bytes_of(file: File, place: Place, start: int, nbytes: int) -> tuple[File, int]:
+    """The file and the offset by which a queue is asked for bytes of a slot."""
+    stretches = place.stretches(start, nbytes)
+    return (file, stretches[0].offset) if len(stretches) == 1 else (Joined(file, stretches), 0)
 
 
 class Compared:

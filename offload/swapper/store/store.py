@@ -41,7 +41,7 @@ from offload.swapper.store.folder import (
 from offload.swapper.store.look import MANIFEST, SUMS, place_of, read_blob
 from offload.swapper.store.manifest import Manifest, StoreSpec, compare, read_manifest
 from offload.swapper.store.record import MAX_UNITS, Record, Records, read_records, was_committed
-from offload.swapper.store.requests import Compared, Future, Queue
+from offload.swapper.store.requests import Compared, Future, Queue, bytes_of
 from offload.swapper.store.sums import Key, Passages, Slot, Stretch
 from offload.swapper.store.written import WRITTEN, Written
 
@@ -85,12 +85,12 @@ class Store:
         self.notices: list[str] = []
         """What was found at `open` that a user should know."""
         self._rank, self._queue = rank, queue
-        self._extents = spec.extents()
+        self._places = spec.places()
         self._checked = spec.slots == 2
         self._sums: dict[Key, Slot] = {}
         self._passages = Passages()
-        self._unproven: dict[tuple[Key, int], set[int]] = {}
-        """For each slot the starts of the stretches in it that this process has neither written nor compared."""
+        self._unproven: dict[Key, set[int]] = {}
+        """Of the newest slots the starts of the stretches that this process has neither written nor compared."""
         self._manifest: Manifest | None = None
         self._file: StripedFile | None = None
         self._commit_path = self.folders[0] / "commit"
@@ -126,8 +126,8 @@ class Store:
             if not self._checked:
                 self._forget_end()
             else:
-                for unit, row in enumerate(self._extents):
-                    self._sums |= {(unit, state): sums.of_zeros(slots[0].nbytes) for state, slots in row.items()}
+                for unit, row in enumerate(self._places):
+                    self._sums |= {(unit, state): sums.of_zeros(slots[0]) for state, slots in row.items()}
         except BaseException:
             # Nothing is in this store yet: a start that fails leaves no files behind.
             self._unlink()  # while nobody else may have it
@@ -205,12 +205,7 @@ class Store:
             self.newest = list(record.slots)
             self._sums = sums.unpack(contents.pop(SUMS))
             self.written.go_on(contents.pop(WRITTEN, None))
-            # Of a slot that is not the newest only what is frozen in it is ever read before it is written.
-            self._unproven = {
-                (key, slot): {stretch.start for stretch in stretches}
-                for key, stretches in self._sums.items()
-                for slot in (0, 1)
-            }
+            self._unproven = {key: {each.start for each in stretches} for key, stretches in self._sums.items()}
             del contents[MANIFEST]
             return contents
         except BaseException:
@@ -226,6 +221,8 @@ class Store:
         """
         records = found.valid
         if not records:
+            if found.other_format is not None:
+                read_manifest(self.folders[0] / "manifest.json")  # says that it is, and which version made it
             raise StoreError(f"{self.folders[0]} has no commit record whose checksum is right: it cannot be resumed")
         doubtful = bool(found.torn) or self._suspect.exists()
         wrong: list[str] = []
@@ -245,7 +242,7 @@ class Store:
             self._open_files(record, contents)
             assert self._file is not None
             damage = first_damage(
-                self._file, self._queue, self._extents, record.slots, sums.unpack(contents[SUMS]), self.spec.title
+                self._file, self._queue, self._places, record.slots, sums.unpack(contents[SUMS]), self.spec.title
             )
             self._file.close()
             self._file = None
@@ -322,10 +319,13 @@ class Store:
 
     def keeps(self, unit: int, state: State) -> bool:
         """Whether this state of this unit has slots here."""
-        return state in self._extents[unit]
+        return state in self._places[unit]
 
     def target(self, unit: int) -> int:
-        """The slot that an update may write: the one that the last durable record does not name."""
+        """The slot that an update may write: the one that the last durable record does not name.
+
+        What is frozen lies in both: who writes that writes over what the record names.
+        """
         if self.spec.slots == 1:
             return 0
         return 0 if self.durable is None else 1 - self.durable.slots[unit]
@@ -344,11 +344,12 @@ class Store:
 
         With `compare` also what this process has written, or found right before.
         """
-        extent = self._extents[unit][state][slot]
-        assert start + len(buffer) <= extent.nbytes and self._file is not None
-        unproven = ((unit, state), slot) in self._unproven
+        place = self._places[unit][state][slot]
+        assert start + len(buffer) <= place.nbytes and self._file is not None
+        unproven = (unit, state) in self._unproven
         checked = slot == self.newest[unit] and ((compare and self._checked) or unproven)
-        future = self._queue.read(self._file, extent.offset + start, buffer, priority=priority, checksum=checked)
+        file, offset = bytes_of(self._file, place, start, len(buffer))
+        future = self._queue.read(file, offset, buffer, priority=priority, checksum=checked)
         if not checked:
             return future
         # The sums of this moment: an update may have given the unit others by the time that somebody looks.
@@ -362,18 +363,23 @@ class Store:
         """Let another file share the first `nbytes` of the newest slot; False where they cannot be shared."""
         assert self._file is not None
         parts = self._file.parts()
-        start = self._extents[unit][state][self.newest[unit]].offset
-        return len(parts) == 1 and clone_range(parts[0].descriptors.buffered, start, nbytes, descriptor, offset)
+        if len(parts) > 1:
+            return False
+        for start, length in self._places[unit][state][self.newest[unit]].stretches(0, nbytes):
+            if not clone_range(parts[0].descriptors.buffered, start, length, descriptor, offset):
+                return False
+            offset += length
+        return True
 
     def write(self, unit: int, state: State, slot: int, start: int, buffer: memoryview) -> Future:
         """Write `buffer` at byte `start` of a slot; it must stay unchanged until the future is done."""
-        extent = self._extents[unit][state][slot]
-        assert start + len(buffer) <= extent.nbytes and self._file is not None
-        for drive, _, nbytes in self._file.layout.places(extent.offset + start, len(buffer)):
-            self.written.add(drive, nbytes)
-        return self._queue.write(
-            self._file, extent.offset + start, buffer, priority=Priority.BACKGROUND, checksum=self._checked
-        )
+        place = self._places[unit][state][slot]
+        assert start + len(buffer) <= place.nbytes and self._file is not None
+        for offset, nbytes in place.stretches(start, len(buffer)):
+            for drive, _, count in self._file.layout.places(offset, nbytes):
+                self.written.add(drive, count)
+        file, offset = bytes_of(self._file, place, start, len(buffer))
+        return self._queue.write(file, offset, buffer, priority=Priority.BACKGROUND, checksum=self._checked)
 
     def wrote(self, unit: int, slot: int, written: Mapping[State, Sequence[tuple[int, Future]]]) -> None:
         """From now on `slot` is the newest: of each state kept, `written` has each write's start and ended future.
@@ -386,35 +392,34 @@ class Store:
                 if len(new) > _most_stretches(new[-1].start + new[-1].nbytes):  # tiny tiles: sub_group_size
                     new = sums.joined(new, _LEAST_STRETCH)
                 self._sums[unit, state] = sums.renewed(self._sums[unit, state], new)
-                self._prove((unit, state), slot, range(new[-1].start + new[-1].nbytes))
+                self._prove((unit, state), range(new[-1].start + new[-1].nbytes))
         self.newest[unit] = slot
 
     def _compare(self, key: Key, slot: int, written: Slot, start: int, nbytes: int, crc: int) -> None:
         """Raise `IoError` where what was read of a slot is not what was written."""
         unit, state = key
-        extent = self._extents[unit][state][slot]
         right, compared = self._passages.compare(key, written, start, nbytes, crc)
         if right:
-            self._prove(key, slot, compared)
+            self._prove(key, compared)
         if not right:
             assert self._file is not None
             with contextlib.suppress(OSError):  # the damage is what is told
                 reserve(self._suspect, 1)
             raise IoError(
                 self._file.path,
-                extent.offset + start,
+                self._places[unit][state][slot].offset(start),
                 nbytes,
                 errno.EBADMSG,
                 f"use {state.value} of {self.spec.title(unit)}, slot {'AB'[slot]},",
             )
 
-    def _prove(self, key: Key, slot: int, stretch: range) -> None:
-        """These bytes of a slot need not be compared any more."""
-        left = {start for start in self._unproven.get((key, slot), ()) if start not in stretch}
+    def _prove(self, key: Key, stretch: range) -> None:
+        """These bytes of the newest slot need not be compared any more."""
+        left = {start for start in self._unproven.get(key, ()) if start not in stretch}
         if left:
-            self._unproven[key, slot] = left
+            self._unproven[key] = left
         else:
-            self._unproven.pop((key, slot), None)
+            self._unproven.pop(key, None)
 
     def commit(self, epoch: int, contents: Mapping[str, torch.Tensor]) -> None:
         """Make `newest` and `contents` the durable state. All writes must have ended."""
@@ -436,8 +441,8 @@ class Store:
 
     def _more_sums(self) -> int:
         """Bytes by which the checksums may grow: at first there is one for each state, then one for each tile."""
-        places = [slots[0].nbytes for row in self._extents for slots in row.values()]
-        most = sum(map(_most_stretches, places))
+        sizes = [slots[0].nbytes for row in self._places for slots in row.values()]
+        most = sum(map(_most_stretches, sizes))
         return sums.ROW_NBYTES * max(0, most - sum(map(len, self._sums.values())))
 
     def _reserve_blobs(self, nbytes: int) -> None:
@@ -539,7 +544,7 @@ class Store:
         """Compare what is asked of each file system with what is free, before anything is written."""
         if short is not None:
             half = (
-                ', or set "durability": "none" in the "offload" block (one slot instead of two: half the room, no '
+                ', or set "durability": "none" in the "offload" block (one slot instead of two of all that trains, no '
                 "resume after a kill)"
             )
             raise StoreError(

@@ -8,6 +8,7 @@ soon as it reaches a border of what was written.
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import torch
 
 from offload.aio import crc32c_joined, crc32c_of_zeros
 from offload.swapper.states import State
+from offload.swapper.store.manifest import Place
 
 STATES = tuple(state for state in State if state is not State.GRAD)
 """A row of a packed table names a state by its place here."""
@@ -37,9 +39,13 @@ Slot = tuple[Stretch, ...]
 Key = tuple[int, State]
 
 
-def of_zeros(nbytes: int) -> Slot:
-    """A slot that was never written, in a file whose room was reserved."""
-    return (Stretch(0, nbytes, crc32c_of_zeros(nbytes)),)
+def of_zeros(place: Place) -> Slot:
+    """A slot that was never written, in a file whose room was reserved: a stretch for each of its extents."""
+    starts = itertools.accumulate((extent.nbytes for extent in place.extents), initial=0)
+    return tuple(
+        Stretch(start, extent.nbytes, crc32c_of_zeros(extent.nbytes))
+        for start, extent in zip(starts, place.extents, strict=False)
+    )
 
 
 def renewed(old: Slot, new: Iterable[Stretch]) -> Slot:

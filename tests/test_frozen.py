@@ -1,0 +1,301 @@
+"""Frozen weights beside weights that train, as under adapters, lie once on disk, and a run never writes them again."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+import offload
+from offload.cli import app
+from offload.errors import EngineFailed, IoError
+from offload.swapper.states import State
+from offload.swapper.store.look import look
+from tests import rank_pool
+from tests.oracle import (
+    DTYPES,
+    assert_same,
+    kill_and_resume,
+    least_host_memory,
+    room_for,
+    run,
+    same_bits,
+    small_pieces,
+    start,
+    train_step,
+)
+from tests.test_matrix import JOBS, lora
+from tests.test_ranks import language_rows_loss
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers
+
+DISK = ("nvme", "nvme")
+JOB = JOBS["LoRA"]._replace(dtype="bf16")
+OTHER = JOB._replace(seed=5)
+"""With other frozen weights."""
+BYTES = {"bf16": 12, "fp16": 14, "fp32": 12}
+"""Of a trainable element, in one slot."""
+
+
+def frozen_bytes(rank: Path) -> dict[str, str]:
+    """What lies on disk of the frozen part of each unit, as a hash."""
+    manifest = look(rank).manifest
+    assert manifest is not None
+    found = {}
+    with (rank / "states").open("rb") as file:
+        for unit, row in zip(manifest.spec.fingerprint["units"], manifest.spec.places(), strict=True):
+            (shared,) = {place.extents[-1] for place in row[State.WEIGHT]}  # both slots name it
+            file.seek(shared.offset)
+            found[unit["name"]] = hashlib.sha256(file.read(shared.nbytes)).hexdigest()
+    return found
+
+
+def weights_of(engine: offload.Engine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def by_formula(engine: offload.Engine, slots: int, dtype: str) -> int:
+    """Bytes of the swap files: slots of what trains, and once what does not."""
+    trainable = sum(len(own) for own, _ in engine._parts.held.shares)
+    frozen = sum(len(behind) for _, behind in engine._parts.held.shares)
+    assert trainable and frozen > 4 * trainable
+    return slots * BYTES[dtype] * trainable + DTYPES[dtype].itemsize * frozen
+
+
+# -- room ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", ["step", "none"])
+@pytest.mark.parametrize("dtype", BYTES)
+def test_the_room_is_two_slots_of_what_trains_and_one_of_what_does_not(
+    dtype: str, durability: str, tmp_path: Path
+) -> None:
+    engine = start(JOB._replace(dtype=dtype), DISK, tmp_path, durability=durability)
+    states = tmp_path / "default" / "rank0" / "states"
+    assert states.stat().st_size == by_formula(engine, 2 if durability == "step" else 1, dtype)
+    engine.destroy(remove=True)
+
+
+def test_a_weight_that_has_no_other_state_has_two_slots_if_it_trains(tmp_path: Path) -> None:
+    """SGD in fp32 keeps nothing beside the weights: an update must not write over what the last commit names."""
+    job = JOB._replace(dtype="fp32", optimizer="SGD")
+    engine = start(job, DISK, tmp_path)
+    trainable = [len(own) for own, _ in engine._parts.held.shares]
+    frozen = [len(behind) for _, behind in engine._parts.held.shares]
+    assert (tmp_path / "default" / "rank0" / "states").stat().st_size == 8 * sum(trainable) + 4 * sum(frozen)
+    store = engine._parts.store
+    assert store is not None
+    for unit, row in enumerate(store.spec.places()):
+        own = 4 * trainable[unit]
+        one, other = (place.stretches(0, own) for place in row[State.WEIGHT])
+        assert not own or one != other
+    train_step(engine, job, 0)
+    engine.destroy(remove=True)
+
+
+# -- what is read -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_the_same_bits_wherever_they_lie(optimizer: str, tmp_path: Path) -> None:
+    job = JOB._replace(optimizer=optimizer, dtype="fp32")
+    placements = [("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "cpu"), DISK]
+    whole = same_bits(job, tmp_path, placements, durability="step", device_memory=1 << 20)
+    assert_same(whole, run(job, DISK, tmp_path / "few", device_memory=room_for(job, 2)))
+    assert_same(whole, run(job, DISK, tmp_path / "none", durability="none", device_memory=room_for(job, 2)))
+
+
+def test_units_that_come_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece of a unit may begin in what trains and end in what does not."""
+    whole = run(JOB, DISK, tmp_path / "whole")
+    small_pieces(monkeypatch)
+    least = least_host_memory(JOB, tmp_path / "least")
+    assert_same(whole, run(JOB, DISK, tmp_path / "least", host_memory=least, device_memory=room_for(JOB, 1)))
+
+
+# -- what is written ----------------------------------------------------------------------------------
+
+
+def test_they_stay_as_they_are_through_a_kill_a_resume_and_steps(tmp_path: Path) -> None:
+    job = JOB._replace(steps=12)
+    whole = run(job, DISK, tmp_path / "whole")
+    (tmp_path / "killed").mkdir()
+    assert_same(whole, kill_and_resume(job, DISK, tmp_path / "killed", kills=1, late=0.002))
+    rank = tmp_path / "run" / "default" / "rank0"
+    engine = start(job, DISK, tmp_path / "run")
+    engine._begin()
+    before = frozen_bytes(rank)
+    for step in range(4):
+        train_step(engine, job, step)
+    engine.destroy()
+    assert frozen_bytes(rank) == before
+    engine = start(job, DISK, tmp_path / "run", resume="must")
+    losses = [train_step(engine, job, step) for step in range(4, job.steps)]
+    engine.destroy()
+    assert losses == whole.losses[4:] and frozen_bytes(rank) == before
+
+
+# -- damage -------------------------------------------------------------------------------------------
+
+
+def flip_frozen(rank: Path, unit: int) -> None:
+    manifest = look(rank).manifest
+    assert manifest is not None
+    extent = manifest.spec.places()[unit][State.WEIGHT][0].extents[-1]
+    with (rank / "states").open("r+b") as file:
+        file.seek(extent.offset + extent.nbytes // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 8]))
+
+
+def test_damage_in_them_is_found_by_verify_and_by_who_reads_them(tmp_path: Path) -> None:
+    engine = start(JOB, DISK, tmp_path)
+    for step in range(3):
+        train_step(engine, JOB, step)
+    unit = next(n for n, (own, behind) in enumerate(engine._parts.held.shares) if own and behind)
+    title = engine._parts.layouts[unit].name
+    engine.destroy()
+    verify = ["verify", str(tmp_path / "default"), "--json"]
+    assert CliRunner().invoke(app, verify).exit_code == 0
+    flip_frozen(tmp_path / "default" / "rank0", unit)
+    with pytest.raises((EngineFailed, IoError)) as caught:
+        engine = start(JOB, DISK, tmp_path, resume="must", device_memory=room_for(JOB, 2))
+        try:
+            for step in range(3, 6):
+                train_step(engine, JOB, step)
+        finally:
+            engine.destroy()
+    error: Any = caught.value
+    while not isinstance(error, IoError):
+        error = error.__cause__
+    assert error.errno == errno.EBADMSG and f"use weight of {title}, slot " in str(error)
+    found = CliRunner().invoke(app, verify)
+    (damage,) = json.loads(found.stdout)["ranks"][0]["damages"]
+    assert found.exit_code == 1 and (damage["state"], damage["unit"]) == ("weight", title)
+
+
+# -- checkpoints and exports --------------------------------------------------------------------------
+
+
+def test_a_checkpoint_with_other_ones_replaces_them(tmp_path: Path) -> None:
+    other = start(OTHER, DISK, tmp_path / "other")
+    for step in range(2):
+        train_step(other, OTHER, step)
+    other.save_checkpoint(tmp_path / "saved")
+    expected, weights = [train_step(other, OTHER, step) for step in (2, 3)], weights_of(other)
+    other.destroy()
+    engine = start(JOB, DISK, tmp_path / "run")
+    train_step(engine, JOB, 0)
+    engine.load_checkpoint(tmp_path / "saved")
+    rank = tmp_path / "run" / "default" / "rank0"
+    assert frozen_bytes(rank) == frozen_bytes(tmp_path / "other" / "default" / "rank0")
+    losses = [train_step(engine, JOB, 2)]
+    engine.destroy()
+    assert CliRunner().invoke(app, ["verify", str(tmp_path / "run" / "default")]).exit_code == 0
+    engine = start(JOB, DISK, tmp_path / "run", resume="must")
+    losses.append(train_step(engine, JOB, 3))
+    assert losses == expected
+    assert all(torch.equal(value, weights[name]) for name, value in weights_of(engine).items())
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_load_that_fails_says_whether_the_last_commit_is_whole(
+    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = JOB if same else OTHER
+    saver = start(job, DISK, tmp_path / "other")
+    train_step(saver, job, 0)
+    saver.save_checkpoint(tmp_path / "saved")
+    saver.destroy(remove=True)
+    engine = start(JOB, DISK, tmp_path / "run")
+    losses = [train_step(engine, JOB, step) for step in range(2)]
+    assert engine._parts.store is not None
+
+    def fails(*_: Any) -> None:
+        raise IoError("states", 0, 1, errno.EIO, "write")
+
+    engine._begin()
+    engine._parts.updater.finish()  # type: ignore[union-attr]
+    monkeypatch.setattr(engine._parts.store, "commit", fails)
+    with pytest.raises(IoError):
+        engine.load_checkpoint(tmp_path / "saved")
+    with pytest.raises(EngineFailed) as caught:
+        train_step(engine, JOB, 2)
+    assert ("replacing frozen weights" in str(caught.value)) is not same
+    assert ("the last committed epoch is intact" in str(caught.value)) is same
+    engine.destroy()
+    monkeypatch.undo()
+    assert (CliRunner().invoke(app, ["verify", str(tmp_path / "run" / "default")]).exit_code == 0) is same
+    if same:
+        whole = run(JOB, DISK, tmp_path / "whole")
+        engine = start(JOB, DISK, tmp_path / "run", resume="must")
+        last = [train_step(engine, JOB, step) for step in range(engine.global_steps, JOB.steps)]
+        assert last == whole.losses[-len(last) :] and losses == whole.losses[:2]
+        engine.destroy(remove=True)
+
+
+def exported(what: Path, out: Path) -> dict[str, torch.Tensor]:
+    result = CliRunner().invoke(app, ["export", str(what), str(out)])
+    assert result.exit_code == 0, result.output
+    files = sorted(out.glob("*.safetensors"))
+    return {name: value for file in files for name, value in safetensors.torch.load_file(file).items()}
+
+
+def test_an_export_of_swap_files_and_one_of_a_checkpoint_are_the_weights(tmp_path: Path) -> None:
+    engine = start(JOB, DISK, tmp_path)
+    for step in range(3):
+        train_step(engine, JOB, step)
+    engine.save_checkpoint(tmp_path / "saved", tag="three")
+    weights = weights_of(engine)
+    engine.destroy()
+    store = look(tmp_path / "default" / "rank0")
+    assert set(store.commits[0].record.slots) == {0, 1}, "some of the newest slots are B"
+    for number, what in enumerate((tmp_path / "default", tmp_path / "saved" / "three")):
+        found = exported(what, tmp_path / f"out{number}")
+        assert found and all(torch.equal(value, weights[name]) for name, value in found.items())
+        assert {name for name in weights if name not in found} <= {"base_model.model.lm_head.weight"}
+
+
+# -- several ranks ------------------------------------------------------------------------------------
+
+
+def _rows(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
+    """Some steps of two ranks: mean losses, weights, and the bytes of this rank's swap files, by formula and found."""
+    job = JOB._replace(model=lora, loss=language_rows_loss)
+    engine = rank_pool.start(job, DISK, folder, resume="auto", durability="step", device_memory=1 << 20)
+    assert engine.global_steps == first
+    losses = []
+    for step in range(first, last):
+        loss = job.loss(engine, step, 0)
+        engine.backward(loss)
+        losses.append(engine.mean(float(loss.detach())))
+        engine.step()
+    weights, formula = weights_of(engine), by_formula(engine, 2, job.dtype)
+    states = folder / "default" / f"rank{engine.global_rank}" / "states"
+    engine.destroy()
+    return losses, weights, formula, states.stat().st_size
+
+
+def test_each_of_two_ranks_has_its_part_of_them_once(tmp_path: Path) -> None:
+    with rank_pool.pool(2) as ranks:
+        whole = ranks.run(_rows, tmp_path / "whole", 0, 4)
+        ranks.run(_rows, tmp_path / "run", 0, 2)
+        before = [frozen_bytes(tmp_path / "run" / "default" / f"rank{rank}") for rank in (0, 1)]
+        found = ranks.run(_rows, tmp_path / "run", 2, 4)
+    for rank, (losses, weights, formula, nbytes) in enumerate(found):
+        assert formula == nbytes
+        assert losses == whole[rank][0][2:]
+        assert all(torch.equal(value, whole[rank][1][name]) for name, value in weights.items())
+        assert frozen_bytes(tmp_path / "run" / "default" / f"rank{rank}") == before[rank]
+    assert CliRunner().invoke(app, ["verify", str(tmp_path / "run" / "default")]).exit_code == 0
+    weights = exported(tmp_path / "run" / "default", tmp_path / "out")
+    assert weights and all(torch.equal(value, found[0][1][name]) for name, value in weights.items())
