@@ -15,7 +15,7 @@ import pytest
 from offload.swapper.store import Store, run_status
 from offload.swapper.store import store as store_module
 from tests import models
-from tests.oracle import Result, assert_same, kill_and_resume, processes, run, start, train_step
+from tests.oracle import Job, Result, assert_same, kill_and_resume, processes, run, start, train_step
 
 DISK = ("nvme", "nvme")
 JOB = models.DROPOUT._replace(dtype="bf16", steps=6)
@@ -293,3 +293,34 @@ def test_a_hundred_random_moments(placement: tuple[str, str], durability: Any, t
     seed = sum(map(ord, str((placement, durability))))
     broken = kill_and_resume(job, placement, tmp_path, kills=10, seed=seed, late=0.01, **options)
     assert_same(run(job, placement, tmp_path / "whole"), broken, "unbroken and killed")
+
+
+@pytest.mark.parametrize("when", [0, 3, 7])
+def test_an_optimizer_without_states_has_two_slots_too(when: int, tmp_path: Path) -> None:
+    """In fp32 its units have weights alone, as frozen ones do: what a commit names must not be written over."""
+    job = JOB._replace(dtype="fp32", optimizer="SGD", lr=0.1, weight_decay=0.0)
+    whole = run(job, DISK, tmp_path / "whole")
+    killed = processes().Process(target=_die_in_a_write, args=(job, tmp_path / "run", when))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    engine = start(job, DISK, tmp_path / "run", resume="must")
+    first = engine.global_steps
+    losses = [train_step(engine, job, step) for step in range(first, job.steps)]
+    assert losses == whole.losses[first:]
+    engine.destroy(remove=True)
+
+
+def _die_in_a_write(job: Job, folder: Path, when: int) -> None:
+    write, left = Store.write, when
+
+    def deadly_write(self: Store, *arguments: object) -> object:
+        nonlocal left
+        if self.durable is not None and self.durable.epoch >= EPOCH:
+            left -= 1
+            if left < 0:
+                die()
+        return write(self, *arguments)  # type: ignore[arg-type]
+
+    Store.write = deadly_write  # type: ignore[method-assign,assignment]
+    run(job, DISK, folder)
