@@ -201,10 +201,8 @@ def test_the_recommended_host_budget_is_what_pays(shape: Shape) -> None:
     advised = choice.recommended_host(by_default)
     assert advised == choice.recommended_host(tight) > by_default.memory.host
     assert plan(shape, machine, Load(1, 1, True), host_memory=advised).timing.seconds < by_default.timing.seconds / 1.03
-    slow = machine._replace(matmul=1e12)
-    assert choice.recommended_host(plan(shape, slow, Load(1, 1, True))) == by_default.memory.host, (
-        "compute hides it all"
-    )
+    slow = plan(shape, machine._replace(matmul=1e12), Load(1, 1, True))
+    assert choice.recommended_host(slow) == by_default.memory.host, "compute hides it all"
 
 
 def test_what_fits_in_memory_stays_there() -> None:

@@ -111,8 +111,9 @@ def lines(planned: Planned, advice: Advice, asked: Asked) -> list[str]:
 def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     memory = planned.memory
     slots = {0: "no swap files", 1: "one slot, no resume after a kill", 2: "two slots, every step durable"}
+    least = format_size(memory.least_host)
     told = [
-        f"host budget {format_size(memory.host)}; the least that works is {format_size(memory.least_host)}, recommended "
+        f"host budget {format_size(memory.host)}; the least that works is {least}, recommended "
         f"{format_size(advice.host)}; peak above what the process has before {format_size(planned.host_peak)}",
         f"activations {format_size(planned.activations)} beside the {format_size(memory.device)} of the device",
         f"disk {format_size(memory.stored + memory.spilled)} ({slots[memory.slots]}); an export takes "
