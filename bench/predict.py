@@ -101,6 +101,7 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "predicted_by_model": median("by_model"),
         "by_probe_over_measured": ratio("by_probe", "seconds"),
         "by_model_over_measured": ratio("by_model", "seconds"),
+        "by_model_over_measured_fastest": min(r["by_model"] for r in runs) / min(r["seconds"] for r in runs),
         "peak": int(median("peak")),
         "predicted_peak": int(median("predicted_peak")),
         "peak_over_measured": ratio("predicted_peak", "peak"),

@@ -106,12 +106,12 @@ def plan(
         ask.check_target(write)
         planned = ask.planned(shape_of, machine, step, config)
         wanted = report.Asked(None if tokens is None else parse_count(tokens), ask.endurance(planned.hardware, tbw))
-        found = choice.changes(planned)
+        advice = choice.advise(planned)
     with errors(FAILED):
         if write is not None:
             ask.write_config(planned, write)
     if json_output:
-        print(json.dumps(report.as_json(planned, found, wanted)), flush=True)
+        print(json.dumps(report.as_json(planned, advice, wanted)), flush=True)
         return
     for line in report.heading(planned):
         console.print(line, soft_wrap=True)
@@ -121,7 +121,7 @@ def plan(
     for row in report.table(planned):
         table.add_row(*row)
     console.print(table)
-    for line in report.lines(planned, found, wanted):
+    for line in report.lines(planned, advice, wanted):
         console.print(line, soft_wrap=True)
     if write is not None:
         console.print(f"written to {write}", soft_wrap=True)

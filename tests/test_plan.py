@@ -188,11 +188,21 @@ def test_the_optimizer_on_a_cpu_takes_cores(shape: Shape) -> None:
 def test_advice_is_a_prediction_of_its_own(shape: Shape) -> None:
     machine = described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s")])
     planned = choice.choose(shape, machine, Load(1), None)
-    found = {change.words: change for change in choice.changes(planned)}
+    found = {change.words: change for change in choice.advise(planned).changes}
     many = planned.load._replace(accumulation=4)
     again = choice.plan(shape, machine, many, planned.content)
     assert found["4 micro-batches a step"].seconds == again.timing.seconds
     assert all(change.gain >= 1.05 for change in found.values())
+
+
+def test_the_recommended_host_budget_is_what_pays(shape: Shape) -> None:
+    machine = described("RTX 4090", 512 * GIB, [parse_drive("7GB/s,4GB/s")])
+    by_default, tight = (plan(shape, machine, Load(1, 1, True), host_memory=n) for n in (None, 30 * GIB))
+    advised = choice.recommended_host(by_default)
+    assert advised == choice.recommended_host(tight) > by_default.memory.host
+    assert plan(shape, machine, Load(1, 1, True), host_memory=advised).timing.seconds < by_default.timing.seconds / 1.03
+    slow = plan(shape, machine._replace(matmul=1e12), Load(1, 1, True))
+    assert choice.recommended_host(slow) == by_default.memory.host, "compute hides it all"
 
 
 def test_what_fits_in_memory_stays_there() -> None:

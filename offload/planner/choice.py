@@ -12,6 +12,7 @@ from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.shape import Shape
 from offload.planner.timing import Load, Timing, activations, host_peak, predict
 from offload.sizes import PAGE, format_size
+from offload.swapper.states import State
 
 HOMES = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme"))
 """Of weights and states, the fastest first where all fit."""
@@ -43,6 +44,15 @@ class Planned(NamedTuple):
     def host_peak(self) -> int:
         """Bytes of RAM above what the process has before."""
         return host_peak(self.memory, self.shape, self.hardware, self.load)
+
+
+class Advice(NamedTuple):
+    """What might be otherwise."""
+
+    changes: tuple[Change, ...]
+    """The best first."""
+    host: int
+    """Bytes of the host budget that is worth its memory."""
 
 
 class Change(NamedTuple):
@@ -102,15 +112,25 @@ def _budgets(planned: Planned) -> Iterator[int]:
     """Room for all weights beside what is needed, then for all states, as far as the machine has it."""
     memory, hardware = planned.memory, planned.hardware
     most = int(_HOST_SHARE * (hardware.ram - (planned.host_peak - memory.host)))
-    on_disk = {row.name: row.disk // max(memory.slots, 1) - row.host for row in memory.rows}
-    weights = max(on_disk.get("weight", 0), 0)
-    states = sum(max(nbytes, 0) for name, nbytes in on_disk.items() if name not in ("weight", "grad"))
+    weights = memory.at_home_on_disk(State.WEIGHT)
+    states = memory.at_home_on_disk(*(state for state in memory.mode.states if state is not State.WEIGHT))
     for more in dict.fromkeys((weights, weights + states // 2, weights + states)):
         budget = (memory.host + more) // PAGE * PAGE
         if more and memory.host < budget <= most:
             yield budget
     if memory.host < most < memory.host + weights + states:
         yield most // PAGE * PAGE
+
+
+def recommended_host(planned: Planned) -> int:
+    """Bytes of the host budget that is worth its memory, whatever the config has."""
+    content = copy.deepcopy(dict(planned.content))
+    content.get("offload", {}).pop("host_memory", None)
+    try:
+        base = plan(planned.shape, planned.hardware, planned.load, content)
+    except BudgetError:
+        return planned.memory.host
+    return with_host_budget(base).memory.host
 
 
 def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None, **options: Any) -> Planned:
@@ -163,8 +183,8 @@ def _check_moved(planned: Planned, homes: tuple[str, str]) -> None:
 # -- what to change -----------------------------------------------------------------------------------
 
 
-def changes(planned: Planned) -> list[Change]:
-    """What makes it faster, the best first; each is a prediction of its own."""
+def advise(planned: Planned) -> Advice:
+    """What makes it faster, and the host budget to take; each is a prediction of its own."""
     found: list[Change] = []
     for words, act in _ideas(planned):
         try:
@@ -174,7 +194,7 @@ def changes(planned: Planned) -> list[Change]:
         gain = other.timing.tokens_per_second / planned.timing.tokens_per_second
         if gain >= _GAIN:
             found.append(Change(words, other.timing.seconds, gain))
-    return sorted(found, key=lambda change: -change.gain)
+    return Advice(tuple(sorted(found, key=lambda change: -change.gain)), recommended_host(planned))
 
 
 def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:

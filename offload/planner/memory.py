@@ -83,6 +83,15 @@ class Memory(NamedTuple):
         """Bytes of the device arena."""
         return self.placement.device_nbytes
 
+    def at_home_on_disk(self, *states: State) -> int:
+        """Bytes of these states that DISK is the home of, in one slot."""
+        return sum(
+            nbytes
+            for row, homes in zip(self.parts.nbytes, self.placement.homes, strict=True)
+            for state, nbytes in row.items()
+            if state in states and homes[state] is Tier.DISK
+        )
+
     @property
     def stored(self) -> int:
         """Bytes of the states file, on all drives together."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from offload.planner.choice import Change, Planned
+from offload.planner.choice import Advice, Planned
 from offload.planner.timing import hiding_tokens
 from offload.sizes import format_size
 
@@ -22,7 +21,7 @@ class Asked(NamedTuple):
     """Bytes that all drives together are rated to have written to them (TBW)."""
 
 
-def as_json(planned: Planned, changes: Sequence[Change], asked: Asked) -> dict[str, Any]:
+def as_json(planned: Planned, advice: Advice, asked: Asked) -> dict[str, Any]:
     """What `--json` prints. Bytes, seconds, and bytes or tokens a second."""
     memory, timing, shape = planned.memory, planned.timing, planned.shape
     return {
@@ -40,6 +39,7 @@ def as_json(planned: Planned, changes: Sequence[Change], asked: Asked) -> dict[s
         "notices": list(memory.notices),
         "host_memory": memory.host,
         "least_host_memory": memory.least_host,
+        "recommended_host_memory": advice.host,
         "device_memory": memory.device,
         "disk": memory.stored + memory.spilled,
         "export": memory.export,
@@ -65,7 +65,8 @@ def as_json(planned: Planned, changes: Sequence[Change], asked: Asked) -> dict[s
         "run_seconds": None if asked.tokens is None else _rounded(_run_seconds(planned, asked.tokens)),
         "drive_years": _rounded(years(planned, asked)),
         "changes": [
-            {"words": each.words, "seconds": _rounded(each.seconds), "gain": _rounded(each.gain)} for each in changes
+            {"words": each.words, "seconds": _rounded(each.seconds), "gain": _rounded(each.gain)}
+            for each in advice.changes
         ],
     }
 
@@ -94,25 +95,26 @@ def table(planned: Planned) -> list[tuple[str, ...]]:
     ]
 
 
-def lines(planned: Planned, changes: Sequence[Change], asked: Asked) -> list[str]:
+def lines(planned: Planned, advice: Advice, asked: Asked) -> list[str]:
     """What stands below the table."""
     return [
-        *_of_memory(planned),
+        *_of_memory(planned, advice),
         *_of_time(planned),
         *_of_drives(planned, asked),
-        *(["what to change first:"] if changes else []),
-        *(f"  {each.words}: {each.gain:.2f} times the tokens a second" for each in changes[:4]),
-        *_untold(planned, changes),
+        *(["what to change first:"] if advice.changes else []),
+        *(f"  {each.words}: {each.gain:.2f} times the tokens a second" for each in advice.changes[:4]),
+        *_untold(planned, advice),
         "assumed: " + "; ".join(planned.hardware.assumed),
     ]
 
 
-def _of_memory(planned: Planned) -> list[str]:
+def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     memory = planned.memory
     slots = {0: "no swap files", 1: "one slot, no resume after a kill", 2: "two slots, every step durable"}
+    least = format_size(memory.least_host)
     told = [
-        f"host budget {format_size(memory.host)}, the least that works is {format_size(memory.least_host)}; peak above "
-        f"what the process has before: {format_size(planned.host_peak)}",
+        f"host budget {format_size(memory.host)}; the least that works is {least}, recommended "
+        f"{format_size(advice.host)}; peak above what the process has before {format_size(planned.host_peak)}",
         f"activations {format_size(planned.activations)} beside the {format_size(memory.device)} of the device",
         f"disk {format_size(memory.stored + memory.spilled)} ({slots[memory.slots]}); an export takes "
         f"{format_size(memory.export)} more",
@@ -160,8 +162,8 @@ def _of_drives(planned: Planned, asked: Asked) -> list[str]:
     return told
 
 
-def _untold(planned: Planned, changes: Sequence[Change]) -> list[str]:
-    if changes:
+def _untold(planned: Planned, advice: Advice) -> list[str]:
+    if advice.changes:
         return []
     if planned.timing.limit == "compute":
         return ["nothing to change: compute limits"]

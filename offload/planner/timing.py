@@ -255,11 +255,13 @@ def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> i
     """Bytes of RAM above what the process has before: the host arena, and where the CPU computes all of its own.
 
     There the arena has what was touched: not the tiles, where states are updated in their homes. Beside activations
-    torch has a gradient, and of a layer's weights a copy in the order in which its products want them.
+    torch has a gradient, of a layer's weights a copy in the order in which its products want them, and the first of two
+    gradients where weights are tied.
     """
     if not hardware.on_cpu:
         return memory.host  # pinned at the start, all of it
     touched = memory.host - (0 if memory.slots or memory.spilled else memory.placement.classes.tiles)
     parts = memory.parts
-    beside = parts.largest_gradient + parts.largest_unit + _LIBRARIES
+    tied = len({use.unit for use in shape.uses}) < len(shape.uses)
+    beside = (1 + tied) * parts.largest_gradient + parts.largest_unit + _LIBRARIES
     return touched + memory.device + activations(shape, load) + beside
