@@ -20,15 +20,14 @@ PREDICTED: Mapping[str, str] = {
 
 
 def read_plan(path: Path) -> dict[str, float]:
-    """What a plan foresees, by the log's names. Raises `ConfigError` where the file is no plan."""
+    """What a plan foresees of a step, by the log's names. Raises `ConfigError` where the file is no plan."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         step = {name: found["step"][name] for name in ("seconds", "tokens", "read_bytes", "written_bytes")}
-        known = step | {"host_peak_bytes": found["host_peak"]}
     except OSError as error:
         raise ConfigError(
             f"cannot read the plan {path}: {error.strerror}; give what `offload plan --json` prints"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no plan: expected what `offload plan --json` prints") from error
-    return {name: value for name, value in known.items() if isinstance(value, int | float)}
+    return {name: value for name, value in step.items() if isinstance(value, int | float)}
