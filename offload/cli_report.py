@@ -17,6 +17,10 @@ def report(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What --trace has written: one step of it is drawn.")
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What `offload plan --json` has printed: shown beside what came."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page. [default: LOG with .html]")
     ] = None,
@@ -32,15 +36,16 @@ def report(
     from offload.report.figures import figures
     from offload.report.log import read_log
     from offload.report.page import page
+    from offload.report.predicted import read_plan
     from offload.report.spans import read_window
 
     place = output or log.with_suffix(".html")
     with errors(BAD_INPUT):
-        if place.resolve() in {each.resolve() for each in (log, trace) if each is not None}:
+        if place.resolve() in {each.resolve() for each in (log, trace, plan) if each is not None}:
             raise ConfigError(f"the page would take the place of {place}; give another --output")
         steps = read_log(log)
         window = None if trace is None else read_window(trace)
-        found = figures(steps)
+        found = figures(steps, None if plan is None else read_plan(plan))
     if output is not None or not json_output:
         with errors(FAILED):
             place.write_text(page(steps, found, window), encoding="utf-8")

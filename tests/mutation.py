@@ -360,6 +360,27 @@ MUTANTS = (
         "tests/test_commit_every.py",
     ),
     Mutant(
+        "forget what a drive has borne at a resume",
+        "offload.swapper.store.store",
+        "self.written.go_on(contents.pop(WRITTEN, None))",
+        "contents.pop(WRITTEN, None)",
+        "tests/test_endurance.py",
+    ),
+    Mutant(
+        "count all bytes for the first drive",
+        "offload.swapper.store.store",
+        "            self.written.add(drive, nbytes)",
+        "            self.written.add(0, nbytes)",
+        "tests/test_endurance.py",
+    ),
+    Mutant(
+        "keep what was trained before a resume twice",
+        "offload.report.log",
+        "            for late in [each for each in found if each >= step]:",
+        "            for late in ():",
+        "tests/test_report.py",
+    ),
+    Mutant(
         "commit before the data is durable",
         "offload.swapper.store.store",
         "        self._file.sync()\n        which",

@@ -77,6 +77,28 @@ def test_json_and_log_tell_of_every_step() -> None:
     assert found["losses"][2] < found["losses"][0] and sum(found["written_bytes"][1:]) > 10 * found["parameters"]
 
 
+def test_the_end_says_what_a_step_is_bound_by_and_what_drives_bore() -> None:
+    found = facts(call("--steps", "3", "--log", "log", "--json"))
+    phases = [f"{name}_seconds" for name in ("forward", "backward", "step", "wait_for_reads", "update_kernels")]
+    assert all(line.keys() >= {*phases, "uploaded_bytes", "host_peak_bytes"} for line in log())
+    assert found["bound_by"] == max(found["step_parts_seconds"], key=found["step_parts_seconds"].get)
+    steady = [line["seconds"] for line in log()[1:]]
+    assert sum(found["step_parts_seconds"].values()) == pytest.approx(sum(steady) / 2, rel=0.2)
+    ((_, drive),) = found["drive_written_bytes"].items()
+    assert drive["life"] == drive["run"] > sum(found["written_bytes"])
+    assert log()[0]["about"]["steps"] == 3 and "about" not in log()[1]
+    said = call("--steps", "2", "--run", "again").stdout
+    assert " bound by " in said and " to be faster " in said and " written in all " in said
+
+
+def test_a_drive_that_the_run_would_wear_is_warned_of_before_it_is_worn() -> None:
+    Path("ds.json").write_text(json.dumps({"offload": {"drive_tbw": 1e-3, "drive_share": 0.02}}))
+    said = call("--config", "ds.json", "--steps", "20", "--offload-optimizer", "nvme", "--run", "much").stdout
+    (warned,) = [line for line in said.splitlines() if line.startswith("warning: ")]
+    assert "of the 1 GB that it is rated for (drive_tbw)" in warned
+    assert "warning" not in call("--config", "ds.json", "--steps", "5", "--run", "little").stdout
+
+
 def test_a_schedule_of_the_file_ends_with_the_steps() -> None:
     params = {"warmup_max_lr": "auto", "warmup_num_steps": 2, "warmup_type": "linear", "total_num_steps": "auto"}
     content = {

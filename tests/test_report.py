@@ -241,6 +241,15 @@ def test_what_was_predicted_stands_beside_what_came(tmp_path: Path) -> None:
     assert "Predicted and measured" in page(log, figures(log), None)
 
 
+def test_a_plan_of_the_command_is_shown_beside_what_came(tmp_path: Path, log: Path) -> None:
+    plan = {"step": {"seconds": 1.0, "tokens": 100, "read_bytes": 1, "written_bytes": None}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    found = json.loads(call(log, "--plan", tmp_path / "plan.json", "--json").stdout)["predicted"]
+    assert [(each["name"], each["ratio"]) for each in found][:2] == [("seconds", 2.0), ("tokens", 1.0)]
+    assert {each["name"] for each in found} == {"seconds", "tokens", "read_bytes"}
+    assert call(log, "--plan", log).exit_code == 2 and call(log, "--plan", tmp_path / "none").exit_code == 2
+
+
 # -- a time line ---------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@
 |---|---|
 | `phases.py` | the parts of a step, and which of them it is bound by |
 | `log.py` | the steps of a log, whatever a kill or a resume has made of the file |
+| `predicted.py` | what a plan has foreseen |
 | `figures.py` | the numbers of a whole run |
 | `spans.py` | one step of a time line |
 | `charts.py` | lines, stacks and rows as SVG |

@@ -10,18 +10,10 @@ from typing import Any
 from offload.report.endurance import foresee
 from offload.report.log import Log, number
 from offload.report.phases import ADVICE, bound
-
-PREDICTED: Mapping[str, str] = {
-    "seconds": "seconds a step",
-    "read_bytes": "bytes read a step",
-    "written_bytes": "bytes written a step",
-    "host_peak_bytes": "peak of RAM",
-    "device_peak_bytes": "peak of device memory",
-}
-"""What a log may have a prediction of, in the "predicted" of its "about"."""
+from offload.report.predicted import PREDICTED
 
 
-def figures(log: Log) -> dict[str, Any]:
+def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]:
     """All of it, as JSON, in seconds and bytes; medians are without the first step of each process."""
     steady = _steady(log)
     by = bound(steady)
@@ -55,7 +47,7 @@ def figures(log: Log) -> dict[str, Any]:
         "host_peak_bytes": max(_column(log.steps, "host_peak_bytes"), default=None),
         "device_peak_bytes": max(_column(log.steps, "device_peak_bytes"), default=None),
         "drives": _drives(log, steady, about),
-        "predicted": _predicted(log, steady),
+        "predicted": _predicted(log.about.get("predicted") if plan is None else plan, steady),
     }
 
 
@@ -116,9 +108,8 @@ def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, A
     return found
 
 
-def _predicted(log: Log, steady: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _predicted(said: Any, steady: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What was foreseen of the run, beside what came."""
-    said = log.about.get("predicted")
     if not isinstance(said, dict):
         return []
     found = []

@@ -186,17 +186,21 @@ def _predicted(found: Mapping[str, Any]) -> str:
         return ""
     body = ""
     for each in found["predicted"]:
-        is_time = each["name"] == "seconds"
-        words = [_amount(each[key], is_time) for key in ("predicted", "measured")]
+        words = [_said(each["name"], each[key]) for key in ("predicted", "measured")]
         ratio = "" if each["ratio"] is None else f"{each['ratio'] - 1:+.1%}"
         body += f"<tr><td>{each['what']}</td><td>{words[0]}</td><td>{words[1]}</td><td>{ratio}</td></tr>"
     head = "<th></th><th>predicted</th><th>measured</th><th>difference</th>"
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _amount(value: float, is_time: bool) -> str:
-    if not is_time:
+def _said(name: str, value: float) -> str:
+    """A number of the log by its name, with its unit."""
+    if name.endswith("_bytes"):
         return format_size(round(value))
+    return _time_of(value) if name == "seconds" else f"{value:,.0f}"
+
+
+def _time_of(value: float) -> str:
     unit = seconds_unit(value)
     return f"{say(value / unit.size)} {unit.name}"
 
@@ -266,7 +270,7 @@ def _drive_row(each: Mapping[str, Any]) -> str:
 def _window(window: Window) -> str:
     took = window.end - window.start
     busy = "".join(
-        f"<tr><td>{row}</td><td>{_amount(seconds, True)}</td><td>{seconds * 1e6 / took:.0%}</td></tr>"
+        f"<tr><td>{row}</td><td>{_time_of(seconds)}</td><td>{seconds * 1e6 / took:.0%}</td></tr>"
         for row, seconds in window.seconds().items()
     )
     head = "<th>something of it was under way</th><th>time</th><th>share</th>"
