@@ -10,7 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as some
 from typer.testing import CliRunner
 
@@ -170,6 +170,7 @@ def test_points_cover_every_step_once_and_lose_no_extreme(values: list[float | N
 
 
 @given(some.floats(-1e9, 1e9), some.floats(0, 1e9))
+@example(134217728.0, 1.192092896e-07)
 def test_ticks_are_round_and_hold_all_between_them(low: float, span: float) -> None:
     marks = ticks(low, low + span)
     assert 2 <= len(marks) <= 9 and marks == sorted(set(marks))
