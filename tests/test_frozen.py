@@ -18,11 +18,9 @@ from offload.cli import app
 from offload.errors import EngineFailed, IoError
 from offload.swapper.states import State
 from offload.swapper.store.look import look
-from tests import rank_pool
 from tests.oracle import (
     DTYPES,
     assert_same,
-    kill_and_resume,
     least_host_memory,
     room_for,
     run,
@@ -31,8 +29,7 @@ from tests.oracle import (
     start,
     train_step,
 )
-from tests.test_matrix import JOBS, lora
-from tests.test_ranks import language_rows_loss
+from tests.test_matrix import JOBS
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers
 
@@ -123,23 +120,20 @@ def test_units_that_come_piece_by_piece(tmp_path: Path, monkeypatch: pytest.Monk
 # -- what is written ----------------------------------------------------------------------------------
 
 
-def test_they_stay_as_they_are_through_a_kill_a_resume_and_steps(tmp_path: Path) -> None:
-    job = JOB._replace(steps=12)
-    whole = run(job, DISK, tmp_path / "whole")
-    (tmp_path / "killed").mkdir()
-    assert_same(whole, kill_and_resume(job, DISK, tmp_path / "killed", kills=1, late=0.002))
+def test_they_stay_as_they_are_through_steps_and_a_resume(tmp_path: Path) -> None:
+    whole = run(JOB, DISK, tmp_path / "whole")
     rank = tmp_path / "run" / "default" / "rank0"
-    engine = start(job, DISK, tmp_path / "run")
+    engine = start(JOB, DISK, tmp_path / "run")
     engine._begin()
     before = frozen_bytes(rank)
-    for step in range(4):
-        train_step(engine, job, step)
+    for step in range(2):
+        train_step(engine, JOB, step)
     engine.destroy()
     assert frozen_bytes(rank) == before
-    engine = start(job, DISK, tmp_path / "run", resume="must")
-    losses = [train_step(engine, job, step) for step in range(4, job.steps)]
+    engine = start(JOB, DISK, tmp_path / "run", resume="must")
+    losses = [train_step(engine, JOB, step) for step in range(2, JOB.steps)]
     engine.destroy()
-    assert losses == whole.losses[4:] and frozen_bytes(rank) == before
+    assert losses == whole.losses[2:] and frozen_bytes(rank) == before
 
 
 # -- damage -------------------------------------------------------------------------------------------
@@ -263,39 +257,3 @@ def test_an_export_of_swap_files_and_one_of_a_checkpoint_are_the_weights(tmp_pat
         found = exported(what, tmp_path / f"out{number}")
         assert found and all(torch.equal(value, weights[name]) for name, value in found.items())
         assert {name for name in weights if name not in found} <= {"base_model.model.lm_head.weight"}
-
-
-# -- several ranks ------------------------------------------------------------------------------------
-
-
-def _rows(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
-    """Some steps of two ranks: mean losses, weights, and the bytes of this rank's swap files, by formula and found."""
-    job = JOB._replace(model=lora, loss=language_rows_loss)
-    engine = rank_pool.start(job, DISK, folder, resume="auto", durability="step", device_memory=1 << 20)
-    assert engine.global_steps == first
-    losses = []
-    for step in range(first, last):
-        loss = job.loss(engine, step, 0)
-        engine.backward(loss)
-        losses.append(engine.mean(float(loss.detach())))
-        engine.step()
-    weights, formula = weights_of(engine), by_formula(engine, 2, job.dtype)
-    states = folder / "default" / f"rank{engine.global_rank}" / "states"
-    engine.destroy()
-    return losses, weights, formula, states.stat().st_size
-
-
-def test_each_of_two_ranks_has_its_part_of_them_once(tmp_path: Path) -> None:
-    with rank_pool.pool(2) as ranks:
-        whole = ranks.run(_rows, tmp_path / "whole", 0, 4)
-        ranks.run(_rows, tmp_path / "run", 0, 2)
-        before = [frozen_bytes(tmp_path / "run" / "default" / f"rank{rank}") for rank in (0, 1)]
-        found = ranks.run(_rows, tmp_path / "run", 2, 4)
-    for rank, (losses, weights, formula, nbytes) in enumerate(found):
-        assert formula == nbytes
-        assert losses == whole[rank][0][2:]
-        assert all(torch.equal(value, whole[rank][1][name]) for name, value in weights.items())
-        assert frozen_bytes(tmp_path / "run" / "default" / f"rank{rank}") == before[rank]
-    assert CliRunner().invoke(app, ["verify", str(tmp_path / "run" / "default")]).exit_code == 0
-    weights = exported(tmp_path / "run" / "default", tmp_path / "out")
-    assert weights and all(torch.equal(value, found[0][1][name]) for name, value in weights.items())

@@ -24,17 +24,20 @@ from offload.swapper.states import State
 
 
 class Net(nn.Module):
-    def __init__(self, widths: list[int], frozen: list[bool]) -> None:
+    def __init__(self, widths: list[int], frozen: list[str]) -> None:
         super().__init__()
         sizes = zip(widths, [*widths[1:], 8], strict=True)
         self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in sizes)
         for layer, still in zip(self.layers, frozen, strict=False):
-            layer.requires_grad_(not still)
+            layer.requires_grad_(still != "all")
+            if still == "weight":
+                layer.weight.requires_grad_(False)
 
 
 class Case(NamedTuple):
     widths: list[int]
-    frozen: list[bool]
+    frozen: list[str]
+    """What of each layer: "all", "weight" or "nothing"."""
     content: dict[str, Any]
     share: float | None
     """Of what lies between the least host memory and the default; None for the default."""
@@ -48,8 +51,8 @@ class Case(NamedTuple):
 def cases(draw: st.DrawFn) -> Case:
     alike = st.integers(20, 40).map(lambda count: [100] * count)  # so many that gradients spill with little memory
     widths = draw(alike | st.lists(st.sampled_from((3, 64, 200, 500)), min_size=1, max_size=6))
-    frozen = [draw(st.integers(0, 4)) == 0 for _ in widths]
-    frozen[0] = False
+    frozen = [draw(st.sampled_from(("all", "weight", "nothing", "nothing", "nothing"))) for _ in widths]
+    frozen[0] = "nothing"
     tiers = st.sampled_from(("none", "cpu", "nvme"))
     content = planning.settings(
         draw(tiers),
