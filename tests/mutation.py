@@ -369,8 +369,8 @@ MUTANTS = (
     Mutant(
         "count all bytes for the first drive",
         "offload.swapper.store.store",
-        "            self.written.add(drive, nbytes)",
-        "            self.written.add(0, nbytes)",
+        "self.written.add(drive, count)",
+        "self.written.add(0, count)",
         "tests/test_endurance.py",
     ),
     Mutant(

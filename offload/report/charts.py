@@ -85,9 +85,13 @@ def points(steps: Sequence[int], values: Values, most: int = POINTS) -> list[Poi
     return found
 
 
+_LEAST = 1e-300
+"""What is smaller is drawn as zero."""
+
+
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers from at most `low` to at least `high`; at least two."""
-    size = max(abs(low), abs(high))
+    size = max(abs(low), abs(high), _LEAST)
     span = high - low if high - low > 1e-9 * size else size or 1.0  # what floats cannot tell apart is one value
     power = 10.0 ** math.floor(math.log10(span / about))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * about >= span * 0.999)
