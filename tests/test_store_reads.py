@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from offload.aio import IoQueue, aligned_empty, crc32c
 from offload.errors import IoError
 from offload.swapper.states import State
 from offload.swapper.store import Store, StoreSpec
+from offload.swapper.store import store as store_module
 from offload.swapper.store.requests import Compared
 from offload.swapper.store.sums import Passages, Slot, Stretch
 
@@ -170,6 +172,32 @@ def test_a_read_goes_on_behind_what_trains_in_either_slot(start: int, stop: int,
         assert bytes(buffer) == expected[start:stop]
         seen.add(slot)
     assert seen == {0, 1}
+
+
+@pytest.mark.parametrize("nbytes", [4096, TRAINABLE, TRAINABLE + 4096, ALL])
+@pytest.mark.parametrize("stops_at", [None, 0, 1])
+def test_a_slot_is_shared_extent_by_extent(
+    nbytes: int, stops_at: int | None, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file system that can does it: here by copies, all of them or not."""
+    done = 0
+
+    def copy(source: int, start: int, count: int, destination: int, offset: int) -> bool:
+        nonlocal done
+        if done == stops_at:
+            return False
+        done += 1
+        return os.pwrite(destination, os.pread(source, count, start), offset) == count
+
+    monkeypatch.setattr(store_module, "clone_range", copy)
+    update(store, 4096, 1)
+    expected = aligned_empty(nbytes)
+    store.read(0, State.WEIGHT, store.newest[0], 0, expected).wait()
+    with (tmp_path / "other").open("w+b") as file:
+        shared = store.clone(0, State.WEIGHT, nbytes, file.fileno(), 8192)
+        assert shared is (stops_at is None or (stops_at == 1 and nbytes <= TRAINABLE))
+        if shared:
+            assert file.read() == bytes(8192) + bytes(expected)
 
 
 @st.composite
