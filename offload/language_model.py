@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,12 @@ from offload.engine.birth import init
 from offload.engine.pretrained import load_pretrained
 from offload.errors import ConfigError, OffloadError
 from offload.presets import PRESETS, build, check_name, require_transformers
+
+APART = frozenset(
+    "cohere gemma gemma2 gemma3_text gpt2 gpt_neox gptj granite llama mistral mixtral olmo olmo2 phi phi3 qwen2 qwen3 "
+    "qwen3_moe smollm3 stablelm starcoder2".split()
+)
+"""Families whose masks follow positions; a test holds each. Others have none, or let documents see each other."""
 
 _ONLY_OURS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Nothing is downloaded, and no code of a folder is run, nor is anybody asked whether it should be."""
@@ -80,8 +87,7 @@ def check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:
 
 
 def make_ready(model: Any, activation_checkpointing: bool) -> None:
-    """Set what training wants of a model of transformers: no cache, the loss of a language model."""
-    model.config.use_cache = model.config.get_text_config().use_cache = False
+    """Set what training wants of a model of transformers: the loss of a language model. Its config stays as it is."""
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # what the library would take, after a warning
     if activation_checkpointing:
@@ -92,6 +98,11 @@ def make_ready(model: Any, activation_checkpointing: bool) -> None:
             raise ConfigError(f"--activation-checkpointing: {error}") from error
 
 
-def takes_positions(model: nn.Module) -> bool:
-    """Whether the model can be told where documents begin in a row."""
-    return "position_ids" in inspect.signature(model.forward).parameters
+def without_cache(model: nn.Module) -> dict[str, Any]:
+    """What a forward is told so that it keeps no keys and values, for which training has no use."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+
+def keeps_documents_apart(folder: Path | None) -> bool:
+    """Whether documents in one row do not see each other where positions begin anew; all presets do so."""
+    return folder is None or json.loads((folder / "config.json").read_text()).get("model_type") in APART

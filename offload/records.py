@@ -92,6 +92,12 @@ def _record(line: str, place: str) -> Record:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place} is not JSON: {error}; each line must be one of {_SHAPES}") from error
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{place} has half a character in it, {error.object[error.start]!a}; mend the line"
+        ) from error
     if not isinstance(found, dict):
         raise ConfigError(f"{place} holds {_kind(found)}, and each line must be one of {_SHAPES}")
     kinds = [key for key in ("text", "messages", "prompt") if key in found]

@@ -25,6 +25,7 @@ from offload.records import Chat, Completion, Record, Text
 _IGNORED = -100  # of torch's cross entropy
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _NEWLINE = 10
+_AT_ONCE = 1 << 20
 
 
 class Document(NamedTuple):
@@ -60,8 +61,11 @@ def _encode(record: Record, tokenizer: Any) -> Document:
     if isinstance(record, Chat):
         return _chat(record, tokenizer)
     if isinstance(record, Text):
-        ids = _ended(_ids(record.text, tokenizer), tokenizer) if record.text else []
-        return _document(ids, [True] * len(ids), True)
+        ids = encode_text(record.text, tokenizer)
+        end = _end(tokenizer)
+        if len(ids) and end is not None and ids[-1] != end:
+            ids = np.append(ids, np.int32(end))
+        return Document(ids, np.ones(len(ids), bool), True)
     prompt = _begun(_ids(record.prompt, tokenizer), tokenizer)
     answer = _ended(_ids(record.completion, tokenizer, special=False), tokenizer)
     return _document(prompt + answer, [False] * len(prompt) + [True] * len(answer), False)
@@ -86,6 +90,21 @@ def _chat(record: Chat, tokenizer: Any) -> Document:
         raise ConfigError(f"{record.place}: the tokenizer's chat template refuses it: {error}") from error
     ids = found["input_ids"]
     return _document(ids, found["assistant_masks"] if marked else [True] * len(ids), False)
+
+
+def encode_text(content: str, tokenizer: Any) -> np.ndarray:
+    """(n,) int32: the tokens of a text, of about a million letters at a time, which end where lines do.
+
+    A tokenizer takes some hundred bytes for each byte that it is given at once.
+    """
+    found: list[np.ndarray] = []
+    start = 0
+    while start < len(content):
+        stop = content.find("\n", start + _AT_ONCE) + 1 or len(content)
+        ids = _ids(content[start:stop], tokenizer, special=start == 0)
+        found.append(np.asarray(_begun(ids, tokenizer) if stop < len(content) else ids, np.int32))
+        start = stop
+    return np.concatenate(found) if found else np.empty(0, np.int32)
 
 
 def _ids(content: str, tokenizer: Any, special: bool = True) -> list[int]:
@@ -126,6 +145,8 @@ class Packed(NamedTuple):
     """Documents that are longer than a row, and may not be divided."""
     dropped: int
     """Documents of which nothing is learned."""
+    alone: bool
+    """Whether each document that is not text has a row of its own."""
 
     @property
     def learned(self) -> float:
@@ -133,21 +154,23 @@ class Packed(NamedTuple):
         return float((self.labels != _IGNORED).mean())
 
 
-def pack(documents: Sequence[Document], length: int) -> Packed:
-    """Lay documents into rows of `length` tokens, the same way each time.
+def pack(documents: Sequence[Document], length: int, together: bool = True) -> Packed:
+    """Lay documents into rows of `length` tokens, the same way each time; whole ones `together`, or each in its own.
 
     Raises `ConfigError` where nothing is learned.
     """
     divisible = [document for document in documents if document.divisible and len(document.ids)]
     whole = [_first(document, length) for document in documents if not document.divisible]
     kept = [document for document in whole if document.learned[1:].any()]
-    rows = [row for row in _fit(_stream(divisible, length), kept, length) if _learns(row)]
+    stream = _stream(divisible, length)
+    rows = _fit(stream, kept, length) if together else [*stream, *([document] for document in kept)]
+    rows = [row for row in rows if _learns(row)]
     if not rows:
         raise ConfigError(
             f"nothing can be learned of the data: no document has a token to learn within --seq-len {length}"
         )
     cut = sum(len(document.ids) > length for document in documents if not document.divisible)
-    return Packed(*_arrays(rows, length), cut, len(whole) - len(kept))
+    return Packed(*_arrays(rows, length), cut, len(whole) - len(kept), not together and len(kept) > 0)
 
 
 def _first(document: Document, length: int) -> Document:
@@ -222,7 +245,7 @@ class Rows:
         self._first, self._size, self._stride = rank * size, size, size * world_size
         self._kept: tuple[int, np.ndarray] = (-1, np.empty(0, int))
         self.with_positions = True
-        """Whether batches say where documents begin; a model that does not take positions has no use for them."""
+        """Whether batches say where documents begin, which keeps them apart in some families of models."""
         self.row_count, self.token_count = packed.ids.shape[0], packed.ids.size
         self.largest_id = int(packed.ids.max())
         crc = 0
@@ -272,6 +295,8 @@ def told(packed: Packed, rows: Rows, records: Sequence[Record], tokenizer: Any) 
         )
     if any(isinstance(record, Completion) for record in records):
         lines.append("prompts and completions: the completions are learned")
+    if packed.alone:
+        lines.append("each has a row of its own: in a row of several, this model would let one see the others")
     if packed.cut:
         lines.append(f"{packed.cut:,} documents are longer than a row and are cut; a longer --seq-len takes them whole")
     if packed.dropped:

@@ -42,7 +42,7 @@ def read_bytes(files: Sequence[Path]) -> np.ndarray:
     return np.frombuffer(b"\n".join(_read(path) for path in files), dtype=np.uint8)
 
 
-def read_tokens(files: Sequence[Path], encode: Callable[[str], list[int]]) -> np.ndarray:
+def read_tokens(files: Sequence[Path], encode: Callable[[str], np.ndarray]) -> np.ndarray:
     """(n,) int32: all files through a tokenizer."""
     pieces = [np.asarray(encode(_read(path).decode(errors="replace")), dtype=np.int32) for path in files]
     return np.concatenate(pieces)

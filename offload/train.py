@@ -21,11 +21,19 @@ from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
 from offload.engine.json_lines import check_log, cut_log
 from offload.errors import ConfigError, StoreError
-from offload.language_model import build_model, check_model, find_folder, make_ready, read_tokenizer, takes_positions
+from offload.language_model import (
+    build_model,
+    check_model,
+    find_folder,
+    keeps_documents_apart,
+    make_ready,
+    read_tokenizer,
+    without_cache,
+)
 from offload.lora import adapt, parse_lora, require_peft
 from offload.presets import require_transformers
 from offload.records import find_data, read_records
-from offload.rows import Rows, encode, pack, told
+from offload.rows import Rows, encode, encode_text, pack, told
 from offload.swapper.store import run_status
 from offload.swapper.timeline import path_of
 from offload.train_options import Options, check, keep, merge
@@ -73,6 +81,8 @@ class Job(NamedTuple):
     """Where the model is saved after the last step."""
     tokenizer: Any = None
     """Of the model's folder."""
+    always: Mapping[str, Any] = {}
+    """What each forward is given beside a batch."""
 
     def save_model(self) -> None:
         """Write the model, or its adapters, and the tokenizer; nothing where nobody asked for it. All ranks call it."""
@@ -106,7 +116,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     folder = find_folder(options.model)
     tokenizer = None if folder is None else read_tokenizer(folder)
     share = _Share(batch.micro, batch.accumulation, config.offload.seed, rank, world_size)
-    batches, told = _batches(options, files, tokenizer, share)
+    batches, told = _batches(options, files, tokenizer, share, keeps_documents_apart(folder))
     done = _finished(config)
     if done is not None:
         return done
@@ -115,8 +125,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     model, source = build_model(options.model, folder, content)
     check_model(model, options.seq_len, batches.largest_id)
     make_ready(model, options.activation_checkpointing)
-    if isinstance(batches, Rows):
-        batches.with_positions = takes_positions(model)
+    always = without_cache(model)
     engine = initialize(model=model if lora is None else adapt(model, lora), config=content).engine
     if rank:
         torch.manual_seed(config.offload.seed + rank)  # another dropout on each
@@ -125,7 +134,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     _claim(engine, options.save)
     if options.log is not None and rank == 0:
         cut_log(options.log, engine.global_steps)
-    return Job(engine, batches, options.steps, config.offload.run, engine.resumable, options.save, tokenizer)
+    return Job(engine, batches, options.steps, config.offload.run, engine.resumable, options.save, tokenizer, always)
 
 
 class _Share(NamedTuple):
@@ -139,18 +148,19 @@ class _Share(NamedTuple):
 
 
 def _batches(
-    options: Options, files: list[Path], tokenizer: Any, share: _Share
+    options: Options, files: list[Path], tokenizer: Any, share: _Share, apart: bool
 ) -> tuple[text.Batches | Rows, tuple[str, ...]]:
     """What is learned, and what a person should know of it. Raises `ConfigError` for a file that is malformed."""
     if options.data:
         records = read_records(files)
-        packed = pack(encode(records, tokenizer), options.seq_len)
+        packed = pack(encode(records, tokenizer), options.seq_len, apart)
         rows = Rows(packed, *share)
+        rows.with_positions = apart
         return rows, told(packed, rows, records, tokenizer)
     if tokenizer is None:
         tokens = text.read_bytes(files)
     else:
-        tokens = text.read_tokens(files, lambda content: tokenizer(content, verbose=False)["input_ids"])
+        tokens = text.read_tokens(files, lambda content: encode_text(content, tokenizer))
     stretches = text.Batches(tokens, share.micro, options.seq_len, share.seed, share.rank, share.world_size)
     return stretches, ()
 
@@ -255,7 +265,7 @@ def steps(job: Job, hold: Callable[[], AbstractContextManager[Any]] = nullcontex
             if micro_batch:
                 engine.step()
             inputs = job.batches.inputs(step, micro_batch)
-            part = engine(**inputs).loss
+            part = engine(**inputs, **job.always).loss
             engine.backward(part)
             loss += float(part.detach()) / accumulation
             tokens += inputs["input_ids"].numel() * engine.world_size

@@ -272,3 +272,17 @@ def test_a_step_that_was_refused_was_not_applied(tmp_path: Path) -> None:
     _train(engine, 2)
     assert engine.was_step_applied() and not engine.optimizer.overflow
     engine.destroy(remove=True)
+
+
+def test_another_optimizer_over_an_engines_parameters_is_refused(tmp_path: Path) -> None:
+    """It would find no gradients, and train nothing, without a word."""
+    engine = _start(tmp_path)
+    other = torch.optim.AdamW(engine.module.parameters(), lr=1e-2)
+    engine.backward(_loss(engine, 0))
+    with pytest.raises(UsageError, match=r"its step would do nothing: .*call engine\.step\(\).* offload\.hf"):
+        other.step()
+    engine.step()
+    plain = _model()
+    _plain(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), 0)
+    _close(engine.state_dict(), plain)
+    engine.destroy(remove=True)

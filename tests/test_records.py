@@ -74,3 +74,10 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     file.write_bytes(b'{"text": "right"}\n{"text": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"data.jsonl:2 is not UTF-8: invalid start byte at byte 10"):
         read_records([file])
+
+
+def test_half_a_character(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "fine"}\n{"text": "lone \\ud83d surrogate"}\n')
+    with pytest.raises(ConfigError, match=r"data\.jsonl:2 has half a character in it, '\\ud83d'"):
+        read_records([file])

@@ -16,7 +16,7 @@ from tokenizers import processors
 from torch.nn import functional
 
 from offload.errors import ConfigError
-from offload.language_model import make_ready
+from offload.language_model import APART, make_ready, without_cache
 from offload.records import Chat, Completion, Record, Text
 from offload.rows import Document, Rows, encode, pack, told
 from tests.folders import MARKING_TEMPLATE, PLAIN_TEMPLATE, llama_config, tokenizer
@@ -145,7 +145,8 @@ def test_a_row_is_learned_as_its_documents_are_alone(make: Any) -> None:
     made = encode(records, None)
     rows = Rows(pack(made, 40), 1, 1, seed=0)
     assert rows.row_count == 1
-    together = model(**{k: v % 128 if k == "input_ids" else v for k, v in rows.inputs(1, 0).items()}).loss
+    inputs = {k: v % 128 if k == "input_ids" else v for k, v in rows.inputs(1, 0).items()}
+    together = model(**inputs, **without_cache(model)).loss
     sums, count = torch.tensor(0.0), 0
     for document in made:
         ids = torch.from_numpy(document.ids.astype(np.int64))[None] % 128
@@ -153,6 +154,63 @@ def test_a_row_is_learned_as_its_documents_are_alone(make: Any) -> None:
         loss = functional.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="none")
         sums, count = sums + loss[learned].sum(), count + int(learned.sum())
     torch.testing.assert_close(together, sums / count, rtol=1e-5, atol=1e-5)
+
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+OLD = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 64, "eos_token_id": 2}
+ITS_OWN: dict[str, dict[str, Any]] = {
+    "gpt2": OLD,
+    "gptj": {**OLD, "rotary_dim": 8},
+    "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
+    "mixtral": {**SMALL, "num_local_experts": 4},
+    "qwen3_moe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", sorted(APART))
+def test_documents_of_a_row_do_not_see_each_other(family: str) -> None:
+    config = transformers.AutoConfig.for_model(family, **ITS_OWN.get(family, SMALL))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert model.config.model_type == family and without_cache(model) == {"use_cache": False}
+    one, other, second = (torch.randint(3, 128, (1, 10), generator=torch.Generator().manual_seed(n)) for n in range(3))
+    places = torch.arange(10).repeat(2)[None]
+    with torch.no_grad():
+        found = [
+            model(torch.cat([first, second], 1), position_ids=places, use_cache=False).logits[:, 10:]
+            for first in (one, other)
+        ]
+        alone = model(second, use_cache=False).logits
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_where_they_would_each_has_a_row_of_its_own() -> None:
+    packed = pack(documents(3, 2, 4), 8, together=False)
+    assert packed.alone and len(packed.ids) == 3
+    records = [Completion("", "one", " and two"), Completion("", "three", " four")]
+    packed = pack(encode(records, None), 40, together=False)
+    assert "each has a row of its own" in " ".join(told(packed, Rows(packed, 1, 1, 0), records, None))
+
+
+def test_a_long_text_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    by, text = tokenizer(), "one two\n" * 20
+    (whole,) = encode([Text("", text)], by)
+    monkeypatch.setattr("offload.rows._AT_ONCE", 10)
+    (pieces,) = encode([Text("", text)], by)
+    assert by.decode(pieces.ids) == by.decode(whole.ids) and pieces.learned.all()
 
 
 # -- batches ------------------------------------------------------------------------------------------

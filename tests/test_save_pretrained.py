@@ -363,3 +363,37 @@ def test_the_models_own_save_pretrained_gathers(engine: offload.Engine, tmp_path
     for name in ("config.json", "generation_config.json"):
         one, other = (json.loads((tmp_path / folder / name).read_text()) for folder in ("theirs", "ours"))
         assert one == other
+
+
+@pytest.mark.parametrize("there", [(), ("config.json", "model.safetensors")])
+def test_the_folder_that_the_process_is_in_stays(
+    there: tuple[str, ...], engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "here"
+    (folder / "below").mkdir(parents=True)
+    (folder / "below").rmdir()
+    for name in there:
+        (folder / name).write_text("old")
+    monkeypatch.chdir(folder)
+    engine.save_pretrained(".")
+    assert Path.cwd() == folder and listed(folder) == NAMES
+    engine.save_pretrained(folder)
+    assert os.listdir(".") and os.stat(".").st_ino == folder.stat().st_ino
+
+
+@pytest.mark.parametrize("there", [(), ("config.json", "model.safetensors")])
+def test_a_folder_that_is_exchanged_keeps_its_mode(
+    there: tuple[str, ...], engine: offload.Engine, tmp_path: Path
+) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    for name in there:
+        (folder / name).write_text("old")
+    folder.chmod(0o2770)
+    engine.save_pretrained(folder)
+    assert listed(folder) == NAMES and folder.stat().st_mode & 0o7777 == 0o2770
+
+
+def test_an_empty_name_is_no_folder(engine: offload.Engine) -> None:
+    with pytest.raises(UsageError, match="save_directory is an empty string"):
+        engine.save_pretrained("")

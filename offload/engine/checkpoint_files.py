@@ -147,6 +147,8 @@ def check_folder(folder: Any, name: str) -> Path:
     path = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
     if not isinstance(path, str):
         raise UsageError(f"{name} must be a path, a str or a pathlib.Path, got {type(folder).__name__}: {folder!r}")
+    if not path:
+        raise UsageError(f'{name} is an empty string; give a folder, "." for the one that this process is in')
     try:
         if b"\0" not in os.fsencode(path):
             return Path(path)

@@ -33,7 +33,15 @@ from offload.engine.loader import Loader, check_length, load
 from offload.engine.loss_scale import LossScaler
 from offload.engine.meter import Meter
 from offload.engine.monitor import check_monitor, make_reporter
-from offload.engine.optimizer import Optimizer, check_covers, from_config, from_torch, kept_by, no_optimizer
+from offload.engine.optimizer import (
+    Optimizer,
+    check_covers,
+    from_config,
+    from_torch,
+    kept_by,
+    no_optimizer,
+    refuse_others,
+)
 from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.placeholder import Place
 from offload.engine.placement import WINDOWS
@@ -147,6 +155,7 @@ def _initialize(
             logger.info(notice)
         logger.debug("the whole config: %s", json.dumps(engine.config, indent=2))
     atexit.register(engine.at_exit)
+    refuse_others()
     return Initialized(engine, chosen, loader, schedule)
 
 

@@ -15,6 +15,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
     Where they are a `whole` model, weights of an earlier one go; else every file of another name stays. `notice` is
     told of what a save that was cut short has left, and is removed. Raises `StoreError` and `IoError`.
     """
-    beside = _is_free(out) or (whole and _is_ours(out))
+    beside = not _is_in_use(out) and (_is_free(out) or (whole and _is_ours(out)))
     partial = out.with_name(f"{out.name}.partial") if beside else out / ".offload.partial"
     with told(partial, "make"):
         make_folder(out.parent)
@@ -55,6 +56,7 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
             with told(partial, "write"):
                 if beside:
                     _keep_others(partial, out)
+                    _keep_mode(partial, out)
                 (partial / "lock").unlink()
                 sync_folder(partial)
         except BaseException:
@@ -78,6 +80,19 @@ def check_not_a_file(out: Path) -> None:
     """Raise `StoreError` where files cannot be written to `out` because it is no folder."""
     if os.path.lexists(out) and not out.is_dir():
         raise StoreError(f"{out} is not a folder; give a folder, or a name that is not there")
+
+
+def _is_in_use(out: Path) -> bool:
+    """Whether this process is in `out` or below it, so that it would be in a folder that is gone."""
+    return Path.cwd().is_relative_to(out.resolve())
+
+
+def _keep_mode(partial: Path, out: Path) -> None:
+    """Give the folder that takes the place of `out` its mode and owner."""
+    if out.exists():
+        there = out.stat()
+        os.chown(partial, there.st_uid, there.st_gid)
+        os.chmod(partial, stat.S_IMODE(there.st_mode))
 
 
 def _is_free(out: Path) -> bool:

@@ -10,10 +10,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload import kernels
 from offload.config import OptimizerBlock
 from offload.engine.packed import Kept
+from offload.engine.placeholder import place_of
 from offload.engine.rules import RULES, Rule, by_torch
 from offload.engine.torch_steps import find_kept
 from offload.errors import ConfigError, UsageError
@@ -205,6 +207,28 @@ class Optimizer(torch.optim.Optimizer):
     def settings(self) -> dict[int, Mapping[str, Any]]:
         """The group of each parameter, by the parameter's id."""
         return {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+
+
+def refuse_others() -> None:
+    """From now on a step of an optimizer that holds an engine's parameters, and is not the engine's, is an error."""
+    if not _refusing:
+        _refusing.append(register_optimizer_step_pre_hook(_refuse))
+
+
+_refusing: list[Any] = []
+"""The handle of the hook of all optimizers of this process."""
+
+
+def _refuse(optimizer: Any, *_: Any) -> None:
+    if isinstance(optimizer, Optimizer):
+        return
+    for group in optimizer.param_groups:
+        if any(place_of(parameter) is not None for parameter in group["params"]):
+            raise UsageError(
+                f"this {type(optimizer).__name__} holds parameters of a model under an engine, whose gradients are in "
+                f"the engine, so its step would do nothing: give it to offload.initialize, call engine.step(); with "
+                f"Accelerate, `from offload.hf import Accelerator` and prepare model and optimizer together"
+            )
 
 
 def no_optimizer() -> Optimizer:

@@ -213,8 +213,15 @@ class OffloadTrainer(OffloadMixin, Trainer):
 
 
 def _has_engine(folder: Path) -> bool:
-    """Whether an engine's checkpoint is in the Trainer's."""
-    return (folder / LATEST).is_file()
+    """Whether an engine's checkpoint is in the Trainer's. Raises `StoreError` where it cannot be told."""
+    if (folder / LATEST).is_file():
+        return True
+    if left := sorted(folder.glob("global_step*")):
+        raise StoreError(
+            f"{folder} has the engine's states in {left[-1].name}, but not the file {LATEST} that names it; write it: "
+            f"echo {left[-1].name} > {folder / LATEST}"
+        )
+    return False
 
 
 def _has_adapters(model: Any) -> bool:

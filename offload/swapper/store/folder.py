@@ -36,7 +36,9 @@ class Lock:
             except OSError:
                 holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another process"
                 self.release()
-                raise StoreError(f"{folder} is in use by {holder}; end it, or choose another run name") from None
+                mine = f"process {os.getpid()} on {socket.gethostname()}" == holder
+                end = "an engine of this process has it: destroy() it" if mine else "end it"
+                raise StoreError(f"{folder} is in use by {holder}; {end}, or choose another run name") from None
             if not self._is_there():
                 self.release()
         os.ftruncate(self._descriptor, 0)
