@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from torch import nn
 
 import offload
-from offload.errors import ConfigError, IoError, OffloadError, StoreError
+from offload.errors import ConfigError, IoError, OffloadError, StoreError, UsageError
 from tests import models
 from tests.pretrained import CAUSAL, FAMILIES, T, end_engines, engine_of, written
 
@@ -195,3 +196,22 @@ def test_a_module_that_was_put_on_meta_beside_absent_ones_is_an_error(tmp_path: 
     model.extra = nn.Linear(4, 4, device="meta")
     with pytest.raises(ConfigError, match=r"extra\.weight was put on the meta device"):
         engine_of(model, tmp_path / "swap", FAMILIES["llama"].job())
+
+
+@pytest.mark.parametrize("given", ["auto", "bfloat16", torch.bfloat16, None])
+def test_a_dtype_as_from_pretrained_takes_it(given: Any, tmp_path: Path) -> None:
+    written(tmp_path / "model")
+    model = offload.load_pretrained(transformers.AutoModelForCausalLM, tmp_path / "model", dtype=given)
+    assert model.dtype is (torch.bfloat16 if given in ("bfloat16", torch.bfloat16) else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"device_map": "auto"}, "device_map is for from_pretrained"), ({"dtype": "half a bit"}, "dtype expects")],
+)
+def test_arguments_of_from_pretrained_that_mean_nothing_here(
+    arguments: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    written(tmp_path / "model")
+    with pytest.raises(UsageError, match=words):
+        offload.load_pretrained(transformers.AutoModelForCausalLM, tmp_path / "model", **arguments)

@@ -31,6 +31,7 @@ from offload.errors import ConfigError, OffloadError, StoreError, UsageError
 logger = logging.getLogger("offload")
 
 _SHOWN = 5
+_NOT_HERE = ("device_map", "low_cpu_mem_usage", "subfolder", "revision", "quantization_config", "state_dict")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -97,9 +98,14 @@ def _build(model_class: Any, folder: Path, config: Any, kwargs: dict[str, Any]) 
             f"{folder} holds no config.json, so it does not say what model to build: build it inside of offload.init, "
             f"and give the model"
         )
+    if unfit := [name for name in _NOT_HERE if name in kwargs]:
+        raise UsageError(
+            f"{unfit[0]} is for from_pretrained: load_pretrained reads the files of one folder, and the config of the "
+            f"engine says where weights go; leave it out"
+        )
     from transformers import AutoConfig, GenerationConfig
 
-    dtype = kwargs.pop("dtype", None)
+    dtype = _dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)))
     if config is not None and dtype is None:
         dtype = _DTYPES[load_config(config).dtype]  # what its buffers are made in, as with from_pretrained
     try:
@@ -118,6 +124,16 @@ def _build(model_class: Any, folder: Path, config: Any, kwargs: dict[str, Any]) 
         raise ConfigError(f"{name} cannot be built by {folder / 'config.json'}: {error}") from error
     built: nn.Module = model.eval()
     return built
+
+
+def _dtype(given: Any) -> torch.dtype | None:
+    """As from_pretrained takes it; "auto" is that of the engine's config here. Raises `UsageError`."""
+    if given is None or given == "auto" or isinstance(given, torch.dtype):
+        return None if given == "auto" else given
+    found = getattr(torch, given, None) if isinstance(given, str) else None
+    if not isinstance(found, torch.dtype):
+        raise UsageError(f'dtype expects a torch.dtype, its name or "auto", got {given!r}')
+    return found
 
 
 def _check_type(model_class: Any, config: Any, folder: Path) -> None:
