@@ -241,8 +241,10 @@ def test_what_asks_for_no_value_works_before_initialize(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     assert "Absent" in repr(model.lm_head.weight)
     same = config(FAMILIES["llama"].job(), DISK, tmp_path / "swap")
-    state = offload.initialize(model=model, optimizer=optimizer, config=same)[0].module.state_dict()
+    engine = offload.initialize(model=model, optimizer=optimizer, config=same)[0]
+    state = engine.module.state_dict()
     assert all(torch.equal(state[name], given[name]) for name in given), "the file has more bits than bf16"
+    engine.destroy(remove=True)
 
 
 def test_a_copy_of_the_model_is_read_too(tmp_path: Path) -> None:
