@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
+from collections.abc import Iterator
 
 # Models here are tiny: a second thread of torch only waits, for ever so long where the machine is busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,8 +19,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 import pytest
 import torch
 
+import offload
 from offload.aio import BACKENDS
 from offload.aio.backend import refusals
+from offload.swapper.host import process_memory
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +30,17 @@ def _deterministic() -> None:
     """A seed for each test, and no words of transformers about tiny vocabularies."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_engine(_deterministic: None) -> Iterator[None]:
+    """Memory of an engine that a test has left open would be missing in every test after it."""
+    before = process_memory().needed_bytes
+    yield
+    if process_memory().needed_bytes > before:
+        for engine in [each for each in gc.get_objects() if type(each) is offload.Engine]:
+            engine.destroy()
+        pytest.fail("the test has left an engine open")
 
 
 @pytest.fixture(autouse=True)

@@ -544,8 +544,22 @@ MUTANTS = (
     Mutant(
         "let gathering decide what is reduced together",
         "offload.engine.rounds",
-        "for kind in (Kind.GATHER, Kind.REDUCE):",
-        "for kind in (Kind.REDUCE, Kind.GATHER):",
+        "    if uses:\n",
+        "    if uses and not any(wish.kind is Kind.REDUCE for wish in wishes):\n",
+        "tests/test_ranks.py",
+    ),
+    Mutant(
+        "ask other ranks for what is not there alone",
+        "offload.swapper.pager",
+        "if self._all_have_all:",
+        "if entry.residency is Residency.DEVICE:",
+        "tests/test_ranks.py",
+    ),
+    Mutant(
+        "ask no rank any more once all had everything",
+        "offload.swapper.pager",
+        "                self._all_have_all = False\n",
+        "",
         "tests/test_ranks.py",
     ),
     Mutant(

@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,24 +54,42 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     dist.destroy_process_group()
 
 
+PATIENCE = 200
+"""Seconds for one piece of work; less than a test has, so that the next one finds ranks that do not hang."""
+
+
 class RankPool:
     """`size` ranks; `run` calls a module-level function on each and returns what each returned."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
+        self._start()
+
+    def _start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         port = free_port()
         self.pipes, self.processes = [], []
-        for rank in range(size):
+        for rank in range(self.size):
             mine, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process = spawn.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
             process.start()
             self.pipes.append(mine)
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Raises AssertionError with the traceback of every rank that raised."""
+        """Raises AssertionError with the traceback of every rank that raised, or after `PATIENCE` seconds.
+
+        Ranks that wait for ever are killed then, and others started for the next call.
+        """
         for pipe in self.pipes:
             pipe.send((function, arguments))
+        deadline = time.monotonic() + PATIENCE
+        waiting = [rank for rank, pipe in enumerate(self.pipes) if not pipe.poll(max(0.0, deadline - time.monotonic()))]
+        if waiting:
+            for process in self.processes:
+                process.kill()
+            self._start()
+        assert not waiting, f"ranks {waiting} have not come back from {function.__name__} within {PATIENCE} s"
         answers = [pipe.recv() for pipe in self.pipes]
         wrong = [f"rank {rank}: {answer}" for rank, (right, answer) in enumerate(answers) if not right]
         assert not wrong, "\n".join(wrong)

@@ -34,8 +34,6 @@ from tests.oracle import Job, start, train_step
 
 STEPS = 5
 _OURS = str(Path(offload.__file__).parent)
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-"""CPython drops an error in a `__del__`, such as those of torch, whoever has caused it: training then just goes on."""
 
 
 class Net(nn.Module):
@@ -105,6 +103,7 @@ class Interrupt:
 def _run(interrupt: Interrupt, act: Callable[[], object]) -> None:
     """Call `act` under `interrupt`; Ctrl-C ends it, and goes no further."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    unraisable, sys.unraisablehook = sys.unraisablehook, _drop
     try:
         sys.settrace(interrupt)
         act()
@@ -113,7 +112,15 @@ def _run(interrupt: Interrupt, act: Callable[[], object]) -> None:
         pass
     finally:
         sys.settrace(None)
+        sys.unraisablehook = unraisable
         signal.signal(signal.SIGINT, before)
+
+
+def _drop(_: object) -> None:
+    """An error in a `__del__`, such as those of torch, which CPython drops whoever has caused it: training goes on.
+
+    pytest would keep it, and so every view of weights in its frames.
+    """
 
 
 def _steps(engine: offload.Engine, first: int) -> dict[int, float]:
@@ -132,10 +139,10 @@ def _moments(folder: Path, **options: Any) -> int:
 def _interrupted(interrupt: Interrupt, folder: Path, expected: dict[int, float], **options: Any) -> str | None:
     """Interrupt the second or third step and go on; what was wrong, or None."""
     engine = start(JOB, ("nvme", "nvme"), folder, **options)
-    train_step(engine, JOB, 0)
-    with contextlib.suppress(EngineFailed):
-        _run(interrupt, lambda: [train_step(engine, JOB, step) for step in (1, 2)])
     try:
+        train_step(engine, JOB, 0)
+        with contextlib.suppress(EngineFailed):
+            _run(interrupt, lambda: [train_step(engine, JOB, step) for step in (1, 2)])
         engine.zero_grad()
         found = _steps(engine, engine.global_steps)
         stopped = False

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import functools
 import os
+import random
 import re
 import signal
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -142,6 +144,41 @@ def test_same_bits_where_each_rank_is_late_by_itself(units: int, ranks: RankPool
     room = room_for(job, units) + 2 * room_for(job, 1) + 2 * units * 8192  # the second is for reductions
     for late in ranks.run(train_late, job, tmp_path / "late", room):
         assert_same(expected, late)
+
+
+def meet_outside(folder: Path, room: int) -> list[float]:
+    """Losses of steps and evaluations with collectives of the user's own in between, on ranks with other arenas."""
+    job = JOBS["gpt2"]
+    engine = start(job, DISK, folder, device_memory=room)
+    engine._parts.pager.arena.space.scatter = random.Random(rank_and_size()[0])
+    losses = []
+
+    def add_up(loss: torch.Tensor) -> None:
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total))
+
+    for layer in engine.module.modules():
+        if isinstance(layer, nn.LayerNorm):
+            layer.register_forward_hook(lambda *_: dist.barrier())
+    for step in range(3):
+        loss = job.loss(engine, step, 0)
+        add_up(loss)
+        engine.backward(loss)
+        engine.step()
+        for batch in range(4):
+            with torch.no_grad():
+                add_up(job.loss(engine, step, batch))
+    engine.destroy(remove=True)
+    return losses
+
+
+@pytest.mark.works("Several ranks", "collectives of your own in a loss, between layers, in an evaluation", "right")
+def test_collectives_of_the_users_own(ranks: RankPool, tmp_path: Path) -> None:
+    """Each rank has other units on its device; none runs ahead of one that lacks something."""
+    room = room_for(JOBS["gpt2"], 3) + 2 * room_for(JOBS["gpt2"], 1)
+    one, other = ranks.run(meet_outside, tmp_path, room)
+    assert one == other and len(one) == 15
 
 
 def train_with_short_waits(job: Job, folder: Path) -> Result:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.engine.rounds import Kind, Wish, _bitmap, _union, choose
+from offload.engine.rounds import Choice, Kind, Wish, _bitmap, _union, choose
 
-FREE = (Kind.AHEAD, Kind.GATHER, Kind.REDUCE)
+FREE = (Kind.USE, Kind.REDUCE)
 TOGETHER = (Kind.STEP, Kind.EDIT, Kind.END, Kind.MEAN)
 
 free = st.builds(Wish, st.sampled_from(FREE), st.integers(0, 3), st.booleans())
 together = st.builds(Wish, st.sampled_from(TOGETHER), st.integers(-1, 3))
+
+
+def goes_on(wish: Wish, choice: Choice) -> bool:
+    """Whether a rank with this wish has what it wanted by the end of the round."""
+    return wish.kind is Kind.USE if choice.next is None else wish.same(choice.next)
 
 
 @st.composite
@@ -34,21 +39,29 @@ def test_every_program_comes_to_its_end(programs: list[list[Wish]]) -> None:
         wishes = [program[position] for position, program in zip(at, programs, strict=True)]
         choice = choose(wishes)
         assert choice is not None, f"nothing can be next of {wishes}"
-        moved = 0
-        for rank, wish in enumerate(wishes):
-            if wish.kind is Kind.AHEAD if choice.next is None else wish.same(choice.next):
-                at[rank] += 1
-                moved += 1
+        moved = [rank for rank, wish in enumerate(wishes) if goes_on(wish, choice)]
+        for rank in moved:
+            at[rank] += 1
         assert moved, "every round brings somebody on"
-        if choice.next is not None:
+        if choice.next is None:
+            assert all(wishes[rank].ready for rank in moved), "nobody uses what it has not"
+        else:
             done.append(choice.next)
             if choice.next.kind in TOGETHER:
-                assert moved == len(programs), "what must be done together is done together"
+                assert len(moved) == len(programs), "what must be done together is done together"
     common = [wish for wish in programs[0] if wish.kind in TOGETHER]
     assert [wish for wish in done if wish.kind in TOGETHER] == common
     for program in programs:
-        needed = [wish for wish in program if wish.kind in (Kind.GATHER, Kind.REDUCE)]
+        needed = [wish for wish in program if wish.kind is Kind.REDUCE or (wish.kind is Kind.USE and not wish.ready)]
         assert all(any(wish.same(other) for other in done) for wish in needed)
+
+
+@given(st.lists(st.tuples(st.sampled_from(FREE), st.integers(0, 3)), max_size=8), st.integers(2, 4), st.data())
+def test_ranks_on_one_path_move_together(path: list[tuple[Kind, int]], ranks: int, data: st.DataObject) -> None:
+    """Whatever each has on its device: none runs ahead, so collectives of the user's own may stand anywhere between."""
+    for kind, unit in path:
+        choice = choose([Wish(kind, unit, data.draw(st.booleans())) for _ in range(ranks)])
+        assert choice is not None and choice.next is not None and choice.next.same(Wish(kind, unit))
 
 
 @given(st.lists(together, min_size=2, max_size=4))
@@ -62,8 +75,11 @@ def test_every_rank_sees_the_same_choice(wishes: list[Wish]) -> None:
     """It depends on the list alone, and what the lowest rank needs comes before what others need of the same kind."""
     choice = choose(wishes)
     assert choice == choose(list(wishes))
-    if choice is not None and choice.next is not None:
-        assert choice.next == next(wish for wish in wishes if wish.kind is choice.next.kind)
+    if choice is not None and choice.next is not None and not all(wish.same(wishes[0]) for wish in wishes):
+        needs = [
+            wish for wish in wishes if wish.kind is choice.next.kind and not (wish.kind is Kind.USE and wish.ready)
+        ]
+        assert choice.next == needs[0]
 
 
 @given(st.lists(st.lists(st.sets(st.integers(0, 300)), min_size=3, max_size=3), min_size=1, max_size=4))

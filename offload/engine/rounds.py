@@ -1,8 +1,9 @@
-"""Agreement: before a collective, every rank says what it is about to do, and all see the same list.
+"""Agreement: before a rank uses a unit or moves gradients it says what it is about to do, and all see the same list.
 
-    all about to do the same         it is done
+    all about to do the same         it is done; weights that all have are not gathered again
     some are not                     what one rank needs comes first, and the others serve it: they give their part of
                                      the weights that it gathers, or nothing to the gradients that it reduces
+    who uses what it has             goes on
     nothing of the list can be next  `RankError` on every rank, with what each was about to do: no rank waits for ever
 
 So ranks may take different paths, as models with experts do and loops that evaluate on one rank alone, for as long as
@@ -26,33 +27,32 @@ from offload.engine.ranks import Ranks
 from offload.engine.weights import Edit
 from offload.errors import RankError, UsageError
 from offload.swapper.device import Event
+from offload.swapper.slices import Agreed, Having
 from offload.swapper.states import State
 
 
 class Kind(enum.IntEnum):
     """What a rank may be about to do."""
 
-    AHEAD = 0
-    """Gather a unit before it is used, where no rank would have to wait for its own part."""
-    GATHER = 1
-    """Gather a unit for a forward, a backward or a look at its weights."""
-    REDUCE = 2
+    USE = 0
+    """Use the weights of a unit: in a forward, a backward or a look at them."""
+    REDUCE = 1
     """Reduce the gradients of a unit."""
-    STEP = 3
+    STEP = 2
     """Decide on a step."""
-    EDIT = 4
+    EDIT = 3
     """Change the weights of a unit."""
-    END = 5
+    END = 4
     """Close the engine."""
-    MEAN = 6
+    MEAN = 5
     """Tell a number to all."""
-    FORGET = 7
+    FORGET = 6
     """Drop gradients that were reduced."""
-    SAVE = 8
+    SAVE = 7
     """Save a checkpoint."""
-    LOAD = 9
+    LOAD = 8
     """Load one."""
-    LOOK = 10
+    LOOK = 9
     """Look at a state of a parameter, or set a gradient."""
 
 
@@ -62,17 +62,20 @@ class Wish(NamedTuple):
     kind: Kind
     unit: int = -1
     ready: bool = False
-    """Of AHEAD: whether its own part is at hand and there is room. Of EDIT: whether it has new values. Of END: whether
-    it deletes its store."""
+    """Of USE: whether it has them already. Of EDIT: whether it has new values. Of END: whether it deletes its store."""
     holds: int = -1
     """The unit of which it holds gradients that are not reduced."""
+    ahead: int = -1
+    """Of USE: the unit that it could gather next."""
+    has_all: bool = False
+    """Of USE: whether it has all units."""
 
     def same(self, other: Wish) -> bool:
         return (self.kind, self.unit) == (other.kind, other.unit)
 
 
 class Choice(NamedTuple):
-    """What all ranks do next; None where those that would gather ahead do not, and the others ask again."""
+    """What all ranks do next; None where those that use what they have go on, and the others ask again."""
 
     next: Wish | None
 
@@ -80,19 +83,17 @@ class Choice(NamedTuple):
 def choose(wishes: Sequence[Wish]) -> Choice | None:
     """What comes next, for the wishes of all ranks in their order; None where nothing can.
 
-    AHEAD is given up where not all wish the same; every other rank with a wish that was not chosen asks again. What is
-    reduced together, and so in which order gradients are added, depends on what the ranks reduce alone: not on what
-    they must gather first, which is another thing in every placement.
+    Every rank with a wish that was not chosen asks again. What is reduced together, and so in which order gradients are
+    added, depends on what the ranks reduce alone: not on what they must gather first, which is another thing in every
+    placement.
     """
     if all(wish.same(wishes[0]) for wish in wishes):
         return Choice(wishes[0])
-    if any(wish.kind is Kind.AHEAD for wish in wishes):
-        return Choice(None)
-    for kind in (Kind.GATHER, Kind.REDUCE):
-        first = next((wish for wish in wishes if wish.kind is kind), None)
-        if first is not None:
-            return Choice(first)
-    return None
+    uses = [wish for wish in wishes if wish.kind is Kind.USE]
+    if uses:
+        return Choice(next((wish for wish in uses if not wish.ready), None))
+    reduces = [wish for wish in wishes if wish.kind is Kind.REDUCE]
+    return Choice(reduces[0]) if reduces else None
 
 
 _FACTS = struct.Struct("<dqqq")  # sum of squares, micro-batches, steps, checksum of the optimizer's settings
@@ -116,6 +117,8 @@ class Rounds:
         self._lock = threading.RLock()  # two of autograd's threads may come at once
         self._agreed = -1
         """The unit that all ranks are gathering or reducing now; -1 between collectives."""
+        self._again: Agreed
+        """What `agree` answers where this rank asks once more for that unit."""
         self._asking = False
         """Whether a question to all ranks is under way; still so after an interrupt."""
         self.give_weights: Callable[[int], None]
@@ -127,19 +130,33 @@ class Rounds:
 
     # -- what a rank may be about to do -------------------------------------------------------------
 
-    def agree(self, unit: int) -> None:
-        """Return when every rank is about to gather `unit`."""
-        if self._agreed != unit:  # else it was agreed, there was no room, and now there is some
-            self._reach(Kind.GATHER, unit)
-            self._agreed = unit
+    def agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
+        """What all ranks do for this one's use of `unit`; `having` is asked in each round."""
+        if self._agreed == unit:  # it was to be gathered, there was no room, and now there is some
+            return self._again
+        wishes = self._reach(Kind.USE, unit, having)
+        mine = wishes[self._ranks.rank]
+        together = all(wish.same(mine) for wish in wishes)
+        gather = any(wish.same(mine) and not wish.ready for wish in wishes)
+        following = _common([wish.ahead for wish in wishes]) if together and not gather else -1
+        answer = Agreed(gather, together, all(wish.has_all for wish in wishes), following)
+        self._agree_on(unit if gather else following, answer)
+        return answer
 
-    def agree_ahead(self, unit: int, ready: Callable[[], bool]) -> bool:
-        """Whether every rank is about to gather `unit` ahead of its use, and is `ready`, which is asked each time."""
-        wishes = self._reach(Kind.AHEAD, unit, ready)
-        if not all(wish.kind is Kind.AHEAD and wish.unit == unit and wish.ready for wish in wishes):
-            return False
-        self._agreed = unit
-        return True
+    def agree_ahead(self, ahead: Callable[[], int]) -> int:
+        """The unit that every rank could gather next, or -1. Only right after a gather to which all had come."""
+        with self._lock:
+            self._check()
+            mine = ahead()
+            with self._question():
+                rows = self._ranks.collect([mine], "agree on what to gather ahead")
+            following = _common([row[0] for row in rows])
+            self._agree_on(following, Agreed(gather=True, together=False))
+            return following
+
+    def _agree_on(self, unit: int, again: Agreed) -> None:
+        """All gather `unit` now, if any. Where this rank has no room for it and tries again, the answer is `again`."""
+        self._agreed, self._again = unit, again
 
     def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
         """Fill in what the other ranks have of a unit, as all have agreed to; see `Ranks.gather`."""
@@ -239,22 +256,29 @@ class Rounds:
 
     # -- the round ----------------------------------------------------------------------------------
 
-    def _reach(self, kind: Kind, unit: int, ready: bool | Callable[[], bool] = False) -> list[Wish]:
-        """Serve other ranks until all are about to do this; the wishes of the last round.
+    def _check(self) -> None:
+        """Raise what there is to raise before a question, after an earlier error."""
+        if self._agreed >= 0:
+            raise self._ranks.fail(f"it could not take its part in moving {self._names[self._agreed]}")
+        if self._asking:
+            raise self._ranks.fail("it was interrupted while it waited for the others")
 
-        AHEAD comes back as well where it is given up.
-        """
+    def _reach(
+        self,
+        kind: Kind,
+        unit: int,
+        what: bool | Callable[[], Having] = False,
+    ) -> list[Wish]:
+        """Serve other ranks until all are about to do this, or until this one needs no other; the last wishes."""
         with self._lock:
-            if self._agreed >= 0:
-                raise self._ranks.fail(f"it could not take its part in moving {self._names[self._agreed]}")
-            if self._asking:
-                raise self._ranks.fail("it was interrupted while it waited for the others")
+            self._check()
             while True:
-                mine = Wish(kind, unit, ready if isinstance(ready, bool) else ready(), self.holds())
+                has = Having(what, all=False, ahead=-1) if isinstance(what, bool) else what()
+                mine = Wish(kind, unit, has.unit, self.holds(), has.ahead, has.all)
                 numbers = [int(field) for field in mine]
                 with self._question():
                     rows = self._ranks.collect(numbers, _words(mine, self._names))
-                wishes = [Wish(Kind(row[0]), row[1], bool(row[2]), row[3]) for row in rows]
+                wishes = [Wish(Kind(row[0]), row[1], bool(row[2]), row[3], row[4], bool(row[5])) for row in rows]
                 choice = choose(wishes)
                 if choice is None:
                     told = "; ".join(f"rank {rank} {_words(wish, self._names)}" for rank, wish in enumerate(wishes))
@@ -264,7 +288,7 @@ class Rounds:
                         f"all"
                     )
                 if choice.next is None:
-                    if kind is Kind.AHEAD:
+                    if kind is Kind.USE:  # of what is here: else it would have been chosen
                         return wishes
                 elif choice.next.same(mine):
                     return wishes
@@ -293,8 +317,7 @@ class Rounds:
 
 
 _DOES = {
-    Kind.AHEAD: "reads ahead the weights of {}",
-    Kind.GATHER: "uses the weights of {}",
+    Kind.USE: "uses the weights of {}",
     Kind.REDUCE: "reduces the gradients of {}",
     Kind.STEP: "is at step()",
     Kind.EDIT: "changes the weights of {}",
@@ -309,6 +332,11 @@ _DOES = {
 
 def _words(wish: Wish, names: Sequence[str]) -> str:
     return _DOES[wish.kind].format(names[wish.unit] if wish.unit >= 0 else "")
+
+
+def _common(units: Sequence[int]) -> int:
+    """The one that all are, or -1."""
+    return units[0] if len(set(units)) == 1 else -1
 
 
 def _bitmap(segments: set[int]) -> bytes:

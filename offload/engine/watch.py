@@ -183,7 +183,7 @@ def _watch_rounds(rounds: Rounds, timeline: Timeline, names: Sequence[str]) -> N
         return done
 
     _in_front(rounds, "agree", with_unit("agree to gather"))
-    _in_front(rounds, "agree_ahead", with_unit("agree to gather ahead"))
+    _in_front(rounds, "agree_ahead", alone("agree to gather ahead"))
     _in_front(rounds, "gather", alone("gather"))
     _in_front(rounds, "reduce", with_unit("reduce the gradients of"))
     _in_front(rounds, "step", alone("agree on a step"))

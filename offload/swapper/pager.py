@@ -17,12 +17,18 @@ themselves. While such a thread waits for a lease the worker takes none (`starve
 is not taken from under it. Device slices are held only by pinned units: if those fill the arena, that is a
 `BudgetError`, since waiting cannot help. Where there are other ranks, they are waited for without the lock, and what
 they need is done meanwhile (`Peers.agree` calls `take_part`): no rank's worker, lease or slice waits for another rank.
+
+[Note: every use is a round] Which units lie on the device is another thing on each rank: it depends on when gradients
+gave their room back. If only a rank that lacks a unit asked for it, one that has all it needs would run ahead into a
+collective of the user's own (a loss over the batches of all ranks, say), and both would wait for ever. So every use
+asks, of a unit that is there too, and what follows from the answer follows on all ranks alike. Once every rank has
+every unit, none asks until weights change, which they do on all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -35,11 +41,13 @@ from offload.swapper.host import HostArena, Lease
 from offload.swapper.leases import Leases
 from offload.swapper.policy import Limits, keeps, next_to_bring
 from offload.swapper.residency import Residency, Tier
-from offload.swapper.slices import Peers, Slices
+from offload.swapper.slices import Having, Peers, Slices
 from offload.swapper.store import Store
 from offload.swapper.table import Table
 from offload.swapper.timeline import Row
 from offload.swapper.trace import Kind
+
+_T = TypeVar("_T")
 
 
 class Counts(NamedTuple):
@@ -77,6 +85,8 @@ class Pager:
         self._limits = limits
         self._peers = peers
         self._uses = self._hits = 0
+        self._all_have_all = False
+        """Whether every rank is known to have every unit on its device."""
         self._wanted: list[int] = []
 
     # -- the thread that runs the model -------------------------------------------------------------
@@ -98,11 +108,12 @@ class Pager:
                     self.table.trace.use(unit)
                     self._uses += 1
                     self._hits += entry.residency is Residency.DEVICE
-                if self._peers is not None and entry.residency is not Residency.DEVICE:
-                    self._agree(self._peers, unit)
-                self._bring(entry)
-                if ahead:
-                    self._look_ahead()
+                if self._peers is not None:
+                    self._bring_with(self._peers, entry, ahead)
+                else:
+                    self._bring(entry)
+                    if ahead:
+                        self._look_ahead()
             except Exception:
                 entry.pins -= 1
                 self.table.torn = False
@@ -145,11 +156,6 @@ class Pager:
             self._bring(entry)
         else:
             self._slices.gather(entry, entry.slice, entry.copied)
-
-    def _agree(self, peers: Peers, unit: int) -> None:
-        """Wait for the other ranks without the lock, and serve them meanwhile."""
-        with self.table.whole():
-            self.changed.without_lock(lambda: peers.agree(unit))
 
     def updates(self, unit: int) -> int:
         """How many updates this unit has had; see `Entry.updates`."""
@@ -221,17 +227,7 @@ class Pager:
         """Begin to bring what the trace says comes next: reads first, then uploads of what is at hand."""
         if all(entry.size.stays for entry in self._entries):
             return
-        for entry in self._entries:
-            if entry.transfer is not None and entry.transfer.future.done():
-                self._leases.finish_read(entry)
-        self._leases.read_ahead(self._limits)
-        self._bring_ahead()
-
-    def _bring_ahead(self) -> None:
-        """Start uploads of what comes next and is at hand; where there are other ranks, of the very next alone."""
-        if self._peers is not None:
-            self._bring_ahead_with(self._peers)
-            return
+        self._read_ahead()
         while (unit := self._next_upload()) is not None:
             entry = self._entries[unit]
             piece = self._slices.take_slice(entry, self.table.trace.distance(unit)) if self._at_hand(entry) else None
@@ -248,25 +244,62 @@ class Pager:
     def _at_hand(self, entry: Entry) -> bool:
         return entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
 
-    def _bring_ahead_with(self, peers: Peers) -> None:
+    def _read_ahead(self) -> None:
+        """Take what has been read, and begin to read what comes next."""
+        for entry in self._entries:
+            if entry.transfer is not None and entry.transfer.future.done():
+                self._leases.finish_read(entry)
+        self._leases.read_ahead(self._limits)
+
+    def _bring_with(self, peers: Peers, entry: Entry, ahead: bool) -> None:
+        """Bring `entry` where there are other ranks, and with `ahead` the very next, if all have room for it.
+
+        See [Note: every use is a round].
+        """
+
+        def having() -> Having:
+            with self.lock:
+                if entry.residency is not Residency.DEVICE:
+                    return Having(unit=False, all=False, ahead=-1)
+                return Having(unit=True, all=self._has_all(), ahead=self._next_with_room() if ahead else -1)
+
+        self.check()
+        if self._all_have_all:
+            return
+        if ahead and entry.residency is Residency.DEVICE:
+            self._read_ahead()
+        agreed = self._with_ranks(lambda: peers.agree(entry.index, having))
+        unit, self._all_have_all = agreed.ahead, agreed.all
+        if agreed.gather:
+            self._take_part(entry)
+            if ahead:
+                self._read_ahead()
+            if agreed.together:
+                unit = self._with_ranks(lambda: peers.agree_ahead(lambda: having().ahead))
+        self.check()
+        if unit >= 0:
+            self._take_part(self._entries[unit])
+
+    def _with_ranks(self, ask: Callable[[], _T]) -> _T:
+        """Wait for the other ranks without the lock, and serve them meanwhile."""
+        with self.table.whole():
+            return self.changed.without_lock(ask)
+
+    def _has_all(self) -> bool:
+        """Whether every unit is on the device and stays there until weights change."""
+        return self._limits.reuse is None and all(entry.residency is Residency.DEVICE for entry in self._entries)
+
+    def _next_with_room(self) -> int:
+        """The very next unit, if it is to be brought, is at hand and has room; else -1."""
         unit = next(self.table.trace.upcoming(), None)
         if unit is None or unit != self._next_upload():
-            return
-        entry, beyond = self._entries[unit], self.table.trace.distance(unit)
-
-        def ready() -> bool:
-            with self.lock:
-                return self._at_hand(entry) and self._slices.find_place(entry, beyond) is not None
-
-        if self._agree_ahead(peers, entry, ready):
-            self._take_part(entry)
+            return -1
+        entry = self._entries[unit]
+        place = self._slices.find_place(entry, self.table.trace.distance(unit)) if self._at_hand(entry) else None
+        return -1 if place is None else unit
 
     def _nbytes(self, unit: int) -> int:
         return self._entries[unit].size.nbytes
-
-    def _agree_ahead(self, peers: Peers, entry: Entry, ready: Callable[[], bool]) -> bool:
-        with self.table.whole():
-            return self.changed.without_lock(lambda: peers.agree_ahead(entry.index, ready))
 
     def begin(self, kind: Kind) -> None:
         """A forward begins: one of a step, or one by itself."""
@@ -302,6 +335,7 @@ class Pager:
                 assert not entry.pins, f"unit {entry.size.name} is in use during step()"
                 entry.updating = True
                 entry.updates += 1
+                self._all_have_all = False
                 if entry.residency is Residency.DEVICE and not entry.size.stays:
                     self._slices.drop(entry)
 

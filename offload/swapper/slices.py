@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,14 +21,41 @@ from offload.swapper.table import Table
 from offload.swapper.timeline import Row
 
 
+class Having(NamedTuple):
+    """What a rank that uses a unit has on its device."""
+
+    unit: bool
+    """That unit."""
+    all: bool
+    """Every unit, until weights change."""
+    ahead: int
+    """The unit that it could gather next; -1 where there is none to gather, or no room."""
+
+
+class Agreed(NamedTuple):
+    """What ranks do about a unit that one of them uses."""
+
+    gather: bool
+    """Some that use it do not have it: all gather it."""
+    together: bool
+    """All have come to the same use."""
+    all: bool = False
+    """Every rank has every unit: none needs the others until weights change."""
+    ahead: int = -1
+    """The unit that all gather as well, before it is used."""
+
+
 class Peers(Protocol):
     """The other ranks, which hold what this one does not. Called by the thread that runs the model or its backward."""
 
-    def agree(self, unit: int) -> None:
-        """Return when every rank is about to gather `unit`, as this one is."""
+    def agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
+        """Tell every rank that this one uses `unit`, and what all do for it; meanwhile this one serves them.
 
-    def agree_ahead(self, unit: int, ready: Callable[[], bool]) -> bool:
-        """Whether every rank is about to gather `unit` before it is used; each is asked whether it is `ready`."""
+        `having` says what this rank has; it is called without the table's lock.
+        """
+
+    def agree_ahead(self, ahead: Callable[[], int]) -> int:
+        """After a gather to which all had come: the unit that every rank could gather next, or -1."""
 
     def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
         """Fill in what the other ranks have of `whole`, (nbytes,) uint8 on the device.
