@@ -9,6 +9,7 @@ seconds, 5 % of the peak.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import statistics
 import time
@@ -21,6 +22,7 @@ import torch
 
 import offload
 from bench.measure import report
+from bench.throttle import throttled
 from offload.engine.placement import free_host_memory
 from offload.planner import choice, memory
 from offload.planner.hardware import Hardware, probed
@@ -28,6 +30,7 @@ from offload.planner.shape import Shape, from_name
 from offload.planner.timing import Load, backward, forward
 from offload.presets import build
 from offload.probe import probe
+from offload.sizes import parse_size
 
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
 _UNCOUNTED = 2
@@ -43,7 +46,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=4, help="that count, of each run")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--placements", default=" ".join("/".join(homes) for homes in PLACEMENTS))
+    parser.add_argument("--throttle", type=parse_size, help="bytes a second that the drive may read, and may write")
     given = parser.parse_args(arguments)
+    with throttled(given.folder, given.throttle) if given.throttle else contextlib.nullcontext():
+        _rounds(given)
+
+
+def _rounds(given: argparse.Namespace) -> None:
     shape, load = from_name(given.model, given.seq_len), Load(given.batch_size)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in given.placements.split()}
     for _ in range(given.rounds):
@@ -52,8 +61,9 @@ def main(arguments: list[str] | None = None) -> None:
         for name, done in runs.items():
             weights, states = name.split("/")
             done.append(_run(given, shape, load, (weights, states), probed(found, free_host_memory()), plain))
+    about = {"model": given.model, "tokens": load.tokens(shape), "throttle": given.throttle}
     for name, of in runs.items():
-        report("predict", {"model": given.model, "placement": name, "tokens": load.tokens(shape), **_summary(of)})
+        report("predict", {**about, "placement": name, **_summary(of)})
 
 
 def _run(
