@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from offload.cli_machine import BAD_INPUT, FAILED, Json, errors, signals
-from offload.errors import StoreError
+from offload.errors import StoreError, UsageError
 from offload.sizes import format_size, parse_size
 
 _DAMAGED = 1
@@ -109,23 +109,33 @@ def export(
 def rm(
     path: Run,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    json_output: Json = False,
 ) -> None:
-    """Delete a run's swap files, on every drive that it lies on."""
+    """Delete a run's swap files, on every drive that it lies on.
+
+    Ends with 0 where they are gone, 1 where the answer was no, 2 where PATH is no run, or a process holds it.
+    Example: offload rm /mnt/nvme/my-run
+    """
     from offload.swapper.store import find_removal, remove_run
 
     with errors(BAD_INPUT):
+        if json_output and not yes:
+            raise UsageError("--json asks nothing: say --yes as well")
         _check_folder(path)
         removal = find_removal(path)
-        for folder in removal.folders:
-            typer.echo(f"  {folder}")
-        for file in removal.files:
-            typer.echo(f"  {file}{' (a kill has left it)' if file.suffix == '.tmp' else ''}")
+        if not json_output:
+            for folder in removal.folders:
+                typer.echo(f"  {folder}")
+            for file in removal.files:
+                typer.echo(f"  {file}{' (a kill has left it)' if file.suffix == '.tmp' else ''}")
         if not yes:
             size = format_size(removal.nbytes)
             typer.confirm(f"Delete {path} ({size}) and all that it could be resumed from?", abort=True)
-        removal = remove_run(path)
-        if removal.strangers:
-            names = ", ".join(removal.strangers[:_SHOWN])
+        done = remove_run(path)
+        if json_output:
+            print(json.dumps(done._asdict(), default=str))
+        elif done.strangers:
+            names = ", ".join(done.strangers[:_SHOWN])
             typer.echo(f"{path} stays: it holds what is not of the run: {names}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -36,6 +37,16 @@ def test_it_deletes_on_every_drive(drives: list[str]) -> None:
     result = CliRunner().invoke(app, ["rm", str(folders[0]), "--yes"])
     assert result.exit_code == 0, result.output
     assert not any(folder.exists() for folder in folders)
+
+
+def test_it_tells_a_script(drives: list[str]) -> None:
+    begin(drives).destroy()
+    folder = str(Path(drives[0], "default"))
+    refused = CliRunner().invoke(app, ["rm", folder, "--json"])
+    assert refused.exit_code == 2 and "--yes" in refused.stderr and Path(folder).is_dir()
+    done = json.loads(CliRunner().invoke(app, ["rm", folder, "--json", "--yes"]).stdout)
+    assert done["path"] == folder and len(done["folders"]) == 2 and done["nbytes"] > 0 and not done["strangers"]
+    assert not Path(folder).exists()
 
 
 def test_it_asks(drives: list[str]) -> None:
