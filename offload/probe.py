@@ -28,7 +28,7 @@ from offload.info import machine as about_machine
 from offload.sizes import MIB, PAGE, align_up
 from offload.swapper.device import open_device
 
-_VERSION = 1
+_VERSION = 2
 _ROUNDS = 5
 _NUMEL = 1 << 24
 _COPIED = 64 * MIB
@@ -63,7 +63,7 @@ class Rates(NamedTuple):
     matmul: float
     """Floating-point operations of matrix products in bf16."""
     elementwise: float
-    """Bytes that elementwise work on the device reads and writes."""
+    """Bytes that norms, activations, softmax, products and sums between the matrix products read and write."""
 
 
 class Probed(NamedTuple):
@@ -170,15 +170,18 @@ def _matmul(device: torch.device) -> float:
 
 
 def _elementwise(device: torch.device) -> float:
-    numel = 1 << 23 if device.type == "cpu" else 1 << 27
-    values = torch.full((numel,), 0.5, dtype=torch.bfloat16, device=device)
-    result = torch.empty_like(values)
+    """What a transformer does between its products, into new memory each time as it does: a CPU is bound by it."""
+    tokens, width = (512, 1024) if device.type == "cpu" else (8192, 8192)
+    values = torch.full((tokens, width), 0.5, dtype=torch.bfloat16, device=device)
+    weight = torch.ones(width, dtype=torch.bfloat16, device=device)
 
     def work() -> None:
-        torch.add(values, values, out=result)
-        torch.mul(result, values, out=result)
+        hidden = torch.nn.functional.layer_norm(values, (width,), weight, weight)
+        hidden = torch.nn.functional.gelu(hidden, approximate="tanh")
+        hidden = torch.softmax(hidden, -1)
+        torch.add(hidden * values, values)
 
-    return 12 * numel / _seconds(work, device)
+    return 12 * values.nbytes / _seconds(work, device)
 
 
 def _seconds(action: Callable[[], object], device: torch.device | None = None) -> float:
