@@ -1,5 +1,5 @@
-"""Promises, one file a behaviour. `oracle` has what they share, `mutation` shows that they notice faults."""
+"""Promises, one file a behaviour. `oracle` has what they share, `mutants` shows that they notice faults."""
 
-from tests import mutation
+from tests.mutants import importing
 
-mutation.install()  # before anything of the package is imported, here and in every process that a test spawns
+importing.install()  # before anything of the package is imported, here and in every process that a test spawns

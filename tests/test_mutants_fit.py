@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation import MUTANTS, Mutant
+from tests.mutants import MUTANTS
+from tests.mutants.mutant import Mutant
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -15,6 +18,13 @@ def test_a_mutant_fits(mutant: Mutant) -> None:
     spec = importlib.util.find_spec(mutant.module)
     assert spec is not None and spec.origin is not None
     assert Path(spec.origin).read_text().count(mutant.old) == 1
-    assert mutant.new not in (mutant.old, None)
-    for path in mutant.tests.split():
-        assert (Path(__file__).parents[1] / path.partition("::")[0]).is_file()
+    assert mutant.new != mutant.old
+    for place in mutant.tests.split():
+        path, _, test = place.partition("::")
+        assert (ROOT / path).is_file()
+        assert not test or f"\ndef {test}(" in (ROOT / path).read_text()
+
+
+def test_a_name_is_that_of_one() -> None:
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(names) == len(set(names))

@@ -1,0 +1,10 @@
+"""Faults put into the code on purpose, each of which a test must notice: `python -m tests.mutants`.
+
+`mutant` says what one is, the tables have them by room, `importing` puts one in, `__main__` is the command.
+"""
+
+from __future__ import annotations
+
+from tests.mutants import above, engine, swapper
+
+MUTANTS = (*swapper.MUTANTS, *engine.MUTANTS, *above.MUTANTS)

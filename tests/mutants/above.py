@@ -1,0 +1,106 @@
+"""Faults in what stands on the engine (command line, rows, Trainer, reports), and the tests that must notice them."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "end a run without saving its model",
+        "offload.cli_run",
+        "job.save_model()",
+        "pass",
+        "tests/test_cli_finetune.py",
+    ),
+    Mutant(
+        "a boundary that Accelerate knows and the engine does not",
+        "offload.hf.accelerator",
+        "self.engine.set_gradient_accumulation_boundary(bool(self.sync_gradients))",
+        "pass",
+        "tests/test_accelerate.py",
+    ),
+    Mutant(
+        "leave a schedule where it was at a step that was skipped",
+        "offload.hf.accelerator",
+        "return bool(self.optimizer.overflow)",
+        "return False",
+        "tests/test_accelerate.py",
+    ),
+    Mutant(
+        "what config and arguments say differently counts as the config has it",
+        "offload.hf.fill",
+        "elif not _equal(block[last], value):",
+        "elif False:",
+        "tests/test_trainer_wrong.py",
+    ),
+    Mutant(
+        "take a schedule's learning rates from the arguments after a load",
+        "offload.hf.trainer",
+        "self.lr_scheduler.load_state_dict(",
+        "dict(",
+        "tests/test_trainer_checkpoints.py",
+    ),
+    Mutant(
+        "train from scratch where a folder has weights",
+        "offload.language_model",
+        "    if files:",
+        "    if False:",
+        "tests/test_cli_finetune.py",
+    ),
+    Mutant(
+        "keep what was trained before a resume twice",
+        "offload.report.log",
+        "            for late in [each for each in found if each >= step]:",
+        "            for late in ():",
+        "tests/test_report.py",
+    ),
+    Mutant(
+        "documents of a row see each other",
+        "offload.rows",
+        "positions[number, start:stop] = np.arange(len(piece.ids))",
+        "positions[number, start:stop] = np.arange(start, stop)",
+        "tests/test_rows.py",
+    ),
+    Mutant(
+        "learn the first token of a document by the one before",
+        "offload.rows",
+        "labels[number, start + 1 : stop] = np.where(piece.learned, piece.ids, _IGNORED)[1:]",
+        "labels[number, start:stop] = np.where(piece.learned, piece.ids, _IGNORED)",
+        "tests/test_rows.py",
+    ),
+    Mutant(
+        "learn the prompt as well",
+        "offload.rows",
+        "[False] * len(prompt)",
+        "[True] * len(prompt)",
+        "tests/test_rows.py",
+    ),
+    Mutant(
+        "each pass over the rows in the same order",
+        "offload.rows",
+        "np.random.SeedSequence((self._seed, epoch))",
+        "np.random.SeedSequence((self._seed, 0))",
+        "tests/test_rows.py",
+    ),
+    Mutant(
+        "rows of a batch regardless of the micro-batch",
+        "offload.rows",
+        "((step - 1) * self._accumulation + micro_batch)",
+        "(step - 1)",
+        "tests/test_rows.py",
+    ),
+    Mutant(
+        "save over what lies in a folder",
+        "offload.train",
+        "if folder.exists() and not may_be_there and any(folder.iterdir()):",
+        "if False:",
+        "tests/test_cli_finetune.py",
+    ),
+    Mutant(
+        "a run that goes on saves over a stranger's folder",
+        "offload.train",
+        "check_save(folder, may_be_there=False)",
+        "check_save(folder, may_be_there=True)",
+        "tests/test_cli_finetune.py",
+    ),
+)
