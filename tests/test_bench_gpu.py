@@ -12,8 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu
-from bench.gpu import Part, Work
+from bench.gpu import __main__ as command
+from bench.gpu import correctness, report
+from bench.gpu.copies import copies
+from bench.gpu.correctness import JOBS, bits
+from bench.gpu.parts import PARTS, Part, add_exposure, fitting, judge, run_child, run_parts
+from bench.gpu.training import Waits, Watch, measure_steps
+from bench.gpu.work import PLACEMENTS, Work
 from offload.engine import initialize
 
 TIERS = ("none", "cpu", "nvme")
@@ -48,24 +53,24 @@ def small(folder: Path) -> Work:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so_in_one_line_and_that_is_no_failure(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.gpu", "--budget-minutes", "8", "--json", str(tmp_path / "figures.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    by_hand = [sys.executable, "-m", "bench.gpu", "--budget-minutes", "8", "--json", str(tmp_path / "figures.json")]
+    done = subprocess.run(by_hand, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1 and "skipped" in done.stdout
     assert not list(tmp_path.iterdir())
 
 
 def test_all_nine_placements_are_parts_the_important_ones_first() -> None:
-    assert [part.name for part in gpu.PARTS[:5]] == ["bits", "copies", "none/none", "nvme/nvme", "cpu/cpu"]
-    assert {part.name for part in gpu.PARTS[2:]} == {f"{w}/{s}" for w in TIERS for s in TIERS}
-    assert gpu.fitting(gpu.PARTS, 8 * 60)[:5] == list(gpu.PARTS[:5])
+    assert [part.name for part in PARTS[:5]] == ["bits", "copies", "none/none", "nvme/nvme", "cpu/cpu"]
+    assert {part.name for part in PARTS[2:]} == {f"{w}/{s}" for w in TIERS for s in TIERS}
+    assert fitting(PARTS, 8 * 60)[:5] == list(PARTS[:5])
 
 
 def test_what_fits_in_a_budget() -> None:
     parts = [Part("a", 50), Part("b", 60), Part("c", 30)]
-    assert gpu.fitting(parts, 1000) == parts
-    assert [part.name for part in gpu.fitting(parts, 109)] == ["a", "c"], "a smaller part takes what b leaves"
-    assert gpu.fitting(parts, 29) == []
+    assert fitting(parts, 1000) == parts
+    assert [part.name for part in fitting(parts, 109)] == ["a", "c"], "a smaller part takes what b leaves"
+    assert fitting(parts, 29) == []
 
 
 def test_parts_run_in_order_while_there_is_time_and_the_others_are_named() -> None:
@@ -78,7 +83,7 @@ def test_parts_run_in_order_while_there_is_time_and_the_others_are_named() -> No
         return {"state": "done"}
 
     parts = [Part("a", 50), Part("b", 60), Part("c", 30), Part("d", 20)]
-    ended = dict(gpu.run_parts(parts, 170, run, lambda: clock[0]))
+    ended = dict(run_parts(parts, 170, run, lambda: clock[0]))
     assert list(ended) == ["a", "b", "d", "c"]
     assert [part["state"] for part in ended.values()] == ["done", "done", "done", "skipped"]
     assert granted["a"] == (50 + 10 / 4, 170), "what nobody needs is shared"
@@ -88,23 +93,23 @@ def test_parts_run_in_order_while_there_is_time_and_the_others_are_named() -> No
 def test_a_process_that_ends_well_that_fails_and_that_takes_too_long(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     figures.write_text('{"so": "far"}')
-    well = gpu.run_child([sys.executable, "-c", "pass"], figures, 60)
+    well = run_child([sys.executable, "-c", "pass"], figures, 60)
     assert well["state"] == "done" and well["figures"] == {"so": "far"}
-    failed = gpu.run_child([sys.executable, "-c", "print('a word'); raise SystemExit(3)"], figures, 60)
+    failed = run_child([sys.executable, "-c", "print('a word'); raise SystemExit(3)"], figures, 60)
     assert (failed["state"], failed["exit_code"], failed["last_lines"]) == ("failed", 3, ["a word"])
-    stopped = gpu.run_child([sys.executable, "-c", "import time; time.sleep(60)"], figures, 0.2)
+    stopped = run_child([sys.executable, "-c", "import time; time.sleep(60)"], figures, 0.2)
     assert stopped["state"] == "stopped" and stopped["seconds"] < 30 and stopped["figures"] == {"so": "far"}
 
 
 def test_the_exit_code_knows_other_bits_and_failed_parts_but_no_skipped_ones() -> None:
-    def bits(**found: Any) -> dict[str, Any]:
+    def compared(**found: Any) -> dict[str, Any]:
         return {"state": "done", "figures": {"jobs": {"gpt2 fp32": {"different": {}, "failed": {}} | found}}}
 
-    assert gpu.judge({"bits": bits(), "copies": {"state": "skipped"}, "none/none": {"state": "stopped"}}) == 0
-    assert gpu.judge({"bits": bits(different={"cpu/cpu": ["loss 1 is 2.0, not 3.0"]})}) == 1
-    assert gpu.judge({"bits": bits(failed={"cpu/cpu": "OSError: full"})}) == 1
-    assert gpu.judge({"bits": bits(), "copies": {"state": "failed"}}) == 1
-    assert gpu.judge({"copies": {"state": "done", "figures": {"upload": {"right": False}}}}) == 1
+    assert judge({"bits": compared(), "copies": {"state": "skipped"}, "none/none": {"state": "stopped"}}) == 0
+    assert judge({"bits": compared(different={"cpu/cpu": ["loss 1 is 2.0, not 3.0"]})}) == 1
+    assert judge({"bits": compared(failed={"cpu/cpu": "OSError: full"})}) == 1
+    assert judge({"bits": compared(), "copies": {"state": "failed"}}) == 1
+    assert judge({"copies": {"state": "done", "figures": {"upload": {"right": False}}}}) == 1
 
 
 # -- its parts ----------------------------------------------------------------------------------------
@@ -112,9 +117,7 @@ def test_the_exit_code_knows_other_bits_and_failed_parts_but_no_skipped_ones() -
 
 def test_bits(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
-    gpu.bits(
-        small(tmp_path), seen.append, jobs=["gpt2 bf16", "llama fp32"], placements=("none/none", "nvme/cpu"), steps=2
-    )
+    bits(small(tmp_path), seen.append, jobs=["gpt2 bf16", "llama fp32"], placements=("none/none", "nvme/cpu"), steps=2)
     for found in seen[-1]["jobs"].values():
         assert found == {"equal": ["none/none", "nvme/cpu"], "different": {}, "failed": {}}
     assert not list(tmp_path.rglob("states")) and not torch.are_deterministic_algorithms_enabled()
@@ -125,11 +128,13 @@ def test_bits_tell_what_differs_and_go_on_after_an_error(tmp_path: Path, monkeyp
         if placement == "cpu/none":
             raise ValueError("no room")
         wrong = placement == "cpu/cpu"
-        return gpu._Result([1.0, 1.5 if wrong else 2.0], [3.0, 4.0], {"w": torch.tensor([-0.0 if wrong else 0.0])})
+        return correctness._Result(
+            [1.0, 1.5 if wrong else 2.0], [3.0, 4.0], {"w": torch.tensor([-0.0 if wrong else 0.0])}
+        )
 
-    monkeypatch.setattr(gpu, "_train", train)
+    monkeypatch.setattr(correctness, "_train", train)
     seen: list[dict[str, Any]] = []
-    gpu.bits(small(tmp_path), seen.append, jobs=["gpt2 bf16"], placements=("cpu/cpu", "cpu/none", "nvme/nvme"))
+    bits(small(tmp_path), seen.append, jobs=["gpt2 bf16"], placements=("cpu/cpu", "cpu/none", "nvme/nvme"))
     found = seen[-1]["jobs"]["gpt2 bf16"]
     assert found["different"] == {
         "cpu/cpu": ["loss 2 is 1.5, not 2.0", "1 of 1 tensors of the state dict, the first is w"]
@@ -139,18 +144,18 @@ def test_bits_tell_what_differs_and_go_on_after_an_error(tmp_path: Path, monkeyp
 
 def test_copies(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
-    gpu.copies(small(tmp_path), seen.append)
+    copies(small(tmp_path), seen.append)
     for way in ("upload", "download"):
         assert seen[-1][way]["right"] and seen[-1][way]["fraction_of_pinned"] > 0
     assert (seen[-1]["host_bytes"], seen[-1]["pinned_bytes"]) == (seen[-1]["nbytes"], 0), "a CPU pins nothing"
-    assert "0 B of the engine's" in gpu._copies_words(seen[-1])
+    assert "0 B of the engine's" in report._copies_words(seen[-1])
 
 
 def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -> None:
     parts: dict[str, dict[str, Any]] = {}
     for placement in ("none/none", "nvme/nvme"):
         seen: list[dict[str, Any]] = []
-        gpu.measure_steps(small(tmp_path), placement, seen.append)
+        measure_steps(small(tmp_path), placement, seen.append)
         assert seen[-1].keys() == FIGURES and seen[-1]["steps"] == 2
         parts[placement] = {"state": "done", "figures": seen[-1]}
     assert not list(tmp_path.rglob("states")), "the swap files are gone"
@@ -160,13 +165,13 @@ def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -
     assert 11.9 < disk["written_bytes_per_parameter"] < 12.5
     assert disk["update_wait_seconds"] > 0, "the next forward waits for updates of so small a model"
 
-    gpu.add_exposure(parts)
+    add_exposure(parts)
     assert disk["exposed_seconds"] == disk["step_seconds"] - memory["step_seconds"]
     parts["bits"] = {"state": "stopped", "figures": None}
     parts["copies"] = {"state": "failed", "figures": None, "exit_code": 1, "last_lines": ["RuntimeError: no"]}
     parts["cpu/cpu"] = {"state": "skipped"}
     given = {"model": "gpt2-tiny", "batch_size": 1, "seq_len": 16}
-    said = gpu.words({"machine": gpu.machine(torch.device("cpu")), "given": given, "parts": parts})
+    said = report.words({"machine": report.machine(torch.device("cpu")), "given": given, "parts": parts})
     for word in ("nvme/nvme", "bits was stopped", "RuntimeError: no", "budget was over: cpu/cpu"):
         assert word in said
     assert max(map(len, said.splitlines())) < 200
@@ -209,24 +214,24 @@ def test_stalls_of_the_compute_stream_are_added_up(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: compute)
-    watch = gpu.Watch()
+    watch = Watch()
     with watch.watching():
         device = vars(initialize)["open_device"](torch.device("cuda"))
     for done in (False, True, False):
         device.hold(FakeUpload(compute, done))
-    assert watch.take() == gpu.Waits(0.5, 0.0, 0.0)
-    assert watch.take() == gpu.Waits(0.0, 0.0, 0.0)
+    assert watch.take() == Waits(0.5, 0.0, 0.0)
+    assert watch.take() == Waits(0.0, 0.0, 0.0)
 
 
 def test_one_command_for_all_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "PARTS", (Part("copies", 1), Part("none/none", 1e6)))
+    monkeypatch.setattr(command, "PARTS", (Part("copies", 1), Part("none/none", 1e6)))
     figures, before = tmp_path / "figures.json", signal.getsignal(signal.SIGTERM)
-    assert gpu.main(["--device", "cpu", "--nbytes", "1MiB", "--folder", str(tmp_path), "--json", str(figures)]) == 0
-    report = json.loads(figures.read_text())
-    assert report["parts"]["copies"]["figures"]["upload"]["right"]
-    assert report["parts"]["none/none"] == {"state": "skipped"} and report["machine"]["torch"] == torch.__version__
+    assert command.main(["--device", "cpu", "--nbytes", "1MiB", "--folder", str(tmp_path), "--json", str(figures)]) == 0
+    written = json.loads(figures.read_text())
+    assert written["parts"]["copies"]["figures"]["upload"]["right"]
+    assert written["parts"]["none/none"] == {"state": "skipped"} and written["machine"]["torch"] == torch.__version__
     assert "not run, since the budget was over: none/none" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [figures] and signal.getsignal(signal.SIGTERM) is before
 
@@ -234,10 +239,10 @@ def test_one_command_for_all_of_it(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_bits_on_the_gpu(tmp_path: Path) -> None:
-    given = gpu._parser().parse_args([])
-    result = gpu.run_part("bits", given, tmp_path, 240, 240)
+    given = command._parser().parse_args([])
+    result = command.run_part("bits", given, tmp_path, 240, 240)
     assert result["state"] == "done", result
-    for job in gpu.JOBS:
+    for job in JOBS:
         found = result["figures"]["jobs"][job]
         assert not found["different"] and not found["failed"], job
-        assert found["equal"] == list(gpu.PLACEMENTS)
+        assert found["equal"] == list(PLACEMENTS)

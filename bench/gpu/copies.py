@@ -1,0 +1,58 @@
+"""Copies to and from the engine's host memory, beside the same bytes to and from torch's own pinned memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.gpu.work import Save, Work
+from bench.measure import in_turns, median_ratio
+from offload.swapper.device import open_device
+from offload.swapper.host import Classes, HostArena
+
+
+def copies(work: Work, save: Save) -> None:
+    """Copies to and from a host arena by the device object, in turns with the same copies by torch."""
+    nbytes, device = work.copy_nbytes, open_device(work.device)
+    arena = HostArena(Classes(nbytes, 0, 0, 0), device)  # registers its memory
+    lease = arena.tiles.take(nbytes)
+    assert lease is not None
+    ours = lease.tensor(torch.uint8).random_(0, 256)
+    pinned = torch.ones(nbytes, dtype=torch.uint8, pin_memory=work.device.type == "cuda")
+    away = torch.empty(nbytes, dtype=torch.uint8, device=work.device)
+    figures: dict[str, Any] = {"nbytes": nbytes, "host_bytes": arena.nbytes, "pinned_bytes": arena.pinned_bytes}
+
+    def upload() -> None:
+        device.upload(away, ours).wait()
+
+    def download() -> None:
+        device.download(ours, away).wait()
+
+    figures["upload"] = _in_turns(work, upload, lambda: _copy(away, pinned))
+    upload()  # once more, since torch came last
+    figures["upload"]["right"] = torch.equal(away.cpu(), ours)
+    save(figures)
+    away.copy_(ours.flip(0))
+    device.synchronize()
+    figures["download"] = _in_turns(work, download, lambda: _copy(pinned, away))
+    figures["download"]["right"] = torch.equal(ours, away.cpu())
+    save(figures)
+    arena.close()
+
+
+def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    destination.copy_(source, non_blocking=True)
+    if destination.is_cuda or source.is_cuda:
+        torch.cuda.current_stream().synchronize()
+
+
+def _in_turns(work: Work, mine: Callable[[], None], theirs: Callable[[], None]) -> dict[str, Any]:
+    seconds, bound = in_turns(mine, theirs, work.rounds)
+    return {
+        "gigabytes_per_second": work.copy_nbytes / statistics.median(seconds) / 1e9,
+        "pinned_gigabytes_per_second": work.copy_nbytes / statistics.median(bound) / 1e9,
+        "fraction_of_pinned": median_ratio(bound, seconds),
+    }

@@ -1,0 +1,169 @@
+"""Steps of the model in one placement, and where their time goes."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+from unittest import mock
+
+import torch
+
+import offload
+from bench.gpu.work import Save, Work, batch, config_for
+from offload.engine import initialize
+from offload.presets import build
+from offload.swapper.device import CudaDevice, Device, Event, open_device
+from offload.swapper.monitor import Monitor
+
+_T = TypeVar("_T")
+_WARM_UP = 2
+"""Steps that do not count: the first only records the order of uses, the second is the first beside an update."""
+
+
+class _TimedCuda(CudaDevice):
+    """Records when compute begins and ends to wait for a copy; both events lie on the compute stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def hold(self, event: Event) -> None:
+        if event.done():
+            return
+        stream = torch.cuda.current_stream(self.torch)
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream.record_event(before)
+        super().hold(event)
+        stream.record_event(after)
+        self.stalls.append((before, after))
+
+
+class Waits(NamedTuple):
+    """Seconds of one step in which the model stood still."""
+
+    copies: float
+    """The compute stream waited for uploads."""
+    reads: float
+    """A thread that runs the model waited for a read of weights."""
+    updates: float
+    """It waited for an update, for memory that an update holds, or for the end of the step before."""
+
+
+class Watch:
+    """Finds where time goes, in engines that are initialized and run inside `watching`."""
+
+    def __init__(self) -> None:
+        self._devices: list[_TimedCuda] = []
+        self._seconds = {"wait": 0.0, "acquire": 0.0}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """What waits without the pager's lock waits for a future (`wait`) or for a change (`acquire`)."""
+        plain = Monitor.without_lock
+
+        def timed(monitor: Monitor, act: Callable[[], _T]) -> _T:
+            name = getattr(act, "__name__", "")
+            if name not in self._seconds or threading.current_thread().name.startswith("offload-"):
+                return plain(monitor, act)
+            start = time.perf_counter()
+            try:
+                return plain(monitor, act)
+            finally:
+                self._seconds[name] += time.perf_counter() - start
+
+        with (
+            mock.patch.object(Monitor, "without_lock", timed),
+            mock.patch.object(initialize, "open_device", self._open, create=True),
+        ):
+            yield
+
+    def _open(self, device: torch.device) -> Device:
+        if device.type != "cuda":
+            return open_device(device)
+        self._devices.append(_TimedCuda(device))
+        return self._devices[-1]
+
+    def take(self) -> Waits:
+        """What was waited since the last call."""
+        stalled = 0.0
+        for device in self._devices:
+            stalls, device.stalls = device.stalls, []
+            for before, after in stalls:
+                after.synchronize()
+                stalled += before.elapsed_time(after) / 1e3
+        waits = Waits(stalled, self._seconds["wait"], self._seconds["acquire"])
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        return waits
+
+
+def measure_steps(work: Work, placement: str, save: Save) -> None:
+    """Train the model of `work` in one placement and time its steps, from one return of `step()` to the next."""
+    end, watch = time.monotonic() + work.seconds, Watch()
+    if work.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(work.device)
+    settings = config_for(placement, work, "bf16")
+    with watch.watching():
+        with offload.init(settings):
+            model = build(work.model)
+        shape: Any = model.config
+        ids = batch((work.batch_size, work.seq_len), shape.vocab_size, seed=0)
+        engine = offload.initialize(model=model, config=settings)[0]
+        torch.manual_seed(0)  # for dropout: losses can be compared between placements
+        try:
+            _time_steps(work, engine, ids, watch, end, save)
+        finally:
+            engine.destroy(remove=True)
+
+
+def _time_steps(work: Work, engine: offload.Engine, ids: torch.Tensor, watch: Watch, end: float, save: Save) -> None:
+    losses = [_step(engine, ids) for _ in range(_WARM_UP)]
+    watch.take()
+    before, seconds, waits = engine.io_bytes(), list[float](), list[Waits]()
+    # Beside the next step there must be time for the end of its update, which destroy waits for.
+    while len(seconds) < work.steps and (not seconds or time.monotonic() + 2 * statistics.median(seconds) < end):
+        began = time.perf_counter()
+        losses.append(_step(engine, ids))
+        seconds.append(time.perf_counter() - began)
+        waits.append(watch.take())
+        after, moved = engine.io_bytes(), len(seconds) * engine.parameter_count
+        traffic = {
+            "read_bytes_per_parameter": (after.read - before.read) / moved,
+            "written_bytes_per_parameter": (after.written - before.written) / moved,
+        }
+        save(_sizes(work, engine, ids) | _times(seconds, waits, ids.numel()) | traffic | {"losses": losses})
+
+
+def _sizes(work: Work, engine: offload.Engine, ids: torch.Tensor) -> dict[str, Any]:
+    return {
+        "parameters": engine.parameter_count,
+        "tokens_per_step": ids.numel(),
+        "host_memory": engine.host_memory,
+        "device_memory": engine.device_memory,
+        "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_device_bytes": torch.cuda.max_memory_allocated(work.device) if work.device.type == "cuda" else None,
+        "notices": list(engine.notices),
+    }
+
+
+def _step(engine: offload.Engine, ids: torch.Tensor) -> float:
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def _times(seconds: Sequence[float], waits: Sequence[Waits], tokens: int) -> dict[str, Any]:
+    return {
+        "steps": len(seconds),
+        "step_seconds": statistics.median(seconds),
+        "tokens_per_second": tokens / statistics.median(seconds),
+        "exposed_copy_seconds": statistics.median(wait.copies for wait in waits),
+        "exposed_io_seconds": statistics.median(wait.reads + wait.updates for wait in waits),
+        "read_wait_seconds": statistics.median(wait.reads for wait in waits),
+        "update_wait_seconds": statistics.median(wait.updates for wait in waits),
+    }
