@@ -12,16 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import multiprocessing
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import offload
-from bench.measure import report, seconds, settings_for
+from bench.measure import apart, random_ids, report, resident, seconds, settings_for
 from offload.aio import Bandwidth, IoQueue, bandwidths
 from offload.engine.source import StoreSource
 from offload.export import export, make_plan
@@ -40,14 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=None, help="fewer layers than the model has, where room is short")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args(arguments)
-    context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(send, given))  # its own: the peak is that of a process
-    process.start()
-    send.close()
-    figures: dict[str, Any] = receive.recv()
-    process.join()
-    report("checkpoint", figures)
+    report("checkpoint", apart(_run, given))
 
 
 def streamed(
@@ -66,9 +56,9 @@ def streamed(
     for _ in range(rounds):
         prepare()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        base = _status("VmRSS")
+        base = resident()
         taken = seconds(action)
-        found.append((taken, _status("VmHWM") - base))
+        found.append((taken, resident("VmHWM") - base))
     found.sort()
     taken, bound = found[rounds // 2][0], reads / rate.read + writes / rate.write
     over = max(each[1] for each in found)
@@ -82,18 +72,12 @@ def streamed(
     }
 
 
-def _status(name: str) -> int:
-    """Bytes that /proc tells of this process."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
-
-
-def _run(send: Any, given: argparse.Namespace) -> None:
+def _run(given: argparse.Namespace) -> dict[str, Any]:
     run, saved = given.folder / "bench-checkpoint", given.folder / "bench-checkpoint-saved"
     settings = settings_for(given.folder, run.name, "nvme", durability="step")
     engine = _engine(given, settings)
     try:
-        ids = torch.randint(256, (1, 16), generator=torch.Generator().manual_seed(0))
+        ids = random_ids((1, 16), 256)
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
         nbytes = sum(
@@ -133,7 +117,7 @@ def _run(send: Any, given: argparse.Namespace) -> None:
     finally:
         remove_run(run)
         shutil.rmtree(saved, ignore_errors=True)
-    send.send(figures)
+    return figures
 
 
 def _engine(given: argparse.Namespace, settings: dict[str, Any]) -> offload.Engine:

@@ -9,13 +9,14 @@ median by bootstrap. Prints a Markdown table and, as its last line, JSON.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def _measure(
     fill_with_noise(buffer)
     peer = _DeepSpeed(deepspeed, path, nbytes) if deepspeed else None
     with IoQueue() as queue, IoQueue("libaio") as libaio, IoQueue("threads") as threads:
-        contenders = {
+        contenders: dict[str, Callable[[str], Pass]] = {
             "ours": lambda op: move(queue, file, buffer, op, 16 * MIB),
             "ours, libaio": lambda op: move(libaio, file, buffer, op, 16 * MIB),
             "ours, threads": lambda op: move(threads, file, buffer, op, 16 * MIB),
@@ -139,7 +140,7 @@ def _measure(
                 contenders[f"{name}, {pages} pages"] = Fio([path], engine, block, depth, nbytes, huge).run
         if peer is not None:
             for name, shape in DEEPSPEED.items():
-                contenders[name] = lambda op, shape=shape: peer.run(op, shape)
+                contenders[name] = functools.partial(peer.run, shape=shape)
         passes: dict[tuple[str, str], list[Pass]] = {
             (name, operation): [] for operation in OPERATIONS for name in contenders
         }

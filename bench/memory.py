@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import resource
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 import transformers
 
 import offload
-from bench.measure import report, settings_for
+from bench.measure import apart, random_ids, report, resident, settings_for
 from offload.sizes import GIB, MIB
 
 ALLOWANCE = 512 * MIB
@@ -34,34 +31,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rows", default=" ".join(f"{gib}x{times}" for gib, times in ROWS))
     given = parser.parse_args(arguments)
-    context = multiprocessing.get_context("spawn")
     for row in given.rows.split():
         gib, times = (int(number) for number in row.split("x"))
-        receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=_train, args=(send, str(given.folder), gib * GIB, times, given.steps))
-        process.start()
-        send.close()
-        figures: dict[str, Any] = receive.recv()
-        process.join()
+        figures = apart(_train, given.folder, gib * GIB, times, given.steps)
         over = figures["peak"] - figures["base"] - figures["host_memory"] - figures["device_memory"]
         report("memory", {"budget_gib": gib, "times": times, **figures, "over": over, "kept": over <= ALLOWANCE})
 
 
-def _train(send: Any, folder: str, budget: int, times: int, steps: int) -> None:
+def _train(folder: Path, budget: int, times: int, steps: int) -> dict[str, Any]:
     parameters = budget * times // _STATE_BYTES
     width = 1024 if parameters < 300e6 else 2048
     layers = max(1, round(parameters / (12 * width**2)))
     durability = "none" if budget * times > 8 * GIB else "auto"
-    settings = settings_for(Path(folder), "bench-memory", "nvme", host_memory=budget, durability=durability)
+    settings = settings_for(folder, "bench-memory", "nvme", host_memory=budget, durability=durability)
     with offload.init(settings):
         model = transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
                 n_layer=layers, n_embd=width, n_head=16, vocab_size=512, n_positions=128, use_cache=False
             )
         )
-    base = psutil.Process().memory_info().rss
+    base = resident()
     engine = offload.initialize(model=model, config=settings)[0]
-    ids = torch.randint(512, (1, 64), generator=torch.Generator().manual_seed(0))
+    ids = random_ids((1, 64), 512)
     io: list[Any] = []
     for _ in range(steps):
         engine.backward(engine(input_ids=ids, labels=ids).loss)
@@ -71,17 +62,15 @@ def _train(send: Any, folder: str, budget: int, times: int, steps: int) -> None:
     engine.destroy(remove=True)
     last, before = io[-1], io[-2]
     moved = last.read_bytes - before.read_bytes + last.write_bytes - before.write_bytes
-    send.send(
-        {
-            "parameters": count,
-            "base": base,
-            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "host_memory": engine.host_memory,
-            "device_memory": engine.device_memory,
-            "bytes_per_parameter": moved / count,
-            "notices": json.dumps([notice for notice in engine.notices if "host memory" in notice]),
-        }
-    )
+    return {
+        "parameters": count,
+        "base": base,
+        "peak": resident("VmHWM"),
+        "host_memory": engine.host_memory,
+        "device_memory": engine.device_memory,
+        "bytes_per_parameter": moved / count,
+        "notices": json.dumps([notice for notice in engine.notices if "host memory" in notice]),
+    }
 
 
 if __name__ == "__main__":

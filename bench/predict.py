@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
 import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 import offload
-from bench.measure import report
+from bench.measure import apart, median_ratio, options, random_ids, report, resident, seconds
 from bench.throttle import throttled
 from offload.engine.placement import free_host_memory
 from offload.planner import choice, memory
@@ -38,13 +33,8 @@ _UNCOUNTED = 2
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", default="gpt2-small")
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--seq-len", type=int, default=256)
+    parser = options(__doc__, seq_len=256, rounds=3)
     parser.add_argument("--steps", type=int, default=4, help="that count, of each run")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--placements", default=" ".join("/".join(homes) for homes in PLACEMENTS))
     parser.add_argument("--throttle", type=parse_size, help="bytes a second that the drive may read, and may write")
     given = parser.parse_args(arguments)
@@ -57,7 +47,7 @@ def _rounds(given: argparse.Namespace) -> None:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in given.placements.split()}
     for _ in range(given.rounds):
         found = probe([str(given.folder)], "cpu")
-        plain = _apart(_compute, given.model, given.batch_size, given.seq_len, given.steps)
+        plain = apart(_compute, given.model, given.batch_size, given.seq_len, given.steps)
         for name, done in runs.items():
             weights, states = name.split("/")
             done.append(_run(given, shape, load, (weights, states), probed(found, free_host_memory()), plain))
@@ -83,7 +73,7 @@ def _run(
         load,
         content,
     )
-    measured = _apart(_train, given.model, given.batch_size, given.seq_len, given.steps, content)
+    measured = apart(_train, given.model, given.batch_size, given.seq_len, given.steps, content)
     return {
         **measured,
         "compute": plain,
@@ -97,10 +87,11 @@ def _run(
 
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     def median(name: str) -> float:
-        return statistics.median(run[name] for run in runs)
+        values: list[float] = [run[name] for run in runs]
+        return statistics.median(values)
 
     def ratio(name: str, of: str) -> float:
-        return statistics.median(run[name] / run[of] for run in runs)
+        return median_ratio([run[name] for run in runs], [run[of] for run in runs])
 
     return {
         "seconds": median("seconds"),
@@ -122,55 +113,29 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 # -- in a process of its own --------------------------------------------------------------------------
 
 
-def _apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(send, function, arguments))
-    process.start()
-    send.close()
-    result = receive.recv()
-    process.join()
-    return result
-
-
-def _send(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    pipe.send(function(*arguments))
-
-
-def _ids(model: Any, batch: int, length: int) -> torch.Tensor:
-    return torch.randint(model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
-
-
 def _compute(name: str, batch: int, length: int, steps: int) -> float:
     """Seconds of a forward and a backward of the plain model in bf16: the median."""
-    model = build(name).to(torch.bfloat16)
-    ids, taken = _ids(model, batch, length), []
+    model: Any = build(name).to(torch.bfloat16)
+    ids, taken = random_ids((batch, length), model.config.vocab_size), []
     for _ in range(steps + 1):
-        start = time.perf_counter()
-        model(input_ids=ids, labels=ids).loss.backward()
-        taken.append(time.perf_counter() - start)
+        taken.append(seconds(lambda: model(input_ids=ids, labels=ids).loss.backward()))
         model.zero_grad()
     return statistics.median(taken[1:])
 
 
-def _peak() -> int:
-    """Of this process alone: `ru_maxrss` begins with that of the process that started it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
-
-
 def _train(name: str, batch: int, length: int, steps: int, content: dict[str, Any]) -> dict[str, Any]:
     with offload.init(content):
-        model = build(name)
-    base = psutil.Process().memory_info().rss
+        model: Any = build(name)
+    base = resident()
     engine = offload.initialize(model=model, config=content)[0]
-    ids, taken = _ids(model, batch, length), []
-    for _ in range(_UNCOUNTED + steps):
-        start = time.perf_counter()
+    ids = random_ids((batch, length), model.config.vocab_size)
+
+    def step() -> None:
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
-        taken.append(time.perf_counter() - start)
-    peak = _peak()
+
+    taken = [seconds(step) for _ in range(_UNCOUNTED + steps)]
+    peak = resident("VmHWM")
     budgets = engine.host_memory + engine.device_memory
     engine.destroy(remove=True)
     return {"seconds": statistics.median(taken[_UNCOUNTED:]), "peak": peak - base, "budgets": budgets}

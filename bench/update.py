@@ -50,7 +50,8 @@ class _Unit(nn.Module):
         self.gradient = gradient
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return _Gradient.apply(inputs, self.weight, self.gradient)  # type: ignore[no-any-return, no-untyped-call]
+        output: torch.Tensor = _Gradient.apply(inputs, self.weight, self.gradient)  # type: ignore[no-untyped-call]
+        return output
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 import offload
-from bench.gpu.work import PLACEMENTS, Save, Work, batch, config_for
+from bench.gpu.work import PLACEMENTS, Save, Work, config_for
+from bench.measure import random_ids
 from offload.presets import require_transformers
 
 
@@ -96,7 +97,7 @@ def _train(job: str, placement: str, work: Work, steps: int) -> _Result:
         losses, norms = [], []
         for step in range(steps):
             for micro in range(tiny.accumulation):
-                ids = batch((2, 32), _VOCABULARY, seed=100 * step + micro)
+                ids = random_ids((2, 32), _VOCABULARY, seed=100 * step + micro)
                 loss = engine(input_ids=ids, labels=ids).loss
                 engine.backward(loss)
                 losses.append(float(loss.detach()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import statistics
 import threading
 import time
@@ -14,7 +13,8 @@ from unittest import mock
 import torch
 
 import offload
-from bench.gpu.work import Save, Work, batch, config_for
+from bench.gpu.work import Save, Work, config_for
+from bench.measure import random_ids, resident
 from offload.engine import initialize
 from offload.presets import build
 from offload.swapper.device import CudaDevice, Device, Event, open_device
@@ -111,7 +111,7 @@ def measure_steps(work: Work, placement: str, save: Save) -> None:
         with offload.init(settings):
             model = build(work.model)
         shape: Any = model.config
-        ids = batch((work.batch_size, work.seq_len), shape.vocab_size, seed=0)
+        ids = random_ids((work.batch_size, work.seq_len), shape.vocab_size)
         engine = offload.initialize(model=model, config=settings)[0]
         torch.manual_seed(0)  # for dropout: losses can be compared between placements
         try:
@@ -144,7 +144,7 @@ def _sizes(work: Work, engine: offload.Engine, ids: torch.Tensor) -> dict[str, A
         "tokens_per_step": ids.numel(),
         "host_memory": engine.host_memory,
         "device_memory": engine.device_memory,
-        "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_host_bytes": resident("VmHWM"),
         "peak_device_bytes": torch.cuda.max_memory_allocated(work.device) if work.device.type == "cuda" else None,
         "notices": list(engine.notices),
     }

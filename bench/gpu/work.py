@@ -1,4 +1,4 @@
-"""What a part works on: sizes, placements, batches and configs."""
+"""What a part works on: sizes, placements and configs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,3 @@ def config_for(placement: str, work: Work, dtype: str, accumulation: int = 1, cl
         },
         "offload": {"nvme_path": str(work.folder), "device": work.device.type},
     }
-
-
-def batch(shape: tuple[int, int], vocabulary: int, seed: int) -> torch.Tensor:
-    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
