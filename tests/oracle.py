@@ -191,7 +191,7 @@ def plain_loop(job: Job) -> Result:
     for step in range(job.steps):
         losses.append(train_step(engine, job, step))
         norms.append(engine.get_global_grad_norm())
-    return Result(losses, norms, {n: t.detach().clone() for n, t in engine.module.state_dict().items()})
+    return Result(losses, norms, weights_of(engine))
 
 
 # -- the engine ---------------------------------------------------------------------------------------
@@ -288,26 +288,29 @@ def run(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> R
         for step in range(job.steps):
             losses.append(train_step(engine, job, step))
             norms.append(engine.get_global_grad_norm())
-        weights = {n: t.clone() for n, t in engine.module.state_dict().items()}
+        weights = weights_of(engine)
     finally:
         engine.destroy(remove=True)
     return Result(losses, norms, weights)
 
 
-def assert_same_tensors(left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
+def weights_of(engine: offload.Engine | PlainEngine) -> dict[str, torch.Tensor]:
+    """Weights and buffers of now: later steps leave them as they are."""
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def assert_same_tensors(left: Mapping[str, Any], right: Mapping[str, Any], what: str = "") -> None:
     """Two dicts of tensors are equal, bit for bit."""
-    assert left.keys() == right.keys()
+    assert left.keys() == right.keys(), f"{what}: other names"
     for name, value in left.items():
-        assert torch.equal(value, right[name]), f"{name} differs"
+        assert torch.equal(value, right[name]), f"{what}: {name} differs"
 
 
 def assert_same(left: Result, right: Result, what: str = "") -> None:
     """Two results are equal, bit for bit."""
     assert left.losses == right.losses, f"{what}: losses differ"
     assert left.norms == right.norms, f"{what}: norms differ"
-    assert left.weights.keys() == right.weights.keys()
-    for name, value in left.weights.items():
-        assert torch.equal(value, right.weights[name]), f"{what}: {name} differs"
+    assert_same_tensors(left.weights, right.weights, what)
 
 
 def same_bits(job: Job, folder: Path, placements: Sequence[tuple[str, str]] = PLACEMENTS, **options: Any) -> Result:
@@ -348,8 +351,7 @@ def _until_killed(
             step = engine.global_steps
             loss = train_step(engine, job, step)
             print(json.dumps([step, loss, engine.get_global_grad_norm()]), file=lines, flush=True)
-    weights = {n: t.clone() for n, t in engine.module.state_dict().items()}
-    torch.save(weights, log.with_suffix(".weights"))
+    torch.save(weights_of(engine), log.with_suffix(".weights"))
     engine.destroy(remove=True)
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import offload
-from tests.oracle import Job, Result, config
+from tests.oracle import Job, Result, config, weights_of
 
 
 def free_port() -> int:
@@ -140,7 +140,7 @@ def train(job: Job, placement: tuple[str, str], folder: Path, **options: Any) ->
                 engine.step()
             losses.append(mean)
             norms.append(engine.get_global_grad_norm() or 0.0)
-        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        weights = weights_of(engine)
     finally:
         engine.destroy(remove=True)
     return Result(losses, norms, weights)

@@ -15,7 +15,7 @@ import torch
 import offload
 from offload.swapper.states import State
 from tests import models
-from tests.oracle import train_step
+from tests.oracle import assert_same_tensors, train_step
 from tests.pretrained import CAUSAL, FAMILIES, end_engines, engine_of, written
 
 pytestmark = [
@@ -86,7 +86,7 @@ def test_an_adapter_is_saved_as_peft_saves_it(tmp_path: Path) -> None:
     ours, theirs = (
         safetensors.torch.load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "theirs")
     )
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_tensors(ours, theirs)
     assert len(ours) == 8
     one, other = (json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("out", "theirs"))
     assert one == other and one["base_model_name_or_path"] == str(tmp_path / "given")

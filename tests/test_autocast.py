@@ -13,7 +13,7 @@ import offload
 from offload.config import load_config
 from offload.errors import ConfigError
 from tests import models
-from tests.oracle import DTYPES, Job, PlainEngine, Result, assert_same, config, room_for, train_step
+from tests.oracle import DTYPES, Job, PlainEngine, Result, assert_same, config, room_for, train_step, weights_of
 
 MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
 ON = {"enabled": True, "dtype": "bfloat16"}
@@ -45,7 +45,7 @@ def train(job: Job, placement: tuple[str, str], folder: Path, **options: Any) ->
     for step in range(job.steps):
         losses.append(train_step(engine, job, step))
         norms.append(engine.get_global_grad_norm())
-    weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    weights = weights_of(engine)
     engine.destroy(remove=True)
     return Result(losses, norms, weights)
 

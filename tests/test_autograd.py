@@ -23,7 +23,7 @@ import offload
 from offload.errors import UsageError
 from tests import models
 from tests.faults import LateQueue, use_queue
-from tests.oracle import Job, PlainEngine, config, room_for, run, start, train_step
+from tests.oracle import Job, PlainEngine, assert_same_tensors, config, room_for, run, start, train_step
 from tests.test_modules import DISK, MEMORY, WIDTH, Layers
 
 Loop = Callable[[Any, Job], list[float]]
@@ -752,7 +752,7 @@ def test_the_optimizer_called_by_itself(tmp_path: Path) -> None:
     weights = engine.module.state_dict()
     engine.destroy(remove=True)
     expected = run(job, DISK, tmp_path / "plain").weights
-    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    assert_same_tensors(weights, expected)
 
 
 @pytest.mark.works("Graphs", "`state_dict()` in the middle of a forward", "right")

@@ -15,7 +15,7 @@ from torch import nn
 import offload
 from offload.errors import BudgetError, ConfigError, NumericsError, StoreError, UsageError
 from tests import models
-from tests.oracle import assert_same, config, run, start, train_step
+from tests.oracle import assert_same, assert_same_tensors, config, run, start, train_step, weights_of
 
 DISK = ("nvme", "nvme")
 
@@ -30,7 +30,7 @@ def begin(folder: Path, model: nn.Module | None = None, **changes: Any) -> offlo
 def untouched(folder: Path, model: nn.Module, before: dict[str, torch.Tensor]) -> None:
     """No files, and a model as it was."""
     assert not any(path.is_file() for path in folder.rglob("*"))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_same_tensors(before, model.state_dict())
 
 
 CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -159,11 +159,11 @@ def test_a_loss_that_is_nan_loses_nothing(tmp_path: Path) -> None:
 
 def test_a_nan_may_skip_the_step(tmp_path: Path) -> None:
     engine = start(models.GPT2, DISK, tmp_path, on_nonfinite="skip")
-    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    before = weights_of(engine)
     engine.backward(models.GPT2.loss(engine, 0, 0) * float("inf"))
     engine.step()
     assert (engine.global_steps, engine.skipped_steps) == (1, 1)
-    assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+    assert_same_tensors(before, engine.module.state_dict())
     train_step(engine, models.GPT2, 1)
     assert (engine.global_steps, engine.skipped_steps) == (2, 1)
     engine.destroy(remove=True)
@@ -197,7 +197,7 @@ def test_backwards_that_may_be_one_micro_batch_or_two(tmp_path: Path) -> None:
         engine.optimizer.step()
     weights = engine.module.state_dict()
     engine.destroy(remove=True)
-    assert all(torch.equal(weights[name], value) for name, value in expected.weights.items())
+    assert_same_tensors(weights, expected.weights)
 
 
 class TiedByMemory(models.Mixture):
@@ -332,21 +332,13 @@ def test_state_dict_is_real_and_keeps_ties(tmp_path: Path) -> None:
     before = copy.deepcopy(model.state_dict())
     engine = offload.initialize(model=model, config=config(models.MIXTURE, DISK, tmp_path))[0]
     state = engine.module.state_dict()
-    assert_equal(state, before)
+    assert_same_tensors(state, before)
     assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
-    assert_equal(
-        engine.module.blocks[0].state_dict(),
-        models.Mixture().blocks[0].state_dict().keys()
-        and {name.removeprefix("blocks.0."): value for name, value in before.items() if name.startswith("blocks.0.")},
-    )
+    block = {name.removeprefix("blocks.0."): value for name, value in before.items() if name.startswith("blocks.0.")}
+    assert_same_tensors(engine.module.blocks[0].state_dict(), block)
     train_step(engine, models.MIXTURE, 0)
     assert not torch.equal(engine.module.state_dict()["head.weight"], state["head.weight"])
     engine.destroy(remove=True)
-
-
-def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    assert all(torch.equal(value, right[name]) for name, value in left.items())
 
 
 def test_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:

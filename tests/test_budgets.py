@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 import offload
 from offload.sizes import align_up
 from offload.swapper.host import process_memory
-from tests.oracle import PLACEMENTS, Result, assert_same, least_host_memory, run, small_pieces, start, train_step
+from tests.oracle import (
+    PLACEMENTS,
+    Result,
+    assert_same,
+    least_host_memory,
+    run,
+    small_pieces,
+    start,
+    train_step,
+    weights_of,
+)
 from tests.trees import TREES, Tree, job_of, room
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of torch, with a frozen embedding
@@ -50,7 +60,7 @@ def _train(tree: Tree, where: tuple[str, str], folder: Path, host_memory: int, d
         for step in range(job.steps):
             losses.append(train_step(engine, job, step))
             norms.append(engine.get_global_grad_norm())
-        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        weights = weights_of(engine)
         assert_no_lease_is_lost(engine)
     finally:
         engine.destroy(remove=True)

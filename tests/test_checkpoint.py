@@ -22,18 +22,10 @@ from offload.engine import checkpoint_folder, checkpoint_save
 from offload.engine.checkpoint_files import checkpoints
 from offload.errors import EngineFailed, IoError, StoreError, UsageError
 from tests import models
-from tests.oracle import PLACEMENTS, Job, config, run, start, train_step
+from tests.oracle import PLACEMENTS, Job, assert_same_tensors, config, run, start, train_step, weights_of
 
 DISK, CPU, NONE = ("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")
 MIXTURE = models.MIXTURE._replace(accumulation=1)
-
-
-def weights_of(engine: offload.Engine) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine.module.state_dict().items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def begin(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> offload.Engine:
@@ -63,7 +55,7 @@ def goes_on(
     assert path == str(folder / "saved" / "global_step2") and client_state == {} and engine.global_steps == 2
     losses += [train_step(engine, job, step) for step in range(2, job.steps)]
     assert losses == whole.losses and engine.get_global_grad_norm() == whole.norms[-1]
-    assert same(weights_of(engine), whole.weights)
+    assert_same_tensors(weights_of(engine), whole.weights)
     engine.destroy(remove=True)
 
 
@@ -137,7 +129,8 @@ def test_what_was_loaded_is_what_a_kill_leaves(tmp_path: Path) -> None:
     again = begin(job, DISK, tmp_path / "second", resume="must")
     assert again.global_steps == 2
     losses += [train_step(again, job, step) for step in range(2, 4)]
-    assert losses == whole.losses and same(weights_of(again), whole.weights)
+    assert losses == whole.losses
+    assert_same_tensors(weights_of(again), whole.weights)
     again.destroy(remove=True)
 
 
@@ -216,7 +209,7 @@ def test_masters_of_a_bf16_checkpoint_are_weights_in_fp32_and_back(tmp_path: Pat
         engine.load_checkpoint(tmp_path / "saved")
     engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
     loaded = weights_of(engine)
-    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+    assert_same_tensors(loaded, expected)
     shutil.rmtree(tmp_path / "saved")
     assert engine.global_steps == 2
     engine.save_checkpoint(tmp_path / "saved")
@@ -226,7 +219,7 @@ def test_masters_of_a_bf16_checkpoint_are_weights_in_fp32_and_back(tmp_path: Pat
     assert back.global_steps == 0
     shutil.rmtree(tmp_path / "saved")
     back.save_checkpoint(tmp_path / "saved", tag="global_step2")
-    assert all(torch.equal(value, expected[name]) for name, value in masters(tmp_path / "saved").items())
+    assert_same_tensors(expected, masters(tmp_path / "saved"))
     back.destroy(remove=True)
 
 
@@ -285,7 +278,7 @@ def test_what_does_not_fit_is_named_as_load_state_dict_does(tmp_path: Path) -> N
     assert "size mismatch for unused.weight: the checkpoint has [5, 33], this model has [6, 33]" in message
     with pytest.raises(StoreError, match=r"^(?!.*Missing)[^$]*size mismatch for unused.bias"):
         engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
-    assert same(weights_of(engine), before)
+    assert_same_tensors(weights_of(engine), before)
     engine.destroy(remove=True)
 
 
@@ -317,7 +310,8 @@ def test_frozen_weights_may_be_left_out_and_are_those_of_the_model_then(tmp_path
     second = start(job, CPU, tmp_path / "second")  # the job's seed gives the frozen weights of the first
     second.load_checkpoint(tmp_path / "some")
     losses += [train_step(second, job, step) for step in range(2, 4)]
-    assert losses == whole.losses and same(weights_of(second), whole.weights)
+    assert losses == whole.losses
+    assert_same_tensors(weights_of(second), whole.weights)
     second.destroy(remove=True)
 
 
@@ -504,7 +498,8 @@ def test_damage_is_named_and_changes_nothing(how: str, words: str, placement: tu
     with pytest.raises(StoreError, match=words):
         engine.load_checkpoint(tmp_path / "saved", tag="global_step2")
     losses.append(train_step(engine, job, 3))
-    assert losses == whole.losses and same(weights_of(engine), whole.weights)
+    assert losses == whole.losses
+    assert_same_tensors(weights_of(engine), whole.weights)
     engine.destroy(remove=True)
 
 
@@ -545,7 +540,8 @@ def test_a_load_that_fails_half_way_stops_the_engine(tmp_path: Path, monkeypatch
     engine.destroy()
     again = start(job, DISK, tmp_path / "run", resume="must")
     losses = losses[: again.global_steps] + [train_step(again, job, step) for step in range(again.global_steps, 4)]
-    assert losses == whole.losses and same(weights_of(again), whole.weights)
+    assert losses == whole.losses
+    assert_same_tensors(weights_of(again), whole.weights)
     again.destroy(remove=True)
 
 
@@ -605,7 +601,7 @@ def test_a_disk_without_room_keeps_what_was_there(known: bool, tmp_path: Path, m
         assert shutil.disk_usage(mount).free >= free - 8192
         train_step(engine, job, 2)
         engine.load_checkpoint(mount / "saved")
-        assert same(weights_of(engine), weights)
+        assert_same_tensors(weights_of(engine), weights)
     engine.destroy()
 
 
@@ -626,6 +622,6 @@ def test_a_file_system_that_can_shares_the_bytes_with_the_swap_files(make: list[
         assert before - shutil.disk_usage(mount).free < nbytes / 4
         losses = [train_step(engine, job, step) for step in range(1, 4)]
         engine.load_checkpoint(mount / "saved")
-        assert same(weights_of(engine), weights)
+        assert_same_tensors(weights_of(engine), weights)
         assert [train_step(engine, job, step) for step in range(1, 4)] == losses
         engine.destroy(remove=True)

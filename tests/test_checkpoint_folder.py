@@ -26,7 +26,7 @@ from offload.engine.checkpoint_files import Manifest, checkpoints, read_manifest
 from offload.engine.checkpoint_folder import begin_folder, end_folder, only_save, prune, saver, write_new
 from offload.errors import StoreError, UsageError
 from tests import models
-from tests.oracle import start, train_step
+from tests.oracle import assert_same_tensors, start, train_step, weights_of
 
 DISK, CPU = ("nvme", "nvme"), ("cpu", "cpu")
 
@@ -526,7 +526,7 @@ def test_a_load_with_frozen_weights_takes_one_set_of_buffers(
     engine = start(job, DISK, tmp_path / "one")
     train_step(engine, job, 0)
     engine.save_checkpoint(tmp_path / "saved")
-    expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    expected = weights_of(engine)
     engine.destroy(remove=True)
     engine = start(job._replace(seed=4711 if others else job.seed), DISK, tmp_path / "two")
     now, most = [0], [0]
@@ -552,7 +552,7 @@ def test_a_load_with_frozen_weights_takes_one_set_of_buffers(
     engine.load_checkpoint(tmp_path / "saved")
     assert most[0] == flow.BUFFERS * flow.BUFFER_NBYTES
     assert any("layers.1" in title for title in wrote) == others
-    assert all(torch.equal(value, expected[name]) for name, value in engine.module.state_dict().items())
+    assert_same_tensors(expected, engine.module.state_dict())
     engine.destroy(remove=True)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from offload.errors import StoreError, UsageError
+from tests.oracle import assert_same_tensors, weights_of
 from tests.test_resume_loop import Counter, Script, Setup, assert_equal, multi_step, one_cycle, step_schedule, warm_up
 
 STEPS, SAVED = 9, 3
@@ -172,13 +173,13 @@ def test_other_objects_are_an_error_before_anything_changes(tmp_path: Path) -> N
     script.engine.register_for_checkpointing(step_schedule(script.optimizer))
     for _ in range(2):
         script.step()
-    before = {name: value.clone() for name, value in script.engine.module.state_dict().items()}
+    before = weights_of(script.engine)
     with pytest.raises(
         StoreError, match=r"has the registered objects a Counter, a Counter; number 2 of this engine is a StepLR"
     ):
         script.engine.load_checkpoint(checkpoint)
     assert first.count == 1 and script.engine.global_steps == 2
-    assert all(torch.equal(value, before[name]) for name, value in script.engine.module.state_dict().items())
+    assert_same_tensors(before, script.engine.module.state_dict())
     first.count = torch.ones(1)
     with pytest.raises(UsageError, match="registered object 1, Counter"):
         script.engine.load_checkpoint(checkpoint, load_module_only=True)

@@ -15,7 +15,7 @@ from offload.engine import checkpoint_load, checkpoint_save
 from offload.errors import IoError, RankError, StoreError, UsageError
 from offload.swapper.states import State
 from tests import models
-from tests.oracle import Job, config
+from tests.oracle import Job, assert_same_tensors, config, weights_of
 from tests.rank_pool import RankPool, pool, rank_and_size, start
 from tests.test_ranks import JOBS
 
@@ -40,10 +40,6 @@ def train(engine: offload.Engine, job: Job, steps: range) -> list[float]:
             engine.step()
         losses.append(mean)
     return losses
-
-
-def weights_of(engine: offload.Engine) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
 def save_at_two(job: Job, folder: Path, placement: tuple[str, str]) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -80,7 +76,7 @@ def test_the_same_ranks_go_on_bit_for_bit(
     whole = ranks.run(save_at_two, job, tmp_path, one)
     for rank, (losses, weights, client_state, _) in enumerate(ranks.run(load_at_two, job, tmp_path, other)):
         assert losses == whole[rank][0] and client_state == {"rank": rank}
-        assert all(torch.equal(value, whole[rank][1][key]) for key, value in weights.items())
+        assert_same_tensors(whole[rank][1], weights)
 
 
 def values(folder: Path) -> dict[tuple[str, State], torch.Tensor]:
@@ -122,7 +118,7 @@ def test_another_number_of_ranks(name: str, more: bool, ranks: RankPool, tmp_pat
         losses, weights = ranks.run(save_at_two, job, tmp_path, CPU)[0]
         results = [load_at_two(job, tmp_path, DISK)]
     one, other = values(tmp_path / "saved"), values(tmp_path / "again")
-    assert one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+    assert_same_tensors(one, other)
     for after, loaded, client_state, notices in results:
         assert after == pytest.approx(losses, rel=1e-5, abs=1e-6) and client_state == {"rank": 0}
         assert any("dropout draws other numbers" in notice for notice in notices)
@@ -242,7 +238,7 @@ def test_ranks_that_do_other_things_are_told(what: str, ranks: RankPool, tmp_pat
     assert not (tmp_path / "saved").exists()
 
 
-def damaged_on_one(folder: Path) -> tuple[str, bool]:
+def damaged_on_one(folder: Path) -> str:
     """Each rank compares a share of the files: what one finds, both are told, and nothing has changed."""
     job = models.GPT2._replace(loss=JOBS["gpt2"].loss)
     engine = start(job, DISK, folder / "run")
@@ -252,10 +248,10 @@ def damaged_on_one(folder: Path) -> tuple[str, bool]:
         engine.load_checkpoint(folder / "saved")
     except StoreError as error:
         told = str(error)
-    unchanged = all(torch.equal(value, weights[key]) for key, value in weights_of(engine).items())
+    assert_same_tensors(weights, weights_of(engine))
     train(engine, job, range(2, 3))
     engine.destroy(remove=True)
-    return told, unchanged
+    return told
 
 
 def test_damage_is_told_to_all(ranks: RankPool, tmp_path: Path) -> None:
@@ -264,6 +260,6 @@ def test_damage_is_told_to_all(ranks: RankPool, tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-5000] ^= 1
     path.write_bytes(data)
-    for told, unchanged in ranks.run(damaged_on_one, tmp_path):
-        assert "states.rank1.safetensors is damaged" in told and unchanged
+    for told in ranks.run(damaged_on_one, tmp_path):
+        assert "states.rank1.safetensors is damaged" in told
     assert json.loads((path.parent / "manifest.json").read_text())["epoch"] == 2

@@ -18,7 +18,7 @@ from offload.cli import app
 from offload.engine.checkpoint_files import read_manifest
 from offload.engine.tensor_file import read_header
 from tests import models, rank_pool
-from tests.oracle import Job, start, train_step
+from tests.oracle import Job, assert_same_tensors, start, train_step
 from tests.test_export import FROZEN, LLAMA, tensors
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
@@ -178,7 +178,7 @@ def test_a_checkpoint_gives_what_its_run_gives(
         swap = tmp_path / "again"
     told("export", swap / "swap" / "default", tmp_path / "of-run", "--dtype", dtype)
     ours, theirs = tensors(tmp_path / "of-checkpoint"), tensors(tmp_path / "of-run")
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_tensors(ours, theirs)
     config = [(tmp_path / name / "config.json").read_text() for name in ("of-checkpoint", "of-run")]
     assert config[0] == config[1]
 
@@ -233,7 +233,7 @@ def test_the_parts_of_all_ranks_are_put_together(tmp_path: Path) -> None:
     told("export", tmp_path / "swap" / "default", tmp_path / "of-run", "--dtype", "fp32")
     told("export", tmp_path / "saved", tmp_path / "of-checkpoint", "--dtype", "fp32")
     ours, theirs = tensors(tmp_path / "of-checkpoint"), tensors(tmp_path / "of-run")
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_tensors(ours, theirs)
     assert told("verify", tmp_path / "saved")["world_size"] == 2
     flip(tmp_path / "saved" / "global_step1" / "progress.rank1.safetensors", 3000)
     assert "progress.rank1" in run("verify", tmp_path / "saved").output

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from offload.cli import app
 from offload.errors import StoreError
 from tests.folders import MARKING_TEMPLATE, make_folder
+from tests.oracle import assert_same_tensors
 
 SMALL = ("--model", "model", "--seq-len", "64", "--batch-size", "2", "--device", "cpu")
 CHATS = [
@@ -69,7 +70,7 @@ def test_the_weights_are_those_of_the_folder() -> None:
     said = call("--steps", "1", "--lr", "0", "--dtype", "fp32", "--save", "out")
     assert said.exit_code == 0 and "weights of model, from 1 safetensors file\n" in said.stdout, said.output
     before, after = (load_file(f"{folder}/model.safetensors") for folder in ("model", "out"))
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert_same_tensors(before, after)
 
 
 def test_a_folder_without_weights_is_trained_from_scratch() -> None:

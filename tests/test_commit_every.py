@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import offload
 from offload.aio import DirectFile
 from offload.swapper.store import Store
 from offload.swapper.store.record import read_records
 from tests import models
-from tests.oracle import assert_same, processes, run, start, train_step
+from tests.oracle import assert_same, assert_same_tensors, processes, run, start, train_step, weights_of
 
 DISK = ("nvme", "nvme")
 JOB = models.DROPOUT._replace(dtype="bf16", steps=8, accumulation=2)
@@ -118,7 +117,7 @@ def test_a_kill_loses_the_steps_since_the_last_commit(
     losses = [train_step(engine, JOB, step) for step in range(committed, JOB.steps)]
     weights = engine.module.state_dict()
     assert losses == whole.losses[committed:]
-    assert all(torch.equal(weights[name], value) for name, value in whole.weights.items())
+    assert_same_tensors(weights, whole.weights)
     engine.destroy(remove=True)
 
 
@@ -149,12 +148,12 @@ def test_edits_in_a_window(placement: tuple[str, str], tmp_path: Path, commits: 
     engine = start(JOB, placement, tmp_path / "disk", **EVERY)
     losses = _train_with_edits(engine, range(5))
     _edit(engine, 0.25)  # then another process goes on: it must find it
-    edited = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    edited = weights_of(engine)
     engine.destroy()
     assert commits[-2:] == [3, 5]
     engine = start(JOB, placement, tmp_path / "disk", resume="must", **EVERY)
     found = engine.module.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in edited.items())
+    assert_same_tensors(found, edited)
     assert losses == expected[:5]
     engine.destroy(remove=True)
     memory.destroy()
@@ -182,7 +181,7 @@ def test_a_kill_takes_edits_of_the_window_with_it(tmp_path: Path) -> None:
     assert engine.global_steps == 3
     assert _train_with_edits(engine, range(3, 8)) == expected[3:]
     found = engine.module.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    assert_same_tensors(found, weights)
     engine.destroy(remove=True)
     memory.destroy()
 

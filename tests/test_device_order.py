@@ -26,6 +26,7 @@ from tests.oracle import (
     small_pieces,
     start,
     train_step,
+    weights_of,
 )
 
 JOB = models.GPT2._replace(steps=3, accumulation=2, dtype="bf16")
@@ -40,7 +41,7 @@ def train(job: Job, placement: tuple[str, str], folder: Path, device: LateDevice
             for step in range(job.steps):
                 losses.append(train_step(engine, job, step))
                 norms.append(engine.get_global_grad_norm() or 0.0)
-        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        weights = weights_of(engine)
     finally:
         engine.destroy(remove=True)
     return Result(losses, norms, weights)

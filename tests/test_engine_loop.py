@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import offload
 from offload.errors import ConfigError, UsageError
 from tests import models
-from tests.oracle import PlainEngine, config, start, train_step
+from tests.oracle import PlainEngine, assert_same_tensors, config, start, train_step
 
 MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
 JOB = models.MIXTURE
@@ -75,7 +75,7 @@ def test_train_batch_is_the_loop(form: str, expected: Any, tmp_path: Path) -> No
     losses = [engine.train_batch(data) for _ in range(3)]
     assert [float(loss) for loss in losses] == pytest.approx(expected[0], rel=1e-6)
     assert not losses[0].requires_grad
-    assert all(torch.equal(value, expected[1][name]) for name, value in engine.state_dict().items())
+    assert_same_tensors(expected[1], engine.state_dict())
     engine.destroy(remove=True)
 
 
@@ -90,7 +90,7 @@ def test_a_step_in_which_the_data_end_goes_on_with_the_next(expected: Any, tmp_p
     engine.train_batch(rest)
     engine.train_batch(rest)
     assert engine.global_steps == 3
-    assert all(torch.equal(value, expected[1][name]) for name, value in engine.state_dict().items())
+    assert_same_tensors(expected[1], engine.state_dict())
     engine.destroy(remove=True)
 
 

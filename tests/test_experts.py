@@ -15,7 +15,7 @@ import offload
 from offload.swapper.states import State
 from offload.swapper.store import Store
 from tests import models
-from tests.oracle import Job, assert_same, plain_loop, room_for, run, start, train_step
+from tests.oracle import Job, assert_same, assert_same_tensors, plain_loop, room_for, run, start, train_step, weights_of
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
 WIDTH, EXPERTS, NEVER = 32, 6, 5
@@ -229,10 +229,10 @@ def test_resumed(tmp_path: Path) -> None:
     for steps in (range(3), range(3, job.steps)):
         engine = start(job, DISK, tmp_path / "parts", resume="auto")
         losses += [train_step(engine, job, step) for step in steps]
-        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        weights = weights_of(engine)
         engine.destroy(remove=steps.stop == job.steps)
     assert losses == whole.losses
-    assert all(torch.equal(weights[name], value) for name, value in whole.weights.items())
+    assert_same_tensors(weights, whole.weights)
 
 
 def mixtral(implementation: str) -> nn.Module:
@@ -256,10 +256,10 @@ def test_mixtral_with_an_expert_that_no_token_visits(implementation: str, tmp_pa
     losses = [train_step(engine, job, step) for step in range(job.steps)]
     moment = offload.safe_get_full_optimizer_state(engine.module.model.layers[0].mlp.experts.down_proj, "exp_avg")
     assert moment is not None and [bool(each.any()) for each in moment[[0, 1, 3]]] == [True, True, False]
-    weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    weights = weights_of(engine)
     engine.destroy(remove=True)
     assert losses == in_memory.losses
-    assert all(torch.equal(weights[name], value) for name, value in in_memory.weights.items())
+    assert_same_tensors(weights, in_memory.weights)
     plain = plain_loop(job)
     assert losses == pytest.approx(plain.losses, rel=1e-5)
     for name, weight in plain.weights.items():

@@ -28,7 +28,7 @@ from offload.engine.source import StoreSource
 from offload.export import export, make_plan, read_nbytes
 from offload.swapper.states import State
 from tests import models, rank_pool
-from tests.oracle import Job, config, start, train_step
+from tests.oracle import Job, assert_same_tensors, config, start, train_step, weights_of
 
 DISK = ("nvme", "nvme")
 
@@ -65,7 +65,7 @@ def trained(job: Job, folder: Path, placement: tuple[str, str] = DISK, **options
 def ended(job: Job, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
     """Train and close; the weights and buffers of the end."""
     engine = trained(job, folder, **options)
-    state = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    state = weights_of(engine)
     engine.destroy()
     return state
 
@@ -124,9 +124,9 @@ def test_persistent_buffers_come_along(tmp_path: Path) -> None:
     exported(tmp_path / "swap" / "default", tmp_path / "out")
     found = tensors(tmp_path / "out")
     assert found.keys() == state.keys() and any("running_mean" in name for name in found)
-    assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert_same_tensors(found, state)
     loaded = transformers.ResNetForImageClassification.from_pretrained(tmp_path / "out")
-    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in state.items())
+    assert_same_tensors(loaded.state_dict(), state)
 
 
 def masters(engine: offload.Engine) -> dict[str, torch.Tensor]:
@@ -151,7 +151,7 @@ def test_fp32_gives_the_exact_masters(name: str, tmp_path: Path) -> None:
     """A frozen weight has no residual; fp16 is rounded once, from the master."""
     engine = trained(FROZEN._replace(dtype="bf16"), tmp_path / "swap", ("nvme", "cpu"), durability="step")
     expected = masters(engine)
-    weights = {n: t.clone() for n, t in engine.module.state_dict().items()}
+    weights = weights_of(engine)
     assert any(not torch.equal(expected[n], weights[n].float()) for n in expected), "there is something to join"
     engine.destroy()
     told = exported(tmp_path / "swap" / "default", tmp_path / "out", "--dtype", name)
@@ -159,7 +159,7 @@ def test_fp32_gives_the_exact_masters(name: str, tmp_path: Path) -> None:
     want = {n: value.half() for n, value in expected.items()} if name == "fp16" else expected
     want = weights if name == "bf16" else want
     assert told["dtype"] == name and found.keys() == want.keys()
-    assert all(torch.equal(found[n], value) for n, value in want.items())
+    assert_same_tensors(found, want)
     assert (
         json.loads((tmp_path / "out" / "config.json").read_text())["dtype"]
         == str(found[n0 := next(iter(found))].dtype)[6:]
@@ -191,7 +191,7 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
         loaded = safetensors.torch.load_file(tmp_path / "out" / file)
         assert len(loaded) == 1 or sum(t.nbytes for t in loaded.values()) <= 100_000
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert_same_tensors(state, model.state_dict())
 
 
 def test_a_model_without_a_config_has_weights_alone(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_model_without_a_config_has_weights_alone(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     model = models.Mixture()
     safetensors.torch.load_model(model, tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert_same_tensors(state, model.state_dict())
 
 
 def tied_by_hand() -> nn.Module:
@@ -222,7 +222,7 @@ def _on_ranks(job: Job, folder: Path) -> dict[str, torch.Tensor]:
     engine = rank_pool.start(job, DISK, folder)
     for step in range(2):
         train_step(engine, job, step)
-    state = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    state = weights_of(engine)
     engine.destroy()
     return state
 
@@ -234,7 +234,7 @@ def test_the_parts_of_all_ranks_are_put_together(tmp_path: Path) -> None:
     exported(run_folder, tmp_path / "out")
     found = tensors(tmp_path / "out")
     assert found.keys() | {"head.weight"} == state.keys()
-    assert all(torch.equal(value, state[name]) for name, value in found.items())
+    assert_same_tensors(state, found)
     # One rank that was killed after its commit is one ahead: what all hold is what counts.
     result = CliRunner().invoke(app, ["verify", str(run_folder), "--json"])
     assert result.exit_code == 0 and len(json.loads(result.stdout)["ranks"]) == 2
@@ -410,7 +410,7 @@ def test_small_chunks_give_the_same(small: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(model_write, "_CHUNK_NUMEL", 2048)
     exported(small, tmp_path / "again")
     assert tensors(tmp_path / "out").keys() == tensors(tmp_path / "again").keys()
-    assert all(torch.equal(v, tensors(tmp_path / "again")[n]) for n, v in tensors(tmp_path / "out").items())
+    assert_same_tensors(tensors(tmp_path / "again"), tensors(tmp_path / "out"))
 
 
 def test_a_run_of_one_slot_cannot_be_exported(tmp_path: Path) -> None:

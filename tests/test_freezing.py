@@ -13,7 +13,7 @@ from torch import nn
 import offload
 from offload.errors import UsageError
 from tests import models
-from tests.oracle import Job, PlainEngine, config, run, start, train_step
+from tests.oracle import Job, PlainEngine, assert_same_tensors, config, run, start, train_step, weights_of
 from tests.test_modules import Layers
 
 DISK = ("nvme", "nvme")
@@ -84,7 +84,7 @@ def test_as_pytorch(name: str, dtype: str, tmp_path: Path) -> None:
     for placement in (DISK, ("none", "none")):
         engine = start(job, placement, tmp_path / "-".join(placement))
         losses = loop(engine)
-        found.append((losses, {key: value.clone() for key, value in engine.module.state_dict().items()}))
+        found.append((losses, weights_of(engine)))
         counts = {
             segment.name: count
             for layout, mine in zip(engine._parts.layouts, engine._state.parameter_steps, strict=True)
@@ -92,7 +92,7 @@ def test_as_pytorch(name: str, dtype: str, tmp_path: Path) -> None:
         }
         engine.destroy(remove=True)
     assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[0][1][key], value) for key, value in found[1][1].items())
+    assert_same_tensors(found[0][1], found[1][1])
     if loop is gradually:
         assert [counts[name] for name in ("head.weight", "layers.2.bias", "layers.1.weight", "layers.1.bias")] == [
             8,
@@ -117,14 +117,14 @@ def test_what_is_frozen_meanwhile_is_resumed(tmp_path: Path) -> None:
         for step in steps:
             engine.module.layers[1].requires_grad_(step not in (2, 3, 4))
             losses.append(train_step(engine, JOB, step))
-        weights = {key: value.clone() for key, value in engine.module.state_dict().items()}
+        weights = weights_of(engine)
         engine.destroy(remove=steps.stop == JOB.steps)
         return losses, weights
 
     whole = part("never", range(JOB.steps))
     first, second = part("never", range(4)), part("auto", range(4, JOB.steps))
     assert first[0] + second[0] == whole[0]
-    assert all(torch.equal(second[1][key], value) for key, value in whole[1].items())
+    assert_same_tensors(second[1], whole[1])
 
 
 def test_nothing_left_to_train(tmp_path: Path) -> None:
@@ -246,10 +246,10 @@ def test_a_group_for_what_trains_on(schedule: str | None, tmp_path: Path) -> Non
         engine, optimizer, *_ = offload.initialize(model=Layers(), config=content)
         losses = grouped(engine, optimizer)
         assert [len(group["params"]) for group in optimizer.param_groups] == [3, 2, 2, 2]
-        found.append((losses, engine.get_lr(), {n: v.clone() for n, v in engine.module.state_dict().items()}))
+        found.append((losses, engine.get_lr(), weights_of(engine)))
         engine.destroy(remove=True)
     assert found[0][:2] == found[1][:2]
-    assert all(torch.equal(found[0][2][key], value) for key, value in found[1][2].items())
+    assert_same_tensors(found[0][2], found[1][2])
     rates = [JOB.lr, JOB.lr / 4, JOB.lr / 16, JOB.lr / 64]
     assert found[0][1] == pytest.approx(rates)
     if schedule is None:
@@ -282,7 +282,7 @@ def test_a_run_with_added_groups_is_resumed_with_as_many(tmp_path: Path) -> None
     whole = part(range(JOB.steps))
     first, second = part(range(5)), part(range(5, JOB.steps))
     assert first[0] + second[0] == whole[0]
-    assert all(torch.equal(second[1][key], value) for key, value in whole[1].items())
+    assert_same_tensors(second[1], whole[1])
 
 
 def _stranger(engine: Any) -> dict[str, Any]:
@@ -339,7 +339,7 @@ def test_a_plain_backward_is_never_divided(mixed: bool, tmp_path: Path) -> None:
             engine.step()
         assert engine.get_global_grad_norm() == expected.norms[step]
     weights = engine.module.state_dict()
-    assert all(torch.equal(weights[key], value) for key, value in expected.weights.items())
+    assert_same_tensors(weights, expected.weights)
     JOB.loss(engine, 9, 0).backward()
     engine.step()
     JOB.loss(engine, 9, 1).backward()

@@ -21,6 +21,7 @@ from offload.swapper.store.look import look
 from tests.oracle import (
     DTYPES,
     assert_same,
+    assert_same_tensors,
     least_host_memory,
     room_for,
     run,
@@ -28,6 +29,7 @@ from tests.oracle import (
     small_pieces,
     start,
     train_step,
+    weights_of,
 )
 from tests.test_matrix import JOBS
 
@@ -52,10 +54,6 @@ def frozen_bytes(rank: Path) -> dict[str, str]:
             file.seek(shared.offset)
             found[unit["name"]] = hashlib.sha256(file.read(shared.nbytes)).hexdigest()
     return found
-
-
-def weights_of(engine: offload.Engine) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
 def by_formula(engine: offload.Engine, slots: int, dtype: str) -> int:
@@ -197,7 +195,7 @@ def test_a_checkpoint_with_other_ones_replaces_them(tmp_path: Path) -> None:
     engine = start(JOB, DISK, tmp_path / "run", resume="must")
     losses.append(train_step(engine, JOB, 3))
     assert losses == expected
-    assert all(torch.equal(value, weights[name]) for name, value in weights_of(engine).items())
+    assert_same_tensors(weights, weights_of(engine))
     engine.destroy(remove=True)
 
 

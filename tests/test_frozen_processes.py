@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from offload.cli import app
 from tests import rank_pool
-from tests.oracle import assert_same, kill_and_resume, run
-from tests.test_frozen import DISK, JOB, by_formula, exported, frozen_bytes, weights_of
+from tests.oracle import assert_same, assert_same_tensors, kill_and_resume, run, weights_of
+from tests.test_frozen import DISK, JOB, by_formula, exported, frozen_bytes
 from tests.test_ranks import language_rows_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers
@@ -50,7 +50,7 @@ def test_each_of_two_ranks_has_its_part_of_them_once(tmp_path: Path) -> None:
     for rank, (losses, weights, formula, nbytes) in enumerate(found):
         assert formula == nbytes
         assert losses == whole[rank][0][2:]
-        assert all(torch.equal(value, whole[rank][1][name]) for name, value in weights.items())
+        assert_same_tensors(whole[rank][1], weights)
         assert frozen_bytes(tmp_path / "run" / "default" / f"rank{rank}") == before[rank]
     assert CliRunner().invoke(app, ["verify", str(tmp_path / "run" / "default")]).exit_code == 0
     weights = exported(tmp_path / "run" / "default", tmp_path / "out")

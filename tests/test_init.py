@@ -15,7 +15,7 @@ import offload
 from offload.engine.birth import materialize
 from offload.errors import ConfigError, UsageError
 from tests import models, rank_pool
-from tests.oracle import Job, config
+from tests.oracle import Job, assert_same_tensors, config
 
 
 def _weights(job: Job, placement: tuple[str, str], folder: Path, **options: object) -> dict[str, torch.Tensor]:
@@ -33,7 +33,7 @@ def test_weights_depend_on_the_seed_alone(job: Job, tmp_path: Path) -> None:
     torch.manual_seed(5)
     again = _weights(job, ("nvme", "nvme"), tmp_path)
     other = _weights(job, ("none", "none"), tmp_path, seed=1)
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert_same_tensors(first, again)
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
@@ -200,7 +200,7 @@ def test_weights_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     alone = _weights(models.GPT2, ("nvme", "nvme"), tmp_path)
     with rank_pool.pool(2) as ranks:
         for weights in ranks.run(_on_ranks, tmp_path / "ranks"):
-            assert all(torch.equal(weights[name], alone[name]) for name in alone)
+            assert_same_tensors(weights, alone)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers

@@ -15,7 +15,7 @@ import pytest
 from offload.swapper.store import Store, run_status
 from offload.swapper.store import store as store_module
 from tests import models
-from tests.oracle import Job, Result, assert_same, kill_and_resume, processes, run, start, train_step
+from tests.oracle import Job, Result, assert_same, kill_and_resume, processes, run, start, train_step, weights_of
 
 DISK = ("nvme", "nvme")
 JOB = models.DROPOUT._replace(dtype="bf16", steps=6)
@@ -149,7 +149,7 @@ def resumed(folder: Path, expected: int, whole: Result) -> None:
     engine = start(JOB, DISK, folder, resume="auto")
     assert engine.global_steps == max(expected, 0)
     _steps(engine, folder / "log", JOB.steps)
-    weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    weights = weights_of(engine)
     engine.destroy(remove=True)
     found: dict[int, tuple[float, float]] = {}
     for line in (folder / "log").read_text().splitlines():

@@ -24,7 +24,7 @@ import offload
 from offload.errors import UsageError
 from tests import models
 from tests.faults import LateQueue, use_queue
-from tests.oracle import Job, config, room_for, run, start, train_step
+from tests.oracle import Job, assert_same_tensors, config, room_for, run, start, train_step, weights_of
 
 DISK = ("nvme", "nvme")
 MIB = 1 << 20
@@ -172,13 +172,13 @@ def test_engines_inside_of_one_anothers_steps(inside: bool, tmp_path: Path) -> N
             outer.step()
         losses.append(float(mean))
         norms.append(outer.get_global_grad_norm())
-    weights = [{n: t.clone() for n, t in engine.module.state_dict().items()} for engine in (outer, inner)]
+    weights = [weights_of(engine) for engine in (outer, inner)]
     for engine in (outer, inner, third):
         engine.destroy(remove=True)
     assert (losses, norms) == (alone[0].losses, alone[0].norms)
     assert inner_losses == alone[1].losses
     for mine, result in zip(weights, alone, strict=True):
-        assert all(torch.equal(mine[name], value) for name, value in result.weights.items())
+        assert_same_tensors(mine, result.weights)
 
 
 def _generate(model: nn.Module) -> torch.Tensor:

@@ -21,7 +21,7 @@ import offload
 from offload.engine.placeholder import Paged, PagedAlias
 from offload.errors import UsageError
 from tests import models
-from tests.oracle import Job, PlainEngine, room_for, run, start, train_step
+from tests.oracle import Job, PlainEngine, assert_same_tensors, room_for, run, start, train_step
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
 
@@ -496,7 +496,7 @@ def test_an_edit_is_committed(dtype: str, placement: tuple[str, str], tmp_path: 
         expected.append(train_step(whole, job, step))
         found.append(train_step(cut, job, step))
     assert found == expected
-    assert all(torch.equal(value, cut.module.state_dict()[name]) for name, value in whole.module.state_dict().items())
+    assert_same_tensors(cut.module.state_dict(), whole.module.state_dict())
     whole.destroy(remove=True)
     cut.destroy(remove=True)
 

@@ -29,11 +29,13 @@ from tests.oracle import (
     PlainEngine,
     Result,
     assert_same,
+    assert_same_tensors,
     plain_loop,
     room_for,
     run,
     start,
     train_step,
+    weights_of,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers
@@ -227,12 +229,12 @@ def test_frozen_weights_are_read_and_never_written(
     assert any(each.unit not in {other.unit for other in trained} for each in frozen), "a unit that is all frozen"
     assert {each.unit for each in frozen} & {each.unit for each in trained}, "and one with adapters"
     before = {each: each.sha(rank) for each in frozen}
-    first = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    first = weights_of(engine)
     for queue in queues:
         queue.writes.clear()
     for step in range(job.steps):
         train_step(engine, job, step)
-    last = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    last = weights_of(engine)
     engine.destroy()
     written = [(at, at + nbytes) for queue in queues for name, at, nbytes in queue.writes if name == "states"]
     assert all(any(a < each.stop and each.start < b for a, b in written) for each in trained), "both slots of each"
@@ -241,5 +243,5 @@ def test_frozen_weights_are_read_and_never_written(
     for name, value in last.items():
         assert torch.equal(value, first[name]) is ("lora_" not in name), name
     again = start(job, (weights, "nvme"), tmp_path, durability="step", resume="must")
-    assert all(torch.equal(value, last[name]) for name, value in again.module.state_dict().items())
+    assert_same_tensors(last, again.module.state_dict())
     again.destroy(remove=True)

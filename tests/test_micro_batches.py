@@ -11,14 +11,10 @@ from torch.nn import functional
 import offload
 from offload.errors import UsageError
 from tests import models
-from tests.oracle import Job, start
+from tests.oracle import Job, assert_same_tensors, start, weights_of
 
 MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
 JOB = models.MIXTURE._replace(accumulation=4)
-
-
-def weights_of(engine: offload.Engine) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine.module.state_dict().items() if name != "calls"}
 
 
 def counted(engine: offload.Engine, job: Job, step: int) -> None:
@@ -67,7 +63,7 @@ def test_who_says_where_a_step_ends_changes_no_bit(loop: object, placement: tupl
         engine.destroy(remove=True)
     (norm, weights), (other_norm, others) = found
     assert norm == other_norm
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert_same_tensors(weights, others)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -10,8 +10,9 @@ import torch
 
 from offload.errors import UsageError
 from tests import models
+from tests.oracle import assert_same_tensors, weights_of
 from tests.rank_pool import RankPool, pool, start
-from tests.test_micro_batches import as_accelerate, as_ddp, counted, weights_of
+from tests.test_micro_batches import as_accelerate, as_ddp, counted
 
 JOB = models.MIXTURE._replace(accumulation=4)
 LOOPS = {"counted": counted, "accelerate": as_accelerate, "ddp": as_ddp}
@@ -49,7 +50,7 @@ def test_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
     for loop, of_ranks in found.items():
         for mine, first in zip(of_ranks, found["counted"], strict=True):
             assert mine[:3] == first[:3] and mine[1:3] == (8, 16), loop
-            assert all(torch.equal(mine[3][name], value) for name, value in first[3].items()), loop
+            assert_same_tensors(mine[3], first[3], loop)
 
 
 def test_another_clip_on_each_rank_is_told(ranks: RankPool, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from offload.engine.monitor import Line, Record, Reporter, cut, events, line
 from offload.errors import ConfigError, NumericsError
 from offload.swapper.timeline import OFF, Row
 from offload.train_options import Options, merge
-from tests.oracle import PLACEMENTS, Job, assert_same, config, run, train_step
+from tests.oracle import PLACEMENTS, Job, assert_same, config, run, train_step, weights_of
 from tests.rank_pool import pool
 
 DISK = ("nvme", "nvme")
@@ -85,7 +85,7 @@ def test_numbers_are_what_happened_and_no_bit_is_another(placement: tuple[str, s
         losses.append(train_step(engine, JOB, step))
         norms.append(engine.get_global_grad_norm())
     at_step = engine.io_bytes()
-    weights = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+    weights = weights_of(engine)
     engine.destroy()
     assert_same(plain, plain._replace(losses=losses, norms=norms, weights=weights))
     assert rows(tmp_path, "Train/Samples/train_loss") == [(2, losses[0]), (4, losses[1]), (6, losses[2])]

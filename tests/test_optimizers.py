@@ -12,7 +12,18 @@ import torch
 import offload
 from offload.errors import ConfigError, StoreError, UsageError
 from tests import models
-from tests.oracle import Job, assert_same, config, plain_loop, run, same_bits, small_pieces, start, train_step
+from tests.oracle import (
+    Job,
+    assert_same,
+    assert_same_tensors,
+    config,
+    plain_loop,
+    run,
+    same_bits,
+    small_pieces,
+    start,
+    train_step,
+)
 
 DISK = ("nvme", "nvme")
 SOME = (DISK, ("cpu", "cpu"), ("none", "nvme"), ("none", "none"))
@@ -70,7 +81,7 @@ def test_lamb_has_the_same_bits_in_tiles_of_any_size(
         for step in range(job.steps):
             train_step(engine, job, step)
         found = engine.module.state_dict()
-        assert all(torch.equal(found[name], value) for name, value in whole.weights.items()), placement
+        assert_same_tensors(found, whole.weights, str(placement))
         engine.destroy(remove=True)
 
 
@@ -97,7 +108,8 @@ def test_a_run_is_resumed_and_saved_with_its_states(name: str, dtype: str, tmp_p
     resumed = losses + [train_step(engine, job, step) for step in range(2, job.steps)]
     weights = engine.module.state_dict()
     engine.destroy(remove=True)
-    assert resumed == whole.losses and all(torch.equal(weights[n], v) for n, v in whole.weights.items())
+    assert resumed == whole.losses
+    assert_same_tensors(weights, whole.weights)
     engine = start(job, ("cpu", "none"), tmp_path / "other")
     engine.load_checkpoint(tmp_path / "saved")
     assert losses + [train_step(engine, job, step) for step in range(2, job.steps)] == whole.losses

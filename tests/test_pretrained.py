@@ -17,7 +17,7 @@ import offload
 from offload.engine.absent import Absent
 from offload.errors import ConfigError, UsageError
 from tests import models
-from tests.oracle import Job, config, train_step
+from tests.oracle import Job, assert_same_tensors, config, train_step
 from tests.pretrained import CAUSAL, DISK, FAMILIES, SMALL, Plain, T, end_engines, engine_of, loaded, written
 
 pytestmark = pytest.mark.usefixtures("_ended")
@@ -43,7 +43,7 @@ def test_a_family_comes_and_goes(name: str, dtype: str, tmp_path: Path) -> None:
     assert not any(buffer.is_meta for buffer in model.buffers())
     engine = engine_of(model, tmp_path / "swap", job)
     state = engine.module.state_dict()
-    assert state.keys() == given.keys() and all(torch.equal(state[key], given[key]) for key in given)
+    assert_same_tensors(state, given)
     assert torch.equal(family.logits(engine), family.logits(family.auto.from_pretrained(tmp_path / "given")))
     engine.train()
     assert all(train_step(engine, job, step) > 0 for step in range(2))
@@ -68,7 +68,7 @@ def test_a_folder_of_shards_is_read(tmp_path: Path) -> None:
     given = written(tmp_path / "given", max_shard_size="20KB")
     assert len(list((tmp_path / "given").glob("*.safetensors"))) > 3
     state = loaded(tmp_path / "given", tmp_path / "swap").module.state_dict()
-    assert all(torch.equal(state[name], given[name]) for name in given)
+    assert_same_tensors(state, given)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -133,7 +133,7 @@ def test_a_model_that_is_built_is_loaded_and_keeps_what_the_folder_has_not(
     assert model.calls == 5
     state = engine_of(model, tmp_path / "swap", models.MIXTURE).module.state_dict()
     assert torch.equal(state["unused.weight"], mine)
-    assert all(torch.equal(state[name], given[name]) for name in given)
+    assert_same_tensors(state, given)
 
 
 def test_what_is_missing_is_initialized_from_the_seed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -201,7 +201,7 @@ def test_buffers_come_at_once(tmp_path: Path) -> None:
     assert all(torch.equal(value, given[name]) for name, value in model.named_buffers())
     job = Job(models.resnet, models.language_loss)
     state = engine_of(model, tmp_path / "swap", job).module.state_dict()
-    assert all(torch.equal(state[name], given[name]) for name in given)
+    assert_same_tensors(state, given)
 
 
 # -- before and after initialize ----------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_what_asks_for_no_value_works_before_initialize(tmp_path: Path) -> None:
     same = config(FAMILIES["llama"].job(), DISK, tmp_path / "swap")
     engine = offload.initialize(model=model, optimizer=optimizer, config=same)[0]
     state = engine.module.state_dict()
-    assert all(torch.equal(state[name], given[name]) for name in given), "the file has more bits than bf16"
+    assert_same_tensors(state, given, "the file has more bits than bf16")
     engine.destroy(remove=True)
 
 
@@ -255,7 +255,7 @@ def test_a_copy_of_the_model_is_read_too(tmp_path: Path) -> None:
     assert other.lm_head.weight is other.transformer.wte.weight
     for index, each in enumerate((model, other)):
         state = engine_of(each, tmp_path / f"swap{index}", models.GPT2).module.state_dict()
-        assert all(torch.equal(state[name], given[name]) for name in given)
+        assert_same_tensors(state, given)
 
 
 def test_a_resume_reads_nothing_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +274,6 @@ def test_a_resume_reads_nothing_of_the_folder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Stored, "_fill", never)
     model = offload.load_pretrained(CAUSAL, tmp_path / "given")
     engine = engine_of(model, tmp_path / "swap", job, resume="auto")
-    state = engine.module.state_dict()
-    assert engine.global_steps == 1 and all(torch.equal(state[name], trained[name]) for name in trained)
+    assert engine.global_steps == 1
+    assert_same_tensors(engine.module.state_dict(), trained)
     train_step(engine, job, 1)

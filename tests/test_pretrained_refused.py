@@ -16,6 +16,7 @@ from torch import nn
 import offload
 from offload.errors import ConfigError, IoError, OffloadError, StoreError, UsageError
 from tests import models
+from tests.oracle import assert_same_tensors
 from tests.pretrained import CAUSAL, FAMILIES, T, end_engines, engine_of, written
 
 pytestmark = pytest.mark.usefixtures("_ended")
@@ -154,7 +155,7 @@ def test_a_folder_that_is_not_right_is_an_error(spoil: Callable[[Path], None], t
         model.load_state_dict(given)
         with pytest.raises(kind, match=words_):
             offload.load_pretrained(model, tmp_path / "given")
-        assert all(torch.equal(value, given[name]) for name, value in model.state_dict().items())
+        assert_same_tensors(given, model.state_dict())
         assert not any(parameter.is_meta for parameter in model.parameters())
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 

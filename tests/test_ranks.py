@@ -27,7 +27,7 @@ import offload
 from offload.errors import ConfigError, EngineFailed, NumericsError, RankError, UsageError
 from tests import models
 from tests.faults import LateQueue
-from tests.oracle import PLACEMENTS, Job, Result, assert_same, config, room_for
+from tests.oracle import PLACEMENTS, Job, Result, assert_same, assert_same_tensors, config, room_for, weights_of
 from tests.rank_pool import RankPool, pool, rank_and_size, start, train
 
 DISK = ("nvme", "nvme")
@@ -436,7 +436,7 @@ def edit(folder: Path, everywhere: bool) -> dict[str, torch.Tensor]:
     state = {name: value * 2 for name, value in engine.module.state_dict().items()}
     assert bool((state["model.embed_tokens.weight"] == 0.5).all())
     engine.module.load_state_dict(state)
-    loaded = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    loaded = weights_of(engine)
     for name, value in loaded.items():
         assert torch.equal(value, state[name]), name
     engine.destroy(remove=True)
@@ -447,7 +447,7 @@ def edit(folder: Path, everywhere: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.works("Several ranks", "`offload.gathered(modify=True)` with `if rank == 0:` inside", "right")
 def test_edits_of_the_lowest_rank_count(everywhere: bool, ranks: RankPool, tmp_path: Path) -> None:
     one, other = ranks.run(edit, tmp_path, everywhere)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_same_tensors(one, other)
 
 
 def given_different_weights(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from offload.errors import RankError
 from offload.swapper.store import Store
 from tests import models
 from tests.faults import LateQueue
-from tests.oracle import Job
+from tests.oracle import Job, assert_same_tensors, weights_of
 from tests.rank_pool import free_port, meet, start
 from tests.test_ranks import language_rows_loss
 
@@ -108,7 +108,7 @@ def _train(
             if rank == 0:
                 with (log / "steps").open("a") as lines:
                     print(json.dumps([step, mean, engine.get_global_grad_norm()]), file=lines, flush=True)
-        torch.save({n: t.clone() for n, t in engine.module.state_dict().items()}, log / f"weights{rank}")
+        torch.save(weights_of(engine), log / f"weights{rank}")
         engine.destroy(remove=True)
     except RankError as error:
         (log / f"error{rank}").write_text(str(error))
@@ -142,7 +142,7 @@ def check(run: Run, unbroken: tuple[list[Any], dict[str, torch.Tensor]]) -> None
     assert all(line in steps for line in run.steps())
     for rank in range(2):
         mine = torch.load(run.log / f"weights{rank}", weights_only=True)
-        assert all(torch.equal(mine[name], weights[name]) for name in weights)
+        assert_same_tensors(mine, weights)
 
 
 @pytest.mark.parametrize("late", [0.0, 0.01])

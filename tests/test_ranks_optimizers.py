@@ -11,7 +11,16 @@ import torch
 
 from offload.errors import IoError, OffloadError
 from tests import rank_pool
-from tests.oracle import Job, Result, assert_same, least_host_memory, small_pieces, train_step
+from tests.oracle import (
+    Job,
+    Result,
+    assert_same,
+    assert_same_tensors,
+    least_host_memory,
+    small_pieces,
+    train_step,
+    weights_of,
+)
 from tests.rank_pool import rank_and_size
 from tests.test_ranks import JOBS, train
 
@@ -78,7 +87,7 @@ def in_two_parts(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
         for step in steps:
             train_step(engine, LAMB, step)
             norms.append(engine.get_global_grad_norm())
-        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        weights = weights_of(engine)
         engine.destroy(remove=steps.stop == LAMB.steps)
     return norms, weights
 
@@ -87,7 +96,7 @@ def test_lamb_is_resumed(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
     whole, _ = ranks.run(train, LAMB, DISK, tmp_path / "whole")
     for norms, weights in ranks.run(in_two_parts, tmp_path / "parts"):
         assert norms == whole.norms
-        assert all(torch.equal(weights[name], value) for name, value in whole.weights.items())
+        assert_same_tensors(weights, whole.weights)
 
 
 def refused_read(folder: Path) -> str:

@@ -15,7 +15,7 @@ import offload
 from offload.errors import StoreError
 from offload.swapper.store import run_status
 from tests import models
-from tests.oracle import assert_same, config, kill_and_resume, run, start, train_step
+from tests.oracle import assert_same, assert_same_tensors, config, kill_and_resume, run, start, train_step
 
 DISK = ("nvme", "nvme")
 
@@ -49,7 +49,7 @@ def test_every_placement_resumes(placement: tuple[str, str], tmp_path: Path) -> 
     weights = second.module.state_dict()
     second.destroy(remove=True)
     assert losses == whole.losses
-    assert all(torch.equal(weights[name], value) for name, value in whole.weights.items())
+    assert_same_tensors(weights, whole.weights)
 
 
 def test_every_step_is_there_after_destroy(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 import offload
 from offload.engine.plain import from_plain, to_plain
 from offload.errors import ConfigError, UsageError
+from tests.oracle import assert_same_tensors, weights_of
 
 SAMPLES, MICRO, ACCUMULATION, STEPS = 20, 2, 2, 13
 """Five steps are a pass."""
@@ -145,7 +146,7 @@ class Script:
         return total, norm
 
     def end(self) -> dict[str, torch.Tensor]:
-        weights = {name: value.clone() for name, value in self.engine.module.state_dict().items()}
+        weights = weights_of(self.engine)
         self.engine.destroy()
         return weights
 
@@ -167,7 +168,7 @@ def train(folder: Path, setup: Setup, breaks: tuple[int, ...] = (), steps: int =
 def assert_equal(left: tuple[Any, ...], right: tuple[Any, ...]) -> None:
     assert left[:2] == right[:2]
     assert left[2].keys() == right[2].keys()
-    assert all(torch.equal(value, right[2][name]) for name, value in left[2].items())
+    assert_same_tensors(right[2], left[2])
 
 
 def multi_step(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:

@@ -21,7 +21,7 @@ import offload
 from offload.engine import model_folder, tensor_file
 from offload.errors import ConfigError, IoError, OffloadError, StoreError, UsageError
 from tests import models
-from tests.oracle import PLACEMENTS, Job, start, train_step
+from tests.oracle import PLACEMENTS, Job, assert_same_tensors, start, train_step
 from tests.test_export import FROZEN, tied_by_hand
 from tests.test_export import tensors as all_tensors
 
@@ -66,7 +66,7 @@ def test_an_engine_without_an_optimizer_saves_too(tmp_path: Path) -> None:
     engine.save_pretrained(tmp_path / "out", max_shard_size=20_000)
     state = engine.module.state_dict()
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(back[name], state[name]) for name in state)
+    assert_same_tensors(back, state)
     engine.destroy()
 
 
@@ -104,7 +104,7 @@ def test_a_model_that_is_not_of_transformers_has_weights_alone(
     model = models.Mixture()
     safetensors.torch.load_model(model, tmp_path / "out" / "model.safetensors")
     state = engine.module.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert_same_tensors(state, model.state_dict())
     engine.destroy(remove=True)
 
 
@@ -159,7 +159,7 @@ def test_files_of_others_stay_and_older_weights_go(engine: offload.Engine, tmp_p
     assert listed(out) == first
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     state = engine.module.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert_same_tensors(state, model.state_dict())
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
@@ -174,7 +174,7 @@ def test_a_folder_of_an_earlier_save_is_replaced(
     assert listed(tmp_path / "out") == NAMES
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "swap"]
     state = engine.module.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in all_tensors(tmp_path / "out").items())
+    assert_same_tensors(state, all_tensors(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("foreign", [True, False])
@@ -212,7 +212,7 @@ def test_a_disk_that_is_full_leaves_what_was_there(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "swap"]
     engine.save_pretrained(out)
     state = engine.module.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in all_tensors(out).items())
+    assert_same_tensors(state, all_tensors(out))
     train_step(engine, JOB, 2)
 
 
@@ -312,10 +312,10 @@ def test_save_16bit_model_writes_one_file(tmp_path: Path) -> None:
     assert engine.save_16bit_model(tmp_path / "out", "trained.safetensors", exclude_frozen_parameters=True)
     assert listed(tmp_path / "out") == {"model.safetensors", "trained.safetensors"}
     found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in found)
+    assert_same_tensors(found, state)
     trains = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     found = safetensors.torch.load_file(tmp_path / "out" / "trained.safetensors")
-    assert found.keys() == trains and all(torch.equal(found[name], state[name]) for name in found)
+    assert_same_tensors(found, {name: state[name] for name in trains})
     engine.save_pretrained(tmp_path / "whole", max_shard_size="50KB")
     before = listed(tmp_path / "whole")
     engine.save_16bit_model(tmp_path / "whole", "trained.safetensors", exclude_frozen_parameters=True)
@@ -358,7 +358,7 @@ def test_the_models_own_save_pretrained_gathers(engine: offload.Engine, tmp_path
     engine.module.save_pretrained(tmp_path / "theirs")
     engine.save_pretrained(tmp_path / "ours")
     theirs, ours = all_tensors(tmp_path / "theirs"), all_tensors(tmp_path / "ours")
-    assert theirs.keys() == ours.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_tensors(ours, theirs)
     assert listed(tmp_path / "theirs") == listed(tmp_path / "ours")
     for name in ("config.json", "generation_config.json"):
         one, other = (json.loads((tmp_path / folder / name).read_text()) for folder in ("theirs", "ours"))

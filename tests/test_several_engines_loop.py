@@ -14,7 +14,7 @@ from torch.nn import functional
 import offload
 from offload.errors import UsageError
 from tests import models
-from tests.oracle import Job, PlainEngine, config, small_pieces, start
+from tests.oracle import Job, PlainEngine, assert_same_tensors, config, small_pieces, start, weights_of
 
 DISK = ("nvme", "nvme")
 STEPS, BETA = 5, 0.5
@@ -99,6 +99,10 @@ WORKS = {
 ROWS = [pytest.param(name, marks=pytest.mark.works("Engines and processes", WORKS[name], "right")) for name in LOOPS]
 
 
+BUDGET = 24 << 20
+"""Bytes of host memory for both."""
+
+
 def begin(jobs: Sequence[Job], folder: Path, **options: Any) -> list[offload.Engine]:
     """One engine for each job, in runs of their own under one host budget."""
     return [
@@ -106,19 +110,11 @@ def begin(jobs: Sequence[Job], folder: Path, **options: Any) -> list[offload.Eng
     ]
 
 
-BUDGET = 24 << 20
-
-
 def end(engines: Sequence[offload.Engine], remove: bool = True) -> list[dict[str, torch.Tensor]]:
-    weights = [{name: value.clone() for name, value in engine.module.state_dict().items()} for engine in engines]
+    weights = [weights_of(engine) for engine in engines]
     for engine in engines:
         engine.destroy(remove=remove)
     return weights
-
-
-def assert_equal(left: list[dict[str, torch.Tensor]], right: list[dict[str, torch.Tensor]]) -> None:
-    for mine, theirs in zip(left, right, strict=True):
-        assert all(torch.equal(mine[name], value) for name, value in theirs.items())
 
 
 @pytest.fixture(autouse=True)
@@ -150,13 +146,15 @@ def test_as_pytorch_and_resumed(name: str, tmp_path: Path) -> None:
 
     resumed = begin(jobs, tmp_path / "parts", resume="auto")  # the swap files
     assert found + [step(resumed, number) for number in range(3, STEPS)] == losses
-    assert_equal(end(resumed), weights)
+    for mine, theirs in zip(end(resumed), weights, strict=True):
+        assert_same_tensors(mine, theirs)
 
     loaded = begin(jobs, tmp_path / "loaded")  # the checkpoints
     for number, engine in enumerate(loaded):
         engine.load_checkpoint(tmp_path / "saved" / str(number))
     assert found + [step(loaded, number) for number in range(3, STEPS)] == losses
-    assert_equal(end(loaded), weights)
+    for mine, theirs in zip(end(loaded), weights, strict=True):
+        assert_same_tensors(mine, theirs)
 
 
 @pytest.mark.works(

@@ -21,7 +21,7 @@ from offload.swapper.device import Device
 from offload.swapper.host import Classes, HostArena
 from tests import models
 from tests.faults import LateQueue
-from tests.oracle import Job, Result, assert_same, least_host_memory, run, small_pieces, start, train_step
+from tests.oracle import Job, Result, assert_same, least_host_memory, run, small_pieces, start, train_step, weights_of
 
 DISK = ("nvme", "nvme")
 
@@ -38,7 +38,7 @@ def _run_in(folder: Path, job: Job, host_memory: int, **options: Any) -> tuple[R
         for step in range(job.steps):
             losses.append(train_step(engine, job, step))
             norms.append(engine.get_global_grad_norm())
-        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        weights = weights_of(engine)
         assert engine.host_memory <= host_memory
     finally:
         engine.destroy(remove=True)

@@ -18,7 +18,7 @@ from offload.aio import crc32c as their_crc32c
 from offload.swapper.states import State
 from offload.swapper.store import store as store_module
 from tests import models, rank_pool
-from tests.oracle import train_step
+from tests.oracle import train_step, weights_of
 
 STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
 ITEMSIZE = {"bf16": (2, 2, 4, 4), "fp32": (4, 0, 4, 4)}
@@ -194,7 +194,7 @@ def of_the_engine(dtype: str, folder: Path) -> tuple[dict[str, torch.Tensor], di
     engine = rank_pool.start(job, ("nvme", "cpu"), folder, nvme_path=drives, durability="step")
     for step in range(3):
         train_step(engine, job, step)
-    weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    weights = weights_of(engine)
     states = _states(engine)
     engine.destroy()
     return weights, states

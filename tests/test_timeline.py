@@ -28,7 +28,7 @@ from offload.presets import PRESETS
 from offload.swapper.timeline import OFF, Row, Timeline, path_of
 from tests import models
 from tests.faults import LateQueue, use_queue
-from tests.oracle import PLACEMENTS, Job, assert_same, config, run, start, train_step
+from tests.oracle import PLACEMENTS, Job, assert_same, assert_same_tensors, config, run, start, train_step, weights_of
 from tests.rank_pool import RankPool, pool
 from tests.rank_pool import start as start_rank
 
@@ -140,7 +140,7 @@ def test_every_byte_is_in_it_and_no_bit_is_another(placement: tuple[str, str], t
     for step in range(JOB.steps):
         losses.append(train_step(engine, JOB, step))
         norms.append(engine.get_global_grad_norm())
-    weights = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+    weights = weights_of(engine)
     engine.destroy()
     after = engine.io_bytes()
     assert_same(plain, plain._replace(losses=losses, norms=norms, weights=weights))
@@ -364,7 +364,7 @@ def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_done(where
     with pytest.raises(ConfigError, match="cannot write the time line"):
         offload.initialize(model=model, config=config(JOB, DISK, tmp_path / "swap", trace=str(tmp_path / where)))
     assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert_same_tensors(before, model.state_dict())
 
 
 def test_each_rank_has_a_file(tmp_path: Path) -> None:

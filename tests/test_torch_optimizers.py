@@ -14,7 +14,7 @@ from torch import nn
 
 import offload
 from offload.errors import ConfigError, StoreError, UsageError
-from tests.oracle import DTYPES
+from tests.oracle import DTYPES, assert_same_tensors, weights_of
 
 DISK = ("nvme", "nvme")
 PLACEMENTS = (DISK, ("cpu", "cpu"), ("none", "nvme"), ("none", "none"))
@@ -130,7 +130,7 @@ def _train(engine: offload.Engine, steps: Iterable[int]) -> list[float]:
 
 
 def _weights(engine: offload.Engine) -> dict[str, torch.Tensor]:
-    found = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    found = weights_of(engine)
     engine.destroy(remove=True)
     return found
 
@@ -191,7 +191,7 @@ def test_placements_have_the_same_bits(name: str, dtype: str, tmp_path: Path) ->
         found = _train(engine, range(4)), _weights(engine)
         first = first or found
         assert found[0] == first[0]
-        assert all(torch.equal(found[1][key], value) for key, value in first[1].items()), placement
+        assert_same_tensors(found[1], first[1], str(placement))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -209,7 +209,8 @@ def test_a_run_is_resumed_and_saved_with_its_states(name: str, tmp_path: Path) -
     engine.load_checkpoint(tmp_path / "saved")
     assert first + _train(engine, range(3, 6)) == losses
     loaded = _weights(engine)
-    assert all(torch.equal(resumed[key], value) and torch.equal(loaded[key], value) for key, value in whole.items())
+    assert_same_tensors(resumed, whole)
+    assert_same_tensors(loaded, whole)
 
 
 def test_a_checkpoint_goes_into_another_division_of_units(tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ def test_a_parameter_without_a_gradient_keeps_what_is_kept_of_it(tmp_path: Path)
         optimizer.step()
         _train(engine, [step])
     mine = _weights(engine)
-    assert all(torch.equal(mine[key], value) for key, value in masters.state_dict().items())
+    assert_same_tensors(mine, masters.state_dict())
 
 
 def test_a_schedule_moves_its_groups(tmp_path: Path) -> None:
@@ -276,7 +277,7 @@ def test_a_schedule_moves_its_groups(tmp_path: Path) -> None:
         _train(engine, [step])
     assert [group["lr"] for group in engine.optimizer.param_groups] == [0.05 / 16, 0.02 / 16]
     mine_now = _weights(engine)
-    assert all(torch.equal(mine_now[key], value) for key, value in plain.state_dict().items())
+    assert_same_tensors(mine_now, plain.state_dict())
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "states of many kinds"])
@@ -290,7 +291,7 @@ def test_the_budget_is_kept_and_the_least_of_it_works(name: str, tmp_path: Path)
         results.append((_train(engine, range(4)), _weights(engine)))
     for losses, weights in results[1:]:
         assert losses == results[0][0]
-        assert all(torch.equal(weights[key], value) for key, value in results[0][1].items())
+        assert_same_tensors(weights, results[0][1])
 
 
 def test_it_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -423,7 +424,7 @@ def test_attributes_of_parameters_come_along(tmp_path: Path) -> None:
         optimizer.step()
         _train(engine, [step])
     mine = _weights(engine)
-    assert all(torch.equal(mine[key], value) for key, value in plain.state_dict().items())
+    assert_same_tensors(mine, plain.state_dict())
 
 
 def test_parameters_of_one_element(tmp_path: Path) -> None:
@@ -439,7 +440,7 @@ def test_parameters_of_one_element(tmp_path: Path) -> None:
         optimizer.step()
         _train(engine, [step])
     mine = _weights(engine)
-    assert all(torch.equal(mine[key], value) for key, value in plain.state_dict().items())
+    assert_same_tensors(mine, plain.state_dict())
 
 
 class _Lists(torch.optim.SGD):

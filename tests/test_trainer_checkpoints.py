@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import offload
 from offload.hf import OffloadTrainer
 from tests import models
+from tests.oracle import assert_same_tensors
 from tests.trainers import DISK, MEMORY, Run, Texts, arguments, assert_same, config, ended, result, seeded, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")
@@ -93,7 +94,7 @@ def test_transformers_loads_what_a_checkpoint_holds(tmp_path: Path) -> None:
     for folder in (tmp_path / "out" / "checkpoint-12", tmp_path / "final"):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
         assert loaded.keys() == weights.keys()
-        assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+        assert_same_tensors(loaded, weights)
     names = {path.name for path in (tmp_path / "out" / "checkpoint-12").iterdir()}
     assert {
         "latest",
@@ -125,7 +126,7 @@ def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
     assert_same(whole, resumed(tmp_path, model=Plain))
     saved = load_file(tmp_path / "out" / "checkpoint-12" / "model.safetensors")
     assert saved.keys() == whole.weights.keys()
-    assert all(torch.equal(saved[name], value) for name, value in whole.weights.items())
+    assert_same_tensors(saved, whole.weights)
 
 
 def test_few_checkpoints_are_left(tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / f"checkpoint-{step}").state_dict()
         weights = result(mine).weights
         master = offload.safe_get_full_fp32_param(mine.model.transformer.wpe.weight)
-    assert all(torch.equal(weights[name], value) for name, value in loaded.items())
+    assert_same_tensors(weights, loaded)
     assert not torch.equal(master, loaded["transformer.wpe.weight"].float())
 
 

@@ -12,6 +12,7 @@ import transformers
 
 from offload.hf import Accelerator
 from tests import models
+from tests.oracle import assert_same_tensors
 from tests.rank_pool import RankPool, pool, rank_and_size
 from tests.test_trainer_checkpoints import Break
 from tests.trainers import Run, Texts, assert_close, assert_same, config, ended, result, trainer
@@ -45,7 +46,7 @@ def test_two_ranks_give_what_one_gives(two: RankPool, tmp_path: Path) -> None:
     assert_close(mine, one)
     assert_same(mine._replace(logs=[]), other._replace(logs=[]))
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "out" / "checkpoint-6").state_dict()
-    assert all(torch.equal(saved[name], value) for name, value in mine.weights.items())
+    assert_same_tensors(saved, mine.weights)
 
 
 def test_two_ranks_go_on(two: RankPool, tmp_path: Path) -> None:

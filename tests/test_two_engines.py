@@ -15,7 +15,16 @@ from offload.errors import BudgetError, EngineFailed
 from offload.swapper import shared_queue
 from offload.swapper.host import Lease, process_memory
 from tests import models
-from tests.oracle import config, least_host_memory, run, small_pieces, start, train_step
+from tests.oracle import (
+    assert_same_tensors,
+    config,
+    least_host_memory,
+    run,
+    small_pieces,
+    start,
+    train_step,
+    weights_of,
+)
 
 DISK = ("nvme", "nvme")
 JOB = models.GPT2._replace(dtype="bf16", steps=4)
@@ -67,12 +76,12 @@ def test_the_cache_is_given_in_the_middle_of_a_step(tmp_path: Path) -> None:
         one.backward(loss)
         one.step()
         losses.append(float(loss.detach()))
-    weights = {name: value.clone() for name, value in one.module.state_dict().items()}
+    weights = weights_of(one)
     one.destroy(remove=True)
     train_step(other, JOB, 0)
     other.destroy(remove=True)
     assert losses == alone.losses
-    assert all(torch.equal(value, alone.weights[name]) for name, value in weights.items())
+    assert_same_tensors(alone.weights, weights)
 
 
 def test_turns_between_forwards_and_backwards(tmp_path: Path) -> None:

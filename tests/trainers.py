@@ -12,6 +12,7 @@ import transformers
 
 from offload.hf import OffloadTrainer
 from tests import models
+from tests.oracle import assert_same_tensors
 
 LOGGED = ("loss", "grad_norm", "learning_rate")
 MEMORY, DISK = "none", "nvme"
@@ -125,9 +126,7 @@ def trainer(
 def assert_same(left: Run, right: Run) -> None:
     """Bit for bit."""
     assert left.logs == right.logs
-    assert left.weights.keys() == right.weights.keys()
-    for name, value in left.weights.items():
-        assert torch.equal(value, right.weights[name]), name
+    assert_same_tensors(left.weights, right.weights)
 
 
 def assert_close(mine: Run, theirs: Run, bound: float = 1e-5) -> None:
