@@ -1,18 +1,23 @@
-"""I/O that is late, out of order or fails, put in front of the real queue."""
+"""Faults of the world: I/O that is late or fails, bits that flip, processes that die."""
 
 from __future__ import annotations
 
 import errno
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
-from offload.aio import File, IoFuture, IoQueue, Priority
+from offload.aio import File, IoFuture, IoQueue
 from offload.engine import initialize
 from offload.errors import IoError
+from offload.swapper.store import Store
 
 
 class _Late:
@@ -45,25 +50,11 @@ class LateQueue:
         self.backend, self.refusals = self._inner.backend, self._inner.refusals
         self._chance, self._delay, self._fails = random.Random(seed), delay, fails
 
-    def read(
-        self,
-        file: File,
-        offset: int,
-        buffer: memoryview,
-        priority: Priority = Priority.NORMAL,
-        checksum: bool = False,
-    ) -> _Late:
+    def read(self, file: File, offset: int, buffer: memoryview, **_: Any) -> _Late:
         buffer[:] = b"\xff" * len(buffer)
         return self._later("read", file, offset, buffer)
 
-    def write(
-        self,
-        file: File,
-        offset: int,
-        buffer: memoryview,
-        priority: Priority = Priority.NORMAL,
-        checksum: bool = False,
-    ) -> _Late:
+    def write(self, file: File, offset: int, buffer: memoryview, **_: Any) -> _Late:
         return self._later("write", file, offset, buffer)
 
     def _later(self, operation: str, file: File, offset: int, buffer: memoryview) -> _Late:
@@ -95,3 +86,34 @@ class LateQueue:
 def use_queue(monkeypatch: pytest.MonkeyPatch, make: Callable[[], LateQueue]) -> None:
     """Engines made from now on use the queue that `make` gives."""
     monkeypatch.setattr(initialize, "IoQueue", lambda *_, **__: make())
+
+
+def flip_bit(path: Path, offset: int, mask: int = 16) -> None:
+    """Change one bit of the byte at `offset` of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ mask]))
+
+
+def die(*_: Any, **__: Any) -> NoReturn:
+    """End this process as `kill -9` does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("dead processes do not go on")
+
+
+def die_after_writes(count: int) -> None:
+    """From now on: die when so many writes of a store have ended."""
+    write = Store.write
+
+    def write_and_die(store: Store, *arguments: Any) -> Any:
+        nonlocal count
+        future = write(store, *arguments)
+        future.wait()
+        count -= 1
+        if not count:
+            die()
+        return future
+
+    Store.write = write_and_die  # type: ignore[method-assign]

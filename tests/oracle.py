@@ -335,6 +335,14 @@ def processes() -> Any:
     return context
 
 
+def dies(function: Callable[..., Any], *arguments: Any) -> None:
+    """Call `function` in a process that SIGKILL must end."""
+    process = processes().Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, f"it ended with {process.exitcode}"
+
+
 def _until_killed(
     job: Job, placement: tuple[str, str], folder: Path, log: Path, late: float, options: dict[str, Any]
 ) -> None:
@@ -376,7 +384,7 @@ def kill_and_resume(
                 time.sleep(0.005)
             time.sleep(chance.uniform(0.0, 0.2))
             assert process.is_alive(), "the process ended before it was killed: give the job more steps"
-            os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            process.kill()
         process.join()
         if attempt == kills:
             assert process.exitcode == 0, f"the last process ended with {process.exitcode}"

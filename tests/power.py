@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from offload.aio import File, IoFuture, IoQueue, Priority, crc32c
+from offload.aio import File, IoFuture, IoQueue, crc32c
 
 SECTOR = 512
 IGNORED = "lock"
@@ -447,24 +447,10 @@ class RecordingQueue:
     def __init__(self, inner: IoQueue, recorder: Recorder) -> None:
         self._inner, self._recorder = inner, recorder
 
-    def read(
-        self,
-        file: File,
-        offset: int,
-        buffer: memoryview,
-        priority: Priority = Priority.NORMAL,
-        checksum: bool = False,
-    ) -> IoFuture:
-        return self._inner.read(file, offset, buffer, priority=priority, checksum=checksum)
+    def read(self, file: File, offset: int, buffer: memoryview, **how: Any) -> IoFuture:
+        return self._inner.read(file, offset, buffer, **how)
 
-    def write(
-        self,
-        file: File,
-        offset: int,
-        buffer: memoryview,
-        priority: Priority = Priority.NORMAL,
-        checksum: bool = False,
-    ) -> _Ending:
+    def write(self, file: File, offset: int, buffer: memoryview, **how: Any) -> _Ending:
         numbers, at = [], 0
         for piece in file.pieces(offset, len(buffer)):
             number = self._recorder.wrote(piece.buffered, piece.offset, bytes(buffer[at : at + piece.nbytes]))
@@ -472,7 +458,7 @@ class RecordingQueue:
             if number is not None:
                 numbers.append(number)
                 self._recorder.in_flight[number] = self._recorder.in_flight.get(number, 0) + 1
-        future = self._inner.write(file, offset, buffer, priority=priority, checksum=checksum)
+        future = self._inner.write(file, offset, buffer, **how)
         return _Ending(future, self._recorder, numbers)
 
 

@@ -22,6 +22,7 @@ from offload.engine import checkpoint_folder, checkpoint_save
 from offload.engine.checkpoint_files import checkpoints
 from offload.errors import EngineFailed, IoError, StoreError, UsageError
 from tests import models
+from tests.faults import flip_bit
 from tests.oracle import PLACEMENTS, Job, assert_same_tensors, config, run, start, train_step, weights_of
 
 DISK, CPU, NONE = ("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")
@@ -440,28 +441,20 @@ def test_keep_last_removes_the_oldest_of_ours_and_nothing_else(tmp_path: Path) -
 # -- damage -------------------------------------------------------------------------------------------
 
 
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ 16]))
-
-
 def harm(folder: Path, how: str) -> None:
     states = folder / "states.rank0.safetensors"
     if how == "a byte of a state":
-        flip(states, states.stat().st_size - 5000)
+        flip_bit(states, states.stat().st_size - 5000)
     elif how == "a byte of a weight":
-        flip(states, 4096 * 3)
+        flip_bit(states, 4096 * 3)
     elif how == "a header":
-        flip(states, 30)
+        flip_bit(states, 30)
     elif how == "cut short":
         os.truncate(states, states.stat().st_size - 4096)
     elif how == "no states":
         states.unlink()
     elif how == "progress":
-        flip(folder / "progress.rank0.safetensors", 3000)
+        flip_bit(folder / "progress.rank0.safetensors", 3000)
     elif how == "manifest":
         text = (folder / "manifest.json").read_text()
         (folder / "manifest.json").write_text(text.replace('"epoch": 2', '"epoch": 3'))
@@ -511,7 +504,7 @@ def test_swap_files_that_are_damaged_are_not_saved(tmp_path: Path) -> None:
     store = engine._parts.store
     assert store is not None
     place = store._places[1][list(engine._parts.held.states(1))[1]][store.newest[1]]
-    flip(store.folders[0] / "states", place.offset(100))
+    flip_bit(store.folders[0] / "states", place.offset(100))
     os.sync()
     with pytest.raises(OSError, match="checksum"):
         engine.save_checkpoint(tmp_path / "saved", tag="bad")

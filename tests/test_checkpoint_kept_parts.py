@@ -15,6 +15,7 @@ from offload.errors import IoError
 from offload.swapper.states import State
 from offload.swapper.store.manifest import read_manifest
 from offload.swapper.store.record import read_records
+from tests.faults import flip_bit
 
 
 class Pair(nn.Module):
@@ -71,11 +72,7 @@ def test_damage_in_what_stays_is_an_error(
     record = read_records(rank / "commit").valid[0]
     place = read_manifest(rank / "manifest.json").spec.places()[0][state][record.slots[0]]
     if damaged:
-        with (rank / "states").open("r+b") as file:
-            file.seek(place.offset(4 * element))
-            byte = file.read(1)[0]
-            file.seek(-1, 1)
-            file.write(bytes([byte ^ 16]))
+        flip_bit(rank / "states", place.offset(4 * element))
     engine = begin(run, True, frozen)
     if damaged:
         with pytest.raises(IoError, match="checksum"):

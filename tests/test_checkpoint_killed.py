@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,19 +15,13 @@ import torch
 import offload
 from offload.engine import checkpoint_folder, checkpoint_save
 from tests import models
-from tests.oracle import config, start, train_step
+from tests.faults import die
+from tests.oracle import config, dies, processes, start, train_step
 
 JOB = models.DROPOUT._replace(dtype="bf16", steps=4)
 CPU = ("cpu", "cpu")
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.oracle", "tests.models", "transformers.models.gpt2.modeling_gpt2"])
-"""Importing all of it takes longer than a save."""
 _REPLACES = ("all but the old one", "the old one goes", "the old one is empty", "between two renames")
 """Moments of a save of a tag that is there already."""
-
-
-def die(*_: Any, **__: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def before(module: Any, name: str, call: int = 1) -> Callable[[], None]:
@@ -127,11 +118,8 @@ def goes_on(folder: Path, least: int, same_tag: bool) -> int:
     [(moment, same) for moment in MOMENTS for same in (False, True) if same or moment not in _REPLACES],
 )
 def test_killed_at_each_moment(moment: str, same_tag: bool, tmp_path: Path) -> None:
-    receiver, sender = _processes.Pipe(duplex=False)
-    process = _processes.Process(target=save_and_die, args=(tmp_path, moment, same_tag, sender))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    receiver, sender = processes().Pipe(duplex=False)
+    dies(save_and_die, tmp_path, moment, same_tag, sender)
     assert receiver.recv() == 1 and not receiver.poll(), "it died in the second save"
     named = moment in ("latest follows", "it has its name", "after two renames")
     gone = moment in ("all but the old one", "the old one goes", "the old one is empty")
@@ -144,13 +132,12 @@ def test_killed_at_random_moments(same_tag: bool, tmp_path: Path) -> None:
     chance = random.Random(same_tag)
     for attempt in range(2):
         folder = tmp_path / str(attempt)
-        receiver, sender = _processes.Pipe(duplex=False)
-        process = _processes.Process(target=save_and_die, args=(folder, None, same_tag, sender))
+        receiver, sender = processes().Pipe(duplex=False)
+        process = processes().Process(target=save_and_die, args=(folder, None, same_tag, sender))
         process.start()
         first = receiver.recv()
         time.sleep(chance.uniform(0.0, 0.1))
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
         while receiver.poll():
             first = receiver.recv()

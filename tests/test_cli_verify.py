@@ -20,6 +20,7 @@ from offload.swapper.store import store as store_module
 from offload.swapper.store.look import look
 from offload.swapper.store.manifest import Place
 from tests import models
+from tests.faults import flip_bit
 from tests.oracle import start, train_step
 
 JOB = models.GPT2._replace(dtype="bf16")
@@ -83,15 +84,6 @@ def resumed(swap: Path) -> int | None:
     return epoch
 
 
-def flip(path: Path, position: int) -> None:
-    """One bit."""
-    with path.open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ 4]))
-
-
 def newest(run: Path) -> tuple[int, Callable[[int, State], Place]]:
     """The number of the last blob, and where the slots lie that the last commit names."""
     found = look(run / "rank0")
@@ -123,7 +115,7 @@ def test_a_flipped_bit_of_any_state_is_named(state: State, run: Path) -> None:
     _, place = newest(run)
     for unit, position in ((0, 0), (3, place(3, state).nbytes - 1)):
         path, start = on_drive(run, place(unit, state).offset(position))
-        flip(path, start)
+        flip_bit(path, start)
         code, told = verify(run)
         (damage,) = told["ranks"][0]["damages"]
         assert code == 1 and not told["whole"]
@@ -132,7 +124,7 @@ def test_a_flipped_bit_of_any_state_is_named(state: State, run: Path) -> None:
         assert damage["offset"] <= place(unit, state).offset(position) < damage["offset"] + damage["nbytes"]
         assert any(file == str(path) and at <= start < at + nbytes for file, at, nbytes in damage["places"])
         assert f"damaged: {state.value} of {damage['unit']}, slot {damage['slot']}" in said(run)
-        flip(path, start)
+        flip_bit(path, start)
     assert verify(run)[0] == 0
 
 
@@ -159,7 +151,7 @@ def test_a_blob(run: Path, swap: Path) -> None:
     """A flipped bit of the last blob, or no blob: named, and the commit before is read instead, as a resume does."""
     which, _ = newest(run)
     path = run / "rank0" / f"blob.{which}"
-    flip(path, 300)
+    flip_bit(path, 300)
     for reason in ("its checksum is not the one", "it is missing"):
         code, told = verify(run)
         (file,) = told["ranks"][0]["files"]
@@ -183,13 +175,13 @@ def test_no_blob_is_whole(run: Path, swap: Path) -> None:
 def test_a_torn_record_is_named_and_the_one_before_is_taken(run: Path, swap: Path) -> None:
     which, _ = newest(run)
     for position in (20, 4000):  # of the head, of the zeros behind it
-        flip(run / "rank0" / "commit", which * 4096 + position)
+        flip_bit(run / "rank0" / "commit", which * 4096 + position)
         code, told = verify(run)
         (file,) = told["ranks"][0]["files"]
         assert code == 1 and file["path"].endswith("/commit") and "torn" in file["reason"] and told["epoch"] == 2
         assert inspected(run)["damaged"] == [file] and [c["epoch"] for c in inspected(run)["commits"]] == [2]
-        flip(run / "rank0" / "commit", which * 4096 + position)
-    flip(run / "rank0" / "commit", which * 4096 + 20)
+        flip_bit(run / "rank0" / "commit", which * 4096 + position)
+    flip_bit(run / "rank0" / "commit", which * 4096 + 20)
     assert resumed(swap) == 2
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ from offload.aio import DirectFile
 from offload.swapper.store import Store
 from offload.swapper.store.record import read_records
 from tests import models
-from tests.oracle import assert_same, assert_same_tensors, processes, run, start, train_step, weights_of
+from tests.faults import die, die_after_writes
+from tests.oracle import assert_same, assert_same_tensors, dies, run, start, train_step, weights_of
 
 DISK = ("nvme", "nvme")
 JOB = models.DROPOUT._replace(dtype="bf16", steps=8, accumulation=2)
@@ -85,17 +84,7 @@ def _die_after(folder: Path, placement: tuple[str, str], steps: int, writes: int
         train_step(engine, JOB, step)
     if engine._parts.updater is not None:
         engine._parts.updater.finish(commit=False)
-    write, left = Store.write, [writes]
-
-    def write_and_die(store: Store, *arguments: Any) -> Any:
-        future = write(store, *arguments)
-        future.wait()
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return future
-
-    Store.write = write_and_die  # type: ignore[method-assign]
+    die_after_writes(writes)
     train_step(engine, JOB, steps - 1)
     engine.destroy()
 
@@ -106,11 +95,7 @@ def _die_after(folder: Path, placement: tuple[str, str], steps: int, writes: int
 def test_a_kill_loses_the_steps_since_the_last_commit(
     placement: tuple[str, str], steps: int, committed: int, writes: int, tmp_path: Path
 ) -> None:
-    arguments = (tmp_path / "cut", placement, steps, writes, EVERY)
-    process = processes().Process(target=_die_after, args=arguments)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    dies(_die_after, tmp_path / "cut", placement, steps, writes, EVERY)
     whole = run(JOB, placement, tmp_path / "whole", durability="step")
     engine = start(JOB, placement, tmp_path / "cut", resume="must", **EVERY)
     assert engine.global_steps == committed
@@ -166,17 +151,14 @@ def _die_after_edits(folder: Path) -> None:
     _edit(engine, 0.5)
     engine.module.state_dict()  # the edit has been carried out, into the slots of the window
     engine._parts.updater.finish()  # type: ignore[union-attr]
-    os.kill(os.getpid(), signal.SIGKILL)
+    die()
 
 
 def test_a_kill_takes_edits_of_the_window_with_it(tmp_path: Path) -> None:
     memory = start(JOB, ("none", "none"), tmp_path / "memory")
     expected = _train_with_edits(memory, range(8))
     weights = memory.module.state_dict()
-    process = processes().Process(target=_die_after_edits, args=(tmp_path / "disk",))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    dies(_die_after_edits, tmp_path / "disk")
     engine = start(JOB, DISK, tmp_path / "disk", resume="must", **EVERY)
     assert engine.global_steps == 3
     assert _train_with_edits(engine, range(3, 8)) == expected[3:]

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import resource
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -338,7 +337,7 @@ def test_a_kill_leaves_a_partial_folder_that_the_next_export_removes(small: Path
         time.sleep(0.01)
     result = run(small, tmp_path / "out")
     assert result.exit_code == 2 and f"in use by process {process.pid}" in result.stderr
-    os.kill(process.pid or 0, signal.SIGKILL)
+    process.kill()
     process.join()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.partial", "swap"]
     told = exported(small, tmp_path / "out")

@@ -18,6 +18,7 @@ from offload.cli import app
 from offload.errors import EngineFailed, IoError
 from offload.swapper.states import State
 from offload.swapper.store.look import look
+from tests.faults import flip_bit
 from tests.oracle import (
     DTYPES,
     assert_same,
@@ -141,11 +142,7 @@ def flip_frozen(rank: Path, unit: int) -> None:
     manifest = look(rank).manifest
     assert manifest is not None
     extent = manifest.spec.places()[unit][State.WEIGHT][0].extents[-1]
-    with (rank / "states").open("r+b") as file:
-        file.seek(extent.offset + extent.nbytes // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 8]))
+    flip_bit(rank / "states", extent.offset + extent.nbytes // 2)
 
 
 def test_damage_in_them_is_found_by_verify_and_by_who_reads_them(tmp_path: Path) -> None:

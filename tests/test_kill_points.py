@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,8 @@ import pytest
 from offload.swapper.store import Store, run_status
 from offload.swapper.store import store as store_module
 from tests import models
-from tests.oracle import Job, Result, assert_same, kill_and_resume, processes, run, start, train_step, weights_of
+from tests.faults import die, die_after_writes
+from tests.oracle import Job, Result, assert_same, dies, kill_and_resume, run, start, train_step, weights_of
 
 DISK = ("nvme", "nvme")
 JOB = models.DROPOUT._replace(dtype="bf16", steps=6)
@@ -31,10 +31,6 @@ class Point(NamedTuple):
     moment: str
     """before, halfway (through the bytes of a write) or after."""
     count: int = 1
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def deadly(point: Point) -> Callable[[], None]:
@@ -137,10 +133,7 @@ def _steps(engine: Any, log: Path, steps: int) -> None:
 
 def killed(folder: Path, prepare: Callable[..., None], *arguments: Any) -> None:
     """Train in a process that dies where `prepare` says."""
-    process = processes().Process(target=_train, args=(folder, folder / "log", JOB.steps, prepare, arguments))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL, "it was not killed"
+    dies(_train, folder, folder / "log", JOB.steps, prepare, arguments)
 
 
 def resumed(folder: Path, expected: int, whole: Result) -> None:
@@ -242,17 +235,7 @@ def test_when_a_commit_was_taken_back(tmp_path: Path, whole: Result) -> None:
 
 def _back_and_dead(writes: int) -> None:
     one_commit_back(None)
-    write, left = Store.write, [writes]
-
-    def write_and_die(store: Store, *arguments: Any) -> Any:
-        future = write(store, *arguments)
-        future.wait()
-        left[0] -= 1
-        if not left[0]:
-            die()
-        return future
-
-    Store.write = write_and_die  # type: ignore[method-assign]
+    die_after_writes(writes)
 
 
 @pytest.mark.parametrize("writes", [1, 2, 9])
@@ -300,10 +283,7 @@ def test_an_optimizer_without_states_has_two_slots_too(when: int, tmp_path: Path
     """In fp32 its units have weights alone, as frozen ones do: what a commit names must not be written over."""
     job = JOB._replace(dtype="fp32", optimizer="SGD", lr=0.1, weight_decay=0.0)
     whole = run(job, DISK, tmp_path / "whole")
-    killed = processes().Process(target=_die_in_a_write, args=(job, tmp_path / "run", when))
-    killed.start()
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL
+    dies(_die_in_a_write, job, tmp_path / "run", when)
     engine = start(job, DISK, tmp_path / "run", resume="must")
     first = engine.global_steps
     losses = [train_step(engine, job, step) for step in range(first, job.steps)]

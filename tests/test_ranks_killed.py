@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import random
 import re
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 from offload.errors import RankError
 from offload.swapper.store import Store
 from tests import models
-from tests.faults import LateQueue
+from tests.faults import LateQueue, die
 from tests.oracle import Job, assert_same_tensors, weights_of
 from tests.rank_pool import free_port, meet, start
 from tests.test_ranks import language_rows_loss
@@ -55,7 +54,7 @@ class Run:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def kill(self, rank: int) -> None:
-        os.kill(self.ranks[rank].pid, signal.SIGKILL)  # type: ignore[arg-type]
+        self.ranks[rank].kill()
 
     def end(self) -> None:
         """Wait for both."""
@@ -122,7 +121,7 @@ def _die_at(epoch: int) -> None:
     def commit_or_die(self: Store, number: int, contents: Any) -> None:
         if number == epoch:
             time.sleep(0.3)  # the other one commits
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         commit(self, number, contents)
 
     Store.commit = commit_or_die  # type: ignore[method-assign]

@@ -6,10 +6,8 @@ import collections
 import itertools
 import json
 import multiprocessing
-import os
 import random
 import re
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -230,8 +228,8 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
             time.sleep(0.002)
         if kill:
             time.sleep(chance.uniform(0, 0.05))
-            assert child.pid is not None and child.is_alive(), "it ended before it was killed: give it more steps"
-            os.kill(child.pid, signal.SIGKILL)
+            assert child.is_alive(), "it ended before it was killed: give it more steps"
+            child.kill()
         child.join()
     assert child.exitcode == 0
     seen: dict[int, list[float]] = {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,12 @@ import offload
 from offload.engine import looking
 from offload.errors import BudgetError, UsageError
 from tests import models
+from tests.faults import die
 from tests.oracle import (
     Job,
     PlainEngine,
+    dies,
     least_host_memory,
-    processes,
     room_for,
     run,
     small_pieces,
@@ -402,7 +401,7 @@ def _edit_and_die(job: Job, placement: tuple[str, str], folder: Path, steps: int
     everything(engine.module)  # the first call after a step, which its commit waits for, and all edits are carried out
     engine._parts.weights.flush()
     engine._parts.updater.finish()
-    os.kill(os.getpid(), signal.SIGKILL)
+    die()
 
 
 @pytest.mark.parametrize(("placement", "steps"), [(DISK, 0), (DISK, 1), (("cpu", "cpu"), 1)])
@@ -410,10 +409,7 @@ def _edit_and_die(job: Job, placement: tuple[str, str], folder: Path, steps: int
 def test_killed_after_an_edit(placement: tuple[str, str], steps: int, tmp_path: Path) -> None:
     """Before the next commit the run resumes without the edit, after it with it: never with half of it."""
     job = models.GPT2._replace(dtype="bf16")
-    process = processes().Process(target=_edit_and_die, args=(job, placement, tmp_path / "cut", steps))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    dies(_edit_and_die, job, placement, tmp_path / "cut", steps)
     whole = start(job, placement, tmp_path / "whole", durability="step")
     for step in range(2):
         train_step(whole, job, step)

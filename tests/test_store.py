@@ -25,6 +25,7 @@ from offload.swapper.store import store as store_module
 from offload.swapper.store.drives import shares
 from offload.swapper.store.record import MAX_UNITS, Record
 from offload.swapper.store.requests import Compared
+from tests.faults import flip_bit
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}
 SPEC = StoreSpec((SIZES, SIZES, {State.WEIGHT: 4096}), 2, {"model": "test"}, frozen=(0, 0, 4096))
@@ -521,9 +522,7 @@ def test_a_flipped_bit_is_noticed_however_it_is_read(piece: int, tmp_path: Path,
     store.close()
     store, _ = opened(tmp_path, queue)
     at = store._places[0][State.WEIGHT][slot].offset(5000)
-    with (tmp_path / "run" / "rank0" / "states").open("r+b") as file:
-        file.seek(at)
-        file.write(bytes([7 ^ 4]))
+    flip_bit(tmp_path / "run" / "rank0" / "states", at)
     with pytest.raises(IoError, match=r"use weight of unit 0, slot [AB],") as caught:
         read_in(store, 0, State.WEIGHT, piece)
     assert caught.value.errno == errno.EBADMSG

@@ -25,6 +25,7 @@ from offload.swapper.store import Store
 from offload.swapper.store.manifest import read_manifest
 from offload.swapper.store.record import Record, read_records
 from tests import models
+from tests.faults import flip_bit
 from tests.oracle import Job, least_host_memory, processes, run, small_pieces, start, train_step
 
 DISK = ("nvme", "nvme")
@@ -98,11 +99,8 @@ def flip(folder: Path, unit_name: str, state: State, where: float) -> None:
     spec = read_manifest(rank / "manifest.json").spec
     unit = next(number for number, row in enumerate(spec.fingerprint["units"]) if row["name"] == unit_name)
     place = spec.places()[unit][state][records(folder)[0].slots[unit]]
-    with (rank / "states").open("r+b") as file:
-        file.seek(place.offset(int(where * (place.nbytes - 1))))
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ random.Random(where).choice([1, 16, 128])]))
+    at = place.offset(int(where * (place.nbytes - 1)))
+    flip_bit(rank / "states", at, random.Random(where).choice([1, 16, 128]))
 
 
 def refused(folder: Path, unit_name: str, state: State, placement: tuple[str, str] = DISK, **options: Any) -> None:

@@ -21,6 +21,7 @@ from offload.swapper.store import Store, StoreSpec
 from offload.swapper.store import store as store_module
 from offload.swapper.store.requests import Compared
 from offload.swapper.store.sums import Passages, Slot, Stretch
+from tests.faults import flip_bit
 
 TRAINABLE, ALL = 12288, 20480
 SPEC = StoreSpec(
@@ -84,12 +85,8 @@ def by_another_process(store: Store) -> Iterator[Store]:
 
 def damage(store: Store, unit: int, state: State, at: int, slot: int | None = None) -> None:
     """Flip a bit, in the newest slot if none is given."""
-    path = store.folders[0] / "states"
-    with path.open("r+b") as file:
-        file.seek(store._places[unit][state][store.newest[unit] if slot is None else slot].offset(at))
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 1]))
+    place = store._places[unit][state][store.newest[unit] if slot is None else slot]
+    flip_bit(store.folders[0] / "states", place.offset(at))
 
 
 def test_who_waits_late_for_a_read_is_not_alarmed_by_an_update(store: Store) -> None:

@@ -21,6 +21,7 @@ from offload.swapper.store import folder as folder_module
 from offload.swapper.store.folder import Lock
 from offload.swapper.store.record import was_committed
 from tests import models, rank_pool
+from tests.faults import flip_bit
 from tests.oracle import config, start, train_step
 from tests.test_store import SPEC, blob, created, queue, text_of, update  # noqa: F401
 
@@ -266,11 +267,7 @@ def _damage(run: Path, state: str, offset: int = 0) -> None:
     slots = found.commits[0].record.slots
     row = found.manifest.spec.places()[0]
     place = next(places for each, places in row.items() if each.value == state)[slots[0]]
-    with (run / "rank0" / "states").open("r+b") as file:
-        file.seek(place.offset(offset))
-        byte = file.read(1)
-        file.seek(place.offset(offset))
-        file.write(bytes([byte[0] ^ 16]))
+    flip_bit(run / "rank0" / "states", place.offset(offset))
 
 
 @pytest.mark.parametrize("found_by", ["training", "verify"])
