@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ from offload.engine.source import StoreSource
 from offload.export import export, make_plan, read_nbytes
 from offload.swapper.states import State
 from tests import models, rank_pool
-from tests.oracle import Job, assert_same_tensors, config, start, train_step, weights_of
+from tests.oracle import Job, assert_same_tensors, config, peak_memory, peak_rss, start, train_step, weights_of
 
 DISK = ("nvme", "nvme")
 
@@ -367,30 +366,27 @@ class Wide(nn.Module):
         self.layer = nn.Linear(4096, 16384, bias=False)
 
 
-def test_a_large_parameter_is_never_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_parameter_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
     """256 MiB of fp32 from 64 Mi elements: what torch and our buffers take is counted, and what is read ahead."""
-
     engine = offload.initialize(
         model=Wide().bfloat16(), config=config(Job(Wide, models.language_loss, dtype="bf16"), DISK, tmp_path / "swap")
     )[0]
     engine.destroy()
-    spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(1) as workers:
-        grown, nbytes = workers.apply(_growth, (tmp_path / "swap" / "default", tmp_path / "out"))
+    (grown, nbytes), _ = peak_memory(_growth, tmp_path / "swap" / "default", tmp_path / "out")
     assert nbytes == 256 << 20
-    assert grown < 80 << 20, f"{grown / 2**20:.0f} MiB"
+    assert grown < 160 << 20, f"{grown / 2**20:.0f} MiB, of which libraries are up to 80 in a process that is new"
 
 
 def _growth(run: Path, out: Path) -> tuple[int, int]:
     """How far the peak RSS grew, and how many bytes were written."""
     small = torch.ones(8, dtype=torch.bfloat16)
     kernels.join_master(small, torch.zeros(8, dtype=torch.int16), torch.empty(8))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_rss()
     with IoQueue() as queue:
         source = StoreSource(run, queue)
         done = export(source, out, make_plan(source, "fp32", 5_000_000_000))
         source.close()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, done.nbytes
+    return peak_rss() - before, done.nbytes
 
 
 def test_what_is_read_is_what_was_planned(small: Path, tmp_path: Path) -> None:

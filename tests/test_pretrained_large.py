@@ -21,7 +21,7 @@ from offload.aio import IoQueue
 from offload.engine.tensor_file import Tensor, Writer
 from offload.export import export, make_plan, open_source
 from offload.sizes import GIB, MIB
-from tests.oracle import peak_memory
+from tests.oracle import peak_memory, peak_rss
 
 SMALL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24, "num_attention_heads": 8}
 LARGE = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24}
@@ -84,9 +84,7 @@ def life_of_a_model(folder: Path, host: int, device: int) -> dict[str, float]:
     began = time.perf_counter()
 
     def note(what: str) -> None:
-        # Not ru_maxrss, which a process has from the one that started it.
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        figures[what] = int(status["VmHWM"].split()[0]) * 1024 - base
+        figures[what] = peak_rss() - base
         figures[f"{what}, seconds"] = time.perf_counter() - began
 
     config = ds_config(folder, host, device)
