@@ -327,7 +327,7 @@ def same_bits(job: Job, folder: Path, placements: Sequence[tuple[str, str]] = PL
 
 
 def processes() -> Any:
-    """Where processes that may be killed come from: one that has imported what they need, and done nothing else."""
+    """Where processes come from: one that has imported what they need, which takes longer than most, and no more."""
     context = multiprocessing.get_context("forkserver")
     modules = ["pytest", "tests.models", "tests.faults", "transformers.models.gpt2.modeling_gpt2"]
     context.set_forkserver_preload(modules)

@@ -6,7 +6,6 @@ A pool is started once and given one piece of work after the other: importing to
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import socket
 import time
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import offload
-from tests.oracle import Job, Result, config, weights_of
+from tests.oracle import Job, Result, config, processes, weights_of
 
 
 def free_port() -> int:
@@ -66,12 +65,11 @@ class RankPool:
         self._start()
 
     def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
         port = free_port()
         self.pipes, self.processes = [], []
         for rank in range(self.size):
-            mine, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
+            mine, theirs = processes().Pipe()
+            process = processes().Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
             process.start()
             self.pipes.append(mine)
             self.processes.append(process)

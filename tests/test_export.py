@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import time
@@ -26,7 +25,17 @@ from offload.engine.source import StoreSource
 from offload.export import export, make_plan, read_nbytes
 from offload.swapper.states import State
 from tests import models, rank_pool
-from tests.oracle import Job, assert_same_tensors, config, peak_memory, peak_rss, start, train_step, weights_of
+from tests.oracle import (
+    Job,
+    assert_same_tensors,
+    config,
+    peak_memory,
+    peak_rss,
+    processes,
+    start,
+    train_step,
+    weights_of,
+)
 
 DISK = ("nvme", "nvme")
 
@@ -328,7 +337,7 @@ def _stalled(run: Path, out: Path) -> None:
 
 
 def test_a_kill_leaves_a_partial_folder_that_the_next_export_removes(small: Path, tmp_path: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_stalled, args=(small, tmp_path / "out"))
+    process = processes().Process(target=_stalled, args=(small, tmp_path / "out"))
     process.start()
     partial = tmp_path / "out.partial"
     deadline = time.monotonic() + 60

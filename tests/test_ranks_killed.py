@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import random
 import re
@@ -22,7 +21,7 @@ from offload.errors import RankError
 from offload.swapper.store import Store
 from tests import models
 from tests.faults import LateQueue, die
-from tests.oracle import Job, assert_same_tensors, weights_of
+from tests.oracle import Job, assert_same_tensors, processes, weights_of
 from tests.rank_pool import free_port, meet, start
 from tests.test_ranks import language_rows_loss
 
@@ -35,11 +34,10 @@ class Run:
     """Two processes that train `JOB`, from the last step that both hold to the end or a kill."""
 
     def __init__(self, folder: Path, late: float = 0.0, dies: tuple[int, int] | None = None, **options: Any) -> None:
-        spawn = multiprocessing.get_context("spawn")
         self.log, port = folder / "log", free_port()
         self.log.mkdir(parents=True, exist_ok=True)
         arguments = [(rank, port, JOB, folder, late, dies, options) for rank in range(2)]
-        self.ranks = [spawn.Process(target=_train, args=each, daemon=True) for each in arguments]
+        self.ranks = [processes().Process(target=_train, args=each, daemon=True) for each in arguments]
         for process in self.ranks:
             process.start()
 

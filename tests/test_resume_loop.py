@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import itertools
 import json
-import multiprocessing
 import random
 import re
 import time
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 import offload
 from offload.engine.plain import from_plain, to_plain
 from offload.errors import ConfigError, UsageError
-from tests.oracle import assert_same_tensors, weights_of
+from tests.oracle import assert_same_tensors, processes, weights_of
 
 SAMPLES, MICRO, ACCUMULATION, STEPS = 20, 2, 2, 13
 """Five steps are a pass."""
@@ -219,10 +218,10 @@ def _lines(log: Path) -> int:
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """SIGKILL, twice, of a loop with our loader, a schedule of its own and a client_state."""
     setup, log = Setup("ours", registered=multi_step, draws=True), tmp_path / "log"
-    chance, spawn = random.Random(1), multiprocessing.get_context("spawn")
+    chance = random.Random(1)
     for kill in (True, True, False):
         before = _lines(log)
-        child = spawn.Process(target=_until_killed, args=(tmp_path / "killed", log, setup))
+        child = processes().Process(target=_until_killed, args=(tmp_path / "killed", log, setup))
         child.start()
         while kill and child.is_alive() and _lines(log) < before + 2:  # the first of the two is committed by then
             time.sleep(0.002)
