@@ -70,50 +70,61 @@ class Result(NamedTuple):
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class PlainLion(torch.optim.Optimizer):
+class PlainOptimizer(torch.optim.Optimizer):
+    """An optimizer that looks at one parameter after the other: those with a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, group, self.state[p])
+
+    def update(self, p: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class PlainLion(PlainOptimizer):
     """Chen et al. 2023, algorithm 2."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is not None:
-                    m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
-                    p.sub_(group["lr"] * (beta1 * m + (1 - beta1) * p.grad).sign())
-                    m.mul_(beta2).add_((1 - beta2) * p.grad)
+    def update(self, p: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        m = state.setdefault("exp_avg", torch.zeros_like(p))
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(group["lr"] * (beta1 * m + (1 - beta1) * p.grad).sign())
+        m.mul_(beta2).add_((1 - beta2) * p.grad)
 
 
-class PlainLamb(torch.optim.Optimizer):
+class PlainLamb(PlainOptimizer):
     """You et al. 2020, algorithm 2, with bias correction and a bounded ratio."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state |= {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
-                state["step"] += 1
-                state["m"].mul_(0.9).add_(0.1 * p.grad)
-                state["v"].mul_(0.999).add_(0.001 * p.grad.square())
-                m, v = state["m"] / (1 - 0.9 ** state["step"]), state["v"] / (1 - 0.999 ** state["step"])
-                direction = m / (v.sqrt() + 1e-8) + group["weight_decay"] * p
-                weight, length = p.norm(), direction.norm()
-                ratio = 1.0 if weight == 0 or length == 0 else float(min(max(weight / length, 0.01), 10.0))
-                p.sub_(group["lr"] * ratio * direction)
+    def update(self, p: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if not state:
+            state |= {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
+        state["step"] += 1
+        state["m"].mul_(0.9).add_(0.1 * p.grad)
+        state["v"].mul_(0.999).add_(0.001 * p.grad.square())
+        m, v = state["m"] / (1 - 0.9 ** state["step"]), state["v"] / (1 - 0.999 ** state["step"])
+        direction = m / (v.sqrt() + 1e-8) + group["weight_decay"] * p
+        weight, length = p.norm(), direction.norm()
+        ratio = 1.0 if weight == 0 or length == 0 else float(min(max(weight / length, 0.01), 10.0))
+        p.sub_(group["lr"] * ratio * direction)
 
 
 PLAIN: dict[str, Any] = {"Lion": PlainLion, "Lamb": PlainLamb}
+
+
+def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weights of an fp32 master; in bf16 ties go away from zero, as a master in two halves has them."""
+    if dtype is not torch.bfloat16:
+        return master.to(dtype)
+    return ((master.detach().view(torch.int32).to(torch.int64) + 0x8000) >> 16).to(torch.int16).view(dtype)
 
 
 class PlainEngine:
@@ -167,13 +178,8 @@ class PlainEngine:
 
     @torch.no_grad()
     def _round(self) -> None:
-        """The weights are the masters, rounded; in bf16 ties go away from zero, as a master in two halves has them."""
         for parameter, master in zip(self.module.parameters(), self._masters, strict=True):
-            if self._job.dtype == "bf16":
-                bits = (master.view(torch.int32).to(torch.int64) + 0x8000) >> 16 << 16
-                parameter.copy_(bits.to(torch.int32).view(torch.float32))
-            else:
-                parameter.copy_(master)
+            parameter.copy_(rounded(master, parameter.dtype))
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()

@@ -334,7 +334,7 @@ MUTANTS = (
         "offload.engine.torch_steps",
         "_check_apart(optimizer, options, [min(size, _SMALL) for size in shape], attributes)",
         "pass",
-        "tests/test_torch_optimizers.py",
+        "tests/test_torch_optimizers_refused.py",
     ),
     Mutant(
         "commit the generators of a forward that was given up",
