@@ -43,6 +43,15 @@ def _leaves_no_engine(_deterministic: None) -> Iterator[None]:
         pytest.fail("the test has left an engine open")
 
 
+@pytest.fixture
+def engines_end() -> Iterator[None]:
+    """For tests whose engines `tests.pretrained` makes: they end with the test."""
+    from tests.pretrained import end_engines
+
+    yield
+    end_engines()
+
+
 @pytest.fixture(autouse=True)
 def _cuda_only_where_there_is_one(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -9,6 +9,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.models import WIDTHS
+
 SPECIAL = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
 PLAIN_TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}"
 MARKING_TEMPLATE = (
@@ -32,10 +34,7 @@ def tokenizer(template: str | None = None) -> Any:
 
 def llama_config(**more: Any) -> Any:
     settings = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        **WIDTHS,
         "vocab_size": 256 + len(SPECIAL),
         "max_position_embeddings": 128,
         "bos_token_id": 0,

@@ -9,6 +9,11 @@ from torch.nn import functional
 
 from tests.oracle import Job
 
+WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+"""Of a tiny transformer, by the names that most families have for them."""
+DECODER = {**WIDTHS, "num_key_value_heads": 2, "vocab_size": 128}
+IMAGES = {"image_size": 16, "patch_size": 8}
+
 
 def gpt2() -> nn.Module:
     """Three blocks, tied embedding, dropout off."""
@@ -97,38 +102,12 @@ def swin() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            vocab_size=128,
-            use_cache=False,
-        )
-    )
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=4, use_cache=False))
 
 
 def llava() -> nn.Module:
     """A vision-language model: a CLIP tower, a projector and a Llama."""
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=16,
-        patch_size=8,
-    )
-    text = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-    )
+    vision, text = transformers.CLIPVisionConfig(**WIDTHS, **IMAGES), transformers.LlamaConfig(**DECODER)
     return transformers.LlavaForConditionalGeneration(
         transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=127)
     )

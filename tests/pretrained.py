@@ -16,15 +16,7 @@ from tests import models
 from tests.oracle import Job, config
 
 DISK = ("nvme", "nvme")
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-}
+SMALL = {**models.DECODER, "max_position_embeddings": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 
 Inputs = dict[str, torch.Tensor]
@@ -68,25 +60,11 @@ FAMILIES = {
     "gemma": Family(lambda: T.GemmaForCausalLM(T.GemmaConfig(**SMALL, head_dim=8)), CAUSAL),
     "t5": Family(models.t5, T.AutoModelForSeq2SeqLM),
     "bert": Family(
-        lambda: T.BertForMaskedLM(
-            T.BertConfig(
-                hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128
-            )
-        ),
+        lambda: T.BertForMaskedLM(T.BertConfig(**models.WIDTHS, vocab_size=128)),
         T.BertForMaskedLM,
     ),
     "vit": Family(
-        lambda: T.ViTForImageClassification(
-            T.ViTConfig(
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                image_size=16,
-                patch_size=8,
-                num_labels=2,
-            )
-        ),
+        lambda: T.ViTForImageClassification(T.ViTConfig(**models.WIDTHS, **models.IMAGES, num_labels=2)),
         T.AutoModelForImageClassification,
         pixels,
     ),
@@ -109,7 +87,7 @@ _engines: list[offload.Engine] = []
 
 
 def end_engines() -> None:
-    """Destroy what `engine_of` has made in this test."""
+    """Destroy what `engine_of` has made: the fixture `engines_end` does it after a test."""
     while _engines:
         _engines.pop().destroy(remove=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,12 @@ import offload
 from offload.swapper.states import State
 from tests import models
 from tests.oracle import assert_same_tensors, train_step
-from tests.pretrained import CAUSAL, FAMILIES, end_engines, engine_of, written
+from tests.pretrained import CAUSAL, FAMILIES, engine_of, written
 
 pytestmark = [
-    pytest.mark.usefixtures("_ended"),
+    pytest.mark.usefixtures("engines_end"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft asks transformers
 ]
-
-
-@pytest.fixture
-def _ended() -> Iterator[None]:
-    yield
-    end_engines()
 
 
 def adapted(source: Path) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,9 @@ from offload.engine.absent import Absent
 from offload.errors import ConfigError, UsageError
 from tests import models
 from tests.oracle import Job, assert_same_tensors, config, train_step
-from tests.pretrained import CAUSAL, DISK, FAMILIES, SMALL, Plain, T, end_engines, engine_of, loaded, written
+from tests.pretrained import CAUSAL, DISK, FAMILIES, SMALL, Plain, T, engine_of, loaded, written
 
-pytestmark = pytest.mark.usefixtures("_ended")
-
-
-@pytest.fixture
-def _ended() -> Iterator[None]:
-    yield
-    end_engines()
+pytestmark = pytest.mark.usefixtures("engines_end")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import safetensors.torch
 import torch
 
 from offload.errors import OffloadError
 from tests import models, rank_pool
 from tests.oracle import assert_same_tensors, train_step
-from tests.pretrained import CAUSAL, FAMILIES, T, end_engines, loaded, written
-
-pytestmark = pytest.mark.usefixtures("_ended")
-
-
-@pytest.fixture
-def _ended() -> Iterator[None]:
-    yield
-    end_engines()
+from tests.pretrained import CAUSAL, FAMILIES, T, loaded, written
 
 
 def _on_ranks(given: Path, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

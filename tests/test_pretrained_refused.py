@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,9 @@ import offload
 from offload.errors import ConfigError, IoError, OffloadError, StoreError, UsageError
 from tests import models
 from tests.oracle import assert_same_tensors
-from tests.pretrained import CAUSAL, FAMILIES, T, end_engines, engine_of, written
+from tests.pretrained import CAUSAL, FAMILIES, T, engine_of, written
 
-pytestmark = pytest.mark.usefixtures("_ended")
-
-
-@pytest.fixture
-def _ended() -> Iterator[None]:
-    yield
-    end_engines()
+pytestmark = pytest.mark.usefixtures("engines_end")
 
 
 def spoil_wrong_folder(folder: Path) -> None:

@@ -20,7 +20,7 @@ from offload.language_model import APART, make_ready, without_cache
 from offload.records import Chat, Completion, Record, Text
 from offload.rows import Document, Rows, encode, pack, told
 from tests.folders import MARKING_TEMPLATE, PLAIN_TEMPLATE, llama_config, tokenizer
-from tests.models import gpt2
+from tests.models import DECODER, gpt2
 
 SAID = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
 
@@ -156,18 +156,7 @@ def test_a_row_is_learned_as_its_documents_are_alone(make: Any) -> None:
     torch.testing.assert_close(together, sums / count, rtol=1e-5, atol=1e-5)
 
 
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL = {**DECODER, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 OLD = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 64, "eos_token_id": 2}
 ITS_OWN: dict[str, dict[str, Any]] = {
     "gpt2": OLD,
