@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,20 @@ import offload
 from offload.hf import OffloadTrainer
 from tests import models
 from tests.oracle import assert_same_tensors
-from tests.trainers import DISK, MEMORY, Run, Texts, arguments, assert_same, config, ended, result, seeded, trainer
+from tests.trainers import (
+    DISK,
+    MEMORY,
+    Run,
+    Texts,
+    arguments,
+    assert_same,
+    config,
+    ended,
+    offloaded,
+    result,
+    seeded,
+    trainer,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")
 """What transformers 5.0 says of checkpoints that are quickly made."""
@@ -54,18 +68,14 @@ def resumed(
 @pytest.mark.works("Trainers", "`resume_from_checkpoint` is the unbroken run, bit for bit", "right")
 @pytest.mark.parametrize("changed", [{}, {"bf16": True}, {"fp16": True}, {"lr_scheduler_type": "cosine"}], ids=str)
 def test_resumed_is_the_unbroken_run(changed: dict[str, Any], tmp_path: Path) -> None:
-    """With dropout and a shuffle, in the middle of an epoch (4) and on the border of two (6, and one in between)."""
-    with ended(trainer(tmp_path / "whole", DISK, models.gpt2_dropout, **changed)) as mine:
-        mine.train()
-        whole = result(mine)
+    """With dropout and a shuffle, from the middle of an epoch."""
+    whole = offloaded(tmp_path / "whole", model=models.gpt2_dropout, **changed)
     broken_off(tmp_path / "broken", 5, **changed)
     assert_same(whole, resumed(tmp_path / "broken", **changed))
 
 
 def test_resumed_between_two_epochs(tmp_path: Path) -> None:
-    with ended(trainer(tmp_path / "whole", DISK, models.gpt2_dropout)) as mine:
-        mine.train()
-        whole = result(mine)
+    whole = offloaded(tmp_path / "whole", model=models.gpt2_dropout)
     changed = {"save_steps": 6}
     broken_off(tmp_path / "broken", 7, **changed)
     assert_same(whole, resumed(tmp_path / "broken", **changed))
@@ -79,9 +89,7 @@ def test_resumed_where_states_lie_elsewhere(tmp_path: Path) -> None:
 
 def test_the_configs_schedule_goes_on(tmp_path: Path) -> None:
     blocks = {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto"}}}
-    with ended(trainer(tmp_path / "whole", blocks=blocks)) as mine:
-        mine.train()
-        whole = result(mine)
+    whole = offloaded(tmp_path / "whole", blocks=blocks)
     broken_off(tmp_path / "broken", 5, model=models.gpt2, blocks=blocks)
     assert_same(whole, resumed(tmp_path / "broken", model=models.gpt2, blocks=blocks))
 
@@ -119,9 +127,7 @@ def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
             logits = self.head(self.embedding(input_ids))
             return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
-    with ended(trainer(tmp_path / "whole", model=Plain)) as mine:
-        mine.train()
-        whole = result(mine)
+    whole = offloaded(tmp_path / "whole", model=Plain)
     broken_off(tmp_path, 5, model=Plain)
     assert_same(whole, resumed(tmp_path, model=Plain))
     saved = load_file(tmp_path / "out" / "checkpoint-12" / "model.safetensors")
@@ -170,14 +176,18 @@ def test_a_checkpoint_of_the_stock_trainer_is_refused(tmp_path: Path) -> None:
 
 def test_swap_files_of_a_run_that_was_killed_are_no_obstacle(tmp_path: Path) -> None:
     """They hold no commit. What goes on is the Trainer's checkpoint."""
-    first = trainer(tmp_path, **SAVED)
-    first.train()
-    engine = first.engine
-    assert engine is not None and engine.resumable is None
-    swap = tmp_path / "swap" / "default"
+    whole = offloaded(tmp_path / "whole", model=models.gpt2_dropout)
+    swap, left = tmp_path / "swap", tmp_path / "left"
+    with ended(trainer(tmp_path, model=models.gpt2_dropout, **SAVED)) as first:
+        first.add_callback(Break(5))
+        first.train()
+        assert first.engine is not None and first.engine.resumable is None
+        shutil.copytree(swap, left)
+    assert not any(swap.rglob("states")), "one that ends leaves nothing"
+    shutil.rmtree(swap)
+    left.rename(swap)
     assert any(swap.rglob("states"))
-    engine.destroy()
-    assert not any(tmp_path.joinpath("swap").rglob("states"))
+    assert_same(whole, resumed(tmp_path))
 
 
 def test_an_engine_of_ones_own_loads_a_checkpoint(tmp_path: Path) -> None:
