@@ -145,7 +145,7 @@ class Mixture(nn.Module):
         return self.head(hidden)
 
 
-def tokens(step: int, micro: int, size: tuple[int, int] = (2, 32), vocabulary: int = 128) -> torch.Tensor:
+def tokens(step: int, micro: int, size: tuple[int, ...] = (2, 32), vocabulary: int = 128) -> torch.Tensor:
     """A batch of ids that depends on nothing but its arguments."""
     generator = torch.Generator().manual_seed(1_000 * step + micro)
     return torch.randint(vocabulary, size, generator=generator)

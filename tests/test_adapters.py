@@ -51,16 +51,13 @@ def test_frozen_weights_are_copied_once_and_never_written_again(tmp_path: Path) 
     trainable = [len(part) for part in engine._parts.trainable]
     assert writes and any(not part for part in trainable)
     for unit, state, start, nbytes in writes:
-        assert start + nbytes <= trainable[unit] * job_bytes(engine, state), "what is frozen is behind that"
+        itemsize = engine._parts.held.mode.states[state].itemsize
+        assert start + nbytes <= trainable[unit] * itemsize, "what is frozen is behind that"
     state = engine.module.state_dict()
     for name, value in given.items():
         mine = next(key for key in state if key.removeprefix("base_model.model.").replace(".base_layer", "") == name)
         assert torch.equal(state[mine], value)
     assert any(state[name].any() for name in state if "lora_B" in name), "the adapters train"
-
-
-def job_bytes(engine: offload.Engine, state: State) -> int:
-    return engine._parts.held.mode.states[state].itemsize
 
 
 def test_an_adapter_is_saved_as_peft_saves_it(tmp_path: Path) -> None:

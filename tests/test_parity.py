@@ -53,9 +53,9 @@ def test_fp32_equals_pytorch(tmp_path: Path) -> None:
 def test_bf16_follows_the_loop_with_fp32_masters(tmp_path: Path) -> None:
     """bf16 keeps 8 bits, so one flipped rounding changes a gradient by 2**-9 and Adam's direction where it is noise.
 
-    The masters agree to a rounding each step (the clip's norm is summed in fp64 here and in fp32 there). Over
-    20 steps of at most lr = 1e-3 each that stays below 1 % of the weights'
-    norm, and the losses within bf16's own 2**-8 of a difference of means over 512 tokens: 1e-4.
+    The masters agree to a rounding each step (the clip's norm is summed in fp64 here and in fp32 there). Over 20 steps
+    of at most lr = 1e-3 each that stays below 1 % of the weights' norm, and the losses within bf16's own 2**-8 of a
+    difference of means over 512 tokens: 1e-4.
     """
     job = models.TINY._replace(dtype="bf16")
     plain = plain_loop(job)

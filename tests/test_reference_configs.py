@@ -202,7 +202,7 @@ class Ids(Dataset[dict[str, torch.Tensor]]):
         return 64
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = models.tokens(index, 0, (32,))  # type: ignore[arg-type]
+        ids = models.tokens(index, 0, (32,))
         return {"input_ids": ids, "labels": ids}
 
 
