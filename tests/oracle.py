@@ -306,7 +306,7 @@ def weights_of(engine: offload.Engine | PlainEngine) -> dict[str, torch.Tensor]:
 
 def assert_same_tensors(left: Mapping[str, Any], right: Mapping[str, Any], what: str = "") -> None:
     """Two dicts of tensors are equal, bit for bit."""
-    assert left.keys() == right.keys(), f"{what}: other names"
+    assert left.keys() == right.keys(), f"{what}: only one has {sorted(left.keys() ^ right.keys())}"
     for name, value in left.items():
         assert torch.equal(value, right[name]), f"{what}: {name} differs"
 

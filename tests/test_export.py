@@ -240,7 +240,7 @@ def test_the_parts_of_all_ranks_are_put_together(tmp_path: Path) -> None:
     run_folder = tmp_path / "swap" / "default"
     exported(run_folder, tmp_path / "out")
     found = tensors(tmp_path / "out")
-    assert found.keys() | {"head.weight"} == state.keys()
+    del state["head.weight"]  # tied
     assert_same_tensors(state, found)
     # One rank that was killed after its commit is one ahead: what all hold is what counts.
     result = CliRunner().invoke(app, ["verify", str(run_folder), "--json"])
