@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
-from offload.aio import Bandwidth
+from offload.aio import Bandwidth, IoQueue, aligned_empty
 from offload.cli import app
 from offload.inspection import inspect
 from offload.report.endurance import foresee, warning
-from offload.report.figures import figures
-from offload.report.log import read_log
+from offload.swapper.scratch import Scratch
 from offload.swapper.store import Rating, Written
 from offload.swapper.store import store as store_module
-from tests.oracle import Job, config, train_step
+from tests.oracle import Job, start, train_step
 
 DISK = ("nvme", "nvme")
 
@@ -37,19 +35,13 @@ def loss(net: Any, step: int, micro: int) -> torch.Tensor:
     return value
 
 
-JOB = Job(model, loss, steps=3, accumulation=1)
+JOB = Job(model, loss, steps=3)
 
 
-def start(folder: Path, drives: int = 1, **more: Any) -> offload.Engine:
-    torch.manual_seed(JOB.seed)
-    content = config(JOB, DISK, folder / "a", **more)
-    if drives > 1:
-        paths = [str(folder / name) for name in "ab"[:drives]]
-        content["zero_optimization"] = {"stage": 3, "offload_param": {"device": "nvme"}} | {
-            "offload_optimizer": {"device": "nvme"}
-        }
-        content["offload"] |= {"nvme_path": paths}
-    return offload.initialize(model=JOB.model(), config=content).engine
+def begin(folder: Path, drives: int = 1, **more: Any) -> offload.Engine:
+    """An engine over swap files in the folders a and b, or in a alone."""
+    paths = [str(folder / name) for name in "ab"[:drives]]
+    return start(JOB, DISK, folder, **{"nvme_path": paths, **more})
 
 
 @pytest.mark.parametrize("drives", [1, 2])
@@ -58,7 +50,7 @@ def test_what_goes_to_each_drive_is_what_was_asked_for_and_commits(
 ) -> None:
     # Else a row of stripes may be so long, by what was measured, that all of so small a store lies on the first.
     monkeypatch.setattr(store_module, "_measured", lambda folders: [Bandwidth(1e9, 1e9)] * len(folders))
-    engine = start(tmp_path, drives)
+    engine = begin(tmp_path, drives)
     before = engine.io_bytes().written, sum(each.run_bytes for each in engine.drive_writes())
     for step in range(3):
         train_step(engine, JOB, step)
@@ -76,12 +68,12 @@ def test_what_goes_to_each_drive_is_what_was_asked_for_and_commits(
 
 
 def test_a_resumed_run_goes_on_counting_and_inspect_tells(tmp_path: Path) -> None:
-    engine = start(tmp_path, durability="step", drive_tbw=2)
+    engine = begin(tmp_path, durability="step", drive_tbw=2)
     for step in range(2):
         train_step(engine, JOB, step)
     (first,) = engine.drive_writes()
     engine.destroy()
-    engine = start(tmp_path, durability="step", resume="must")
+    engine = begin(tmp_path, durability="step", resume="must")
     (again,) = engine.drive_writes()
     assert again.run_bytes == 0 and again.life_bytes >= first.run_bytes - 200_000
     train_step(engine, JOB, 2)
@@ -95,7 +87,7 @@ def test_a_resumed_run_goes_on_counting_and_inspect_tells(tmp_path: Path) -> Non
 
 
 def test_inspect_tells_of_the_rated_life(tmp_path: Path) -> None:
-    engine = start(tmp_path, durability="step", drive_tbw=1e-3)
+    engine = begin(tmp_path, durability="step", drive_tbw=1e-3)
     train_step(engine, JOB, 0)
     engine.destroy()
     (rank,) = inspect(tmp_path / "a")["runs"][0]["ranks"]
@@ -114,9 +106,6 @@ def test_a_commit_of_before_these_counts_begins_at_nothing() -> None:
 
 
 def test_gradients_that_wait_on_a_drive_count(tmp_path: Path) -> None:
-    from offload.aio import IoQueue, aligned_empty
-    from offload.swapper.scratch import Scratch
-
     counts = Written([tmp_path])
     with IoQueue() as queue:
         scratch = Scratch([tmp_path], {0: 8192}, queue, counts)
@@ -142,43 +131,3 @@ def test_a_run_is_foreseen_to_its_end() -> None:
     words = warning(use, 0.1, seconds_left=7200)
     assert words is not None and "100 GB to it in 2 hours, 20.0% of the 500 GB" in words
     assert warning(use, 0.2, 7200) is None and warning(use._replace(rated_bytes=None), 0.1, 7200) is None
-
-
-# -- any loop's log ------------------------------------------------------------------------------------
-
-
-def test_any_loop_writes_a_log_that_goes_on_where_it_was_committed(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    engine = start(tmp_path, durability={"every": 2}, log=str(path), drive_tbw=5)
-    for step in range(3):
-        train_step(engine, JOB, step)
-    engine._parts.meter.close()  # all is written, and the third step was never committed
-    engine.abandon(remove=False)
-    with path.open("a") as file:
-        file.write('{"step": 4, "lo')
-    engine = start(tmp_path, durability={"every": 2}, log=str(path), resume="must", drive_tbw=5)
-    for step in range(2, 4):
-        train_step(engine, JOB, step)
-    engine.destroy(remove=True)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert [line["step"] for line in lines if "about" in line] == [1, 3]
-    assert lines[0]["about"]["drive_tbw"] == 5 and lines[3]["drives"][str(tmp_path / "a")] > 0
-    found = figures(read_log(path))
-    assert found["resumed_at"] == [3] and found["torn_lines"] == 0 and found["drives"][0]["rated_bytes"] == 5e12
-
-
-def test_a_log_that_would_take_the_place_of_another_file_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "notes").write_text("my precious notes\n")
-    with pytest.raises(offload.ConfigError, match="no log of a run"):
-        start(tmp_path, log=str(tmp_path / "notes"))
-    assert (tmp_path / "notes").read_text() == "my precious notes\n" and not (tmp_path / "a" / "default").exists()
-
-
-def test_numbers_of_the_last_step_can_be_asked_for(tmp_path: Path) -> None:
-    content = config(JOB, DISK, tmp_path / "a") | {"wall_clock_breakdown": True, "steps_per_print": 0}
-    engine = offload.initialize(model=JOB.model(), config=content).engine
-    assert engine.measured == {}
-    said = train_step(engine, JOB, 0)
-    assert engine.measured["loss"] == said and engine.measured["forward_seconds"] > 0
-    engine.destroy(remove=True)
