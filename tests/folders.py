@@ -1,7 +1,9 @@
-"""Model folders as users have them: a tiny Llama, and a tokenizer of bytes, with a chat template or without."""
+"""Model folders and data as users have them: a tiny Llama, a tokenizer of bytes, with a chat template or without."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +55,8 @@ def make_folder(folder: Path, template: str | None = None, weights: bool = True,
     else:
         config.save_pretrained(folder)
     return folder
+
+
+def write_lines(path: Path, lines: Iterable[Any]) -> None:
+    """A file of documents: a line of JSON for each."""
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from offload.cli import app
 from offload.errors import StoreError
-from tests.folders import MARKING_TEMPLATE, make_folder
+from tests.folders import MARKING_TEMPLATE, make_folder, write_lines
 from tests.oracle import assert_same_tensors
 
 SMALL = ("--model", "model", "--seq-len", "64", "--batch-size", "2", "--device", "cpu")
@@ -35,7 +35,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     make_folder(Path("model"), MARKING_TEMPLATE)
     for name, lines in (("chats", CHATS), ("pairs", PAIRS), ("texts", [{"text": "to be or not " * 20}] * 3)):
-        Path(f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        write_lines(Path(f"{name}.jsonl"), lines)
     level = logging.getLogger("offload").level
     yield
     logging.getLogger("offload").setLevel(level)
@@ -52,6 +52,11 @@ def facts(result: Any) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     content: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return content
+
+
+def everything() -> dict[Path, bytes]:
+    """All files that are here."""
+    return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 
 def files(folder: str) -> set[str]:
@@ -125,11 +130,11 @@ def test_what_is_saved_is_the_trained_model() -> None:
 @pytest.mark.parametrize("target", ["model", "file", "file/inside"])
 def test_nothing_is_ever_saved_over(target: str) -> None:
     Path("file").write_text("mine")
-    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    before = everything()
     for more in ((), ("--resume", "auto")):
         refused = call("--steps", "1", "--save", target, *more)
         assert refused.exit_code == 2 and f"--save {target}" in refused.stderr, refused.output
-        assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+        assert everything() == before
 
 
 def test_a_run_that_goes_on_saves_into_its_own_folder_alone() -> None:
@@ -197,11 +202,11 @@ BAD = {
 @pytest.mark.parametrize("arguments", BAD)
 def test_bad_input_touches_nothing(arguments: str) -> None:
     Path("bad.jsonl").write_text('{"text": "right"}\n{"text": ')
-    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    before = everything()
     result = CliRunner().invoke(app, ["train", *SMALL, "--data", "pairs.jsonl", *arguments.split()])
     assert result.exit_code == 2 and "Traceback" not in result.output, result.output
     assert result.stderr.startswith("error: ") and BAD[arguments] in result.stderr, result.stderr
-    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+    assert everything() == before
 
 
 def test_a_chat_without_a_template() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.folders import MARKING_TEMPLATE, make_folder
+from tests.folders import MARKING_TEMPLATE, make_folder, write_lines
 
 COMMAND = "-m offload train --model model --data chats.jsonl --seq-len 64 --batch-size 2 --device cpu --lr 1e-2".split()
 ADAPTERS = ("--lora", "r=4,dropout=0.1,targets=all-linear")
@@ -41,7 +41,7 @@ def test_killed_and_gone_on(tmp_path: Path, options: tuple[str, ...]) -> None:
         {"messages": [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": f"{n}, no?"}]}
         for n in range(20)
     ]
-    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_lines(tmp_path / "chats.jsonl", lines)
     options += ("--steps", "40")
     killed = start(tmp_path, "killed", *options)
     while len(losses(tmp_path / "killed.jsonl")) < 5:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.folders import MARKING_TEMPLATE, make_folder
+from tests.folders import MARKING_TEMPLATE, make_folder, write_lines
 
 COMMAND = "offload train --model model --data data.jsonl --seq-len 64 --batch-size 4 --device cpu --dtype fp32".split()
 TORCHRUN = "torch.distributed.run --nproc_per_node 2 --standalone -m --".split()
@@ -41,7 +41,7 @@ def test_two_ranks_train_as_one(tmp_path: Path, options: tuple[str, ...], file: 
         {"text": f"{n} is a number, and {n + 1} is the next one after it, as far as anybody can tell"}
         for n in range(40)
     ]
-    (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_lines(tmp_path / "data.jsonl", lines)
     two, one = (train(tmp_path, name, *options, ranks=ranks) for name, ranks in (("two", 2), ("one", 1)))
     assert two == pytest.approx(one, rel=2e-3)  # a mean of means, over rows that are nearly all learned
     mine, theirs = (load_file(tmp_path / f"{name}-out" / f"{file}.safetensors") for name in ("two", "one"))
