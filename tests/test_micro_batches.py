@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ from torch.nn import functional
 import offload
 from offload.errors import UsageError
 from tests import models
-from tests.oracle import Job, assert_same_tensors, start, weights_of
+from tests.oracle import Job, assert_same_tensors, run, start, weights_of
 
 MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
 JOB = models.MIXTURE._replace(accumulation=4)
+TWO = models.MIXTURE._replace(accumulation=2, steps=4)
+Loop = Callable[[offload.Engine, Job, int], None]
 
 
 def counted(engine: offload.Engine, job: Job, step: int) -> None:
@@ -52,12 +55,12 @@ def no_sync_with_steps(engine: offload.Engine, job: Job, step: int) -> None:
 
 @pytest.mark.parametrize("loop", [as_accelerate, as_ddp, no_sync_with_steps])
 @pytest.mark.parametrize("placement", [MEMORY, DISK])
-def test_who_says_where_a_step_ends_changes_no_bit(loop: object, placement: tuple[str, str], tmp_path: Path) -> None:
+def test_who_says_where_a_step_ends_changes_no_bit(loop: Loop, placement: tuple[str, str], tmp_path: Path) -> None:
     found = []
     for how in (counted, loop):
         engine = start(JOB, placement, tmp_path)
         for step in range(3):
-            how(engine, JOB, step)  # type: ignore[operator]
+            how(engine, JOB, step)
         assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 12, 12)
         found.append((engine.get_global_grad_norm(), weights_of(engine)))
         engine.destroy(remove=True)
@@ -141,3 +144,27 @@ def test_in_no_sync_each_backward_is_a_micro_batch_without_accumulation_too(tmp_
     engine.step()
     assert (engine.global_steps, engine.micro_steps) == (3, 9)
     engine.destroy()
+
+
+@pytest.mark.works("Graphs", "`loss.backward()` while micro-batches accumulate: added as it is, never divided", "right")
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_plain_backward_is_never_divided(mixed: bool, tmp_path: Path) -> None:
+    expected = run(TWO, DISK, tmp_path / "divided")
+    engine = start(TWO, DISK, tmp_path / "plain")
+    for step in range(TWO.steps):
+        for micro in range(2):
+            loss = TWO.loss(engine, step, micro)
+            if mixed and micro == 0:
+                engine.backward(loss)
+            else:
+                (loss / 2).backward()
+            engine.step()
+        assert engine.get_global_grad_norm() == expected.norms[step]
+    assert_same_tensors(engine.module.state_dict(), expected.weights)
+    TWO.loss(engine, 9, 0).backward()
+    engine.step()
+    TWO.loss(engine, 9, 1).backward()
+    TWO.loss(engine, 9, 1).backward()
+    with pytest.raises(UsageError, match="2 backwards ran since the last step"):
+        engine.step()
+    engine.destroy(remove=True)

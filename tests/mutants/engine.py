@@ -243,7 +243,7 @@ MUTANTS = (
         "offload.engine.optimizer",
         "self.defaults | param_group",
         "param_group | self.defaults",
-        "tests/test_freezing.py",
+        "tests/test_groups.py",
     ),
     Mutant(
         "do not pack a state that an optimizer of torch has made anew",
