@@ -95,6 +95,8 @@ def flip_bit(path: Path, offset: int, mask: int = 16) -> None:
         (byte,) = file.read(1)
         file.seek(offset)
         file.write(bytes([byte ^ mask]))
+        file.flush()
+        os.fsync(file.fileno())  # reads that pass the page cache see it too
 
 
 def die(*_: Any, **__: Any) -> NoReturn:

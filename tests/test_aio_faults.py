@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import random
@@ -17,44 +16,21 @@ import pytest
 
 from offload.aio import DirectFile, IoFuture, IoQueue, aligned_empty
 from offload.errors import IoError, UsageError
+from tests.mounts import disk, mounted
 
 MIB = 1 << 20
+WITHOUT_JOURNAL = ("mkfs.ext4", "-q", "-O", "^has_journal")
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A file system with about 8 MiB of room."""
     if request.param == "tmpfs":
-        with _mounted(tmp_path, "-t", "tmpfs", "-o", "size=8m", "none") as folder:
+        with mounted(tmp_path, "-t", "tmpfs", "-o", "size=8m", "none") as folder:
             yield folder
     else:
-        with _image(tmp_path, 12 * MIB) as (folder, _):
+        with disk(tmp_path, 12 * MIB, WITHOUT_JOURNAL) as folder:
             yield folder
-
-
-@contextlib.contextmanager
-def _mounted(tmp_path: Path, *what: str) -> Iterator[Path]:
-    folder = tmp_path / "mounted"
-    folder.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", *what, str(folder)], capture_output=True, check=False).returncode:
-        pytest.skip("only root can mount a small file system")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)  # lazily: a failed test may hold files
-
-
-@contextlib.contextmanager
-def _image(tmp_path: Path, nbytes: int) -> Iterator[tuple[Path, Path]]:
-    """An ext4 file system in a file: where it is mounted, and the file."""
-    image = tmp_path / "image"
-    with open(image, "wb") as file:
-        file.truncate(nbytes)
-    made = subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], capture_output=True, check=False)
-    if made.returncode != 0:
-        pytest.skip("no mkfs.ext4")
-    with _mounted(tmp_path, "-o", "loop", str(image)) as folder:
-        yield folder, image
 
 
 def _error_of(future: IoFuture) -> IoError:
@@ -80,7 +56,7 @@ def test_a_full_disk(backend: str, small_disk: Path) -> None:
 
 def test_a_drive_that_fails_in_the_middle(backend: str, tmp_path: Path) -> None:
     """A real EIO: the drive under a file system loses its second half."""
-    with _image(tmp_path, 64 * MIB) as (folder, image), IoQueue(backend, block_bytes=256 << 10) as queue:
+    with disk(tmp_path, 64 * MIB, WITHOUT_JOURNAL) as folder, IoQueue(backend, block_bytes=256 << 10) as queue:
         pieces = range(0, 48 * MIB, MIB)
         buffer = aligned_empty(48 * MIB)
         buffer[:] = random.Random(0).randbytes(MIB) * 48
@@ -89,8 +65,8 @@ def test_a_drive_that_fails_in_the_middle(backend: str, tmp_path: Path) -> None:
                 pytest.skip("this kernel's loop device has no O_DIRECT")
             queue.write(file, 0, buffer).wait()
             file.sync()
-            os.truncate(image, 32 * MIB)
-            _tell_its_loop_device(image)
+            os.truncate(tmp_path / "image", 32 * MIB)
+            _tell_its_loop_device(tmp_path / "image")
             for operation in (queue.read, queue.write):
                 futures = [operation(file, start, buffer[start : start + MIB]) for start in pieces]
                 failed = []

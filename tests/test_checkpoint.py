@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ from offload import kernels
 from offload.engine import checkpoint_folder, checkpoint_save
 from offload.engine.checkpoint_files import checkpoints
 from offload.errors import EngineFailed, IoError, StoreError, UsageError
-from tests import models
+from tests import models, mounts
 from tests.faults import flip_bit
 from tests.oracle import PLACEMENTS, Job, assert_same_tensors, config, run, start, train_step, weights_of
 
@@ -556,29 +553,11 @@ def test_a_checkpoint_of_the_same_name_is_replaced(
     engine.destroy()
 
 
-@contextmanager
-def mounted(folder: Path, make: list[str], nbytes: int) -> Iterator[Path]:
-    """A real file system in a file; skips where there is none to be had."""
-    if os.geteuid() != 0 or shutil.which(make[0]) is None:
-        pytest.skip(f"needs root and {make[0]}")
-    image, mount = folder / "image", folder / "mount"
-    mount.mkdir()
-    image.write_bytes(b"")
-    os.truncate(image, nbytes)
-    subprocess.run([*make, str(image)], check=True, capture_output=True)
-    if subprocess.run(["mount", "-o", "loop", str(image), str(mount)], capture_output=True, check=False).returncode:
-        pytest.skip("cannot mount here")
-    try:
-        yield mount
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_a_disk_without_room_keeps_what_was_there(known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = models.GPT2
     engine = start(job, CPU, tmp_path / "run")
-    with mounted(tmp_path, ["mkfs.ext4", "-q", "-m", "0"], 16 << 20) as mount:
+    with mounts.disk(tmp_path, 16 << 20) as mount:
         train_step(engine, job, 0)
         engine.save_checkpoint(mount / "saved")
         weights = weights_of(engine)
@@ -602,7 +581,7 @@ def test_a_disk_without_room_keeps_what_was_there(known: bool, tmp_path: Path, m
 def test_a_file_system_that_can_shares_the_bytes_with_the_swap_files(make: list[str], tmp_path: Path) -> None:
     """Until the run writes over them; the checkpoint stays as it was."""
     job = models.TINY._replace(accumulation=1)
-    with mounted(tmp_path, make, 512 << 20) as mount:
+    with mounts.disk(tmp_path, 512 << 20, make) as mount:
         engine = start(job, DISK, mount / "run")
         train_step(engine, job, 0)
         weights = weights_of(engine)

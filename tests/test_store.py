@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from offload.swapper.store import store as store_module
 from offload.swapper.store.drives import shares
 from offload.swapper.store.record import MAX_UNITS, Record
 from offload.swapper.store.requests import Compared
+from tests import mounts
 from tests.faults import flip_bit
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}
@@ -285,19 +285,9 @@ def test_not_enough_room_is_an_error_with_both_numbers(tmp_path: Path, queue: Io
     assert not (tmp_path / "run").exists(), "a start that fails leaves nothing behind"
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("mkfs.ext4") is None, reason="mounts a small file system: needs root"
-)
 def test_a_full_disk(tmp_path: Path, queue: IoQueue) -> None:
-    """A real file system of 16 MiB: reserving more than it has leaves it as it was."""
-    image, mount = tmp_path / "image", tmp_path / "mount"
-    mount.mkdir()
-    image.write_bytes(b"")
-    os.truncate(image, 16 << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True, capture_output=True)
-    if subprocess.run(["mount", "-o", "loop", str(image), str(mount)], capture_output=True, check=False).returncode:
-        pytest.skip("cannot mount here")
-    try:
+    """Reserving more than it has leaves it as it was."""
+    with mounts.disk(tmp_path, 16 << 20) as mount:
         before = shutil.disk_usage(mount).free
         store = Store([mount], "run", 0, StoreSpec(({State.WEIGHT: 12 << 20},), 2, {}), queue)
         # One extent: a frozen unit. Take the check's word away, so that the reservation itself must fail.
@@ -308,8 +298,6 @@ def test_a_full_disk(tmp_path: Path, queue: IoQueue) -> None:
         (mount / "filler").unlink()
         assert not (mount / "run").exists()
         assert shutil.disk_usage(mount).free >= before - (64 << 10)
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
 
 
 # -- taking a commit back -----------------------------------------------------------------------------

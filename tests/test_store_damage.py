@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from offload.swapper.states import State
 from offload.swapper.store import Store
 from offload.swapper.store.manifest import read_manifest
 from offload.swapper.store.record import Record, read_records
-from tests import models
+from tests import models, mounts
 from tests.faults import flip_bit
 from tests.oracle import Job, least_host_memory, processes, run, small_pieces, start, train_step
 
@@ -200,20 +199,8 @@ def test_a_second_process_is_told_who_holds_the_run(tmp_path: Path, whole: list[
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 24 MiB."""
-    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
-        pytest.skip("mounts a small file system: needs root")
-    image, mount = tmp_path / "image", tmp_path / "mount"
-    mount.mkdir()
-    image.write_bytes(b"")
-    os.truncate(image, 24 << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True, capture_output=True)
-    if subprocess.run(["mount", "-o", "loop", str(image), str(mount)], capture_output=True, check=False).returncode:
-        pytest.skip("cannot mount here")
-    try:
+    with mounts.disk(tmp_path, 24 << 20) as mount:
         yield mount
-    finally:
-        subprocess.run(["umount", "-l", str(mount)], check=True)  # also where a test has failed and left files open
 
 
 def fill(disk: Path, leave: int = 0) -> None:
