@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import offload
-from offload.aio import BACKENDS
+from offload.aio import BACKENDS, IoQueue
 from offload.aio.backend import refusals
 from offload.swapper.host import process_memory
 
@@ -56,6 +56,13 @@ def engines_end() -> Iterator[None]:
 def _cuda_only_where_there_is_one(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture
+def queue() -> Iterator[IoQueue]:
+    """As an engine makes it."""
+    with IoQueue() as queue:
+        yield queue
 
 
 @pytest.fixture(params=BACKENDS)

@@ -39,3 +39,8 @@ def disk(folder: Path, nbytes: int, make: Sequence[str] = EXT4) -> Iterator[Path
     subprocess.run([*make, str(image)], check=True, capture_output=True)
     with mounted(folder, "-o", "loop", str(image)) as place:
         yield place
+
+
+def sync(place: Path) -> None:
+    """Write out what this file system has, not what all of the machine have."""
+    subprocess.run(["sync", "--file-system", str(place)], check=True)

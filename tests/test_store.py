@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,26 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.aio import DirectFile, IoQueue, aligned_empty, crc32c
-from offload.errors import IoError, StoreError
+from offload.aio import DirectFile, IoQueue, aligned_empty
+from offload.errors import StoreError
 from offload.sizes import PAGE
 from offload.swapper.states import State
 from offload.swapper.store import Store, StoreSpec, remove_run, run_status
 from offload.swapper.store import store as store_module
-from offload.swapper.store.drives import shares
 from offload.swapper.store.record import MAX_UNITS, Record
-from offload.swapper.store.requests import Compared
 from tests import mounts
-from tests.faults import flip_bit
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}
 SPEC = StoreSpec((SIZES, SIZES, {State.WEIGHT: 4096}), 2, {"model": "test"}, frozen=(0, 0, 4096))
-
-
-@pytest.fixture
-def queue() -> Iterator[IoQueue]:
-    with IoQueue() as queue:
-        yield queue
 
 
 def filled(nbytes: int, value: int) -> memoryview:
@@ -121,7 +110,7 @@ def test_what_was_not_committed_is_forgotten(tmp_path: Path, queue: IoQueue) -> 
     store.close()
 
 
-def _damage(path: Path, offset: int, nbytes: int) -> None:
+def damage(path: Path, offset: int, nbytes: int) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
         file.write(os.urandom(nbytes))
@@ -134,7 +123,7 @@ def test_a_torn_record_gives_the_commit_before(tmp_path: Path, queue: IoQueue) -
         store.commit(epoch, blob(f"blob {epoch}" * 100))
     which = store.durable.blob
     store.close()
-    _damage(tmp_path / "run" / "rank0" / "commit", which * PAGE, 512)
+    damage(tmp_path / "run" / "rank0" / "commit", which * PAGE, 512)
     store, text = opened(tmp_path, queue)
     assert text == "blob 1" * 100 and weight(store, 0) == 1
     store.close()
@@ -149,7 +138,7 @@ def test_a_damaged_blob_is_an_error_and_no_way_back(tmp_path: Path, queue: IoQue
     update(store, 0, 3)
     which = store.durable.blob
     store.close()
-    _damage(tmp_path / "run" / "rank0" / f"blob.{which}", 0, 64)
+    damage(tmp_path / "run" / "rank0" / f"blob.{which}", 0, 64)
     with pytest.raises(StoreError, match=r"epoch 1: weight of unit 0, slot [AB]: 4096 bytes at offset"):
         opened(tmp_path, queue)
 
@@ -161,7 +150,7 @@ def test_a_damaged_blob_of_a_store_that_was_closed_gives_the_commit_before(tmp_p
         store.commit(epoch, blob(f"blob {epoch}"))
     which = store.durable.blob
     store.close()
-    _damage(tmp_path / "run" / "rank0" / f"blob.{which}", 0, 64)
+    damage(tmp_path / "run" / "rank0" / f"blob.{which}", 0, 64)
     store, text = opened(tmp_path, queue)
     assert text == "blob 1" and weight(store, 0) == 1
     assert "epoch 1 was checked and is taken" in store.notices[0]
@@ -172,7 +161,7 @@ def test_two_torn_records_are_an_error(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
     store.commit(1, blob("one"))
     store.close()
-    _damage(tmp_path / "run" / "rank0" / "commit", 0, 2 * PAGE)
+    damage(tmp_path / "run" / "rank0" / "commit", 0, 2 * PAGE)
     assert run_status([tmp_path], "run").exists, "it is not started over in silence"
     with pytest.raises(StoreError, match="no commit record"):
         opened(tmp_path, queue)
@@ -353,241 +342,4 @@ def test_a_commit_that_is_not_there_is_an_error(tmp_path: Path, queue: IoQueue) 
 def test_no_commit_yet(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
     assert store.newest_serial() is None
-    store.close()
-
-
-# -- the manifest -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("damage", [None, b"", b"{", b"[]", b"\xff\x00"])
-def test_a_manifest_that_is_lost_comes_back_from_the_commit(
-    damage: bytes | None, tmp_path: Path, queue: IoQueue
-) -> None:
-    store = created(tmp_path, queue)
-    update(store, 1, 5)
-    store.commit(1, blob("one"))
-    store.close()
-    path = tmp_path / "run" / "rank0" / "manifest.json"
-    before = path.read_bytes()
-    path.unlink() if damage is None else path.write_bytes(damage)
-    store, text = opened(tmp_path, queue)
-    assert (text, weight(store, 1)) == ("one", 5)
-    assert "manifest.json" in store.notices[0] and path.read_bytes() == before
-    store.close()
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        (SPEC._replace(fingerprint={"model": "other"}), r'layout/model is "test" there and "other" here'),
-        (SPEC._replace(fingerprint={"model": "test", "more": 1}), "layout/more is in only one of the two"),
-        (SPEC._replace(slots=1), "was step, or every N there and is none here"),
-        (
-            SPEC._replace(partitions=(SIZES, {**SIZES, State.EXP_AVG: 4096}, {State.WEIGHT: 4096})),
-            "partitions/1/exp_avg",
-        ),
-        (SPEC._replace(frozen=(0, 4096, 4096)), "shared/1 is 0 there and 4096 here"),
-        (SPEC._replace(partitions=(SIZES, SIZES), frozen=()), "another model: it has 3 units, this one 2"),
-    ],
-)
-def test_another_model_is_refused_with_the_difference(
-    spec: StoreSpec, words: str, tmp_path: Path, queue: IoQueue
-) -> None:
-    store = created(tmp_path, queue)
-    store.commit(1, blob("one"))
-    store.close()
-    with pytest.raises(StoreError, match=words):
-        opened(tmp_path, queue, spec)
-    opened(tmp_path, queue)[0].close()
-
-
-def test_a_store_of_another_number_of_ranks_says_what_to_do(tmp_path: Path, queue: IoQueue) -> None:
-    store = created(tmp_path, queue, SPEC._replace(fingerprint={"world_size": 2}))
-    store.commit(1, blob("one"))
-    store.close()
-    with pytest.raises(
-        StoreError, match=r"world_size is 2 there and 1 here; go on with as many ranks.*load_checkpoint"
-    ):
-        opened(tmp_path, queue, SPEC._replace(fingerprint={"world_size": 1}))
-
-
-def test_another_format_is_refused(tmp_path: Path, queue: IoQueue) -> None:
-    store = created(tmp_path, queue)
-    store.commit(1, blob("one"))
-    store.close()
-    path = tmp_path / "run" / "rank0" / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
-    with pytest.raises(StoreError, match=r"is of format 99, this version of offload reads format 3"):
-        store_module.read_manifest(path)
-
-
-@pytest.mark.parametrize("commits", [1, 2])
-def test_a_run_of_another_format_is_refused_and_left_as_it_is(commits: int, tmp_path: Path, queue: IoQueue) -> None:
-    """As an earlier version has left it: its records and its manifest say so."""
-    store = created(tmp_path, queue)
-    for number in range(commits):
-        store.commit(number, blob("one"))
-    store.close()
-    rank = tmp_path / "run" / "rank0"
-    pages = bytearray((rank / "commit").read_bytes())
-    for page in range(0, commits * PAGE, PAGE):
-        pages[page + 8 : page + 12] = (2).to_bytes(4, "little")
-        pages[page + PAGE - 4 : page + PAGE] = crc32c(bytes(pages[page : page + PAGE - 4])).to_bytes(4, "little")
-    (rank / "commit").write_bytes(pages)
-    path = rank / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2, "about": {"offload": "0.0.9"}}))
-    assert run_status([tmp_path], "run").exists
-    store = Store([tmp_path], "run", 0, SPEC, queue)
-    words = r"is of format 2, this version of offload reads format 3: go on with the version that made it \(0.0.9\)"
-    for refused in (store.newest_serial, store.open):
-        with pytest.raises(StoreError, match=words):
-            refused()
-    with pytest.raises(StoreError, match="holds a run that did not end"):
-        Store([tmp_path], "run", 0, SPEC, queue).create()
-    assert (rank / "commit").read_bytes() == pages and (rank / "states").stat().st_size == SPEC.nbytes
-
-
-# -- several drives -----------------------------------------------------------------------------------
-
-
-def test_a_store_over_three_drives_comes_back(tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_STRIPE_BYTES", 4096)
-    paths = [tmp_path / name for name in "abc"]
-    store = Store(paths, "run", 0, SPEC, queue)
-    store.create()
-    for value in (1, 2):
-        update(store, 0, value)
-        update(store, 1, 10 + value)
-        store.commit(value, blob(str(value)))
-    store.close()
-    sizes = [(path / "run" / "rank0" / "states").stat().st_size for path in paths]
-    assert sum(sizes) == SPEC.nbytes and min(sizes) > 0
-    store = Store(paths, "run", 0, SPEC, queue)
-    assert text_of(store.open()) == "2" and (weight(store, 0), weight(store, 1)) == (2, 12)
-    store.close()
-    store = Store([paths[0], paths[2], paths[1]], "run", 0, SPEC, queue)
-    with pytest.raises(StoreError, match=r"holds drive 2 of store .* expected drive 1"):
-        store.open()
-    with pytest.raises(StoreError, match="lies on 3 drives"):
-        Store(paths[:2], "run", 0, SPEC, queue).open()
-
-
-GIB = 1 << 30
-
-
-def test_drives_share_by_speed_as_far_as_their_room_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.swapper.store import drives
-
-    def given(free: list[tuple[int, int]], speeds: list[float], need: int) -> list[int]:
-        monkeypatch.setattr(drives, "_free_bytes", lambda _: free)
-        return [round(share) for share in shares(["x"] * len(free), speeds, need)]
-
-    assert given([(1, 9 * GIB), (2, 9 * GIB)], [3e9, 1e9], 4 * GIB) == [3 * GIB, GIB]
-    assert given([(1, GIB), (2, 9 * GIB)], [3e9, 1e9], 4 * GIB) == [GIB, 3 * GIB]
-    assert given([(1, 4 * GIB), (1, 4 * GIB), (2, 4 * GIB)], [1e9, 1e9, 1e9], 8 * GIB) == [2 * GIB, 2 * GIB, 4 * GIB]
-
-
-# -- checksums ----------------------------------------------------------------------------------------
-
-
-def read_in(store: Store, unit: int, state: State, nbytes: int) -> None:
-    """Read the newest slot in pieces of `nbytes`, the last one shorter."""
-    total = SIZES[state]
-    for start in range(0, total, nbytes):
-        store.read(unit, state, store.newest[unit], start, aligned_empty(min(nbytes, total - start))).wait()
-
-
-@pytest.mark.parametrize("piece", [512, 4096, 3000, 6000, 8192, 16384])
-def test_a_flipped_bit_is_noticed_however_it_is_read(piece: int, tmp_path: Path, queue: IoQueue) -> None:
-    store = created(tmp_path, queue)
-    update(store, 0, 7)
-    store.commit(1, blob("one"))
-    slot = store.newest[0]
-    store.close()
-    store, _ = opened(tmp_path, queue)
-    at = store._places[0][State.WEIGHT][slot].offset(5000)
-    flip_bit(tmp_path / "run" / "rank0" / "states", at)
-    with pytest.raises(IoError, match=r"use weight of unit 0, slot [AB],") as caught:
-        read_in(store, 0, State.WEIGHT, piece)
-    assert caught.value.errno == errno.EBADMSG
-    read_in(store, 0, State.EXP_AVG, piece)
-    read_in(store, 1, State.WEIGHT, piece)
-    with pytest.raises(IoError):
-        read_in(store, 0, State.WEIGHT, piece)
-    store.close()
-
-
-@pytest.mark.parametrize("piece", [512, 3000, 8192])
-def test_what_was_compared_once_is_not_compared_again(piece: int, tmp_path: Path, queue: IoQueue) -> None:
-    """A sum costs time; what this process has written or found right, it may read as it is."""
-    store = created(tmp_path, queue)
-    update(store, 0, 7)
-    assert not isinstance(store.read(0, State.WEIGHT, store.newest[0], 0, aligned_empty(4096)), Compared)
-    store.commit(1, blob("one"))
-    store.close()
-    store, _ = opened(tmp_path, queue)
-    read_in(store, 0, State.WEIGHT, piece)
-    again = store.read(0, State.WEIGHT, store.newest[0], 0, aligned_empty(4096))
-    moments = store.read(0, State.EXP_AVG, store.newest[0], 0, aligned_empty(4096))
-    assert not isinstance(again, Compared) and isinstance(moments, Compared)
-    again.wait(), moments.wait()
-    update(store, 0, 8)
-    assert not isinstance(store.read(0, State.EXP_AVG, store.newest[0], 0, aligned_empty(4096)), Compared)
-    store.close()
-
-
-def test_swapped_extents_are_noticed(tmp_path: Path, queue: IoQueue) -> None:
-    store = created(tmp_path, queue)
-    for unit in (0, 1):
-        update(store, unit, 20 + unit)
-    store.commit(1, blob("one"))
-    offsets = [store._places[unit][State.EXP_AVG][store.newest[unit]].offset(0) for unit in (0, 1)]
-    store.close()
-    path = tmp_path / "run" / "rank0" / "states"
-    data = bytearray(path.read_bytes())
-    left, right = (slice(offset, offset + 16384) for offset in offsets)
-    data[left], data[right] = data[right], data[left]
-    path.write_bytes(data)
-    store, _ = opened(tmp_path, queue)
-    with pytest.raises(IoError, match="use exp_avg of unit 1"):
-        read_in(store, 1, State.EXP_AVG, 4096)
-    store.close()
-
-
-def test_room_that_was_never_written_is_checked_too(tmp_path: Path, queue: IoQueue) -> None:
-    store = created(tmp_path, queue)
-    store.commit(0, blob("zero"))
-    store.close()
-    offset = SPEC.places()[1][State.EXP_AVG][0].offset(0)
-    _damage(tmp_path / "run" / "rank0" / "states", offset + 100, 8)
-    store, _ = opened(tmp_path, queue)
-    read_in(store, 0, State.EXP_AVG, 4096)
-    with pytest.raises(IoError, match="use exp_avg of unit 1, slot A"):
-        read_in(store, 1, State.EXP_AVG, 6000)
-    store.close()
-
-
-def test_a_stale_slot_is_noticed(tmp_path: Path, queue: IoQueue) -> None:
-    """A drive that says that it has written and has not."""
-    store = created(tmp_path, queue)
-    update(store, 0, 1)
-    store.commit(1, blob("one"))
-    path = tmp_path / "run" / "rank0" / "states"
-    lost = path.read_bytes()
-    update(store, 0, 2)
-    store.commit(2, blob("two"))
-    store.close()
-    path.write_bytes(lost)
-    store, _ = opened(tmp_path, queue)
-    with pytest.raises(IoError, match="use weight of unit 0"):
-        read_in(store, 0, State.WEIGHT, 8192)
-    store.close()
-
-
-def test_without_durability_nothing_is_compared(tmp_path: Path, queue: IoQueue) -> None:
-    """One slot is written in place, and no resume ever reads it."""
-    store = created(tmp_path, queue, SPEC._replace(slots=1))
-    update(store, 0, 3)
-    _damage(tmp_path / "run" / "rank0" / "states", 0, 64)
-    store.read(0, State.WEIGHT, 0, 0, aligned_empty(8192)).wait()
     store.close()

@@ -30,12 +30,6 @@ SPEC = StoreSpec(
 
 
 @pytest.fixture
-def queue() -> Iterator[IoQueue]:
-    with IoQueue() as queue:
-        yield queue
-
-
-@pytest.fixture
 def store(tmp_path: Path, queue: IoQueue) -> Iterator[Store]:
     """One unit of which the weight is frozen from `TRAINABLE` on, and a frozen one; committed."""
     store = Store([tmp_path], "run", 0, SPEC, queue)

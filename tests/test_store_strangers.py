@@ -23,7 +23,7 @@ from offload.swapper.store.record import was_committed
 from tests import models, rank_pool
 from tests.faults import flip_bit
 from tests.oracle import config, start, train_step
-from tests.test_store import SPEC, blob, created, queue, text_of, update  # noqa: F401
+from tests.test_store import SPEC, blob, created, text_of
 
 JOB = models.GPT2._replace(dtype="bf16")
 DISK = ("nvme", "nvme")
@@ -168,7 +168,7 @@ def test_a_run_of_two_ranks_has_ended_before_anything_of_it_goes(tmp_path: Path)
 
 def test_a_start_that_failed_has_nothing_more_to_remove(
     tmp_path: Path,
-    queue: IoQueue,  # noqa: F811
+    queue: IoQueue,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failed = Store([tmp_path], "run", 0, SPEC._replace(partitions=SPEC.partitions * 1000, frozen=()), queue)
@@ -188,7 +188,7 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def test_a_start_that_failed_leaves_the_note_of_the_end(tmp_path: Path, queue: IoQueue) -> None:  # noqa: F811
+def test_a_start_that_failed_leaves_the_note_of_the_end(tmp_path: Path, queue: IoQueue) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "finished.json").write_text('{"steps": 3}')
     huge = SPEC._replace(partitions=({state: 1 << 50 for state in SPEC.partitions[0]},), frozen=())
@@ -203,7 +203,7 @@ def test_a_start_that_failed_leaves_the_note_of_the_end(tmp_path: Path, queue: I
     assert run_status([tmp_path], "run") == (True, None)
 
 
-def test_a_run_that_another_process_has_made_meanwhile(tmp_path: Path, queue: IoQueue) -> None:  # noqa: F811
+def test_a_run_that_another_process_has_made_meanwhile(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
     store.commit(0, blob("zero"))
     store.close()

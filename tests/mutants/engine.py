@@ -96,7 +96,7 @@ MUTANTS = (
         "offload.engine.checkpoint_load",
         "if sums.pop(key) != ",
         "if False and sums.pop(key) != ",
-        "tests/test_checkpoint.py",
+        "tests/test_checkpoint_damage.py",
     ),
     Mutant(
         "forget the loss scale when gradients are applied",

@@ -108,7 +108,7 @@ MUTANTS = (
         "offload.swapper.store.record",
         " or found.other_format is not None:",
         ":",
-        "tests/test_store.py",
+        "tests/test_store_manifest.py",
     ),
     Mutant(
         "read on behind what trains, into the other slot",

@@ -1,0 +1,164 @@
+"""A checkpoint that is damaged changes nothing, and damage does not become a checkpoint; full disks, shared bytes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.engine import checkpoint_save
+from offload.errors import EngineFailed, IoError, StoreError
+from tests import models, mounts
+from tests.faults import flip_bit
+from tests.mounts import sync
+from tests.oracle import assert_same_tensors, run, start, train_step, weights_of
+
+DISK, CPU = ("nvme", "nvme"), ("cpu", "cpu")
+
+
+def harm(folder: Path, how: str) -> None:
+    states = folder / "states.rank0.safetensors"
+    if how == "a byte of a state":
+        flip_bit(states, states.stat().st_size - 5000)
+    elif how == "a byte of a weight":
+        flip_bit(states, 4096 * 3)
+    elif how == "a header":
+        flip_bit(states, 30)
+    elif how == "cut short":
+        os.truncate(states, states.stat().st_size - 4096)
+    elif how == "no states":
+        states.unlink()
+    elif how == "progress":
+        flip_bit(folder / "progress.rank0.safetensors", 3000)
+    elif how == "manifest":
+        text = (folder / "manifest.json").read_text()
+        (folder / "manifest.json").write_text(text.replace('"epoch": 2', '"epoch": 3'))
+    elif how == "half a manifest":
+        os.truncate(folder / "manifest.json", 100)
+    elif how == "a later format":
+        text = (folder / "manifest.json").read_text()
+        (folder / "manifest.json").write_text(text.replace('"format": 1', '"format": 2'))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("a byte of a state", r"states.rank0.safetensors is damaged: the checksum of \d+.exp_avg_sq"),
+        ("a byte of a weight", r"states.rank0.safetensors is damaged: the checksum of 0.weight"),
+        ("a header", "states.rank0.safetensors"),
+        ("cut short", "states.rank0.safetensors has"),
+        ("no states", "states.rank0.safetensors"),
+        ("progress", "progress.rank0.safetensors is damaged"),
+        ("manifest", "manifest.json.*checksum"),
+        ("half a manifest", "manifest.json"),
+        ("a later format", "format 2.*reads format 1"),
+    ],
+)
+@pytest.mark.parametrize("placement", [DISK, CPU])
+def test_damage_is_named_and_changes_nothing(how: str, words: str, placement: tuple[str, str], tmp_path: Path) -> None:
+    job = models.DROPOUT._replace(dtype="bf16", steps=4)
+    whole = run(job, placement, tmp_path / "whole")
+    engine = start(job, placement, tmp_path / "run")
+    losses = [train_step(engine, job, step) for step in range(2)]
+    engine.save_checkpoint(tmp_path / "saved")
+    losses.append(train_step(engine, job, 2))
+    harm(tmp_path / "saved" / "global_step2", how)
+    with pytest.raises(StoreError, match=words):
+        engine.load_checkpoint(tmp_path / "saved", tag="global_step2")
+    losses.append(train_step(engine, job, 3))
+    assert losses == whole.losses
+    assert_same_tensors(weights_of(engine), whole.weights)
+    engine.destroy(remove=True)
+
+
+def test_swap_files_that_are_damaged_are_not_saved(tmp_path: Path) -> None:
+    job = models.GPT2
+    engine = start(job, DISK, tmp_path / "run")
+    train_step(engine, job, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    store = engine._parts.store
+    assert store is not None
+    place = store._places[1][list(engine._parts.held.states(1))[1]][store.newest[1]]
+    flip_bit(store.folders[0] / "states", place.offset(100))
+    with pytest.raises(OSError, match="checksum"):
+        engine.save_checkpoint(tmp_path / "saved", tag="bad")
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"global_step1", "latest"}
+    engine.destroy(remove=True)
+
+
+def test_a_load_that_fails_half_way_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last commit is whole: the run goes on from there."""
+    job = models.GPT2._replace(steps=4)
+    whole = run(job, DISK, tmp_path / "whole")
+    engine = start(job, DISK, tmp_path / "run")
+    losses = [train_step(engine, job, step) for step in range(2)]
+    engine.save_checkpoint(tmp_path / "saved", tag="two")
+    losses.append(train_step(engine, job, 2))
+
+    def fails(*_: Any) -> None:
+        raise IoError("states", 0, 1, 5, "write")
+
+    assert engine._parts.store is not None
+    monkeypatch.setattr(engine._parts.store, "commit", fails)
+    with pytest.raises((IoError, EngineFailed)):
+        engine.load_checkpoint(tmp_path / "saved")
+    with pytest.raises(EngineFailed):
+        train_step(engine, job, 3)
+    engine.destroy()
+    again = start(job, DISK, tmp_path / "run", resume="must")
+    losses = losses[: again.global_steps] + [train_step(again, job, step) for step in range(again.global_steps, 4)]
+    assert losses == whole.losses
+    assert_same_tensors(weights_of(again), whole.weights)
+    again.destroy(remove=True)
+
+
+# -- disks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_disk_without_room_keeps_what_was_there(known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = models.GPT2
+    engine = start(job, CPU, tmp_path / "run")
+    with mounts.disk(tmp_path, 16 << 20) as mount:
+        train_step(engine, job, 0)
+        engine.save_checkpoint(mount / "saved")
+        weights = weights_of(engine)
+        (mount / "filler").write_bytes(os.urandom(shutil.disk_usage(mount).free - (1 << 20)))
+        sync(mount)
+        free = shutil.disk_usage(mount).free
+        train_step(engine, job, 1)
+        if not known:
+            monkeypatch.setattr(checkpoint_save, "find_shortage", lambda *_: None)
+        with pytest.raises((StoreError, IoError), match=r"needs .* MiB.*has .* free" if known else "No space left"):
+            engine.save_checkpoint(mount / "saved")
+        assert {path.name for path in (mount / "saved").iterdir()} == {"global_step1", "latest"}
+        assert shutil.disk_usage(mount).free >= free - 8192
+        train_step(engine, job, 2)
+        engine.load_checkpoint(mount / "saved")
+        assert_same_tensors(weights_of(engine), weights)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("make", [["mkfs.btrfs", "-q"], ["mkfs.xfs", "-q"]], ids=["btrfs", "xfs"])
+def test_a_file_system_that_can_shares_the_bytes_with_the_swap_files(make: list[str], tmp_path: Path) -> None:
+    """Until the run writes over them; the checkpoint stays as it was."""
+    job = models.TINY._replace(accumulation=1)
+    with mounts.disk(tmp_path, 512 << 20, make) as mount:
+        engine = start(job, DISK, mount / "run")
+        train_step(engine, job, 0)
+        weights = weights_of(engine)
+        sync(mount)
+        before = shutil.disk_usage(mount).free
+        engine.save_checkpoint(mount / "saved")
+        sync(mount)
+        nbytes = (mount / "saved" / "global_step1" / "states.rank0.safetensors").stat().st_size
+        assert nbytes > 30 << 20
+        assert before - shutil.disk_usage(mount).free < nbytes / 4
+        losses = [train_step(engine, job, step) for step in range(1, 4)]
+        engine.load_checkpoint(mount / "saved")
+        assert_same_tensors(weights_of(engine), weights)
+        assert [train_step(engine, job, step) for step in range(1, 4)] == losses
+        engine.destroy(remove=True)
