@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+import offload
 from offload.errors import UsageError
 from tests import models
-from tests.oracle import Job, PlainEngine, assert_same_tensors, run, start, train_step, weights_of
+from tests.oracle import Job, PlainEngine, assert_same_tensors, config, run, start, train_step, weights_of
 from tests.test_modules import Layers
 
 DISK = ("nvme", "nvme")
@@ -163,3 +164,16 @@ def test_what_was_frozen_cannot_train(tmp_path: Path) -> None:
     losses += [train_step(engine, job, step) for step in range(1, job.steps)]
     engine.destroy(remove=True)
     assert losses == run(job, DISK, tmp_path / "plain").losses
+
+
+def test_a_model_that_does_not_train(tmp_path: Path) -> None:
+    """Frozen: an engine without states, whose weights still come from the disk."""
+    torch.manual_seed(0)
+    model = models.gpt2().requires_grad_(False)
+    with torch.no_grad():
+        expected = model(input_ids=models.tokens(0, 0)).logits
+    engine = offload.initialize(model=model, config=config(models.GPT2, DISK, tmp_path))[0]
+    with torch.no_grad():
+        assert torch.equal(engine(input_ids=models.tokens(0, 0)).logits, expected)
+    engine.destroy()
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))

@@ -15,7 +15,8 @@ import offload
 from offload.errors import StoreError
 from offload.swapper.store import run_status
 from tests import models
-from tests.oracle import assert_same, assert_same_tensors, config, kill_and_resume, run, start, train_step
+from tests.oracle import Job, assert_same, assert_same_tensors, config, kill_and_resume, run, start, train_step
+from tests.test_modules import Layers
 
 DISK = ("nvme", "nvme")
 
@@ -216,3 +217,21 @@ def test_ctrl_c_in_the_middle_of_a_forward(tmp_path: Path) -> None:
         losses.append(train_step(engine, job, step))
     engine.destroy(remove=True)
     assert losses == whole.losses
+
+
+class Counting(Layers):
+    """A persistent buffer that does not lie contiguously."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(12.0).view(3, 4).t())
+
+
+def test_a_buffer_that_is_not_contiguous_is_committed(tmp_path: Path) -> None:
+    job = Job(Counting, models.mixture_loss, steps=2)
+    engine = start(job, DISK, tmp_path)
+    train_step(engine, job, 0)
+    engine.destroy()
+    engine = start(job, DISK, tmp_path, resume="must")
+    assert torch.equal(engine.module.table, torch.arange(12.0).view(3, 4).t())
+    engine.destroy(remove=True)

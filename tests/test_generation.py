@@ -1,0 +1,52 @@
+"""`generate` writes what the plain model writes, and training beside it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import models
+from tests.oracle import Job, room_for, run, start
+
+DISK = ("nvme", "nvme")
+
+
+@pytest.mark.works("Graphs", "`generate` with a KV cache, in the middle of accumulation", "right")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_generation_in_the_middle_of_accumulation(dtype: str, tmp_path: Path) -> None:
+    job = models.GPT2._replace(dtype=dtype, accumulation=2)
+    engine = start(job, DISK, tmp_path / "generating", device_memory=room_for(job, 2))
+    losses = []
+    for step in range(job.steps):
+        loss = 0.0
+        for micro in range(2):
+            part = job.loss(engine, step, micro)
+            engine.backward(part)
+            loss += float(part.detach()) / 2
+            if micro == 0:
+                engine.eval()
+                prompt = torch.tensor([[1, 2, 3]])
+                words = engine.module.generate(
+                    prompt, max_new_tokens=5, do_sample=False, use_cache=True, pad_token_id=0
+                )
+                assert words.shape[1] > 3
+                engine.train()
+            engine.step()
+        losses.append(loss)
+    engine.destroy(remove=True)
+    assert losses == pytest.approx(run(job, DISK, tmp_path / "plain").losses, rel=1e-6)
+
+
+@pytest.mark.works("Graphs", "`generate` of an encoder and decoder: T5", "right")
+def test_generation_of_t5(tmp_path: Path) -> None:
+    """`generate` calls the encoder by itself, never the model's forward."""
+    torch.manual_seed(0)
+    plain = models.t5()
+    ids = models.tokens(0, 0)
+    expected = plain.generate(ids, max_new_tokens=6, do_sample=False)
+    job = Job(models.t5, models.language_loss)
+    engine = start(job, DISK, tmp_path, device_memory=room_for(job, 2))
+    assert torch.equal(engine.module.generate(ids, max_new_tokens=6, do_sample=False), expected)
+    engine.destroy(remove=True)
