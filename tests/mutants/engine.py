@@ -236,7 +236,7 @@ MUTANTS = (
         "offload.engine.model_folder",
         "            path.unlink()\n        sync_folder(out)",
         "            pass\n        sync_folder(out)",
-        "tests/test_save_pretrained.py::test_a_kill_between_two_moves_leaves_nothing_that_loads_as_a_mixture",
+        "tests/test_save_pretrained_folder.py::test_a_kill_between_two_moves_leaves_nothing_that_loads_as_a_mixture",
     ),
     Mutant(
         "a group that is added keeps the learning rate of the others",
@@ -299,7 +299,7 @@ MUTANTS = (
         "offload.engine.saved",
         "if self._pager.updates(packed.unit) != packed.updates:",
         "if False:",
-        "tests/test_autograd.py",
+        "tests/test_autograd_refused.py",
     ),
     Mutant(
         "use a window of a gradient again while it is written",

@@ -1,0 +1,75 @@
+"""A parameter that another module's code reads where torch does not see it is there once it is registered."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.errors import UsageError
+from tests import models
+from tests.oracle import Job, plain_loop, start, train_step
+
+DISK = ("nvme", "nvme")
+
+
+class Unseen(nn.Module):
+    """Uses another module's weight in a function that torch does not show to placeholders, as extensions' are."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.own = nn.Linear(size, size)
+        self.others: list[nn.Parameter] = []
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.own(values) @ self.others[0]
+
+
+class WithUnseen(nn.Module):
+    def __init__(self, register: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 32)
+        self.layers = nn.ModuleList([nn.Linear(32, 32), Unseen(32), nn.Linear(32, 61)])
+        self.layers[1].others.append(self.layers[0].weight)
+        if register:
+            offload.register_external_parameter(self.layers[1], self.layers[0].weight)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        values = self.embedding(ids)
+        for layer in self.layers:
+            values = layer(values)
+        return values
+
+
+@pytest.mark.works("Modules", "a parameter read by code that torch does not see, registered", "right")
+def test_a_registered_parameter_is_there(tmp_path: Path) -> None:
+    """It was registered before the engine was made, or after."""
+    job = Job(partial(WithUnseen, True), models.mixture_loss, steps=2)
+    expected = plain_loop(job).losses
+    for late in (False, True):
+        engine = start(job._replace(model=partial(WithUnseen, not late)), DISK, tmp_path / str(late))
+        unseen, weight = engine.module.layers[1], engine.module.layers[0].weight
+        if late:
+            with pytest.raises(UsageError, match="register_external_parameter"):
+                job.loss(engine, 0, 0)
+            for _ in range(2):
+                offload.register_external_parameter(unseen, weight)
+        assert [train_step(engine, job, step) for step in range(2)] == pytest.approx(expected, rel=1e-5)
+        offload.unregister_external_parameter(unseen, weight)
+        with torch.no_grad():
+            assert bool(job.loss(engine, 0, 0).isnan()), "else this test shows nothing"
+        with pytest.raises(UsageError, match="was not registered"):
+            offload.unregister_external_parameter(unseen, weight)
+        engine.destroy(remove=True)
+
+
+def test_only_modules_and_parameters_can_be_registered() -> None:
+    linear = nn.Linear(2, 2)
+    for arguments in ((linear, torch.ones(2)), (linear.weight, linear.weight)):
+        with pytest.raises(UsageError, match="expects a module and a parameter"):
+            offload.register_external_parameter(*arguments)  # type: ignore[arg-type]

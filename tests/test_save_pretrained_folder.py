@@ -1,0 +1,176 @@
+"""`engine.save_pretrained` into a folder that is there: what was there stays until all of the new is there."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import offload
+from offload.engine import model_folder, tensor_file
+from offload.errors import IoError, OffloadError, StoreError
+from tests.oracle import assert_same_tensors, train_step
+from tests.test_export import tensors as all_tensors
+from tests.test_save_pretrained import JOB, NAMES, a_tokenizer, engine, listed, untied
+
+__all__ = ["engine"]
+
+
+def test_files_of_others_stay_and_older_weights_go(engine: offload.Engine, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "checkpoint-5").mkdir(parents=True)
+    (out / "checkpoint-5" / "model.safetensors").write_text("dear")
+    (out / "notes.txt").write_text("dear")
+    engine.save_pretrained(out, max_shard_size="50KB")
+    first = listed(out)
+    assert len([name for name in first if name.startswith("model-")]) > 2
+    engine.save_pretrained(out)
+    others = {"checkpoint-5", "checkpoint-5/model.safetensors", "notes.txt"}
+    assert listed(out) == NAMES | others
+    assert (out / "checkpoint-5" / "model.safetensors").read_text() == (out / "notes.txt").read_text() == "dear"
+    engine.save_pretrained(out, max_shard_size="50KB")
+    assert listed(out) == first
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert_same_tensors(model.state_dict(), engine.module.state_dict())
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_folder_of_an_earlier_save_is_replaced(
+    can_exchange: bool, engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(model_folder, "exchange", lambda *_: False)
+    engine.save_pretrained(tmp_path / "out", max_shard_size="50KB")
+    train_step(engine, JOB, 1)
+    engine.save_pretrained(tmp_path / "out")
+    assert listed(tmp_path / "out") == NAMES
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "swap"]
+    assert_same_tensors(all_tensors(tmp_path / "out"), untied(engine))
+
+
+@pytest.mark.parametrize("foreign", [True, False])
+@pytest.mark.parametrize("failure", ["room", "reserve", "write", "config", "tokenizer"])
+def test_a_disk_that_is_full_leaves_what_was_there(
+    failure: str, foreign: bool, engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    engine.save_pretrained(out)
+    if foreign:
+        (out / "notes.txt").write_text("dear")
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    train_step(engine, JOB, 1)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full_file(*_: Any) -> None:
+        raise IoError(str(out), 0, 0, errno.ENOSPC, "write")
+
+    tokenizer, opened = a_tokenizer(), Path.open
+    with monkeypatch.context() as patch:
+        if failure == "room":
+            usage = shutil.disk_usage(tmp_path)
+            patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        elif failure == "reserve":
+            patch.setattr(os, "posix_fallocate", full)
+        elif failure == "write":
+            patch.setattr(tensor_file.Writer, "write", full_file)
+        elif failure == "config":
+            patch.setattr(
+                Path, "open", lambda path, *mode, **how: full() if "x" in mode else opened(path, *mode, **how)
+            )
+        else:
+            patch.setattr(type(tokenizer), "save_pretrained", full)
+        with pytest.raises((StoreError, OSError)) as error:
+            engine.save_pretrained(out, tokenizer=tokenizer)
+        assert isinstance(error.value, OffloadError)
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "swap"]
+    engine.save_pretrained(out)
+    assert_same_tensors(all_tensors(out), untied(engine))
+    train_step(engine, JOB, 2)
+
+
+@pytest.mark.parametrize("moves", range(4))
+def test_a_kill_between_two_moves_leaves_nothing_that_loads_as_a_mixture(
+    moves: int, engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("dear")
+    engine.save_pretrained(out, max_shard_size="100KB")
+    train_step(engine, JOB, 1)
+    done = 0
+    replace = os.replace
+
+    class Killed(BaseException):
+        pass
+
+    def stop(source: Any, target: Any) -> None:
+        nonlocal done
+        if done == moves:
+            raise Killed
+        done += 1
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", stop)
+        with pytest.raises(Killed):
+            engine.save_pretrained(out, max_shard_size="100KB")
+    assert not (out / "config.json").exists() and not (out / "model.safetensors.index.json").exists()
+    with pytest.raises(StoreError):
+        offload.load_pretrained(transformers.AutoModelForCausalLM, out)
+    with pytest.raises((OSError, ValueError), match=r"config\.json|model"):
+        transformers.AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_what_a_kill_has_left_is_removed_and_told(
+    engine: offload.Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = tmp_path / "out.partial"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(bytes(5000))
+    with caplog.at_level(logging.WARNING, "offload"):
+        engine.save_pretrained(tmp_path / "out")
+    assert f"removed {left}" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "swap"]
+    left.mkdir()
+    (left / "thesis").write_text("dear")
+    with pytest.raises(StoreError, match="thesis"):
+        engine.save_pretrained(tmp_path / "out")
+    assert (left / "thesis").read_text() == "dear"
+
+
+@pytest.mark.parametrize("there", [(), ("config.json", "model.safetensors")])
+def test_the_folder_that_the_process_is_in_stays(
+    there: tuple[str, ...], engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "here"
+    (folder / "below").mkdir(parents=True)
+    (folder / "below").rmdir()
+    for name in there:
+        (folder / name).write_text("old")
+    monkeypatch.chdir(folder)
+    engine.save_pretrained(".")
+    assert Path.cwd() == folder and listed(folder) == NAMES
+    engine.save_pretrained(folder)
+    assert os.listdir(".") and os.stat(".").st_ino == folder.stat().st_ino
+
+
+@pytest.mark.parametrize("there", [(), ("config.json", "model.safetensors")])
+def test_a_folder_that_is_exchanged_keeps_its_mode(
+    there: tuple[str, ...], engine: offload.Engine, tmp_path: Path
+) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    for name in there:
+        (folder / name).write_text("old")
+    folder.chmod(0o2770)
+    engine.save_pretrained(folder)
+    assert listed(folder) == NAMES and folder.stat().st_mode & 0o7777 == 0o2770
