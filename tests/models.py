@@ -121,6 +121,14 @@ def resnet() -> nn.Module:
     )
 
 
+def lora() -> nn.Module:
+    """A Llama by `peft`: all is frozen but adapters of two projections in each block, which are not zero."""
+    import peft
+
+    adapters = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(llama(), adapters)
+
+
 class Mixture(nn.Module):
     """What users bring: a tied head, a frozen layer, a layer that no loss reaches, a scalar, an odd size."""
 
@@ -169,4 +177,5 @@ def mixture_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
 GPT2 = Job(gpt2, language_loss)
 DROPOUT = Job(gpt2_dropout, language_loss)
 MIXTURE = Job(Mixture, mixture_loss, accumulation=2)
+LORA = Job(lora, language_loss)
 TINY = Job(gpt2_tiny, byte_loss, steps=20, accumulation=4, clip=0.5)

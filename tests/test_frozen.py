@@ -18,6 +18,7 @@ from offload.cli import app
 from offload.errors import EngineFailed, IoError
 from offload.swapper.states import State
 from offload.swapper.store.look import look
+from tests import models
 from tests.faults import flip_bit
 from tests.oracle import (
     DTYPES,
@@ -32,12 +33,11 @@ from tests.oracle import (
     train_step,
     weights_of,
 )
-from tests.test_matrix import JOBS
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers
 
 DISK = ("nvme", "nvme")
-JOB = JOBS["LoRA"]._replace(dtype="bf16")
+JOB = models.LORA._replace(dtype="bf16")
 OTHER = JOB._replace(seed=5)
 """With other frozen weights."""
 BYTES = {"bf16": 12, "fp16": 14, "fp32": 12}
