@@ -17,10 +17,7 @@ from tests import models
 from tests.oracle import assert_same_tensors, train_step
 from tests.pretrained import CAUSAL, FAMILIES, engine_of, written
 
-pytestmark = [
-    pytest.mark.usefixtures("engines_end"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft asks transformers
-]
+pytestmark = pytest.mark.usefixtures("engines_end")
 
 
 def adapted(source: Path) -> Any:

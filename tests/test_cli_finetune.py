@@ -163,7 +163,6 @@ def test_a_save_that_fails_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 LORA = ("--lora", "r=4,dropout=0.1,targets=q_proj+down_proj", "--lr", "1e-2")
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers
 def test_adapters_are_trained_and_saved_alone() -> None:
     frozen = sum(value.nbytes // 2 for value in load_file("model/model.safetensors").values())
     said = call("--steps", "6", *LORA, "--save", "out", "--log", "log")

@@ -34,8 +34,6 @@ from tests.oracle import (
     weights_of,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers
-
 DISK = ("nvme", "nvme")
 JOB = models.LORA._replace(dtype="bf16")
 OTHER = JOB._replace(seed=5)

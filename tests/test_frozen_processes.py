@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -13,8 +12,6 @@ from tests import rank_pool
 from tests.oracle import assert_same, assert_same_tensors, kill_and_resume, run, weights_of
 from tests.test_frozen import DISK, JOB, by_formula, exported, frozen_bytes
 from tests.test_ranks import language_rows_loss
-
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers
 
 
 def test_a_run_that_was_killed_goes_on_with_them(tmp_path: Path) -> None:

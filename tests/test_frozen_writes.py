@@ -15,8 +15,6 @@ from tests import models
 from tests.faults import LateQueue, use_queue
 from tests.oracle import DTYPES, assert_same_tensors, room_for, start, train_step, weights_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers
-
 
 class Recorded(LateQueue):
     """Notes where it writes."""

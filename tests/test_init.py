@@ -203,7 +203,6 @@ def test_weights_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
             assert_same_tensors(weights, alone)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers
 def test_an_adapter_beside_absent_weights_begins_as_peft_has_it(tmp_path: Path) -> None:
     """Not on meta, where its zeros would be lost."""
     peft = pytest.importorskip("peft")

@@ -28,8 +28,6 @@ from tests.oracle import (
     run,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers
-
 
 def image_loss(model: Any, step: int, micro: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + micro)
