@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.commands import begin, finish, losses
 from tests.folders import MARKING_TEMPLATE, make_folder, write_lines
 
-COMMAND = "offload train --model model --data data.jsonl --seq-len 64 --batch-size 4 --device cpu --dtype fp32".split()
-TORCHRUN = "torch.distributed.run --nproc_per_node 2 --standalone -m --".split()
+TRAIN = "train --model model --data data.jsonl --seq-len 64 --batch-size 4 --device cpu --dtype fp32 --steps 4".split()
 
 
 def train(folder: Path, run: str, *options: str, ranks: int) -> list[float]:
-    own = ("--run", run, "--nvme-path", run, "--log", f"{run}.jsonl", "--save", f"{run}-out", "--steps", "4", *options)
-    done = subprocess.run(
-        [sys.executable, "-m", *(TORCHRUN if ranks == 2 else ()), *COMMAND, *own],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("saved in") == 1, "one rank speaks"
-    return [json.loads(line)["loss"] for line in (folder / f"{run}.jsonl").read_text().splitlines()]
+    own = ("--run", run, "--nvme-path", run, "--log", f"{run}.jsonl", "--save", f"{run}-out", *options)
+    said = finish(begin(folder, *TRAIN, *own, ranks=ranks))
+    assert said.count("saved in") == 1, "one rank speaks"
+    return losses(folder / f"{run}.jsonl")
 
 
 @pytest.mark.parametrize(("options", "file"), [((), "model"), (("--lora", "r=4"), "adapter_model")])

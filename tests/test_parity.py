@@ -1,9 +1,4 @@
-"""Training by the engine is training by PyTorch: the same losses, norms and weights as the plain loop.
-
-[Note: the key bias] Attention is invariant to the bias of its keys, so its true gradient is zero and what is computed
-is rounding noise, which Adam scales up to the learning rate. A last-bit difference anywhere gives it other values, in
-PyTorch against itself too; it is compared by its effect, the losses, alone.
-"""
+"""Training by the engine is training by PyTorch: the same losses, norms and weights as the plain loop."""
 
 from __future__ import annotations
 
@@ -28,13 +23,6 @@ def _distance(mine: Result, plain: Result) -> float:
     return float((difference / sum(float(w.double().square().sum()) for w in plain.weights.values())) ** 0.5)
 
 
-def _without_key_bias(name: str, value: torch.Tensor) -> torch.Tensor:
-    if not name.endswith("attn.c_attn.bias"):
-        return value
-    query, _, values = value.chunk(3)
-    return torch.cat((query, values))
-
-
 def test_fp32_equals_pytorch(tmp_path: Path) -> None:
     """20 steps of gpt2-tiny: lr 1e-3, decay 0.1, accumulation 4, and the clip acts at every step."""
     job = models.TINY
@@ -44,7 +32,7 @@ def test_fp32_equals_pytorch(tmp_path: Path) -> None:
     assert _relative(mine.losses, plain.losses) < 1e-5
     assert _relative(mine.norms, plain.norms) < 1e-5
     for name, weight in plain.weights.items():
-        expected, found = _without_key_bias(name, weight), _without_key_bias(name, mine.weights[name])
+        expected, found = models.without_key_bias(name, weight), models.without_key_bias(name, mine.weights[name])
         difference = float((found - expected).abs().max())
         assert difference <= 1e-5 * float(expected.abs().max()), name
     assert _distance(mine, plain) < 1e-5

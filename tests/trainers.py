@@ -130,7 +130,7 @@ def assert_same(left: Run, right: Run) -> None:
 
 
 def assert_close(mine: Run, theirs: Run, bound: float = 1e-5) -> None:
-    """Within the bound that `test_parity` states for fp32; see its note on the key bias."""
+    """Within the bound that `test_parity` states for fp32."""
     assert len(mine.logs) == len(theirs.logs)
     for one, other in zip(mine.logs, theirs.logs, strict=True):
         assert one.keys() == other.keys() and one["learning_rate"] == other["learning_rate"]
@@ -138,12 +138,5 @@ def assert_close(mine: Run, theirs: Run, bound: float = 1e-5) -> None:
             assert abs(one[key] - other[key]) <= bound * abs(other[key]), (key, one, other)
     assert mine.weights.keys() == theirs.weights.keys()
     for name, value in theirs.weights.items():
-        expected, found = _without_key_bias(name, value), _without_key_bias(name, mine.weights[name])
+        expected, found = models.without_key_bias(name, value), models.without_key_bias(name, mine.weights[name])
         assert float((found - expected).abs().max()) <= bound * float(expected.abs().max()), name
-
-
-def _without_key_bias(name: str, value: torch.Tensor) -> torch.Tensor:
-    if not name.endswith("attn.c_attn.bias"):
-        return value
-    query, _, values = value.chunk(3)
-    return torch.cat((query, values))
