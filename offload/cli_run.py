@@ -205,7 +205,7 @@ class Training:
             "tokens_per_second": sum(r.tokens for r in reports) / seconds if reports else None,
             "run": job.run,
             "saved": None if job.save is None else str(job.save.absolute()),
-            **cli_summary.facts(engine, reports),
+            **cli_summary.facts(job, reports),
         }
 
     def _table(self, result: dict[str, Any]) -> None:
@@ -225,7 +225,7 @@ class Training:
                 "peak RAM",
                 f"{format_size(result['peak_rss_bytes'])}, host budget {format_size(result['host_budget_bytes'])}",
             ),
-            *cli_summary.rows(self.reports, result["drive_written_bytes"]),
+            *cli_summary.rows(self.reports, result),
         ):
             table.add_row(name, value)
         self.console.print(table)

@@ -8,6 +8,7 @@ from typing import Any
 
 from offload.report.endurance import foresee, warning
 from offload.report.phases import ADVICE, Bound, bound
+from offload.report.predicted import compare, words
 from offload.sizes import format_decimal
 
 _STEADY = 3
@@ -33,29 +34,38 @@ def wear(job: Any, reports: Sequence[Any]) -> Iterator[str]:
             yield words
 
 
-def facts(engine: Any, reports: Sequence[Any]) -> dict[str, Any]:
+def facts(job: Any, reports: Sequence[Any]) -> dict[str, Any]:
     """What `--json` has of it."""
-    by = _bound(reports)
+    by, engine = _bound(reports), job.engine
     return {
         "bound_by": None if by is None else by.by,
         "step_parts_seconds": {} if by is None else dict(by.parts),
         "drive_written_bytes": {
             each.path: {"run": each.run_bytes, "life": each.life_bytes} for each in engine.drive_writes()
         },
+        "predicted": compare(job.predicted, _steady(reports)),
     }
 
 
-def rows(reports: Sequence[Any], written: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, str]]:
+def rows(reports: Sequence[Any], result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What a person reads of it."""
     by = _bound(reports)
     if by is not None:
         yield "bound by", by.words()
         yield "to be faster", ADVICE[by.by]
-    for path, each in written.items():
+    for path, each in result["drive_written_bytes"].items():
         so_far = f", {format_decimal(each['life'])} in the life of the run" if each["life"] > each["run"] else ""
         yield "written in all", f"{format_decimal(each['run'])} to {path}{so_far}"
+    for index, each in enumerate(result["predicted"]):
+        predicted, measured, difference = words(each)
+        told = f"{each['what']}: {predicted}, {measured}" + (f" ({difference})" if difference else "")
+        yield "" if index else "predicted, measured", told
 
 
 def _bound(reports: Sequence[Any]) -> Bound | None:
-    """Of the steps without the first, which records the order of uses."""
-    return bound(report.measured for report in reports[1:] or reports)
+    return bound(_steady(reports))
+
+
+def _steady(reports: Sequence[Any]) -> list[dict[str, Any]]:
+    """The steps, as the log has them, without the first, which records the order of uses."""
+    return [report.line() for report in reports[1:] or reports]

@@ -13,14 +13,16 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
+from torch import nn
 
-from offload import text
+from offload import probe, text
 from offload.config import Config, load_config, resolve_batch
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
 from offload.engine.json_lines import check_log, cut_log
-from offload.errors import ConfigError, StoreError
+from offload.errors import ConfigError, OffloadError, StoreError
 from offload.language_model import (
     build_model,
     check_model,
@@ -31,6 +33,8 @@ from offload.language_model import (
     without_cache,
 )
 from offload.lora import adapt, parse_lora, require_peft
+from offload.planner.foresee import as_step, foresee
+from offload.planner.report import in_short
 from offload.presets import require_transformers
 from offload.records import find_data, read_records
 from offload.rows import Rows, encode, encode_text, pack, told
@@ -83,6 +87,8 @@ class Job(NamedTuple):
     """Of the model's folder."""
     always: Mapping[str, Any] = {}
     """What each forward is given beside a batch."""
+    predicted: Mapping[str, Any] = {}
+    """What was foreseen of a step, by the log's names; empty where nothing was."""
 
     def save_model(self) -> None:
         """Write the model, or its adapters, and the tokenizer; nothing where nobody asked for it. All ranks call it."""
@@ -120,21 +126,26 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     done = _finished(config)
     if done is not None:
         return done
-    check_save(options.save, may_be_there=_goes_on(config))
+    going_on = _goes_on(config)
+    check_save(options.save, may_be_there=going_on)
     torch.manual_seed(config.offload.seed)
     model, source = build_model(options.model, folder, content)
     check_model(model, options.seq_len, batches.largest_id)
     make_ready(model, options.activation_checkpointing)
     always = without_cache(model)
-    engine = initialize(model=model if lora is None else adapt(model, lora), config=content).engine
+    if lora is not None:
+        model = adapt(model, lora)
+    predicted, foreseen = _foreseen(options, model, content, always, going_on) if world_size == 1 else ({}, ())
+    engine = initialize(model=model, config=content).engine
     if rank:
         torch.manual_seed(config.offload.seed + rank)  # another dropout on each
-    for line in (*engine.notices, *told, source, *_changed(engine, options, batches)):
+    for line in (*engine.notices, *told, source, *_changed(engine, options, batches), *foreseen):
         say(line)
     _claim(engine, options.save)
     if options.log is not None and rank == 0:
         cut_log(options.log, engine.global_steps)
-    return Job(engine, batches, options.steps, config.offload.run, engine.resumable, options.save, tokenizer, always)
+    kept = (options.save, tokenizer, always, predicted)
+    return Job(engine, batches, options.steps, config.offload.run, engine.resumable, *kept)
 
 
 class _Share(NamedTuple):
@@ -178,6 +189,23 @@ def _changed(engine: Engine, options: Options, batches: text.Batches | Rows) -> 
     return tuple(lines)
 
 
+def _foreseen(
+    options: Options, model: nn.Module, content: Mapping[str, Any], always: Mapping[str, Any], going_on: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What the planner says of a step, by the log's names, and a line about it. Whatever it cannot do stops no run."""
+    found = probe.kept()
+    if found is None:
+        return {}, ("no prediction: `offload probe` was not run on this machine; it takes a minute, once",)
+    try:
+        planned = foresee(
+            found, model, content, options.seq_len, always, options.activation_checkpointing, going_on=going_on
+        )
+    except Exception as error:  # what fails here need not fail there, and is told
+        kind = "" if isinstance(error, OffloadError) else f"{type(error).__name__}: "
+        return {}, (f"no prediction: {kind}{error}",)
+    return as_step(planned, psutil.Process().memory_info().rss), (in_short(planned),)
+
+
 def _goes_on(config: Config) -> bool:
     """Whether there is a run to go on with."""
     wanted = config.offload.resume != "never" and bool(config.drives)
@@ -213,8 +241,7 @@ def _claim(engine: Engine, folder: Path | None) -> None:
 def _finished(config: Config) -> Finished | None:
     """What to say where `--resume auto` finds nothing to do; `StoreError` for must."""
     drives, run, resume = config.drives, config.offload.run, config.offload.resume
-    has_store = "nvme" in (config.weight_tier, config.optimizer_tier) or config.offload.wants_store
-    if not (drives and has_store) or resume == "never":
+    if not (drives and config.wants_store) or resume == "never":
         return None
     status = run_status(drives, run)
     if status.exists or status.finished is None:
@@ -233,6 +260,7 @@ def _finished(config: Config) -> Finished | None:
 def about(job: Job) -> dict[str, Any]:
     """What the first line of a log says of its run."""
     engine, config = job.engine, job.engine.config
+    predicted = {"predicted": dict(job.predicted)} if job.predicted else {}
     return {
         "run": job.run,
         "model": type(engine.module).__name__,
@@ -246,6 +274,7 @@ def about(job: Job) -> dict[str, Any]:
         "device_budget_bytes": engine.device_memory,
         "drive_tbw": config["offload"]["drive_tbw"],
         "drive_share": config["offload"]["drive_share"],
+        **predicted,
     }
 
 

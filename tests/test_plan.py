@@ -185,6 +185,18 @@ def test_the_optimizer_on_a_cpu_takes_cores() -> None:
     assert planned.timing.seconds == pytest.approx(planned.timing.compute_seconds + kernel, rel=0.02)
 
 
+def test_a_frozen_layer_has_no_backward_of_its_weights() -> None:
+    machine = described("RTX 4090", 64 * GIB)
+    trains = from_count(10**9, 4, 512)
+    still = tuple(layout._replace(trainable_stop=0) for layout in trains.layouts)
+    before = timing.forward(trains, machine, 2)
+    after = timing.forward(trains._replace(layouts=still), machine, 2)
+    for use, each, frozen in zip(trains.uses, before, after, strict=True):
+        products = 2 * use.flops / machine.matmul
+        assert each.seconds == frozen.seconds and each.backward == pytest.approx(2 * each.seconds)
+        assert frozen.backward == pytest.approx(2 * each.seconds - products)
+
+
 def test_advice_is_a_prediction_of_its_own(shape: Shape) -> None:
     machine = described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s")])
     planned = choice.choose(shape, machine, Load(1), None)

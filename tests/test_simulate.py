@@ -390,6 +390,7 @@ def test_one_unit_on_disk_is_waited_for() -> None:
         kept, kernel, write = 20 / 2.0, 4.0, 24.0  # the old weights are in their lease
         assert found.seconds == pytest.approx(kept + kernel + max(compute, write))
         assert found.waited.update == pytest.approx(kept + kernel + max(write - compute, 0.0))
+        assert found.worked == pytest.approx((kernel, kept, write)), "the worker has nothing else to do"
 
 
 def test_a_unit_that_comes_from_the_device_waits_for_its_upload() -> None:

@@ -102,6 +102,11 @@ class Config(Block):
         return tuple(dict.fromkeys(named or self.offload.nvme_path))
 
     @property
+    def wants_store(self) -> bool:
+        """Whether there is to be a store; where memory is short there may be one without."""
+        return "nvme" in (self.weight_tier, self.optimizer_tier) or self.offload.wants_store
+
+    @property
     def dtype(self) -> Literal["bf16", "fp16", "fp32"]:
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 

@@ -6,4 +6,5 @@ memory     what goes where, by the functions that a run uses
 timing     a step played by `simulate`, and its bound
 choice     homes and host budget where the user names none, and what to change first
 report     all of it in words and as JSON
+foresee    a run that is about to begin, on the probed machine
 """

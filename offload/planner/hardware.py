@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -191,9 +192,10 @@ def described(
 
 
 def probed(found: Probed, free_host: int, folders: Sequence[str] = ()) -> Hardware:
-    """The machine that was measured. `folders` choose among its drives; by default the last one counts."""
+    """The machine that was measured. `folders` choose among its drives, each once; by default the last one counts."""
     rates, gpu = found.rates, found.machine["gpu"]
-    drives = tuple(map(_drive, found.drives[-1:] if not folders else [_measured(found, each) for each in folders]))
+    measured = dict.fromkeys(_measured(found, each) for each in folders) if folders else found.drives[-1:]
+    drives = tuple(map(_drive, measured))
     gpu_memory = int(_USABLE_RAM * found.machine["gpu_memory_bytes"])
     assumed = ["nothing else runs on the machine"]
     if gpu:
@@ -216,13 +218,23 @@ def probed(found: Probed, free_host: int, folders: Sequence[str] = ()) -> Hardwa
 
 
 def _measured(found: Probed, folder: str) -> DriveRates:
-    import os
-
+    """What was measured in this folder, or else in another one of the same file system."""
     path = os.path.realpath(folder)
     for each in found.drives:
         if each.path == path:
             return each
+    system = _file_system(path)
+    for each in found.drives:
+        if os.path.isdir(each.path) and _file_system(each.path) == system:
+            return each
     raise ConfigError(f"the drive of {folder} was not measured: run `offload probe {folder}`")
+
+
+def _file_system(path: str) -> int:
+    """The number of the one on which `path` lies, or will lie."""
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return os.stat(path).st_dev
 
 
 def _drive(rates: DriveRates) -> Drive:

@@ -53,6 +53,7 @@ def as_json(planned: Planned, advice: Advice, asked: Asked) -> dict[str, Any]:
             "tokens": timing.tokens,
             "seconds": _rounded(timing.seconds),
             "tokens_per_second": _rounded(timing.tokens_per_second),
+            "parts_seconds": {name: _rounded(value) for name, value in timing.parts.items()},
             "compute_seconds": _rounded(timing.compute_seconds),
             "formula_seconds": _rounded(timing.formula_seconds),
             "busy_seconds": {name: _rounded(value) for name, value in timing.busy.items()},
@@ -69,6 +70,15 @@ def as_json(planned: Planned, advice: Advice, asked: Asked) -> dict[str, Any]:
             for each in advice.changes
         ],
     }
+
+
+def in_short(planned: Planned) -> str:
+    """One line, for the beginning of a run."""
+    timing = planned.timing
+    return (
+        f"predicted: {_seconds(timing.seconds)} a step, {timing.tokens_per_second:,.0f} tokens/s, "
+        f"{format_size(timing.moved.read)} read and {format_size(timing.moved.written)} written; {_words(timing.limit)}"
+    )
 
 
 def heading(planned: Planned) -> list[str]:

@@ -5,8 +5,9 @@ A preset or a folder's config is built and run once on tensors without memory; a
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,13 +114,70 @@ def from_name(name: str, sequence: int, dtype: torch.dtype = torch.bfloat16, uni
         with FakeTensorMode(), torch.device("cpu"):
             config = _config(transformers, name)
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-            return of_model(model, name, sequence, units)
+            if getattr(model, "loss_type", "") is None:
+                model.loss_type = "ForCausalLM"
+            return _counted(model, model, model.parameters(), name, sequence, units)
     except ConfigError:
         raise
     except Exception as error:  # whatever a model's own code raises
         raise ConfigError(
             f"cannot run {name} without its weights ({type(error).__name__}: {error}); give --parameters and --layers"
         ) from error
+
+
+def from_training(
+    model: nn.Module, sequence: int, dtype: torch.dtype, units: Sequence[str], always: Mapping[str, Any]
+) -> Shape:
+    """Of a model that is about to be trained: one forward is run, with `always`, on tensors in place of its own.
+
+    Raises `ConfigError` where its code needs values.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    title = type(model).__name__
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), _without_checkpointing(model):
+            made = _stand_ins(model, dtype)
+
+            def forward(**inputs: Any) -> Any:
+                return torch.func.functional_call(model, made, (), {**inputs, **always})
+
+            weights = [made[name] for name, _ in model.named_parameters()]
+            return _counted(model, forward, weights, title, sequence, units)
+    except Exception as error:  # whatever a model's own code raises
+        raise ConfigError(f"cannot run {title} without its weights ({type(error).__name__}: {error})") from error
+
+
+def _stand_ins(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A tensor for each parameter, in the dtype that it will have, and for each buffer; what is tied stays tied."""
+    made: dict[int, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in made:
+            values = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+            made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+        found[name] = made[id(parameter)]
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        found[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    return found
+
+
+@contextlib.contextmanager
+def _without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in training and keeps all activations: what recomputation saves is `Load`'s to say."""
+    modules: list[Any] = list(model.modules())
+    training = [module.training for module in modules]
+    again = [module for module in modules if getattr(module, "gradient_checkpointing", False) is True]
+    model.train()
+    for module in again:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module, before in zip(modules, training, strict=True):
+            module.training = before
+        for module in again:
+            module.gradient_checkpointing = True
 
 
 def _config(transformers: Any, name: str) -> Any:
@@ -133,20 +191,25 @@ def _config(transformers: Any, name: str) -> Any:
     return config
 
 
-def of_model(model: nn.Module, name: str, sequence: int, named: Sequence[str] = ()) -> Shape:
-    """Of a causal language model whose tensors are fake: one forward is run."""
+def _counted(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    weights: Iterable[torch.Tensor],
+    name: str,
+    sequence: int,
+    named: Sequence[str],
+) -> Shape:
+    """Of a causal language model, of which `forward` is run once; it works on `weights`, which are fake."""
     units = find_units(model, named)
     ids = torch.zeros(1, sequence, dtype=torch.long)
-    counter = _Counter({parameter.untyped_storage()._cdata for parameter in model.parameters()})
+    counter = _Counter({weight.untyped_storage()._cdata for weight in weights})
     hooks = [
         model.get_submodule(site).register_forward_pre_hook(_begin(counter, needed), with_kwargs=True)
         for site, needed in units.sites.items()
     ]
-    if getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"  # type: ignore[assignment]
     try:
         with counter, torch.autograd.graph.saved_tensors_hooks(counter.save, lambda packed: packed):
-            model(input_ids=ids, labels=ids)
+            forward(input_ids=ids, labels=ids)
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,6 +1,7 @@
 """A step before it is made: played by `simulate` with a machine's rates, and the formula that says what can be hidden.
 
-compute of a use  =  flops / matmul + bytes / elementwise, twice that in a backward, three times where recomputed
+compute of a use  =  flops / matmul + bytes / elementwise, once more where recomputed
+its backward      =  flops / matmul for what comes in and as much for weights that train + 2 bytes / elementwise
 gradient of a unit:  beside the backward's compute on a GPU, after it where the CPU computes
 """
 
@@ -13,6 +14,7 @@ from offload.engine.forecast import lease_budgets, limits, unit_sizes, update_co
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.shape import Shape
+from offload.report import phases
 from offload.sizes import MIB
 from offload.swapper import simulate_machine
 from offload.swapper.residency import Tier
@@ -48,6 +50,8 @@ class Pass(NamedTuple):
 
     unit: int
     seconds: float
+    backward: float = 0.0
+    """Of its backward, where it is a use of a forward."""
     lookup: bool = False
 
 
@@ -71,13 +75,36 @@ class Timing(NamedTuple):
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part of a step, as a run will measure them.
+
+        Uploads are in "compute": the device's own queue waits for them, or the thread that computes makes them.
+        """
+        waited, worked = self.waited, self.simulation.worked
+        return phases.parts(
+            {
+                "seconds": self.seconds,
+                "forward_seconds": self.seconds,  # and backward, and the step: their sum is what counts
+                "wait_for_updates_seconds": waited.update,
+                "wait_for_reads_seconds": waited.read,
+                "wait_for_memory_seconds": waited.room,
+                "update_kernels_seconds": worked.kernels,
+                "update_waits_for_reads_seconds": worked.reads,
+                "update_waits_for_writes_seconds": worked.writes,
+            }
+        )
+
 
 def forward(shape: Shape, hardware: Hardware, batch: int) -> list[Pass]:
     """The uses of one micro-batch's forward."""
-    return [
-        Pass(use.unit, batch * (use.flops / hardware.matmul + use.nbytes / hardware.elementwise), use.lookup)
-        for use in shape.uses
-    ]
+    found = []
+    for use in shape.uses:
+        products, other = batch * use.flops / hardware.matmul, batch * use.nbytes / hardware.elementwise
+        layout = shape.layouts[use.unit]
+        learning = layout.trainable_stop / layout.numel
+        found.append(Pass(use.unit, products + other, (1 + learning) * products + 2 * other, use.lookup))
+    return found
 
 
 def backward(first: Sequence[Pass], parts_numel: Sequence[int], hardware: Hardware, recompute: bool) -> list[Pass]:
@@ -85,7 +112,7 @@ def backward(first: Sequence[Pass], parts_numel: Sequence[int], hardware: Hardwa
     last = {each.unit: position for position, each in reversed(list(enumerate(first)))}
     found: list[Pass] = []
     for position, each in reversed(list(enumerate(first))):
-        seconds = each.seconds * (3 if recompute else 2)
+        seconds = each.backward + (each.seconds if recompute else 0.0)
         if last[each.unit] == position:
             seconds = _with_gradient(seconds, parts_numel[each.unit], hardware)
         if each.lookup and found:  # its weights are not fetched for it

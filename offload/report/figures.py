@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from offload.report.endurance import foresee
-from offload.report.log import Log, number
+from offload.report.log import Log, column, number
 from offload.report.phases import ADVICE, bound
-from offload.report.predicted import PREDICTED
+from offload.report.predicted import compare
 
 
 def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]
     steady = _steady(log)
     by = bound(steady)
     about = {name: value for name, value in log.about.items() if name != "predicted"}
-    seconds = _column(steady, "seconds")
+    seconds = column(steady, "seconds")
     return {
         "log": str(log.path),
         "about": about,
@@ -28,11 +28,11 @@ def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]
         "resumed_at": list(log.resumed),
         "torn_lines": log.torn,
         "repeated_steps": log.again,
-        "loss": _ends(_column(log.steps, "loss")),
-        "grad_norm": _ends(_column(log.steps, "grad_norm")),
-        "lr": _ends(_column(log.steps, "lr")),
-        "skipped_steps": int(max(_column(log.steps, "skipped_steps"), default=0)),
-        "seconds": sum(_column(log.steps, "seconds")),
+        "loss": _ends(column(log.steps, "loss")),
+        "grad_norm": _ends(column(log.steps, "grad_norm")),
+        "lr": _ends(column(log.steps, "lr")),
+        "skipped_steps": int(max(column(log.steps, "skipped_steps"), default=0)),
+        "seconds": sum(column(log.steps, "seconds")),
         "step_seconds": _spread(seconds),
         "tokens_per_second": _rate(steady, "tokens"),
         "samples_per_second": _samples_rate(steady, about),
@@ -44,10 +44,10 @@ def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]
         **{f"{name}_bytes": _bytes(log.steps, steady, f"{name}_bytes") for name in ("uploaded", "gradients")},
         "read_bytes_per_second": _rate(steady, "read_bytes"),
         "written_bytes_per_second": _rate(steady, "written_bytes"),
-        "host_peak_bytes": max(_column(log.steps, "host_peak_bytes"), default=None),
-        "device_peak_bytes": max(_column(log.steps, "device_peak_bytes"), default=None),
+        "host_peak_bytes": max(column(log.steps, "host_peak_bytes"), default=None),
+        "device_peak_bytes": max(column(log.steps, "device_peak_bytes"), default=None),
         "drives": _drives(log, steady, about),
-        "predicted": _predicted(log.about.get("predicted") if plan is None else plan, steady),
+        "predicted": compare(log.about.get("predicted") if plan is None else plan, steady),
     }
 
 
@@ -55,10 +55,6 @@ def _steady(log: Log) -> Sequence[Mapping[str, Any]]:
     """The steps but the first of each process; all where nothing else is left."""
     first = {log.steps[0]["step"], *log.resumed}
     return [values for values in log.steps if values["step"] not in first] or log.steps
-
-
-def _column(steps: Iterable[Mapping[str, Any]], name: str) -> list[float]:
-    return [value for values in steps if (value := number(values, name)) is not None]
 
 
 def _ends(values: Sequence[float]) -> dict[str, float] | None:
@@ -80,15 +76,15 @@ def _rate(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def _samples_rate(steps: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> float | None:
-    samples, seconds = about.get("samples_a_step"), _column(steps, "seconds")
+    samples, seconds = about.get("samples_a_step"), column(steps, "seconds")
     return samples * len(seconds) / sum(seconds) if isinstance(samples, int) and sum(seconds) > 0 else None
 
 
 def _bytes(
     steps: Sequence[Mapping[str, Any]], steady: Sequence[Mapping[str, Any]], name: str
 ) -> dict[str, float] | None:
-    every = _column(steps, name)
-    return {"total": sum(every), "median": statistics.median(_column(steady, name) or every)} if every else None
+    every = column(steps, name)
+    return {"total": sum(every), "median": statistics.median(column(steady, name) or every)} if every else None
 
 
 def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -105,18 +101,4 @@ def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, A
         a_step = statistics.median(grown) if grown else None
         use = foresee(path, so_far, a_step or 0, left, tbw if isinstance(tbw, int | float) else None)
         found.append({**use._asdict(), "step_bytes": a_step, "share": use.share})
-    return found
-
-
-def _predicted(said: Any, steady: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What was foreseen of the run, beside what came."""
-    if not isinstance(said, dict):
-        return []
-    found = []
-    for name, what in PREDICTED.items():
-        expected, values = said.get(name), _column(steady, name)
-        if isinstance(expected, int | float) and values:
-            came = max(values) if "peak" in name else statistics.median(values)
-            ratio = came / expected if expected else None
-            found.append({"name": name, "what": what, "predicted": expected, "measured": came, "ratio": ratio})
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,3 +90,8 @@ def number(values: Mapping[str, Any], name: str) -> float | None:
     """A number of a step; None where it has none, or one that was not finite."""
     value: float | None = values.get(name)
     return value
+
+
+def column(steps: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    """That number of each step that has one."""
+    return [value for values in steps if (value := number(values, name)) is not None]

@@ -10,8 +10,9 @@ from offload.report.charts import POINTS, Series, bytes_unit, decimal_unit, line
 from offload.report.log import Log, number
 from offload.report.look import SCRIPT, STYLE
 from offload.report.phases import PARTS, parts
+from offload.report.predicted import time_of, words
 from offload.report.spans import Window, rows
-from offload.sizes import format_decimal, format_size
+from offload.sizes import format_decimal
 
 _COLORS = {
     "compute": "--blue",
@@ -186,23 +187,9 @@ def _predicted(found: Mapping[str, Any]) -> str:
         return ""
     body = ""
     for each in found["predicted"]:
-        words = [_said(each["name"], each[key]) for key in ("predicted", "measured")]
-        ratio = "" if each["ratio"] is None else f"{each['ratio'] - 1:+.1%}"
-        body += f"<tr><td>{each['what']}</td><td>{words[0]}</td><td>{words[1]}</td><td>{ratio}</td></tr>"
+        body += f"<tr><td>{each['what']}</td>" + "".join(f"<td>{cell}</td>" for cell in words(each)) + "</tr>"
     head = "<th></th><th>predicted</th><th>measured</th><th>difference</th>"
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _said(name: str, value: float) -> str:
-    """A number of the log by its name, with its unit."""
-    if name.endswith("_bytes"):
-        return format_size(round(value))
-    return _time_of(value) if name == "seconds" else f"{value:,.0f}"
-
-
-def _time_of(value: float) -> str:
-    unit = seconds_unit(value)
-    return f"{say(value / unit.size)} {unit.name}"
 
 
 def _moved(log: Log) -> str:
@@ -270,7 +257,7 @@ def _drive_row(each: Mapping[str, Any]) -> str:
 def _window(window: Window) -> str:
     took = window.end - window.start
     busy = "".join(
-        f"<tr><td>{row}</td><td>{_time_of(seconds)}</td><td>{seconds * 1e6 / took:.0%}</td></tr>"
+        f"<tr><td>{row}</td><td>{time_of(seconds)}</td><td>{seconds * 1e6 / took:.0%}</td></tr>"
         for row, seconds in window.seconds().items()
     )
     head = "<th>something of it was under way</th><th>time</th><th>share</th>"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from offload.swapper.clock import Span
 from offload.swapper.entry import UnitSize
 from offload.swapper.policy import Limits
-from offload.swapper.simulate_machine import Acting, Machine, Moved, Rates, Waited
+from offload.swapper.simulate_machine import Acting, Machine, Moved, Rates, Waited, Worked
 from offload.swapper.simulate_pager import SimulatedPager
 from offload.swapper.simulate_updater import SimulatedUpdater, UpdateCost
 from offload.swapper.space import Space
@@ -60,6 +60,7 @@ class Simulation(NamedTuple):
     """Updates that found no lease, so that their weights are read once more."""
     seconds: float
     waited: Waited
+    worked: Worked
     spans: tuple[Span, ...]
     """The time line, from the step's beginning; of work that began before it, the start is negative."""
 
@@ -96,6 +97,7 @@ def simulate(
         after.undelivered - before.undelivered,
         after.now - before.now,
         Waited(*(new - old for new, old in zip(after.waited, before.waited, strict=True))),
+        Worked(*(new - old for new, old in zip(after.worked, before.worked, strict=True))),
         tuple(
             span._replace(start=span.start - before.now, end=span.end - before.now)
             for span in machine.clock.spans
@@ -113,6 +115,7 @@ class _Figures(NamedTuple):
     undelivered: int
     moved: Moved
     waited: Waited
+    worked: Worked
 
 
 class _Loop:
@@ -144,8 +147,8 @@ class _Loop:
 
     def _figures(self) -> _Figures:
         machine, pager = self._machine, self._pager
-        undelivered = self._updater.undelivered
-        return _Figures(machine.clock.now, pager.uses, pager.hits, undelivered, machine.moved, machine.waited)
+        counted = (machine.moved, machine.waited, machine.worked)
+        return _Figures(machine.clock.now, pager.uses, pager.hits, self._updater.undelivered, *counted)
 
     def _model(self, steps: int) -> Acting[None]:
         for _ in range(steps):

@@ -58,6 +58,14 @@ class Waited(NamedTuple):
     """For a lease of weights."""
 
 
+class Worked(NamedTuple):
+    """Seconds of the update worker: in its kernels, and waiting for its own reads and writes."""
+
+    kernels: float = 0.0
+    reads: float = 0.0
+    writes: float = 0.0
+
+
 class Machine:
     """Begins what takes time, and counts what it comes to."""
 
@@ -70,6 +78,7 @@ class Machine:
         self._link = self.clock.server("cores" if rates.on_cpu else "link")
         self._moved = dict.fromkeys(Moved._fields, 0)
         self._waited = dict.fromkeys(Waited._fields, 0.0)
+        self._worked = dict.fromkeys(Worked._fields, 0.0)
 
     @property
     def moved(self) -> Moved:
@@ -78,6 +87,10 @@ class Machine:
     @property
     def waited(self) -> Waited:
         return Waited(**self._waited)
+
+    @property
+    def worked(self) -> Worked:
+        return Worked(**self._worked)
 
     def read(self, row: str, cause: str, unit: int, nbytes: int, priority: Priority) -> Work:
         """Read from the drive; `cause` is a field of `Moved`."""
@@ -106,6 +119,12 @@ class Machine:
         result = yield from acting
         self._waited[cause] += self.clock.now - start
         return result
+
+    def spent(self, on: str, work: Work | None) -> Acting[None]:
+        """Let the update worker wait for the end of `work`; for how long counts as `on`, a field of `Worked`."""
+        start = self.clock.now
+        yield from until(work)
+        self._worked[on] += self.clock.now - start
 
 
 def until(work: Work | None) -> Acting[None]:

@@ -10,7 +10,7 @@ from offload.aio import Priority
 from offload.swapper.clock import Work
 from offload.swapper.host import TILE_BUFFERS
 from offload.swapper.residency import Tier
-from offload.swapper.simulate_machine import Acting, Machine, until
+from offload.swapper.simulate_machine import Acting, Machine
 from offload.swapper.simulate_pager import SimulatedPager
 
 
@@ -104,7 +104,7 @@ class SimulatedUpdater:
                 yield from self._compute_tile(self._reading.popleft())
             elif self._writing:
                 for write in self._writing[0].writes:
-                    yield from until(write)
+                    yield from self._machine.spent("writes", write)
             elif self._busy and self._job is None and not self._queue:
                 self._busy = False
                 self._pager.notify()
@@ -165,16 +165,16 @@ class SimulatedUpdater:
                 nbytes += entry.size.part_nbytes - cost.weight_nbytes
         reads = [self._machine.read("update read", "updates_read", job.unit, nbytes, Priority.NORMAL)]
         if cost.gradient_nbytes:
-            yield from until(self._gradients.get(job.unit))
+            yield from self._machine.spent("writes", self._gradients.get(job.unit))
             nbytes = _share(cost.gradient_nbytes, start, stop, cost.numel)
             reads.append(self._machine.read("gradient read", "gradients_read", job.unit, nbytes, Priority.NORMAL))
         return reads
 
     def _compute_tile(self, tile: _Tile) -> Acting[None]:
         for read in tile.reads:
-            yield from until(read)
+            yield from self._machine.spent("reads", read)
         job, cost = tile.job, tile.job.cost
-        yield from until(self._machine.update(job.unit, tile.stop - tile.start))
+        yield from self._machine.spent("kernels", self._machine.update(job.unit, tile.stop - tile.start))
         if cost.written_nbytes:
             nbytes = _share(cost.written_nbytes, tile.start, tile.stop, cost.numel)
             tile.writes.append(self._machine.write("update write", "updates_written", job.unit, nbytes))
