@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import offload
@@ -221,3 +222,41 @@ def test_meta_buffers_are_an_error(tmp_path: Path) -> None:
         model = models.Mixture()
     with pytest.raises(ConfigError, match=r"calls.*offload\.init"):
         offload.initialize(model=model, config=config(models.MIXTURE, ("none", "none"), tmp_path))
+
+
+class Weighed(nn.Module):
+    """Its constructor wants to know a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.scale = self.layer.weight.sum().item()
+
+
+def test_a_constructor_that_needs_values_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^Weighed \(.*test_init\.py:\d+\) computes with .* outside of offload\.init"
+    ):
+        with offload.init():
+            nn.Sequential(Weighed())
+    with pytest.raises(RuntimeError, match="cannot be multiplied"), offload.init():
+        torch.ones(2, 3) @ torch.ones(2, 3)  # what is wrong otherwise is told as ever
+
+
+def test_a_family_that_cannot_be_built_without_values_is_trained_from_a_whole_model(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2}
+    whole = transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes, context_length=16))
+    with pytest.raises(ConfigError, match=r"^Rwkv\w+ \(.*build this model outside"), offload.init():
+        transformers.RwkvForCausalLM(whole.config)
+    whole.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="build this model outside of offload.init, or load it by its own"):
+        offload.load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+    ids = torch.arange(8)[None]
+    expected = whole.train()(input_ids=ids, labels=ids).loss
+    job = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "train_micro_batch_size_per_gpu": 1}
+    engine = offload.initialize(model=whole, config={**job, "offload": {"device": "cpu"}})[0]
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    assert torch.equal(loss, expected)
+    engine.destroy()

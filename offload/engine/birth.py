@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +37,8 @@ def init(config: Any = None) -> Iterator[None]:
     `config` is accepted as by `deepspeed.zero.Init` and is read by `initialize`. Modules whose class has no
     `reset_parameters` keep the values that their constructor gave them; those of transformers are initialized
     by the model's `_init_weights`. What a constructor writes otherwise is lost, and a warning says where. Buffers and
-    other tensors are real. It may be nested, and counts for its thread.
+    other tensors are real. It may be nested, and counts for its thread. Raises `ConfigError` where a constructor
+    needs values that are not there.
     """
     thread = threading.get_ident()
     seen = WeakTensorKeyDictionary()  # what became of a parameter that is registered again: it stays tied
@@ -53,6 +56,14 @@ def init(config: Any = None) -> Iterator[None]:
     try:
         with building(), noting_lost() as lost:
             yield
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        raise ConfigError(
+            f"{_place_of(error)} computes with values of parameters, which offload.init leaves for later ({error}); "
+            f"build this model outside of offload.init, or load it by its own from_pretrained, and give it to "
+            f"offload.initialize"
+        ) from error
     finally:
         removal.remove()
     if lost and not is_building():
@@ -61,6 +72,16 @@ def init(config: Any = None) -> Iterator[None]:
             "them in reset_parameters (or _init_weights, in a model of transformers), or build without offload.init",
             ", ".join(lost[:_SHOWN]) + (f" and {len(lost) - _SHOWN} more places" if len(lost) > _SHOWN else ""),
         )
+
+
+def _place_of(error: BaseException) -> str:
+    """Which model's code an error comes from, as far as frames tell: the innermost outside of torch."""
+    found = "the model"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, module = frame.f_code.co_filename, frame.f_locals.get("module", frame.f_locals.get("self"))
+        if f"{os.sep}torch{os.sep}" not in file and isinstance(module, nn.Module):
+            found = f"{type(module).__name__} ({file}:{line})"
+    return found
 
 
 def _can_initialize(module: nn.Module) -> bool:
