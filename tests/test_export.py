@@ -347,7 +347,7 @@ def test_a_kill_leaves_a_partial_folder_that_the_next_export_removes(small: Path
     assert result.exit_code == 2 and f"in use by process {process.pid}" in result.stderr
     process.kill()
     process.join()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.partial", "swap"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".out.lock", "out.partial", "swap"]
     told = exported(small, tmp_path / "out")
     assert any(f"removed {partial}" in notice for notice in told["notices"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "swap"]

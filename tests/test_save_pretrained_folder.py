@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,36 @@ def test_a_folder_that_is_exchanged_keeps_its_mode(
     folder.chmod(0o2770)
     engine.save_pretrained(folder)
     assert listed(folder) == NAMES and folder.stat().st_mode & 0o7777 == 0o2770
+
+
+def test_one_save_at_a_time_into_a_folder(
+    engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two threads one is refused, whatever the other has come to: while it writes, and where it changes names."""
+    out, refused = tmp_path / "out", []
+
+    def save_too() -> None:
+        def attempt() -> None:
+            with pytest.raises(StoreError, match="out is being saved to by process") as told:
+                engine.save_pretrained(out)
+            refused.append(str(told.value))
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+
+    def between(*names: Any) -> Any:
+        save_too()
+        real(*names)
+        save_too()
+
+    real = model_folder._arrive
+    monkeypatch.setattr(model_folder, "_arrive", between)
+    for _ in range(2):  # where nothing is, and where a model is replaced
+        engine.save_pretrained(out)
+    assert len(refused) == 4 and str(os.getpid()) in refused[0]
+    assert listed(out) == NAMES and sorted(path.name for path in tmp_path.iterdir()) == ["out", "swap"]
+    monkeypatch.undo()
+    (out / "notes.txt").write_text("dear")
+    engine.save_pretrained(out)  # beside other files
+    assert listed(out) == {*NAMES, "notes.txt"}

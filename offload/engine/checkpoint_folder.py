@@ -55,11 +55,14 @@ _TRIES, _PAUSE = 20, 0.01
 
 
 @contextlib.contextmanager
-def only_save(folder: Path, tag: str) -> Iterator[None]:
-    """Be the only one that saves into `folder`. Raises `StoreError` that names the one who does."""
-    path = folder / LOCK
+def only_save(folder: Path, tag: str, lock: Path | None = None) -> Iterator[None]:
+    """Be the only one that saves into `folder`. Raises `StoreError` that names the one who does.
+
+    The file `lock`, by default one in the folder, is there meanwhile; all who save there must say the same.
+    """
+    path = folder / LOCK if lock is None else lock
     with told(path, "lock"):
-        descriptor = _lock(path, tag)
+        descriptor = _lock(path, folder, tag)
     try:
         yield
     finally:
@@ -71,7 +74,7 @@ def only_save(folder: Path, tag: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _lock(path: Path, tag: str) -> int:
+def _lock(path: Path, folder: Path, tag: str) -> int:
     """The descriptor of the lock's file, which is there and locked."""
     held_by = ""
     for _ in range(_TRIES):
@@ -81,7 +84,7 @@ def _lock(path: Path, tag: str) -> int:
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 logger.warning(
-                    "%s cannot be locked (%s): nothing else may save into this folder now", path, error.strerror
+                    "%s cannot be locked (%s): nothing else may save into %s now", path, error.strerror, folder
                 )
                 return descriptor
             held_by = _told_by(descriptor)
@@ -94,7 +97,7 @@ def _lock(path: Path, tag: str) -> int:
         os.close(descriptor)
         time.sleep(_PAUSE)
     raise StoreError(
-        f"{path.parent} is being saved to by {held_by or 'another process'}: save again when that is done, or give "
+        f"{folder} is being saved to by {held_by or 'another process'}: save again when that is done, or give "
         f"each run a folder of its own"
     )
 

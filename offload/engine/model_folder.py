@@ -3,6 +3,8 @@
     <folder>.partial             what is being written, where the folder is not there yet or holds such files alone:
                                  it takes the folder's name, or changes places with it at once
     <folder>/.offload.partial    where other files lie beside them, which stay: the new ones are moved in one by one
+    .<folder>.lock               of the save that is under way, which is named in it; in the folder as .offload.lock
+                                 where nothing can be made beside it
 
 In the second case config and index go first and come last, so that a kill between two moves leaves a folder that
 nobody takes for a model, never a mixture that loads.
@@ -19,12 +21,12 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from offload.engine.checkpoint_folder import exchange, make_folder, told
+from offload.engine.checkpoint_folder import LOCK, exchange, make_folder, only_save, told
 from offload.engine.model_files import INDEX, SINGLE
 from offload.engine.model_write import CONFIG, GENERATION
 from offload.errors import IoError, StoreError
 from offload.sizes import format_size
-from offload.swapper.store.folder import Lock, sync_folder
+from offload.swapper.store.folder import sync_folder
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _HEADS = (CONFIG, INDEX, SINGLE, "adapter_config.json")
@@ -39,17 +41,17 @@ _ADAPTER = ("adapter_model.safetensors", "adapter_config.json", "README.md")
 
 @contextlib.contextmanager
 def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> Iterator[Path]:
-    """A locked folder in which files of `out` are written; they are there in the end, or what was there is.
+    """A folder in which files of `out` are written, by one save at a time; they are there in the end, or what was is.
 
     Where they are a `whole` model, weights of an earlier one go; else every file of another name stays. `notice` is
     told of what a save that was cut short has left, and is removed. Raises `StoreError` and `IoError`.
     """
-    beside = not _is_in_use(out) and (_is_free(out) or (whole and _is_ours(out)))
-    partial = out.with_name(f"{out.name}.partial") if beside else out / ".offload.partial"
-    with told(partial, "make"):
-        make_folder(out.parent)
-        partial.mkdir(exist_ok=True)
-    with Lock(partial):
+    make_folder(out.parent)
+    with only_save(out, out.name, _lock_of(out)):
+        beside = not _is_in_use(out) and (_is_free(out) or (whole and _is_ours(out)))
+        partial = out.with_name(f"{out.name}.partial") if beside else out / ".offload.partial"
+        with told(partial, "make"):
+            partial.mkdir(exist_ok=True)
         _clear(partial, notice)
         try:
             yield partial
@@ -57,13 +59,18 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
                 if beside:
                     _keep_others(partial, out)
                     _keep_mode(partial, out)
-                (partial / "lock").unlink()
                 sync_folder(partial)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         with told(out, "rename"):  # from here on what was written stays, whatever happens
             _arrive(partial, out) if beside else _move_in(partial, out, whole)
+
+
+def _lock_of(out: Path) -> Path:
+    """Where it is depends on nothing that a save changes."""
+    inside = out.is_dir() and not os.access(out.parent, os.W_OK)
+    return out / LOCK if inside else out.with_name(f".{out.name}.lock")
 
 
 def check_room(folder: Path, nbytes: int, out: Path) -> None:
@@ -114,7 +121,7 @@ def _is_ours(out: Path) -> bool:
 
 def _clear(partial: Path, notice: Callable[[str], None]) -> None:
     """Remove what was left by a save that was cut short; raises `StoreError` where there is anything else."""
-    left = [path for path in partial.rglob("*") if path.is_file() and path != partial / "lock"]
+    left = [path for path in partial.rglob("*") if path.is_file()]
     known = (CONFIG, GENERATION, *TOKENIZER, *_ADAPTER)
     foreign = [path.name for path in left if not (path.name in known or _WEIGHTS.fullmatch(path.name))]
     if foreign:
