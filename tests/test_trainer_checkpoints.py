@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 import offload
+from offload.errors import StoreError
 from offload.hf import OffloadTrainer
 from tests import models
 from tests.oracle import assert_same_tensors
@@ -172,6 +174,25 @@ def test_a_checkpoint_of_the_stock_trainer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(offload.StoreError, match=r"checkpoint-4 is a checkpoint of the stock Trainer"):
         mine.train(resume_from_checkpoint=True)
     assert mine.engine is None, "nothing was touched"
+
+
+def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A kill in the middle of a save, or a copy that was not one."""
+    broken_off(tmp_path, 5)
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    for name in ("trainer_state.json", "scheduler.pt", "rng_state.pth"):
+        whole = (checkpoint / name).read_bytes()
+        for left in (None, b"", whole[: len(whole) // 2]):
+            (checkpoint / name).unlink() if left is None else (checkpoint / name).write_bytes(left)
+            if left is None and name == "rng_state.pth":
+                continue
+            with pytest.raises(StoreError, match=rf"checkpoint-4 has no whole {name}: .* from the checkpoint before"):
+                resumed(tmp_path, checkpoint)
+        (checkpoint / name).write_bytes(whole)
+    (checkpoint / "rng_state.pth").unlink()
+    with caplog.at_level(logging.WARNING, "offload"):
+        resumed(tmp_path, checkpoint)
+    assert "has no rng_state.pth: dropout goes on with other random numbers" in caplog.text
 
 
 def test_swap_files_of_a_run_that_was_killed_are_no_obstacle(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ and Accelerate's mark `_is_accelerate_prepared` is set, in `accelerator.py`. A t
 
 from __future__ import annotations
 
+import json
 import logging
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,7 @@ OVERRIDDEN = (
     "_load_best_model",
 )
 _SCHEDULER, _ARGUMENTS, _STOCK_OPTIMIZER = "scheduler.pt", "training_args.bin", "optimizer.pt"
+_STATE = "trainer_state.json"
 
 if TYPE_CHECKING:
     _Base = Any
@@ -185,6 +188,7 @@ class OffloadMixin(_Base):
                 f"{folder} is a checkpoint of the stock Trainer, whose optimizer.pt an engine does not read: begin "
                 f"with its weights, from_pretrained({str(folder)!r}), and without resume_from_checkpoint"
             )
+        _check_whole(folder, self.args)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -222,6 +226,34 @@ def _has_engine(folder: Path) -> bool:
             f"echo {left[-1].name} > {folder / LATEST}"
         )
     return False
+
+
+def _check_whole(folder: Path, args: Any) -> None:
+    """Raise `StoreError` where a file that the Trainer itself reads is not there, or is cut short."""
+    rng = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
+    goes_on = _has_engine(folder)  # else only its weights are taken
+    needed = (_STATE, _SCHEDULER) if goes_on else (_STATE,)
+    for name in (_STATE, _SCHEDULER, rng):
+        there = (folder / name).exists()
+        if (there and not _is_whole(folder / name)) or (not there and name in needed):
+            raise StoreError(
+                f"{folder} has no whole {name}: the save was cut short, or the file is lost; remove the folder and go "
+                f"on from the checkpoint before, or begin with its weights, from_pretrained({str(folder)!r}), and "
+                f"without resume_from_checkpoint"
+            )
+    if goes_on and not (folder / rng).exists():
+        logger.warning("%s has no %s: dropout goes on with other random numbers than the unbroken run", folder, rng)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file of the Trainer's can be read to its end."""
+    if path.suffix != ".json":
+        return zipfile.is_zipfile(path)  # as torch.save writes it: its table of contents is the last part
+    try:
+        json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return True
 
 
 def _has_adapters(model: Any) -> bool:
