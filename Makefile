@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 NATIVE := $(wildcard offload/*/native/*.cpp offload/*/native/*.h)
 NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h)
 
-.PHONY: help train test check format mutants sanitize
+.PHONY: help train test check format docs mutants sanitize
 # Tests at a time: more memory and more of the drive each.
 JOBS ?= 2
 
@@ -27,11 +27,16 @@ check: $(VENV)/.dev ## Format and lint without changing anything: ruff, mypy, cl
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE) $(NATIVE_TESTS)
 
-format: $(VENV)/.dev ## Format everything and write docs/configuration.md
+format: $(VENV)/.dev ## Format everything, and write the pages of the configuration and the command line
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE) $(NATIVE_TESTS)
 	$(BIN)/python -W ignore::RuntimeWarning:runpy -m offload.config
+	$(BIN)/python -m tests.command_line
+
+# Not --quiet, with which mkdocs does not count its warnings.
+docs: $(VENV)/.docs ## Build the documentation into site/, where every broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 mutants: $(VENV)/.dev ## Show that the tests notice faults put in on purpose
 	$(BIN)/python -m tests.mutants
@@ -44,4 +49,9 @@ $(VENV)/.hf $(VENV)/.dev: $(VENV)/.%: pyproject.toml CMakeLists.txt constraints.
 	$(PYTHON) scripts/preflight.py
 	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python scripts/install.py $*
+	touch $@
+
+# Into what is installed already, so that nothing of the package is compiled again.
+$(VENV)/.docs: $(VENV)/.dev
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt 'offload[docs]'
 	touch $@

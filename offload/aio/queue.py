@@ -50,11 +50,22 @@ class File(Protocol):
     """What a queue reads and writes: a `DirectFile` or a `StripedFile`."""
 
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """For messages."""
+        ...
+
     @property
-    def closed(self) -> bool: ...
-    def pieces(self, offset: int, nbytes: int) -> list[Piece]: ...
-    def parts(self) -> list[DirectFile]: ...
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        ...
+
+    def pieces(self, offset: int, nbytes: int) -> list[Piece]:
+        """Where `nbytes` bytes from `offset` on lie, in order."""
+        ...
+
+    def parts(self) -> list[DirectFile]:
+        """The files that this one is made of."""
+        ...
 
 
 class IoFuture:

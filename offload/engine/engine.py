@@ -69,7 +69,12 @@ class _ZeroGrad:
 
 
 class Engine(Facts):
-    """A model whose weights and optimizer states are paged; made by `offload.initialize`."""
+    """A model whose weights and optimizer states are paged; made by `offload.initialize`.
+
+    All methods belong to the thread that runs the model; in a forked child every call raises. An error on a thread of
+    the engine is raised, with its cause, by the next call: from then on the engine is stopped (`EngineFailed`), and the
+    last commit is whole. What an engine has not is the model's: `engine.generate`, `engine.parameters`.
+    """
 
     def __init__(
         self,
@@ -84,9 +89,13 @@ class Engine(Facts):
         notices: Sequence[str],
     ) -> None:
         self.module = module
+        """The model that was given to `initialize`."""
         self.device = device
+        """Where the model computes."""
         self.optimizer = optimizer
+        """What `initialize` returned beside the engine; see `Optimizer`."""
         self.notices = tuple(notices)
+        """What was said at the start, line by line: homes, budgets, keys without an effect, what a resume found."""
         self._parts, self._choices, self._commit_every = parts, choices, commit_every
         self._state = TrainingState(module, device, optimizer, lr_scheduler, loader, choices, parts.layouts)
         self.notices += tuple(self._state.notices() if commit_every else ())
@@ -200,8 +209,10 @@ class Engine(Facts):
     def train_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
         """Run micro-batches of `data_iter` up to the next boundary and step there; their mean loss, on this rank.
 
-        See `batch.run` for what a batch and the model's output may be. Where the data end before the boundary
-        `StopIteration` comes out, as `next` raises it; the gradients stay, and the next call goes on with them.
+        A batch that is a mapping has the model's keywords, a tuple or list its arguments; anything else is the only
+        one. The model returns its loss, or something whose `loss`, `["loss"]` or first item that is; else `UsageError`.
+        Where the data end before the boundary `StopIteration` comes out, as `next` raises it; the gradients stay, and
+        the next call goes on with them.
         """
         batch.check_batches(data_iter)
         steps, losses = self.global_steps, list[torch.Tensor]()

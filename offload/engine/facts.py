@@ -249,7 +249,9 @@ class Facts:
     def memory_report(self) -> MemoryReport:
         """Bytes of RAM and of the device by who holds them, in sums that add up; `print` it for the words.
 
-        See `offload.engine.memory_report`.
+        Of `["host"]`, rss = base + arena + device_arena + other_engines + other, where base is what was resident before
+        the engine, and other what came since: activations, libraries. Of `["device"]`, allocated = arena + other. Each
+        of `["classes"]` has its part of the host budget, what is used of it now, and the most that ever was.
         """
         return memory_report(self._parts, self._base_bytes)
 

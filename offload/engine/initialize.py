@@ -78,9 +78,13 @@ class Initialized(NamedTuple):
     """What `initialize` returns: the 4-tuple of DeepSpeed."""
 
     engine: Engine
+    """What the loop calls."""
     optimizer: Optimizer
+    """Groups of parameters, whose learning rates and such may be set between steps; `engine.step()` steps it."""
     loader: Loader | None
+    """Batches of `training_data` on the engine's device, this rank's rows of them; None without."""
     lr_scheduler: Any
+    """The schedule that was given, or that the config asks for, which `engine.step()` advances; None without."""
 
 
 def initialize(

@@ -108,6 +108,7 @@ class Schedule(abc.ABC):
         self.base_lrs = [*self.base_lrs, *(float(group["initial_lr"]) for group in groups[len(self.base_lrs) :])]
 
     def state_dict(self) -> dict[str, Any]:
+        """The number of the last step taken, from 0, and each group's own learning rate."""
         return {"last_batch_iteration": self.last_batch_iteration, "base_lrs": list(self.base_lrs)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

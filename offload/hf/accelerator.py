@@ -63,6 +63,7 @@ class Accelerator(accelerate.Accelerator):
 
     offload_config: Any = None
     engine: Engine | None = None
+    """What trains, from `prepare` on."""
     _optimizer: EngineOptimizer | None = None
     _given: torch.optim.Optimizer | None = None
     _said = False

@@ -1,0 +1,46 @@
+"""`python -m tests.command_line` writes docs/reference/command-line.md: what `--help` says of each command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from offload.cli import app
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "command-line.md"
+
+_HEAD = """# Command line
+
+What `--help` says of each command. This page is made by `python -m tests.command_line`, and a test compares.
+
+All but `rm` have `--json`: one object on stdout, all else on stderr. A command ends with 0 where it did what it was
+for, with 1 where something failed, with 2 where what it was given cannot be, after a signal with 128 and its number.
+"""
+
+
+def help_of(*command: str) -> str:
+    """In 80 columns."""
+    result = CliRunner().invoke(app, [*command, "--help"], prog_name="offload", env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.output
+    return "\n".join(line.rstrip() for line in result.output.strip().splitlines())
+
+
+def commands(*group: str) -> Iterator[tuple[str, ...]]:
+    """Each command below a group, those of groups in it too."""
+    _, _, listed = help_of(*group).partition("\nCommands:\n")
+    for name in re.findall(r"^  (\w+)", listed, re.MULTILINE):
+        yield (*group, name)
+        yield from commands(*group, name)
+
+
+def document() -> str:
+    sections = [_HEAD]
+    sections += [f"## offload {' '.join(command)}\n\n```\n{help_of(*command)}\n```\n" for command in commands()]
+    return "\n".join(sections)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(document(), encoding="utf-8")

@@ -1,0 +1,82 @@
+"""The reference has every public name, and each has words of its own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import offload
+from offload import aio, deepnvme, errors, hf, kernels, schedules
+from tests import command_line
+
+PAGES = sorted((Path(__file__).parents[1] / "docs" / "reference").glob("*.md"))
+NAMED = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)]
+MODULES = (offload, aio, deepnvme, hf, kernels, schedules)
+NOT_FOR_USERS = {"abandon", "at_exit", "forward", "progress", "restore"}
+OF_AN_ENGINE = {f"offload.Engine.{name}" for name in ("module", "optimizer", "device", "notices")}
+"""Attributes that `Engine.__init__` sets."""
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Each public name, and what it is."""
+    for module in MODULES:
+        for name in module.__all__:
+            if not isinstance(getattr(module, name), ModuleType) and name != "__version__":
+                yield f"{module.__name__}.{name}", getattr(module, name)
+    for name in {"__call__", *dir(offload.Engine)} - NOT_FOR_USERS:
+        if name == "__call__" or not name.startswith("_"):
+            yield f"offload.Engine.{name}", inspect.getattr_static(offload.Engine, name)
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and value.__module__ == errors.__name__:
+            yield f"offload.errors.{name}", value
+
+
+def found(name: str) -> Any:
+    """What a dotted name is; raises where it is nothing."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            value: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            value = inspect.getattr_static(value, part)
+        return value
+    raise AssertionError(f"there is no {name}")
+
+
+def test_every_public_name_is_there_once() -> None:
+    known = [found(name) for name in NAMED if name not in OF_AN_ENGINE]
+    assert [name for name, value in public() if not any(value is each for each in known)] == []
+    assert set(NAMED) >= OF_AN_ENGINE
+    assert [name for name in NAMED if NAMED.count(name) > 1] == []
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMED) - OF_AN_ENGINE))
+def test_a_name_of_the_reference_is_something_and_says_what(name: str) -> None:
+    value = found(name)
+    if isinstance(value, type):
+        silent = [each for each, member in members(value) if not inspect.getdoc(member)]
+        assert silent == [], "these have no docstring"
+    if callable(value) or isinstance(value, property | ModuleType):
+        assert inspect.getdoc(value)
+
+
+def members(kind: type) -> Iterator[tuple[str, Any]]:
+    """Public methods and properties that are code of ours."""
+    for each in kind.__mro__:
+        if each.__module__.partition(".")[0] == "offload":
+            for name, member in vars(each).items():
+                if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+                    yield f"{each.__name__}.{name}", member
+
+
+def test_the_commands_are_as_they_say_themselves() -> None:
+    assert command_line.document() == command_line.PAGE.read_text(encoding="utf-8"), "run: python -m tests.command_line"

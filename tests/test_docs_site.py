@@ -1,0 +1,58 @@
+"""The site is built without a warning, and loads nothing from elsewhere. Skips where mkdocs is not installed.
+
+A warning is a link, an anchor, a page of the navigation or a name of the reference that is not there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None,
+    reason="mkdocs is not installed: make .venv/.docs",
+)
+
+_LOADED = re.compile(r"<(?:script|img|iframe)[^>]*\ssrc=\"?([^\s\">]+)|<link[^>]*\shref=\"?([^\s\">]+)")
+
+
+def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """As `make docs` does. Not `--quiet`, with which mkdocs does not count its warnings."""
+    command = (sys.executable, "-m", "mkdocs", "build", "--strict", "-f", config, "--site-dir", site)
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_it_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    done = build(ROOT / "mkdocs.yml", tmp_path)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    pages = [page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")]
+    assert len(pages) > len(list((ROOT / "docs").rglob("*.md")))  # and the one for what is not found
+    loaded = {target for page in pages for found in _LOADED.findall(page) for target in found if target}
+    assert loaded and [target for target in sorted(loaded) if re.match(r"https?:|//", target)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[gone](gone.md)", "contains a link 'gone.md'"),
+        ("[no heading](index.md#none)", "there is no such anchor"),
+        ("[absolute](/index.md)", "absolute link '/index.md'"),
+        ("::: offload.nothing", "offload.nothing could not be found"),
+        ('--8<-- "nothing.md"', "nothing.md"),
+    ],
+)
+def test_what_leads_nowhere_is_an_error(line: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "docs" / "stylesheets").mkdir(parents=True)
+    (tmp_path / "docs" / "index.md").write_text(f"# A page\n\n{line}\n")
+    (tmp_path / "mkdocs.yml").write_text(f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: docs\nnav: [index.md]\n")
+    done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode != 0 and said in done.stdout + done.stderr

@@ -1,0 +1,54 @@
+"""The pages for who comes first work as they are: every block of theirs is run, one after the other, in one folder.
+
+Nothing is installed: pip is asked what it would do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from offload.config import load_config
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_blocks(page: str, folder: Path) -> str:
+    """What the blocks of shell and of Python have printed. One that fails ends it."""
+    said = ""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for language, code in re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL):
+        command = ("bash", "-euo", "pipefail", "-c", code) if language == "bash" else (sys.executable, "-c", code)
+        installs = code.startswith("pip install")
+        dry = {"PIP_DRY_RUN": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0"} if installs else {}
+        done = subprocess.run(
+            command,
+            cwd=ROOT if installs else folder,
+            env=os.environ | {"PATH": path} | dry,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{code}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        assert "does not provide the extra" not in done.stderr
+        said += done.stdout
+    return said
+
+
+def test_the_quick_start(tmp_path: Path) -> None:
+    said = run_blocks("quick-start.md", tmp_path)
+    log = [json.loads(line) for line in (tmp_path / "demo.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in log] == list(range(1, 31))
+    losses = [float(loss) for loss in re.findall(r"step \d+  loss (\S+)\n", said)]
+    assert len(losses) == 3 and losses[2] < losses[0] / 2
+    assert (tmp_path / "demo.html").is_file() and "3487232" in said
+    load_config(str(tmp_path / "plan.json"))
+
+
+def test_install(tmp_path: Path) -> None:
+    assert "io_uring" in run_blocks("install.md", tmp_path)
