@@ -32,6 +32,7 @@ def run_blocks(page: str, folder: Path) -> str:
             env=os.environ | {"PATH": path} | dry,
             capture_output=True,
             text=True,
+            timeout=200,
             check=False,
         )
         assert done.returncode == 0, f"{code}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
