@@ -16,8 +16,8 @@ _HEAD = """# Command line
 
 What `--help` says of each command. This page is made by `python -m tests.command_line`, and a test compares.
 
-All but `rm` have `--json`: one object on stdout, all else on stderr. A command ends with 0 where it did what it was
-for, with 1 where something failed, with 2 where what it was given cannot be, after a signal with 128 and its number.
+Every command has `--json`: one object on stdout, all else on stderr. It ends with 0 where it did what it was for, with
+1 where something failed, with 2 where what it was given cannot be, after a signal with 128 and its number.
 """
 
 

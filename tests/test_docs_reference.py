@@ -80,3 +80,5 @@ def members(kind: type) -> Iterator[tuple[str, Any]]:
 
 def test_the_commands_are_as_they_say_themselves() -> None:
     assert command_line.document() == command_line.PAGE.read_text(encoding="utf-8"), "run: python -m tests.command_line"
+    said = {command: command_line.help_of(*command) for command in command_line.commands()}
+    assert [command for command, words in said.items() if "\nCommands:" not in words and "--json" not in words] == []
