@@ -184,8 +184,7 @@ def _rank(found: Found) -> dict[str, Any]:
 
 def _written(found: Found) -> dict[str, Any]:
     """What this rank has written to each of its drives in the life of the run, up to its last commit."""
-    whole = next((commit for commit in found.commits if commit.blob is not None), None)
-    nbytes, rated = ([], None) if whole is None else whole.written
+    nbytes, rated = found.whole[0].written if found.whole else ([], None)
     return {"written_bytes": nbytes, "rated_bytes": rated}
 
 

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple, Protocol
 from offload.aio import StripedFile
 from offload.engine.checkpoint_files import find, progress_file, read_manifest, wrong_files
 from offload.engine.checkpoint_load import compare_bytes, look
-from offload.engine.source import check_can_be_read, lock_and_look
+from offload.engine.source import lock_and_look, ranks_of
 from offload.errors import IoError, StoreError
 from offload.sizes import format_size
 from offload.swapper.store import Queue
 from offload.swapper.store.check import Damage, damages
 from offload.swapper.store.folder import reserve
 from offload.swapper.store.look import Commit, Found, Wrong
+from offload.swapper.store.record import last_of_all
 
 
 class RankReport(NamedTuple):
@@ -199,9 +200,8 @@ class RunChecking:
         self._run = run
         self._open = contextlib.ExitStack()
         try:
-            self._found = lock_and_look(run, self._open)
+            self._found = ranks_of(run, lock_and_look(run, self._open))
             for each in self._found:
-                check_can_be_read(each)
                 if not each.commits and not each.wrong:
                     raise StoreError(f"{each.folder}: nothing was committed yet")
         except BaseException:
@@ -215,8 +215,7 @@ class RunChecking:
 
     def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> Report:
         """Read and compare all."""
-        newest = [_newest_whole(each) for each in self._found]
-        serial = min((commit.record.serial for commit in newest if commit is not None), default=0)
+        serial = last_of_all(each.whole[0].record.serial for each in self._found if each.whole) or 0
         ranks = [_check(each, serial, queue, progress) for each in self._found]
         lost = any(rank.epoch is None for rank in ranks)
         return Report(self._run, None if lost else ranks[0].epoch, tuple(ranks))
@@ -226,23 +225,19 @@ class RunChecking:
         self._open.close()
 
 
-def _newest_whole(found: Found) -> Commit | None:
-    return next((commit for commit in found.commits if commit.blob is not None), None)
-
-
 def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], None]) -> RankReport:
     wrong = list(found.wrong)
     bad: list[Damage] = []
     places: list[tuple[tuple[str, int, int], ...]] = []
     before: str | None = None
     compared = False
-    commit = next((c for c in found.commits if c.record.serial == serial and c.blob is not None), None)
+    if not found.whole:
+        return RankReport(found.folder, found.rank, None, None, 0, found.wrong, (), (), None)
+    commit = found.commit(serial)
     if commit is None:
-        commit = _newest_whole(found)
-        have = ", ".join(str(c.record.serial) for c in found.commits) or "none"
+        commit = found.whole[0]
+        have = ", ".join(str(c.record.serial) for c in found.commits)
         wrong.append(Wrong(str(found.folder), f"it holds commits {have}; the last that is whole elsewhere is {serial}"))
-    if commit is None:
-        return RankReport(found.folder, found.rank, None, None, 0, tuple(found.wrong), (), (), None)
     record = commit.record
     try:
         with found.open_states() as file:

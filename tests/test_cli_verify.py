@@ -252,6 +252,15 @@ def test_the_step_after_writes_over_the_commit_before(swap: Path, run: Path, tmp
     assert told["ranks"][0]["before"] == "the commit before, epoch 1, is already written over"
 
 
+def test_what_an_earlier_run_with_more_ranks_has_left_is_none_of_the_run(swap: Path, run: Path) -> None:
+    """It was removed by half, and the name taken again; its commits have stayed where they were."""
+    for drive in ("first", "second"):
+        shutil.copytree(swap / drive / "default" / "rank0", swap / drive / "default" / "rank1")
+    trained(swap, 6, resume="must").destroy()
+    code, told = verify(run)
+    assert code == 0 and told["epoch"] == 6 and len(told["ranks"]) == 1
+
+
 def test_nothing_is_changed(run: Path, swap: Path) -> None:
     """But for the name in the lock."""
     before = {p: p.read_bytes() for p in swap.rglob("*") if p.is_file() and p.name != "lock"}

@@ -256,6 +256,8 @@ def test_the_parts_of_all_ranks_are_put_together(tmp_path: Path) -> None:
     shutil.rmtree(run_folder / "rank1")
     result = run(run_folder, tmp_path / "other")
     assert result.exit_code == 2 and "no folder of rank 1 of 2" in result.stderr
+    result = CliRunner().invoke(app, ["verify", str(run_folder)])
+    assert result.exit_code == 2 and "no folder of rank 1 of 2" in result.stderr
 
 
 # -- what is not written over -------------------------------------------------------------------------

@@ -66,6 +66,7 @@ from offload.swapper.scratch import Scratch
 from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.states import State
 from offload.swapper.store import Rating, Store, StoreSpec, Written
+from offload.swapper.store.record import last_of_all
 from offload.swapper.timeline import open_timeline
 
 logger = logging.getLogger("offload")
@@ -314,8 +315,7 @@ def _written(plan: Plan) -> Written:
 def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
     """The number of the last commit that every rank holds; None to start over.
 
-    A rank may be one commit ahead of another that was killed before its own, and no further (see `Rounds.step`). Where
-    some hold none, a kill came while the run was being made: then nobody is beyond its first.
+    Where some hold none, a kill came while the run was being made: then nobody is beyond its first.
     """
     if not plan.resume:
         return None
@@ -323,10 +323,9 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
     if plan.ranks is None:
         return newest
     everyone: list[int | None] = plan.ranks.share(newest)
-    held = [commit for commit in everyone if commit is not None]
-    if len(held) == len(everyone):
-        return min(held)
-    if any(commit > 1 for commit in held):
+    if None not in everyone:
+        return last_of_all(everyone)
+    if any(commit is not None and commit > 1 for commit in everyone):
         without = ", ".join(str(rank) for rank, commit in enumerate(everyone) if commit is None)
         raise StoreError(
             f"rank {without} of {len(everyone)} has no commit in {store.folders[0].parent}, others have: the run was "

@@ -20,6 +20,7 @@ from offload.swapper.store import Compared, Queue, bytes_of, rank_folders
 from offload.swapper.store.folder import Lock
 from offload.swapper.store.look import Commit, Found, is_rank, look
 from offload.swapper.store.manifest import Manifest, Place
+from offload.swapper.store.record import last_of_all
 from offload.swapper.store.sums import Passages
 
 
@@ -61,9 +62,8 @@ class StoreSource:
         self._queue = queue
         self._open = contextlib.ExitStack()
         try:
-            found = lock_and_look(run, self._open)
-            self._commits = commits_of_all(run, found)
-            found = found[: len(self._commits)]
+            found = ranks_of(run, lock_and_look(run, self._open))
+            self._commits = commits_of_all(found)
             self._files = [self._open.enter_context(each.open_states()) for each in found]
             self._places = [_manifest(each).spec.places() for each in found]
             self._tables = [commit.table for commit in self._commits]
@@ -114,33 +114,40 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
     return [look(folder) for folder in folders]
 
 
-def commits_of_all(run: Path, found: Sequence[Found]) -> list[Commit]:
+def ranks_of(run: Path, found: Sequence[Found]) -> list[Found]:
+    """The ranks of a run, in order, without folders that an earlier run with more ranks has left.
+
+    Raises `StoreError` where one is missing, or they are not of one run.
+    """
+    manifest = next((each.manifest for each in found if each.manifest is not None), None)
+    size = len(found) if manifest is None else int(manifest.spec.fingerprint.get("world_size", 1))
+    ranks = [each for each in found if each.rank < size]
+    for each in ranks:
+        check_can_be_read(each)
+    missing = sorted(set(range(size)) - {each.rank for each in ranks})
+    if missing:
+        raise StoreError(
+            f"{run} has no folder of rank {', '.join(map(str, missing))} of {size}: bring all of them to one place"
+        )
+    if len({json.dumps(each.manifest.spec.fingerprint) for each in ranks if each.manifest is not None}) > 1:
+        raise StoreError(f"the ranks' folders in {run} are of different models or settings")
+    return ranks
+
+
+def commits_of_all(found: Sequence[Found]) -> list[Commit]:
     """The last commit that every rank of a run holds whole, one of each rank.
 
     Raises `StoreError` where there is none.
     """
     for each in found:
-        check_can_be_read(each)
-    size = next((_world_size(each) for each in found if each.manifest is not None), len(found))
-    missing = sorted(set(range(size)) - {each.rank for each in found})
-    if missing:
-        raise StoreError(
-            f"{run} has no folder of rank {', '.join(map(str, missing))} of {size}: bring all of them to one place"
-        )
-    newest: list[int] = []
-    kinds = {json.dumps(each.manifest.spec.fingerprint) for each in found[:size] if each.manifest is not None}
-    if len(kinds) > 1:
-        raise StoreError(f"the ranks' folders in {run} are of different models or settings")
-    for each in found[:size]:
-        whole = [commit.record.serial for commit in each.commits if commit.blob is not None]
-        if not whole:
+        if not each.whole:
             words = "; ".join(map(str, each.wrong)) or "nothing was committed yet"
             raise StoreError(f"{each.folder} holds no whole commit: {words}")
-        newest.append(whole[0])
-    serial = min(newest)
+    serial = last_of_all(each.whole[0].record.serial for each in found)
+    assert serial is not None
     chosen: list[Commit] = []
-    for each in found[:size]:
-        commit = next((c for c in each.commits if c.record.serial == serial and c.blob is not None), None)
+    for each in found:
+        commit = each.commit(serial)
         if commit is None:
             have = ", ".join(str(c.record.serial) for c in each.commits)
             raise StoreError(f"{each.folder} holds commits {have}, but the last that all ranks hold is {serial}")
@@ -162,8 +169,3 @@ def check_can_be_read(found: Found) -> None:
 def _manifest(found: Found) -> Manifest:
     assert found.manifest is not None, "a commit that is whole holds one"
     return found.manifest
-
-
-def _world_size(found: Found) -> int:
-    assert found.manifest is not None
-    return int(found.manifest.spec.fingerprint.get("world_size", 1))

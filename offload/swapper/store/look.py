@@ -81,6 +81,15 @@ class Found(NamedTuple):
     """What is damaged or missing, as far as it shows without reading the states."""
 
     @property
+    def whole(self) -> tuple[Commit, ...]:
+        """The commits whose blob is right, newest first: of others nothing can be read."""
+        return tuple(commit for commit in self.commits if commit.blob is not None)
+
+    def commit(self, serial: int) -> Commit | None:
+        """The whole commit of that number, if it is there."""
+        return next((commit for commit in self.whole if commit.record.serial == serial), None)
+
+    @property
     def folders(self) -> tuple[Path, ...]:
         """The rank's folder on each drive."""
         return _folders(self.folder, self.manifest)

@@ -7,6 +7,7 @@ been written.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,6 +88,15 @@ class Records(NamedTuple):
     """The pages that hold something that is no record: a commit that was interrupted, or damage."""
     other_format: int | None = None
     """What pages say of themselves that are torn for this version, because another one made them."""
+
+
+def last_of_all(newest: Iterable[int | None]) -> int | None:
+    """The serial of the last commit that every rank holds, from that of each rank's newest; None where there is none.
+
+    Each rank commits by itself, and overwrites nothing of the commit before until all have met in the next step with
+    theirs: so a rank that was killed is one commit behind others at most, and these still have what it has.
+    """
+    return min((serial for serial in newest if serial is not None), default=None)
 
 
 def read_records(path: Path) -> Records:
