@@ -425,9 +425,9 @@ def test_an_interrupt_between_ranks_ends_the_run_on_all(ranks: RankPool, tmp_pat
 # -- edits --------------------------------------------------------------------------------------------
 
 
-def edit(folder: Path, everywhere: bool) -> dict[str, torch.Tensor]:
+def edit(folder: Path, everywhere: bool, dtype: str) -> dict[str, torch.Tensor]:
     """Weights are set under `gathered` on rank 0 alone, and all loaded; other ranks would have set something else."""
-    engine = start(JOBS["llama"]._replace(dtype="bf16"), DISK, folder)
+    engine = start(JOBS["llama"]._replace(dtype=dtype), DISK, folder)
     rank = engine.global_rank
     weight = engine.module.get_parameter("model.embed_tokens.weight")
     with offload.gathered(engine.module, modify=True), torch.no_grad():
@@ -443,10 +443,10 @@ def edit(folder: Path, everywhere: bool) -> dict[str, torch.Tensor]:
     return loaded
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(("everywhere", "dtype"), [(False, "bf16"), (True, "bf16"), (True, "fp16"), (True, "fp32")])
 @pytest.mark.works("Several ranks", "`offload.gathered(modify=True)` with `if rank == 0:` inside", "right")
-def test_edits_of_the_lowest_rank_count(everywhere: bool, ranks: RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(edit, tmp_path, everywhere)
+def test_edits_of_the_lowest_rank_count(everywhere: bool, dtype: str, ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(edit, tmp_path, everywhere, dtype)
     assert_same_tensors(one, other)
 
 

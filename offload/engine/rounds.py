@@ -202,15 +202,14 @@ class Rounds:
         if source is None:
             return []
         with self._question():
-            mine = [[e.start, e.stop, e.values.dtype is torch.float32, e.state.value] for e in edits]
+            mine = [[e.start, e.stop, str(e.values.dtype).removeprefix("torch."), e.state.value] for e in edits]
             what = self._ranks.share(mine, "change weights")
             agreed: list[Edit] = []
-            for position, (start, stop, is_fp32, state) in enumerate(what[source]):
+            for position, (start, stop, dtype, state) in enumerate(what[source]):
                 if source == self._ranks.rank:
                     values = edits[position].values
                 else:
-                    dtype = torch.float32 if is_fp32 else torch.bfloat16
-                    values = torch.empty(stop - start, dtype=dtype, device="cpu")
+                    values = torch.empty(stop - start, dtype=getattr(torch, dtype), device="cpu")
                 self._ranks.broadcast(values, source)
                 agreed.append(Edit(start, stop, values, State(state)))
         return agreed
