@@ -353,6 +353,22 @@ def test_a_tied_weight_is_one(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+def test_a_master_that_was_set_outlives_the_weight_that_it_rounds_to(tmp_path: Path) -> None:
+    """Where the two are set one after the other, before anything else is asked of the engine."""
+    engine = start(models.GPT2._replace(dtype="bf16"), DISK, tmp_path)
+    weight = engine.module.transformer.h[0].mlp.c_fc.weight
+    master = torch.full(weight.shape, 1 + 2.0**-12)
+    rounded = master.bfloat16()
+    rounded[0] = 2.0
+    offload.safe_set_full_fp32_param(weight, master)
+    with torch.no_grad():
+        weight.copy_(rounded)
+    assert torch.equal(weight.detach(), rounded)
+    master[0] = 2.0
+    assert torch.equal(offload.safe_get_full_fp32_param(weight), master)
+    engine.destroy(remove=True)
+
+
 def test_what_is_set_in_one_unit_is_written_together(tmp_path: Path) -> None:
     engine = start(models.GPT2, DISK, tmp_path)
     block = list(engine.module.transformer.h[1].parameters())

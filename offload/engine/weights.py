@@ -133,10 +133,14 @@ class Weights:
                     f"change them before offload.initialize"
                 )
             return
-        if self._pending_unit != unit or sum(pending.nbytes for pending in self._pending.values()) > _MOST_GATHERED:
+        dtype = self._dtype if values.dtype == self._dtype and state is State.WEIGHT else torch.float32
+        waiting = self._pending.get((position, state))
+        # Values in 16 bits keep what the master has beyond them: here that of an edit which is not carried out yet.
+        coarser = dtype is not torch.float32 and waiting is not None and waiting.dtype is torch.float32
+        gathered = sum(pending.nbytes for pending in self._pending.values())
+        if self._pending_unit != unit or gathered > _MOST_GATHERED or coarser:
             self.flush()
             self.settle()
-        dtype = self._dtype if values.dtype == self._dtype and state is State.WEIGHT else torch.float32
         self._pending[position, state] = values.to("cpu", dtype, copy=True).contiguous().view(-1)
         self._pending_unit = unit
 
