@@ -107,6 +107,24 @@ def test_the_state_of_an_optimizer_of_torch_is_taken_over(tmp_path: Path) -> Non
     engine.destroy(remove=True)
 
 
+def test_a_parameter_without_a_state_begins_anew(tmp_path: Path) -> None:
+    """As in torch, where a state that is loaded takes the place of all that was there."""
+    model, engine = _model(), _start(tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    _plain(model, optimizer, 0, 1)
+    _train(engine, 0, 1)
+    state = optimizer.state_dict()
+    for number in (0, 3):
+        del state["state"][number]
+    optimizer.load_state_dict(copy.deepcopy(state))
+    engine.optimizer.load_state_dict(copy.deepcopy(state))
+    assert engine.optimizer.state_dict()["state"].keys() == {1, 2}
+    _plain(model, optimizer, 2)
+    _close(_train(engine, 2), model)
+    assert [each["step"] for each in engine.optimizer.state_dict()["state"].values()] == [1, 3, 3, 1]
+    engine.destroy(remove=True)
+
+
 @pytest.mark.parametrize(
     ("state", "words"),
     [
@@ -202,6 +220,22 @@ def test_an_option_that_comes_later_is_refused(make: Any, option: str, tmp_path:
     with pytest.raises(UsageError, match=f"group 0 has {option}=True now"):
         _train(engine, 0)
     engine.destroy()
+
+
+def test_a_momentum_that_comes_later_is_refused(tmp_path: Path) -> None:
+    """No momentum is kept of such an optimizer; what was wrong can be mended, and training goes on."""
+    model = _model()
+    engine = _start(tmp_path, torch.optim.SGD(model.parameters(), lr=1e-2), model)
+    before = _train(engine, 0)
+    engine.optimizer.param_groups[0]["momentum"] = 0.9
+    engine.backward(_loss(engine, 1))
+    with pytest.raises(UsageError, match=r"group 0 has momentum=0\.9 now"):
+        engine.step()
+    assert_same_tensors(engine.state_dict(), before)
+    engine.optimizer.param_groups[0]["momentum"] = 0
+    engine.step()
+    assert engine.global_steps == 2
+    engine.destroy(remove=True)
 
 
 @pytest.mark.parametrize(

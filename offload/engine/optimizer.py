@@ -6,23 +6,20 @@ import math
 import types
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, overload
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from offload import kernels
 from offload.config import OptimizerBlock
 from offload.engine.packed import Kept
 from offload.engine.placeholder import place_of
-from offload.engine.rules import RULES, Rule, by_torch
+from offload.engine.rules import RULES, Rule, rule_of
 from offload.engine.torch_steps import find_kept
 from offload.errors import ConfigError, UsageError
 from offload.swapper.states import ADAM, TORCH
 
-_OTHERWISE = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
-"""Options of torch's optimizers that the kernels do not know."""
 _OTHER_GROUPS = (
     "parameters cannot be added to the optimizer after offload.initialize, nor taken from it: give it all parameters "
     "that will ever train, and let requires_grad_(False) keep them as they are until they shall; add_param_group may "
@@ -31,7 +28,7 @@ _OTHER_GROUPS = (
 
 
 class States(Protocol):
-    """Reads and sets what there is of a parameter; see `OptimizerStates`."""
+    """Reads and sets what there is of a parameter, which may be nothing; see `OptimizerStates`."""
 
     def read(self, parameter: nn.Parameter) -> dict[str, Any]: ...
     def check(self, parameter: nn.Parameter, state: Mapping[str, Any], number: int) -> None: ...
@@ -82,7 +79,7 @@ class Optimizer(torch.optim.Optimizer):
         def step(_: torch.optim.Optimizer, closure: Any = None) -> None:
             self.step(closure)
 
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a schedule over it asks for that
+        vars(step)["_wrapped_by_lr_sched"] = True  # a schedule over it asks for that
         replaced.__dict__["step"] = types.MethodType(step, replaced)
         replaced.__dict__["zero_grad"] = self.zero_grad
 
@@ -152,8 +149,7 @@ class Optimizer(torch.optim.Optimizer):
         check_numbers([{**mine, **theirs} for mine, theirs in zip(self.param_groups, groups, strict=True)], self.rule)
         parameters = self._numbered()
         numbers = [number for group in groups for number in group["params"]]
-        given = zip(parameters, numbers, strict=True)
-        work = [(parameter, states[number], number) for parameter, number in given if number in states]
+        work = [(each, states.get(number, {}), number) for each, number in zip(parameters, numbers, strict=True)]
         for parameter, state, number in work:
             self.states.check(parameter, state, number)
         for mine, theirs in zip(self.param_groups, groups, strict=True):
@@ -164,7 +160,11 @@ class Optimizer(torch.optim.Optimizer):
     def _numbered(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], Any]) -> NoReturn: ...
+    def step(self, closure: Any = None) -> None:
         """Apply the gradients of this boundary. Call `engine.step()`, which also counts micro-batches."""
         if closure is not None:
             raise UsageError("a closure is not supported: the gradients are in the engine")
@@ -172,7 +172,7 @@ class Optimizer(torch.optim.Optimizer):
             raise UsageError("this optimizer has no engine yet; offload.initialize gives it one")
         self._engine_step()
         if self.replaced is not None:
-            self.replaced._opt_called = True  # type: ignore[attr-defined]  # a schedule bound to it asks for that
+            vars(self.replaced)["_opt_called"] = True  # a schedule bound to it asks for that
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that were added since the last boundary."""
@@ -269,7 +269,7 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
         return optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer= expects a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    rule = _rule_of(optimizer)
+    rule = rule_of(optimizer)
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ConfigError(
             "the optimizer has stepped already, or made states without a step: they would be lost; give a new one, "
@@ -316,16 +316,11 @@ def check_numbers(groups: Iterable[Mapping[str, Any]], rule: Rule) -> None:
             if not all(_is_finite(item) for item in numbers) or (key == "betas" and len(items) < 2):
                 expected = "two finite numbers" if key == "betas" else "a finite number"
                 raise UsageError(f"{key} of group {number} is {value!r}, expected {expected}; nothing was changed")
-        asked = [option for option in _OTHERWISE if rule.name != TORCH and group.get(option)]
-        if (
-            rule.name == ADAM
-            and bool(group.get("decoupled_weight_decay", group["decoupled"])) is not group["decoupled"]
-        ):
-            asked.append("decoupled_weight_decay")
-        if asked:
+        refused = rule.refused(group)
+        if refused is not None:
             raise UsageError(
-                f"group {number} has {asked[0]}={group[asked[0]]!r} now, which the kernel does not do; give it to the "
-                f"optimizer before offload.initialize, which then runs it by torch"
+                f"group {number} has {refused}={group[refused]!r} now, which its kernel does not do; give it to the "
+                f"optimizer before offload.initialize, which then takes another kernel, or runs it by torch"
             )
 
 
@@ -342,19 +337,6 @@ def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[Kept, ...
         return {}
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return find_kept(optimizer.replaced, names)
-
-
-def _rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    kind = type(optimizer)
-    if any(group.get(option) for group in optimizer.param_groups for option in _OTHERWISE):
-        return by_torch(optimizer)
-    if kind in (torch.optim.AdamW, torch.optim.Adam, kernels.CPUAdamW):
-        return RULES[ADAM]
-    if kind is torch.optim.Adagrad:
-        return RULES["adagrad"]
-    if kind is torch.optim.SGD:
-        return RULES["momentum" if any(group["momentum"] for group in optimizer.param_groups) else "sgd"]
-    return by_torch(optimizer)
 
 
 def check_covers(optimizer: Optimizer, model: nn.Module) -> None:

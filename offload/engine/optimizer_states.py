@@ -31,8 +31,8 @@ class OptimizerStates:
     def read(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Copies, on the CPU; empty before the first step, and of a frozen parameter."""
         place = self._place(parameter)
-        count = self._moment.parameter_steps[place.unit][place.position]
-        if not place.trainable or not count:
+        count = self._steps(place)
+        if not count:
             return {}
         kept = self._layouts[place.unit].segments[place.position].kept
         if kept:
@@ -48,12 +48,14 @@ class OptimizerStates:
     def check(self, parameter: nn.Parameter, state: Mapping[str, Any], number: int) -> None:
         """Raise `UsageError` where `state` is none that `write` takes."""
         place = self._place(parameter)
+        if not state and not self._steps(place):
+            return
         if State.PACKED in self._mode.moments:
             raise UsageError(
                 "the states of an optimizer without a kernel can be looked at, and not be set: engine.load_checkpoint "
                 "loads them"
             )
-        names = [moment.value for moment in self._moments]
+        names = [moment.value for moment in self._moments] if state else []
         shape = self._layouts[place.unit].segments[place.position].shape
         for name in names:
             value = state.get(name)
@@ -65,11 +67,22 @@ class OptimizerStates:
                 )
 
     def write(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Make `state`, which was checked, what is kept of a parameter; what else there is in it has no effect."""
+        """Make `state`, which was checked, what is kept of a parameter; what else there is in it has no effect.
+
+        An empty one is that of before the first step.
+        """
         place = self._place(parameter)
+        if not state and not self._steps(place):
+            return
+        shape = self._layouts[place.unit].segments[place.position].shape
         for moment in self._moments:
-            self._looking.write(place, moment, state[moment.value].float())
-        self._moment.parameter_steps[place.unit][place.position] = int(state.get(_STEP, 1))
+            value = state[moment.value].float() if state else torch.zeros(shape, device="cpu")
+            self._looking.write(place, moment, value)
+        self._moment.parameter_steps[place.unit][place.position] = int(state.get(_STEP, 1)) if state else 0
+
+    def _steps(self, place: Place) -> int:
+        """How often it was updated; never, where it is frozen."""
+        return self._moment.parameter_steps[place.unit][place.position]
 
     @property
     def _moments(self) -> tuple[State, ...]:

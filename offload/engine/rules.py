@@ -9,8 +9,10 @@ import torch
 
 from offload import kernels
 from offload.engine.torch_steps import TorchStep
-from offload.errors import UsageError
 from offload.swapper.states import ADAM, LAMB, TORCH
+
+_UNKNOWN = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
+"""Options of torch's optimizers that the kernels do not know."""
 
 
 class Rule(NamedTuple):
@@ -35,6 +37,17 @@ class Rule(NamedTuple):
         if self.name == ADAM:
             return "AdamW" if group["decoupled"] else "Adam"
         return "SGD" if self.name in ("sgd", "momentum") else self.name.capitalize()
+
+    def refused(self, group: Mapping[str, Any]) -> str | None:
+        """An option that the group asks for by now, and that its kernel does not do."""
+        if self.name == TORCH:
+            return None
+        asked = [option for option in _UNKNOWN if group.get(option)]
+        if self.name == "sgd" and group.get("momentum"):  # of which nothing is kept
+            asked.append("momentum")
+        if self.name == ADAM and bool(group.get("decoupled_weight_decay", group["decoupled"])) != group["decoupled"]:
+            asked.append("decoupled_weight_decay")
+        return asked[0] if asked else None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -94,11 +107,6 @@ def _momentum(group: Mapping[str, Any], count: int, grad_scale: float) -> kernel
 
 
 def _sgd(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
-    if group.get("momentum"):
-        raise UsageError(
-            f"a group has a momentum of {group['momentum']} now, which was 0 at offload.initialize, so no momentum is "
-            f"kept; begin with another one"
-        )
     return kernels.PlainSGDStep(float(group["lr"]), float(group["weight_decay"]), grad_scale)
 
 
@@ -115,8 +123,22 @@ RULES = {
 }
 
 
-def by_torch(optimizer: torch.optim.Optimizer) -> Rule:
-    """That of an optimizer without a kernel: whatever is a float in some group may change between steps."""
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
+    """What an optimizer of torch does: by a kernel, or, where none does it, by itself."""
+    kind = type(optimizer)
+    if any(group.get(option) for group in optimizer.param_groups for option in _UNKNOWN):
+        return _by_itself(optimizer)
+    if kind in (torch.optim.AdamW, torch.optim.Adam, kernels.CPUAdamW):
+        return RULES[ADAM]
+    if kind is torch.optim.Adagrad:
+        return RULES["adagrad"]
+    if kind is torch.optim.SGD:
+        return RULES["momentum" if any(group["momentum"] for group in optimizer.param_groups) else "sgd"]
+    return _by_itself(optimizer)
+
+
+def _by_itself(optimizer: torch.optim.Optimizer) -> Rule:
+    """Whatever is a float in some group may change between steps."""
     scheduled = sorted(
         {key for group in optimizer.param_groups for key, value in group.items() if _is_number_of(key, value)}
     )
