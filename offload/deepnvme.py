@@ -297,7 +297,7 @@ def _bytes(buffer: Memory) -> memoryview:
             f"{tuple(buffer.shape)}, {buffer.layout}): call .contiguous(), or .resolve_conj() or .resolve_neg()"
         )
     memory = (ctypes.c_ubyte * buffer.nbytes).from_address(buffer.data_ptr())
-    memory.owner = buffer  # type: ignore[attr-defined]
+    vars(memory)["owner"] = buffer
     return memoryview(memory)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
@@ -126,7 +127,7 @@ def forget(parameter: nn.Parameter) -> None:
 
 # -- what becomes of a call ------------------------------------------------------------------------------
 
-_TENSOR = torch.Tensor
+_TENSOR: Any = torch.Tensor  # of which the stubs say that its properties are tensors
 _ALLOWED = frozenset({_TENSOR.__repr__, _TENSOR.requires_grad_, torch._has_compatible_shallow_copy_type})
 
 
@@ -143,7 +144,8 @@ def _writes(func: Any) -> bool:
 
 def _note(lost: list[str]) -> None:
     """Note where a write comes from, unless an initializer makes it."""
-    where, frame = "", sys._getframe(2)
+    where = ""
+    frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         if code.co_name in _INITIALIZERS:
@@ -152,7 +154,7 @@ def _note(lost: list[str]) -> None:
             where = f"{code.co_filename}:{frame.f_lineno}"
             if f"{os.sep}transformers{os.sep}" in where:
                 return  # whose models write everything in _init_weights as well
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if where not in lost:
         lost.append(where)
 
@@ -218,8 +220,8 @@ def _convert(func: Any, tensor: Absent, *args: Any, **kwargs: Any) -> Any:
 _RULES: dict[Any, Callable[..., Any]] = {
     _TENSOR.detach: _alias,
     torch.detach: _alias,
-    _TENSOR.data.__get__: _alias,  # type: ignore[attr-defined]
-    _TENSOR.data.__set__: _set_data,  # type: ignore[attr-defined]
+    _TENSOR.data.__get__: _alias,
+    _TENSOR.data.__set__: _set_data,
     _TENSOR.device.__get__: _device,
     _TENSOR.copy_: _copy,
     **{

@@ -26,7 +26,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # both are public
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented, but not in __all__
 
 from offload.engine.layout import UnitLayout
 from offload.engine.placeholder import Place

@@ -43,7 +43,7 @@ def init(config: Any = None) -> Iterator[None]:
     thread = threading.get_ident()
     seen = WeakTensorKeyDictionary()  # what became of a parameter that is registered again: it stays tied
 
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:  # torch's stub has it give None
         if parameter is None or threading.get_ident() != thread or type(parameter) is not nn.Parameter:
             return parameter
         if parameter not in seen:
@@ -52,7 +52,7 @@ def init(config: Any = None) -> Iterator[None]:
         found: nn.Parameter | None = seen[parameter]
         return parameter if found is None else found
 
-    removal = register_module_parameter_registration_hook(register)  # type: ignore[arg-type]
+    removal = register_module_parameter_registration_hook(register)
     try:
         with building(), noting_lost() as lost:
             yield

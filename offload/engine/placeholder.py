@@ -315,7 +315,8 @@ def _name(func: Any) -> str:
 
 # -- what needs no weights -------------------------------------------------------------------------------
 
-_TENSOR = torch.Tensor
+_TENSOR: Any = torch.Tensor
+"""Of which the stubs say that its properties are tensors; on the class they are descriptors."""
 _HARMLESS: frozenset[Any] = frozenset(
     {
         *(
@@ -490,14 +491,14 @@ def _register_after_gradient(func: Any, tensor: Any, hook: Callable[[torch.Tenso
 _RULES: dict[Any, Callable[..., Any]] = {
     _TENSOR.detach: _alias,
     torch.detach: _alias,
-    _TENSOR.data.__get__: _alias,  # type: ignore[attr-defined]
-    _TENSOR.data.__set__: _set_data,  # type: ignore[attr-defined]
+    _TENSOR.data.__get__: _alias,
+    _TENSOR.data.__set__: _set_data,
     torch._has_compatible_shallow_copy_type: _is_compatible,
     _TENSOR.copy_: _copy,
     _TENSOR.requires_grad_: _set_requires_grad,
-    _TENSOR.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
-    _TENSOR.grad.__get__: _get_grad,  # type: ignore[union-attr]
-    _TENSOR.grad.__set__: _set_grad,  # type: ignore[union-attr]
+    _TENSOR.requires_grad.__set__: _set_requires_grad,
+    _TENSOR.grad.__get__: _get_grad,
+    _TENSOR.grad.__set__: _set_grad,
     _TENSOR.__repr__: _represent,
     _TENSOR.__format__: _represent,
     _TENSOR.register_post_accumulate_grad_hook: _register_after_gradient,

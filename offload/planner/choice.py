@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from offload.errors import BudgetError, ConfigError
@@ -202,10 +203,7 @@ def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:
     sequence = shape.sequence
     for times in (2, 4):
         more = load._replace(batch=load.batch * times)
-        yield (
-            f"micro-batches of {more.batch} x {sequence} tokens",
-            lambda more=more: plan(shape, hardware, more, content),  # type: ignore[misc]
-        )
+        yield f"micro-batches of {more.batch} x {sequence} tokens", partial(plan, shape, hardware, more, content)
     many = load._replace(accumulation=load.accumulation * 4)
     yield f"{many.accumulation} micro-batches a step", lambda: plan(shape, hardware, many, content)
     if load.recompute:

@@ -115,7 +115,7 @@ def from_name(name: str, sequence: int, dtype: torch.dtype = torch.bfloat16, uni
             config = _config(transformers, name)
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
             if getattr(model, "loss_type", "") is None:
-                model.loss_type = "ForCausalLM"
+                vars(model)["loss_type"] = "ForCausalLM"
             return _counted(model, model, model.parameters(), name, sequence, units)
     except ConfigError:
         raise
