@@ -84,6 +84,8 @@ class Pager:
         self._device = device
         self._limits = limits
         self._peers = peers
+        self._all_stay = all(size.stays for size in sizes)
+        self._any_on_disk = any(size.home is Tier.DISK for size in sizes)
         self._uses = self._hits = 0
         self._all_have_all = False
         """Whether every rank is known to have every unit on its device."""
@@ -225,7 +227,7 @@ class Pager:
 
     def _look_ahead(self) -> None:
         """Begin to bring what the trace says comes next: reads first, then uploads of what is at hand."""
-        if all(entry.size.stays for entry in self._entries):
+        if self._all_stay:
             return
         self._read_ahead()
         while (unit := self._next_upload()) is not None:
@@ -246,6 +248,8 @@ class Pager:
 
     def _read_ahead(self) -> None:
         """Take what has been read, and begin to read what comes next."""
+        if not self._any_on_disk:
+            return
         for entry in self._entries:
             if entry.transfer is not None and entry.transfer.future.done():
                 self._leases.finish_read(entry)

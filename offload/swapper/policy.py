@@ -132,9 +132,10 @@ def next_to_bring(
     """The nearest unit within the limit that is `wanting` where it should be brought."""
     total = 0
     for unit in trace.upcoming():
-        total += nbytes(unit)
-        if limits.ahead is not None and total > limits.ahead and (total > nbytes(unit) or not limits.ahead):
-            return None
+        if limits.ahead is not None:
+            total += nbytes(unit)
+            if total > limits.ahead and (total > nbytes(unit) or not limits.ahead):
+                return None
         if wanting(unit):
             return unit
     return None

@@ -73,6 +73,9 @@ class Slices:
         self._device = device
         self._peers = peers
         self._floor: tuple[int, int] | None = None
+        moving = [(entry.index, entry.size.nbytes) for entry in table.entries if not entry.size.stays]
+        self._two_largest = sorted(moving, key=lambda each: -each[1])[:2]
+        """Units that come and go, and their bytes: the largest beside any one of them."""
         for entry in table.entries:
             if entry.size.home is Tier.DEVICE:
                 entry.home_slice = arena.take(entry.size.part_nbytes)
@@ -110,8 +113,8 @@ class Slices:
         space = self._arena.space
         if self._floor is None:  # all that stays on the device is there by now
             self._floor = max(space.stretches(), key=lambda stretch: stretch[1] - stretch[0], default=(0, 0))
-        others = (e.size.nbytes for e in self._table.entries if e is not entry and not e.size.stays)
-        floor = Floor(*self._floor, max(others, default=0))
+        largest = next((nbytes for unit, nbytes in self._two_largest if unit != entry.index), 0)
+        floor = Floor(*self._floor, largest)
         return find_place(space, entry.size.nbytes, self._droppable(), self._table.trace, floor, beyond)
 
     def _droppable(self) -> list[Block]:
