@@ -460,6 +460,15 @@ def test_the_line_has_means_over_the_steps_since_the_last(capsys: pytest.Capture
     ]
 
 
+def test_the_line_counts_the_samples_that_there_were(capsys: pytest.CaptureFixture[str]) -> None:
+    """`set_train_batch_size` gives later steps others, and a load goes back."""
+    shown = Line(2, 8, memory=False)
+    for step, samples in ((1, 8), (2, 10), (3, 12), (4, 14), (3, 12), (4, 16)):
+        shown.write(record(step)._replace(samples=samples))
+    rates = [words.split(", ")[2] for words in capsys.readouterr().err.splitlines()]
+    assert rates == ["10.0 samples/s", "4.0 samples/s", "6.0 samples/s"]  # after going back first as many as before
+
+
 def test_the_line_has_phases_and_what_was_waited_for() -> None:
     phases = {"forward_seconds": 0.125, "backward_seconds": 0.25, "step_seconds": 0.0}
     seen = record(4, **phases, wait_for_reads_seconds=0.0625, wait_for_updates_seconds=0.0, skipped_steps=1)

@@ -95,13 +95,18 @@ class Line:
     """A line each `every` steps: to the log where somebody listens to it, else to the console (stderr)."""
 
     def __init__(self, every: int, samples: int, memory: bool) -> None:
-        """`samples` are those of a step; `memory` has peaks of it in the line."""
+        """`samples` are those of the first step; `memory` has peaks of it in the line."""
         self._every, self._samples, self._memory = every, samples, memory
         self._since: defaultdict[str, float] = defaultdict(float)
         self._steps = 0
+        self._last: Record | None = None
 
     def write(self, record: Record) -> None:
+        if self._last is not None and record.samples > self._last.samples:  # else a load has gone back
+            self._samples = record.samples - self._last.samples
+        self._last = record
         self._steps += 1
+        self._since["samples"] += self._samples
         for name, value in record.values.items():
             if name.endswith(("seconds", "_bytes")):
                 self._since[name] += value
@@ -109,14 +114,14 @@ class Line:
             mean = {name: total / self._steps for name, total in self._since.items()}
             self._since.clear()
             self._steps = 0
-            _say(line(record, mean, self._samples, self._memory))
+            _say(line(record, mean, mean["samples"], self._memory))
 
     def close(self) -> None:
         pass
 
 
-def line(record: Record, mean: Mapping[str, float], samples: int, memory: bool) -> str:
-    """What a person reads: loss and such of this step, seconds and bytes by their `mean` over the steps since."""
+def line(record: Record, mean: Mapping[str, float], samples: float, memory: bool) -> str:
+    """What a person reads: loss and such of this step; seconds, bytes, samples by their mean over the steps since."""
     values = record.values
     words = [f"{name.replace('_', ' ')} {values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values]
     if values.get("skipped_steps"):
