@@ -53,8 +53,6 @@ class Checkpoints:
     def __init__(self, module: nn.Module, parts: Parts, state: TrainingState, commits: bool) -> None:
         """`commits` says whether the store does at all."""
         self._module, self._parts, self._state, self._commits = module, parts, state, commits
-        self._rank = 0 if parts.ranks is None else parts.ranks.rank
-        self._size = 1 if parts.ranks is None else parts.ranks.size
 
     def save(self, ordered: Callable[[], Order], pending: int, client_state: Any) -> None:
         """See `Engine.save_checkpoint`; `pending` micro-batches are not of a step yet.
@@ -62,7 +60,7 @@ class Checkpoints:
         `ordered` may raise: what is wrong on one rank is told to all of them.
         """
         parts = self._parts
-        with together(parts.rounds, self._rank, self._size, Kind.SAVE, "save a checkpoint") as ranks:
+        with together(parts.rounds, Kind.SAVE, "save a checkpoint") as ranks:
             orders: list[Order] = []
             ranks.settle(lambda: orders.append(ordered()))
             with own_or_shared(parts.queue) as queue:
@@ -71,7 +69,7 @@ class Checkpoints:
     def load(self, load_dir: str | os.PathLike[str], tag: Any, wish: Wish) -> Loaded | None:
         """See `Engine.load_checkpoint`; None where there is none. A failure half-way stops the pager."""
         parts = self._parts
-        with together(parts.rounds, self._rank, self._size, Kind.LOAD, "load a checkpoint") as ranks:
+        with together(parts.rounds, Kind.LOAD, "load a checkpoint") as ranks:
             ranks.settle(lambda: str(check_folder(load_dir, "load_dir")))
             ranks.same({"folder": str(load_dir), "tag": str(tag), "wish": list(wish)})
             folder = ranks.by_first(lambda: find(load_dir, tag))
@@ -82,7 +80,7 @@ class Checkpoints:
                 found: list[Found] = []
                 notices: list[str] = []
                 ranks.settle(lambda: found.append(self._inspect(Path(folder), wish)))
-                ranks.settle(lambda: check_bytes(found[0], wish, queue, self._rank, self._size))
+                ranks.settle(lambda: check_bytes(found[0], wish, queue, self._parts.rank, self._parts.world_size))
                 try:
                     ranks.settle(lambda: notices.extend(self._take_over(found[0], wish, queue)))
                 except BaseException as error:  # also where it failed on another rank: half of a load is none
@@ -102,13 +100,13 @@ class Checkpoints:
         advice = "a checkpoint holds None, booleans, numbers, strings, and lists, tuples and dicts of them"
         plain = to_plain(dict(client_state or {}), "client_state", advice)
         contents = {**self._state.take().pack(), CLIENT_STATE: as_bytes(json.dumps(plain, allow_nan=False).encode())}
-        layout = describe(self._parts.layouts, self._parts.held.mode, self._size)
+        layout = describe(self._parts.layouts, self._parts.held.mode, self._parts.world_size)
         return Moment(self._state.global_steps, contents, layout, about(self._module))
 
     def _inspect(self, folder: Path, wish: Wish) -> Found:
         """Read all but the states, and see whether it fits. Nothing is changed."""
         self._parts.bindings.settle()
-        found = look(folder, self._rank, self._size, about(self._module)["tied"])
+        found = look(folder, self._parts.rank, self._parts.world_size, about(self._module)["tied"])
         names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         check_fits(found, self._parts.held, wish, names, persistent_buffers(self._module))
         if not wish.module_only:
@@ -138,10 +136,10 @@ class Checkpoints:
             notices += self._state.restore(progress, wish.schedule)
             if not found.own:
                 notices.append(
-                    f"{found.folder} was saved by {found.manifest.world_size} ranks, these are {self._size}: each "
-                    f"goes on with the random generators of rank 0, so dropout draws other numbers"
+                    f"{found.folder} was saved by {found.manifest.world_size} ranks, these are {parts.world_size}: "
+                    f"each goes on with the random generators of rank 0, so dropout draws other numbers"
                 )
-            for notice in notices if self._rank == 0 else ():
+            for notice in notices if self._parts.rank == 0 else ():
                 logger.warning(notice)
         if parts.store is not None and self._commits:
             held = self._state.take()

@@ -214,12 +214,12 @@ class Facts:
     @property
     def global_rank(self) -> int:
         """The number of this process among those that train together."""
-        return 0 if self._parts.ranks is None else self._parts.ranks.rank
+        return self._parts.rank
 
     @property
     def world_size(self) -> int:
         """How many processes train together."""
-        return 1 if self._parts.ranks is None else self._parts.ranks.size
+        return self._parts.world_size
 
     @property
     def local_rank(self) -> int:

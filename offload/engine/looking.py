@@ -48,7 +48,6 @@ class Looking:
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._held = parts, parts.held
-        self._rank, self._size = (0, 1) if parts.ranks is None else (parts.ranks.rank, parts.ranks.size)
         self._states = {state.value: state for state in parts.held.mode.moments if state is not State.PACKED}
         _engines.add(self)
 
@@ -106,12 +105,8 @@ class Looking:
 
         None for a gradient where there is none, and for all but the weight of a frozen parameter. Every rank calls it.
         """
-        self._begin(state)
-        if state is not State.WEIGHT and not place.trainable:
+        if not self._settled(place, state):
             return None
-        if self._parts.weights.waits(place.unit, place.position, state):
-            self._parts.weights.flush()
-        self._finish()
         whole = torch.empty(0, device="cpu")
 
         def mine() -> None:
@@ -148,12 +143,8 @@ class Looking:
 
     def read_local(self, place: Place, state: State) -> torch.Tensor | None:
         """This rank's part of what `read` gives, flat. Alone, but for a gradient: whether there is one, all know."""
-        self._begin(state)
-        if state is not State.WEIGHT and not place.trainable:
+        if not self._settled(place, state):
             return None
-        if self._parts.weights.waits(place.unit, place.position, state):
-            self._parts.weights.flush()
-        self._finish()
         if state is State.GRAD:
             with self._together("look at a parameter", place, state) as everyone:
                 if not any(everyone.settle(lambda: self._has(place, state))):
@@ -210,6 +201,16 @@ class Looking:
         if state is State.GRAD:
             self._parts.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch
 
+    def _settled(self, place: Place, state: State) -> bool:
+        """Whether a parameter has this state, which lies where it belongs then, with all that was set."""
+        self._begin(state)
+        if state is not State.WEIGHT and not place.trainable:
+            return False
+        if self._parts.weights.waits(place.unit, place.position, state):
+            self._parts.weights.flush()
+        self._finish()
+        return True
+
     def _finish(self) -> None:
         """Wait until all states lie where they belong, and no update reads a gradient any more."""
         if self._parts.updater is not None:
@@ -221,7 +222,7 @@ class Looking:
     @contextlib.contextmanager
     def _together(self, what: str, place: Place, state: State) -> Iterator[Together]:
         """Every rank does this, with the same state of the same parameter."""
-        with together(self._parts.rounds, self._rank, self._size, Kind.LOOK, what) as everyone:
+        with together(self._parts.rounds, Kind.LOOK, what) as everyone:
             everyone.same({"parameter": place.name, "what": state.value})
             yield everyone
 
@@ -274,14 +275,15 @@ class Looking:
 
     def _pieces(self, place: Place) -> list[Piece]:
         layout = self._parts.layouts[place.unit]
-        return list(pieces(layout, self._size, layout.segments[place.position]))
+        return list(pieces(layout, self._parts.world_size, layout.segments[place.position]))
 
     def _segment(self, place: Place) -> Segment:
         return self._parts.layouts[place.unit].segments[place.position]
 
     def _piece(self, place: Place) -> Piece:
         """This rank's part of a parameter, which may be empty."""
-        return next((piece for piece in self._pieces(place) if piece.rank == self._rank), Piece(self._rank, 0, 0, 0))
+        rank = self._parts.rank
+        return next((piece for piece in self._pieces(place) if piece.rank == rank), Piece(rank, 0, 0, 0))
 
     def _shape(self, place: Place) -> tuple[int, ...]:
         return self._segment(place).shape

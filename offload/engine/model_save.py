@@ -146,13 +146,12 @@ class Saving:
 
     def __init__(self, module: nn.Module, parts: Parts) -> None:
         self._module, self._parts = module, parts
-        self._rank, self._size = (0, 1) if parts.ranks is None else (parts.ranks.rank, parts.ranks.size)
 
     def save(self, wanted: Wanted, epoch: int) -> None:
         """Write the whole model, or the adapter of a model of peft where no file is named. All ranks come here."""
         adapter = wanted.file_name is None and hasattr(self._module, "peft_config")
         gathered = adapter_state(self._module, self._parts) if adapter else {}  # before: others may serve it
-        with together(self._parts.rounds, self._rank, self._size, Kind.SAVE, "save the model") as ranks:
+        with together(self._parts.rounds, Kind.SAVE, "save the model") as ranks:
             ranks.settle(wanted.check)
             ranks.settle(lambda: self._parts.bindings.check_not_gathered("saved"))
             ranks.same({"folder": str(wanted.folder), "file": wanted.file_name, "dtype": str(wanted.dtype)})
@@ -186,7 +185,7 @@ class Saving:
             source.check = sink.check
             beyond = stream(source, plan, sink)
             ranks.by_first(end)
-        for notice in notices(source, plan, beyond) if self._rank == 0 else ():
+        for notice in notices(source, plan, beyond) if self._parts.rank == 0 else ():
             logger.warning("%s: %s", out, notice)
 
     def _write_adapter(self, wanted: Wanted, out: Path, state: dict[str, torch.Tensor]) -> None:

@@ -92,6 +92,16 @@ class Parts(NamedTuple):
     meter: Meter | None = None
     """None where nobody wants to know."""
 
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that train together."""
+        return 0 if self.ranks is None else self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return 1 if self.ranks is None else self.ranks.size
+
     def closing(self) -> list[Callable[[], object]]:
         """What gives everything back but ranks, store and time line, in this order; each may be called again."""
         return [

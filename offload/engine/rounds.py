@@ -114,6 +114,7 @@ class Rounds:
 
     def __init__(self, ranks: Ranks, names: Sequence[str]) -> None:
         self._ranks, self._names = ranks, names
+        self.rank, self.size = ranks.rank, ranks.size
         self._lock = threading.RLock()  # two of autograd's threads may come at once
         self._agreed = -1
         """The unit that all ranks are gathering or reducing now; -1 between collectives."""

@@ -56,10 +56,10 @@ class Together:
 
 
 @contextlib.contextmanager
-def together(rounds: Rounds | None, rank: int, size: int, kind: Kind, what: str) -> Iterator[Together]:
+def together(rounds: Rounds | None, kind: Kind, what: str) -> Iterator[Together]:
     """Wait until every rank is about to do this; what is raised inside must come from what they settled."""
     if rounds is None:
         yield Together(0, 1, lambda value: [value], what)
         return
     with rounds.meeting(kind) as share:
-        yield Together(rank, size, lambda value: share(value, what), what)
+        yield Together(rounds.rank, rounds.size, lambda value: share(value, what), what)
