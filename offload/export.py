@@ -13,9 +13,10 @@ from typing import NamedTuple
 from offload.engine.checkpoint_files import find
 from offload.engine.checkpoint_source import CheckpointSource
 from offload.engine.model_folder import arriving, check_room, copy_tokenizer, tokenizer_files
-from offload.engine.model_write import Files, Plan, make_plan, notices, read_nbytes, short, stream
+from offload.engine.model_write import Files, Plan, make_plan, notices, read_nbytes, stream
 from offload.engine.source import Source, StoreSource
 from offload.errors import StoreError
+from offload.swapper.states import dtype_name
 from offload.swapper.store import Queue
 
 __all__ = ["Exported", "check_target", "export", "make_plan", "open_source", "read_nbytes"]
@@ -67,7 +68,7 @@ def export(
     return Exported(
         out,
         source.epoch,
-        short(plan.dtype),
+        dtype_name(plan.dtype),
         tuple(sorted(path.name for path in out.iterdir())),
         plan.weights_nbytes,
         sum(s.numel for layout in plan.layouts for s in layout.segments if s.name in plan.names),

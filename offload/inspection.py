@@ -6,6 +6,7 @@ Takes nothing and changes nothing.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -147,9 +148,7 @@ def _model(layout: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any
     count = trainable = 0
     for unit in layout.get("units", ()):
         for parameter in unit["parameters"]:
-            numel = 1
-            for size in parameter["shape"]:
-                numel *= size
+            numel = math.prod(parameter["shape"])
             count += numel
             trainable += numel * parameter["trainable"]
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
     return UnitLayout(
         unit["name"],
         tuple(
-            Segment(each["name"], tuple(each["shape"]), each["start"], _numel(each["shape"]), each["trainable"])
+            Segment(each["name"], tuple(each["shape"]), each["start"], math.prod(each["shape"]), each["trainable"])
             for each in unit["parameters"]
         ),
         unit["numel"],
@@ -90,10 +91,3 @@ def _of_model(model: nn.Module) -> dict[str, Any]:
     if hasattr(generation, "to_json_string"):
         about_it["generation_config"] = json.loads(generation.to_json_string())
     return about_it
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

@@ -15,8 +15,8 @@ from offload.engine.tensor_file import Place, read_header
 from offload.errors import IoError, StoreError
 from offload.sizes import MIB
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 _PIECE_NBYTES = MIB
 """Of copies in fp32 of larger ones, which come and go, the allocator was seen to keep a gigabyte."""
 

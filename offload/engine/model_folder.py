@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from offload.engine.checkpoint_folder import LOCK, exchange, make_folder, only_save, told
-from offload.engine.model_files import INDEX, SINGLE
-from offload.engine.model_write import CONFIG, GENERATION
+from offload.engine.model_files import CONFIG, GENERATION, INDEX, SINGLE
 from offload.errors import IoError, StoreError
 from offload.sizes import format_size
 from offload.swapper.store.folder import sync_folder

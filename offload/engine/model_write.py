@@ -25,16 +25,12 @@ from offload.engine.checkpoint_folder import told
 from offload.engine.description import described_layouts
 from offload.engine.layout import UnitLayout
 from offload.engine.masters import join, sources
-from offload.engine.model_files import INDEX, SINGLE
+from offload.engine.model_files import CONFIG, GENERATION, INDEX, SINGLE
 from offload.engine.source import Reading, Source
 from offload.engine.tensor_file import Tensor, Writer, shard
 from offload.engine.tensor_file import plan as plan_file
 from offload.errors import ConfigError
-from offload.swapper.states import MODES, Mode, State
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-
-CONFIG, GENERATION = "config.json", "generation_config.json"
+from offload.swapper.states import DTYPES, MODES, Mode, State, dtype_name
 
 _CHUNK_NUMEL = 1 << 21
 """Elements read at a time: 4 MiB in 16 bits, 8 MiB in fp32."""
@@ -217,7 +213,7 @@ def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
     """What whoever reads the files should know."""
     found: list[str] = []
     if beyond:
-        found.append(f"{beyond} values are beyond what {short(plan.dtype)} holds: they are infinite now")
+        found.append(f"{beyond} values are beyond what {dtype_name(plan.dtype)} holds: they are infinite now")
     if source.about.get("config") is None:
         found.append("the model has no transformers config, so there are weights alone")
     elif str(source.about["class"]).startswith("Peft"):
@@ -233,11 +229,6 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
         file.write(json.dumps(content, indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def short(dtype: torch.dtype) -> str:
-    """ "bf16" and the like."""
-    return next(name for name, each in DTYPES.items() if each is dtype)
 
 
 # -- reading ------------------------------------------------------------------------------------------

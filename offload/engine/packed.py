@@ -8,6 +8,7 @@ the first step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ class Kept(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Without what aligns the next."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def describe_state(state: Mapping[str, Any]) -> tuple[Kept, ...]:

@@ -26,12 +26,10 @@ from offload.sizes import format_size
 from offload.swapper.device import Device
 from offload.swapper.host import process_memory
 from offload.swapper.residency import Tier
-from offload.swapper.states import MOMENTS, PRECISIONS, TORCH, Mode, State
+from offload.swapper.states import DTYPES, MOMENTS, PRECISIONS, TORCH, Mode, State, dtype_name
 from offload.swapper.store import Shortage, find_shortage, other_runs, run_status
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _SHOWN = 5
 """Names in a notice."""
 
@@ -99,7 +97,7 @@ def decide(
         for unit in units.units
     )
     parts = partitions(layouts, mode, gradient_dtype(config, mode, batch.accumulation), rank, world_size)
-    buffer_dtype = _DTYPES[config.data_types.buffer_dtype] if config.data_types.buffer_dtype else None
+    buffer_dtype = DTYPES[config.data_types.buffer_dtype] if config.data_types.buffer_dtype else None
     _check_batch_norm(model, mode, device.torch, buffer_dtype)
     if ranks is not None:
         _check_same(ranks, config, batch, mode, layouts, model)
@@ -284,7 +282,7 @@ def _check_batch_norm(model: nn.Module, mode: Mode, device: torch.device, buffer
             if module.weight is not None and have != dtype:
                 raise ConfigError(
                     f"{name} is a BatchNorm, whose statistics are {have} and whose weights are {dtype}, which torch "
-                    f'cannot compute with on the CPU; set "data_types": {{"buffer_dtype": "{_NAMES[dtype]}"}}'
+                    f'cannot compute with on the CPU; set "data_types": {{"buffer_dtype": "{dtype_name(dtype)}"}}'
                 )
 
 
@@ -292,7 +290,7 @@ def gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype
     """The weights' where a gradient is stored once, fp32 where many are added, or as grad_accum_dtype says."""
     named = config.data_types.grad_accum_dtype
     if named is not None:
-        return _DTYPES[named]
+        return DTYPES[named]
     return torch.float32 if accumulation > 1 else mode.weight_dtype
 
 

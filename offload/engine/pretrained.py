@@ -22,18 +22,18 @@ from torch import nn
 from offload.config import load_config
 from offload.engine.absent import make_absent
 from offload.engine.birth import init
-from offload.engine.model_files import stored_tensors
+from offload.engine.model_files import CONFIG, GENERATION, stored_tensors
 from offload.engine.placeholder import Paged
 from offload.engine.pretrained_names import Named, Source, name_tensors
 from offload.engine.progress import persistent_buffers
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
+from offload.swapper.states import DTYPES
 
 logger = logging.getLogger("offload")
 
 _SHOWN = 5
 _NOT_HERE = ("device_map", "low_cpu_mem_usage", "subfolder", "revision", "quantization_config", "state_dict")
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_READABLE = (*DTYPES.values(), torch.float64)
 
 
 class LoadingInfo(NamedTuple):
@@ -93,7 +93,7 @@ def _build(model_class: Any, folder: Path, config: Any, kwargs: dict[str, Any]) 
     """A model of transformers on meta, by the folder's config."""
     if not (isinstance(model_class, type) and hasattr(model_class, "from_pretrained")):
         raise UsageError(f"load_pretrained expects a class of transformers or a torch.nn.Module, got {model_class!r}")
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG).is_file():
         raise StoreError(
             f"{folder} holds no config.json, so it does not say what model to build: build it inside of offload.init, "
             f"and give the model"
@@ -107,7 +107,7 @@ def _build(model_class: Any, folder: Path, config: Any, kwargs: dict[str, Any]) 
 
     dtype = _dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)))
     if config is not None and dtype is None:
-        dtype = _DTYPES[load_config(config).dtype]  # what its buffers are made in, as with from_pretrained
+        dtype = DTYPES[load_config(config).dtype]  # what its buffers are made in, as with from_pretrained
     try:
         theirs, unused = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **kwargs)
         _check_type(model_class, theirs, folder)
@@ -115,13 +115,13 @@ def _build(model_class: Any, folder: Path, config: Any, kwargs: dict[str, Any]) 
         make: Any = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config")  # noqa: B009
         with init(config):
             model: Any = make(theirs, **unused, **({} if dtype is None else {"dtype": dtype}))
-        if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
+        if (folder / GENERATION).is_file() and hasattr(model, "generation_config"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
     except OffloadError:
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         name = getattr(model_class, "__name__", model_class)
-        raise ConfigError(f"{name} cannot be built by {folder / 'config.json'}: {error}") from error
+        raise ConfigError(f"{name} cannot be built by {folder / CONFIG}: {error}") from error
     built: nn.Module = model.eval()
     return built
 
@@ -140,7 +140,7 @@ def _check_type(model_class: Any, config: Any, folder: Path) -> None:
     wanted = getattr(getattr(model_class, "config_class", None), "model_type", None)
     if wanted is not None and wanted != config.model_type:
         raise ConfigError(
-            f"{folder / 'config.json'} is of a {config.model_type} model, and {model_class.__name__} is of {wanted}; "
+            f"{folder / CONFIG} is of a {config.model_type} model, and {model_class.__name__} is of {wanted}; "
             f"give the class of the folder's model, or AutoModelForCausalLM and the like"
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
@@ -53,10 +54,7 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Place(NamedTuple):

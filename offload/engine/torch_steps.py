@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -175,9 +176,7 @@ def _check_apart(
 ) -> None:
     """Raise `ValueError` where parameters together do not do what each does alone, or states come and go."""
     options = {**given, "lr": 1e-3} if "lr" in given and given["lr"] is not None else given  # a schedule begins with 0
-    values = [
-        torch.linspace(-1, 1, torch.Size(shape).numel(), device="cpu").reshape(shape) * factor for factor in (1.0, 0.1)
-    ]
+    values = [torch.linspace(-1, 1, math.prod(shape), device="cpu").reshape(shape) * factor for factor in (1.0, 0.1)]
     both = _steps(optimizer, options, values, attributes)
     for value, (together, _) in zip(values, both, strict=True):
         alone, _ = _steps(optimizer, options, [value], attributes)[0]

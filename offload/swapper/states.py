@@ -57,6 +57,15 @@ class Mode(NamedTuple):
         return sum(dtype.itemsize for state, dtype in self.states.items() if state is not State.PACKED)
 
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Of weights, by the names that configs have."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What configs call one of `DTYPES`."""
+    return next(name for name, each in DTYPES.items() if each is dtype)
+
+
 ADAM, LAMB, TORCH = "adam", "lamb", "torch"
 PRECISIONS: dict[str, dict[State, torch.dtype]] = {
     # The master is weight and residual together, bit for bit: see kernels.split_master.
