@@ -30,6 +30,7 @@ from offload.engine.checkpoint import Checkpoints
 from offload.engine.checkpoint_load import Wish
 from offload.engine.checkpoint_save import Order
 from offload.engine.decision import Decider, grad_scale, part_of
+from offload.engine.device_room import advised
 from offload.engine.facts import Facts
 from offload.engine.hooks import inside_backward
 from offload.engine.loader import Loader, to_device
@@ -134,7 +135,7 @@ class Engine(Facts):
         self._enter()
         dtype = self._parts.held.mode.weight_dtype if self._choices.config.casts_inputs else None
         args, kwargs = to_device((args, kwargs), self.device, dtype)
-        with self.autocast():
+        with self.autocast(), self._advised():
             return self.module(*args, **kwargs)
 
     forward = __call__
@@ -170,10 +171,14 @@ class Engine(Facts):
         if not loss.requires_grad:
             raise UsageError("backward got a loss that does not depend on any trainable parameter (no_grad? detach?)")
         divided = loss / self._choices.accumulation if scale_wrt_gas else loss
-        self.scale(divided).backward(retain_graph=retain_graph)
+        with self._advised():
+            self.scale(divided).backward(retain_graph=retain_graph)
         if self._parts.meter is not None:
             self._parts.meter.add_loss(divided, first=self.micro_batches <= 1)
         return divided
+
+    def _advised(self) -> contextlib.AbstractContextManager[None]:
+        return advised(self._parts.pager.arena, self._choices.device_least)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale, for a `backward()` of one's own; it is as it was outside of fp16."""

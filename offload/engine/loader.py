@@ -171,6 +171,8 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
+        if device.type == "cuda" and value.device.type == "cpu" and value.layout is torch.strided:
+            value = value.pin_memory()  # else the thread waits for all compute before, and the copy with it
         return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
 
     return tree_map(move, batch)

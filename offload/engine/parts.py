@@ -44,6 +44,8 @@ class Choices(NamedTuple):
     """All else that it says."""
     scaler: LossScaler | None = None
     """In fp16."""
+    device_least: int = 0
+    """Bytes of the smallest device arena that works."""
 
 
 def resized(choices: Choices, total: int, ranks: int, gradients: torch.dtype | None) -> Choices:

@@ -73,6 +73,8 @@ class Placement(NamedTuple):
     """Partitions whose home was moved up, into the memory of the cache: they go when another engine needs it."""
     classes: Classes
     device_nbytes: int
+    device_least: int
+    """Bytes of the smallest device arena that works."""
     tile_numel: int
     tile_buffers: int
     """Tiles that are read, computed or written at a time."""
@@ -161,7 +163,7 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
         homes = higher
         more = sum(align_up(parts.nbytes[unit][state]) for unit, state in raised)
         classes = classes._replace(cache=classes.cache + more)
-    device_nbytes = _cut_device(parts, mode, wish, machine, homes)
+    device_least, device_nbytes = _cut_device(parts, mode, wish, machine, homes)
     if machine.host_addressable and sum(classes) + device_nbytes > machine.free_host:
         raise BudgetError(
             f"the compute device is the CPU, so its budget of {format_size(device_nbytes)} is host memory beside the "
@@ -173,6 +175,7 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
         raised,
         classes,
         device_nbytes,
+        device_least,
         *_tiles(parts, mode, homes, classes.tiles),
         _window_nbytes(parts, homes) // parts.gradient_dtype.itemsize,
         tuple(notices),
@@ -347,8 +350,8 @@ def _cacheable(parts: Partitions, homes: Homes, weights: int) -> int:
 # -- device -------------------------------------------------------------------------------------------
 
 
-def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, homes: Homes) -> int:
-    """Bytes of the device arena: homes, room for units that come and go, and for gradients to be reduced."""
+def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, homes: Homes) -> tuple[int, int]:
+    """Bytes of the device arena, the least and what it is: homes, units that come and go, gradients to be reduced."""
     fixed = home_nbytes(parts, homes, Tier.DEVICE) + (0 if parts.alone else 2 * align_up(parts.largest_gradient))
     moving = [
         align_up(nbytes)
@@ -368,7 +371,7 @@ def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, hom
         room = max(_DEVICE_UNITS * largest, min(sum(moving), int(_DEVICE_SHARE * machine.free_device) - fixed))
     if wish.live is not None:
         room = min(room, max(largest, align_up(wish.live * mode.weight_dtype.itemsize)))
-    return fixed + room
+    return fixed + largest, fixed + room
 
 
 # -- the machine --------------------------------------------------------------------------------------

@@ -151,7 +151,12 @@ class CudaDevice(Device):
         """Addresses where a pinned piece begins or ends, ascending."""
 
     def free_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self.torch)[0])
+        """What this process may still allocate: also what torch keeps for later, within a limit that the user set."""
+        free, total = torch.cuda.mem_get_info(self.torch)
+        allocated = torch.cuda.memory_allocated(self.torch)
+        kept = torch.cuda.memory_reserved(self.torch) - allocated
+        limit = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # torch 2.6 cannot say
+        return max(0, min(free + kept, int(limit(self.torch) * total) - allocated))
 
     def register(self, memory: torch.Tensor) -> int:
         """Lay `memory` on the NUMA node of the GPU and pin it; one warning where CUDA refuses a part of it."""
