@@ -34,6 +34,7 @@ from offload.errors import (
     IoError,
     NumericsError,
     OffloadError,
+    RankError,
     StoreError,
     UsageError,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "IoError",
     "NumericsError",
     "OffloadError",
+    "RankError",
     "StoreError",
     "UsageError",
     "__version__",
