@@ -204,7 +204,7 @@ def test_masters_of_a_bf16_checkpoint_are_weights_in_fp32_and_back(tmp_path: Pat
         engine.load_checkpoint(tmp_path / "saved")
     engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
     loaded = weights_of(engine)
-    assert_same_tensors(loaded, expected)
+    assert_same_tensors({name: loaded[name] for name in expected}, expected)
     shutil.rmtree(tmp_path / "saved")
     assert engine.global_steps == 2
     engine.save_checkpoint(tmp_path / "saved")

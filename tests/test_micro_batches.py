@@ -87,7 +87,8 @@ def test_any_split_of_a_batch_gives_the_same_step(dtype: str, tmp_path: Path) ->
     for norm, weights in found[1:]:
         assert norm == pytest.approx(found[0][0], rel=rtol)
         for name, value in weights.items():
-            torch.testing.assert_close(value, found[0][1][name], rtol=rtol, atol=atol)
+            if name != "calls":  # it counts the micro-batches
+                torch.testing.assert_close(value, found[0][1][name], rtol=rtol, atol=atol)
 
 
 def test_the_word_of_the_user_holds_until_the_next(tmp_path: Path) -> None:
