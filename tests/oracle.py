@@ -191,12 +191,7 @@ class PlainEngine:
 
 def plain_loop(job: Job) -> Result:
     """Train `job` in ordinary PyTorch."""
-    engine = PlainEngine(job)
-    losses, norms = [], []
-    for step in range(job.steps):
-        losses.append(train_step(engine, job, step))
-        norms.append(engine.get_global_grad_norm())
-    return Result(losses, norms, weights_of(engine))
+    return trained(PlainEngine(job), job)
 
 
 # -- the engine ---------------------------------------------------------------------------------------
@@ -285,18 +280,22 @@ def train_step(engine: offload.Engine | PlainEngine, job: Job, step: int) -> flo
     return float(loss)
 
 
+def trained(engine: offload.Engine | PlainEngine, job: Job) -> Result:
+    """Train `job` from its first step to its last."""
+    losses, norms = [], []
+    for step in range(job.steps):
+        losses.append(train_step(engine, job, step))
+        norms.append(engine.get_global_grad_norm())
+    return Result(losses, norms, weights_of(engine))
+
+
 def run(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
     """Train `job` by the engine from its first step to its last, and remove its store."""
     engine = start(job, placement, folder, **options)
     try:
-        losses, norms = [], []
-        for step in range(job.steps):
-            losses.append(train_step(engine, job, step))
-            norms.append(engine.get_global_grad_norm())
-        weights = weights_of(engine)
+        return trained(engine, job)
     finally:
         engine.destroy(remove=True)
-    return Result(losses, norms, weights)
 
 
 def weights_of(engine: offload.Engine | PlainEngine) -> dict[str, torch.Tensor]:

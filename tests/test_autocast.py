@@ -13,7 +13,17 @@ import offload
 from offload.config import load_config
 from offload.errors import ConfigError
 from tests import models
-from tests.oracle import DTYPES, Job, PlainEngine, Result, assert_same, config, room_for, train_step, weights_of
+from tests.oracle import (
+    DTYPES,
+    Job,
+    PlainEngine,
+    Result,
+    assert_same,
+    config,
+    room_for,
+    train_step,
+    trained,
+)
 
 MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
 ON = {"enabled": True, "dtype": "bfloat16"}
@@ -41,13 +51,9 @@ def train(job: Job, placement: tuple[str, str], folder: Path, **options: Any) ->
     torch.manual_seed(job.seed)
     settings = config(job, placement, folder, **options) | {"torch_autocast": ON}
     engine = offload.initialize(model=job.model(), config=settings)[0]
-    losses, norms = [], []
-    for step in range(job.steps):
-        losses.append(train_step(engine, job, step))
-        norms.append(engine.get_global_grad_norm())
-    weights = weights_of(engine)
+    result = trained(engine, job)
     engine.destroy(remove=True)
-    return Result(losses, norms, weights)
+    return result
 
 
 class PlainAutocast(PlainEngine):

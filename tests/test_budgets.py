@@ -21,8 +21,7 @@ from tests.oracle import (
     run,
     small_pieces,
     start,
-    train_step,
-    weights_of,
+    trained,
 )
 from tests.trees import TREES, Tree, job_of, room
 
@@ -56,16 +55,12 @@ def _train(tree: Tree, where: tuple[str, str], folder: Path, host_memory: int, d
     engine = start(job, where, folder, host_memory=host_memory, device_memory=device_memory)
     try:
         assert engine.host_memory <= host_memory
-        losses, norms = [], []
-        for step in range(job.steps):
-            losses.append(train_step(engine, job, step))
-            norms.append(engine.get_global_grad_norm())
-        weights = weights_of(engine)
+        result = trained(engine, job)
         assert_no_lease_is_lost(engine)
     finally:
         engine.destroy(remove=True)
     assert process_memory().needed_bytes == 0
-    return Result(losses, norms, weights)
+    return result
 
 
 def check(tree: Tree, where: tuple[str, str], more: int, root: Path) -> None:

@@ -21,7 +21,17 @@ from offload.swapper.device import Device
 from offload.swapper.host import Classes, HostArena
 from tests import models
 from tests.faults import LateQueue
-from tests.oracle import Job, Result, assert_same, least_host_memory, run, small_pieces, start, train_step, weights_of
+from tests.oracle import (
+    Job,
+    Result,
+    assert_same,
+    least_host_memory,
+    run,
+    small_pieces,
+    start,
+    train_step,
+    trained,
+)
 
 DISK = ("nvme", "nvme")
 
@@ -33,16 +43,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _run_in(folder: Path, job: Job, host_memory: int, **options: Any) -> tuple[Result, str]:
     engine = start(job, DISK, folder, host_memory=host_memory, **options)
-    losses, norms = [], []
     try:
-        for step in range(job.steps):
-            losses.append(train_step(engine, job, step))
-            norms.append(engine.get_global_grad_norm())
-        weights = weights_of(engine)
         assert engine.host_memory <= host_memory
+        return trained(engine, job), "\n".join(engine.notices)
     finally:
         engine.destroy(remove=True)
-    return Result(losses, norms, weights), "\n".join(engine.notices)
 
 
 JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT}
