@@ -19,6 +19,19 @@ from tests.test_autograd import LAYERS, KeepsViews
 from tests.test_modules import DISK, MEMORY, Layers
 
 
+@pytest.mark.works("Graphs", "the same, with the loss still there at `step()`", "refused")
+def test_a_view_in_a_graph_across_a_step_is_refused(tmp_path: Path) -> None:
+    job = LAYERS._replace(model=KeepsViews)
+    engine = start(job, DISK, tmp_path, device_memory=room_for(job, 5))
+    loss = LAYERS.loss(engine, 0, 0)
+    engine.backward(loss)
+    with pytest.raises(UsageError, match="save_for_backward"):
+        engine.step()
+    del loss
+    engine.step()
+    engine.destroy(remove=True)
+
+
 @pytest.mark.works("Graphs", "a graph that needs more weights at a time than the device has room for", "refused")
 def test_views_that_take_all_the_room_are_refused(tmp_path: Path) -> None:
     job = LAYERS._replace(model=KeepsViews)
@@ -51,42 +64,35 @@ def test_a_penalty_on_old_weights_is_refused(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-@pytest.mark.works("Engines and processes", "weights read by another thread while the model runs", "refused")
-def test_another_thread_may_not_disturb_a_forward(tmp_path: Path) -> None:
-    told: list[str] = []
+class Table(nn.Module):
+    """Its backward needs no weights, so a graph from before a step could add to a gradient that is being read."""
 
-    def look() -> None:
-        try:
-            engine.module.head.weight.detach().clone()
-        except UsageError as error:
-            told.append(str(error))
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(61, 61)
 
-    def look_from_elsewhere(*_: object) -> None:
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-
-    engine = start(LAYERS, DISK, tmp_path / "looked at")
-    hook = engine.module.layers[1].register_forward_pre_hook(look_from_elsewhere)
-    losses = [train_step(engine, LAYERS, step) for step in range(LAYERS.steps)]
-    hook.remove()
-    look_from_elsewhere()
-    assert len(told) == LAYERS.steps and "the model runs on thread MainThread" in told[0]
-    engine.destroy(remove=True)
-    assert losses == run(LAYERS, DISK, tmp_path / "plain").losses
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids)
 
 
-@pytest.mark.works("Graphs", "the same, with the loss still there at `step()`", "refused")
-def test_a_view_in_a_graph_across_a_step_is_refused(tmp_path: Path) -> None:
-    job = LAYERS._replace(model=KeepsViews)
-    engine = start(job, DISK, tmp_path, device_memory=room_for(job, 5))
-    loss = LAYERS.loss(engine, 0, 0)
-    engine.backward(loss)
-    with pytest.raises(UsageError, match="save_for_backward"):
+@pytest.mark.works("Graphs", "the same, where the backward needs no weights (an embedding)", "right")
+def test_an_old_graph_that_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch allows it; the gradient waits until the update before has read the last."""
+
+    def losses(placement: tuple[str, str]) -> list[float]:
+        engine = start(job, placement, tmp_path / placement[0])
+        old = job.loss(engine, 9, 0)
+        found = [train_step(engine, job, 0)]
+        engine.backward(old)
         engine.step()
-    del loss
-    engine.step()
-    engine.destroy(remove=True)
+        found += [train_step(engine, job, step) for step in range(1, 4)]
+        engine.destroy(remove=True)
+        return found
+
+    job = Job(Table, models.mixture_loss)
+    expected = losses(MEMORY)
+    use_queue(monkeypatch, lambda: LateQueue(0, 0.2))
+    assert losses(DISK) == expected
 
 
 @pytest.mark.works("Graphs", "a view of a weight kept across `step()`", "refused")
@@ -126,37 +132,6 @@ def test_an_output_that_is_a_weight(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-class Table(nn.Module):
-    """Its backward needs no weights, so a graph from before a step could add to a gradient that is being read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(61, 61)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.table(ids)
-
-
-@pytest.mark.works("Graphs", "the same, where the backward needs no weights (an embedding)", "right")
-def test_an_old_graph_that_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch allows it; the gradient waits until the update before has read the last."""
-
-    def losses(placement: tuple[str, str]) -> list[float]:
-        engine = start(job, placement, tmp_path / placement[0])
-        old = job.loss(engine, 9, 0)
-        found = [train_step(engine, job, 0)]
-        engine.backward(old)
-        engine.step()
-        found += [train_step(engine, job, step) for step in range(1, 4)]
-        engine.destroy(remove=True)
-        return found
-
-    job = Job(Table, models.mixture_loss)
-    expected = losses(MEMORY)
-    use_queue(monkeypatch, lambda: LateQueue(0, 0.2))
-    assert losses(DISK) == expected
-
-
 class Stacked(Layers):
     """One operation needs the weights of all layers."""
 
@@ -171,3 +146,28 @@ def test_an_operation_that_needs_too_much_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(offload.BudgetError, match="at one time"):
         job.loss(engine, 0, 0)
     engine.destroy(remove=True)
+
+
+@pytest.mark.works("Engines and processes", "weights read by another thread while the model runs", "refused")
+def test_another_thread_may_not_disturb_a_forward(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def look() -> None:
+        try:
+            engine.module.head.weight.detach().clone()
+        except UsageError as error:
+            told.append(str(error))
+
+    def look_from_elsewhere(*_: object) -> None:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    engine = start(LAYERS, DISK, tmp_path / "looked at")
+    hook = engine.module.layers[1].register_forward_pre_hook(look_from_elsewhere)
+    losses = [train_step(engine, LAYERS, step) for step in range(LAYERS.steps)]
+    hook.remove()
+    look_from_elsewhere()
+    assert len(told) == LAYERS.steps and "the model runs on thread MainThread" in told[0]
+    engine.destroy(remove=True)
+    assert losses == run(LAYERS, DISK, tmp_path / "plain").losses
