@@ -152,9 +152,37 @@ def test_stock_accelerate_says_what_to_call(tmp_path: Path) -> None:
     plain = accelerate.Accelerator(cpu=True)
     prepared, _, loader = plain.prepare(engine, mine, loader)
     plain.backward(prepared(**next(iter(loader))).loss)
-    with pytest.raises(offload.UsageError, match="clip_grad_norm_"):
+    with pytest.raises(offload.UsageError, match=r"imports offload\.hf\.Accelerator .* whose clip_grad_norm_ is"):
         plain.clip_grad_norm_(prepared.parameters(), CLIP)
+    with pytest.raises(AttributeError, match=r"nor has its model \(engine\.module\), GPT2LMHeadModel"):
+        plain.unwrap_model(prepared)
     engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("blocks", [{"gradient_accumulation_steps": 2}, {"fp16": {"enabled": True}}], ids=str)
+def test_stock_accelerate_counts_and_scales_otherwise(blocks: dict[str, Any], tmp_path: Path) -> None:
+    model, optimizer, loader, _ = parts()
+    engine, mine, _, _ = offload.initialize(model=model, optimizer=optimizer, config=config(tmp_path, **blocks))
+    plain = accelerate.Accelerator(cpu=True)
+    prepared, stepped, loader = plain.prepare(engine.module, mine, loader)
+    with pytest.raises(offload.UsageError, match=r"loop of Accelerate.* offload\.hf\.Accelerator"):
+        for batch in loader:
+            plain.backward(prepared(**batch).loss)
+            stepped.step()
+    engine.destroy(remove=True)
+
+
+def test_a_model_of_an_engine_is_not_for_ddp(tmp_path: Path) -> None:
+    """Stock Accelerate wraps it so on several ranks."""
+    model, optimizer, _, _ = parts()
+    engine, *_ = offload.initialize(model=model, optimizer=optimizer, config=config(tmp_path))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(offload.UsageError, match=r"without it; a loop of Accelerate imports offload\.hf"):
+            torch.nn.parallel.DistributedDataParallel(engine.module)
+    finally:
+        torch.distributed.destroy_process_group()
+        engine.destroy(remove=True)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ class Engine(Facts):
             """What an engine has not is the model's: `generate`, `parameters`, `named_modules`."""
             module = self.__dict__.get("module")
             if module is None or name.startswith("_") or not hasattr(module, name):
-                model = "" if module is None else f", nor has its model, {type(module).__name__}"
+                model = "" if module is None else f", nor has its model (engine.module), {type(module).__name__}"
                 raise AttributeError(f"an engine has no attribute {name!r}{model}", name=name, obj=self)
             return getattr(module, name)
 
@@ -620,7 +620,8 @@ class Engine(Facts):
         if self._state.scaler is not None and not self._scaled:
             raise UsageError(
                 f"in fp16 the loss must be multiplied by the loss scale, {self.loss_scale:g} now: call "
-                f"engine.backward(loss), or engine.scale(loss).backward(), for each backward"
+                f"engine.backward(loss), or engine.scale(loss).backward(), for each backward; in a loop of Accelerate "
+                f"offload.hf.Accelerator does"
             )
         self._scaled = max(self._scaled - 1, 0)
 

@@ -84,7 +84,8 @@ class MicroBatches:
         elif count < accumulation or (count > accumulation and accumulation > 1):
             raise UsageError(
                 f"{count} backwards ran since the last boundary, gradient_accumulation_steps is {accumulation}; call "
-                f"step() after every backward, or set the accumulation to what the loop does"
+                f"step() after every backward, or set the accumulation to what the loop does (a loop of Accelerate: by "
+                f"offload.hf.Accelerator, with the same gradient_accumulation_steps)"
             )
 
     def trained(self, accumulation: int) -> int:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.utils import __file__ as wrappers_file
 from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -341,8 +342,8 @@ _HARMLESS: frozenset[Any] = frozenset(
 )
 """Functions that ask for no element; the gradients' functions know a parameter by its node alone."""
 
-_DEPTH_OF_GRAD = 6
-"""Calls between who reads `.grad` and the rule for it."""
+_DEPTH = 6
+"""Calls between who asks a function of torch and the rule for it."""
 
 _WITH_DATA = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 """Properties that give the elements themselves."""
@@ -360,6 +361,12 @@ def _is_harmless_property(func: Any) -> bool:
 
 def _alias(func: Any, tensor: Any) -> Any:
     """`detach()` and `.data`: no elements are asked for yet."""
+    if _is_called_by(wrappers_file):
+        raise UsageError(
+            "DistributedDataParallel copies weights and sums gradients, which the engine does on several ranks itself: "
+            "use the engine, or its model, without it; a loop of Accelerate imports offload.hf.Accelerator in place of "
+            "accelerate.Accelerator"
+        )
     own = getattr(tensor, "own", None)
     return tensor.offload_place.alias() if own is None else own.detach()
 
@@ -434,16 +441,24 @@ def _set_grad(func: Any, tensor: Any, value: Any = None) -> None:
 
 def _get_grad(func: Any, tensor: Any) -> Any:
     """None. Who clips by it would be told a norm of 0, and clip nothing."""
-    frame: types.FrameType | None = sys._getframe()
-    for _ in range(_DEPTH_OF_GRAD):
-        frame = frame.f_back if frame is not None else None
-        if frame is not None and frame.f_code.co_filename == clip_grad_file:
-            raise UsageError(
-                "gradients are in the engine, where torch.nn.utils cannot clip them: step() clips by gradient_clipping "
-                "of the config, engine.clip_grad_norm_(max_norm) sets another norm for the next step, and "
-                "engine.get_global_grad_norm() gives the norm after it"
-            )
+    if _is_called_by(clip_grad_file):
+        raise UsageError(
+            "gradients are in the engine, where torch.nn.utils cannot clip them: step() clips by gradient_clipping "
+            "of the config, engine.clip_grad_norm_(max_norm) sets another norm for the next step, and "
+            "engine.get_global_grad_norm() gives the norm after it; a loop of Accelerate imports "
+            "offload.hf.Accelerator in place of accelerate.Accelerator, whose clip_grad_norm_ is the engine's"
+        )
     return _plainly(func, tensor)
+
+
+def _is_called_by(file: str) -> bool:
+    """Whether a function of torch was called in this file, or close below it."""
+    frame: types.FrameType | None = sys._getframe()
+    for _ in range(_DEPTH):
+        frame = frame.f_back if frame is not None else None
+        if frame is not None and frame.f_code.co_filename == file:
+            return True
+    return False
 
 
 def _convert(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
