@@ -356,7 +356,7 @@ def _until_killed(
         from offload.engine import initialize
         from tests.faults import LateQueue
 
-        initialize.IoQueue = lambda *_, **__: LateQueue(os.getpid(), late)  # type: ignore[assignment,misc]
+        initialize.IoQueue = lambda *_, **__: LateQueue(os.getpid(), late)  # type: ignore[assignment]
     engine = start(job, placement, folder, resume="auto", **options)
     with log.open("a") as lines:
         while engine.global_steps < job.steps:

@@ -189,7 +189,7 @@ def test_bad_input() -> None:
         ({"moment_dtype": torch.float16}, "moment_dtype"),
     ):
         with pytest.raises(ConfigError, match=words):
-            CPUAdamW([parameter], **settings)  # type: ignore[arg-type]
+            CPUAdamW([parameter], **settings)
     for wrong in (torch.ones(3, dtype=torch.float64), torch.ones(3, device="meta")):
         with pytest.raises(ConfigError, match=r"fp32, bf16 or fp16"):
             CPUAdamW([nn.Parameter(wrong)])

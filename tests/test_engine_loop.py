@@ -26,7 +26,7 @@ class Scored(models.Mixture):
 
     form = "loss"
 
-    def forward(self, ids: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(self, ids: torch.Tensor) -> Any:
         logits = super().forward(ids)
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
         forms = {"loss": loss, "dict": {"loss": loss, "logits": logits}, "tuple": (loss, logits), "logits": logits}

@@ -72,4 +72,4 @@ def test_only_modules_and_parameters_can_be_registered() -> None:
     linear = nn.Linear(2, 2)
     for arguments in ((linear, torch.ones(2)), (linear.weight, linear.weight)):
         with pytest.raises(UsageError, match="expects a module and a parameter"):
-            offload.register_external_parameter(*arguments)  # type: ignore[arg-type]
+            offload.register_external_parameter(*arguments)

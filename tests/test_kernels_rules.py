@@ -287,7 +287,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ([Segment(0, 8, None)], TypeError, "AdamWStep"),
     ):
         with pytest.raises(error, match=words):
-            update(part, segments)  # type: ignore[arg-type]
+            update(part, segments)
     for wrong, words in (
         (part._replace(residual=None), "residual: expected one"),
         (part._replace(master=torch.zeros(8)), "master: expected none"),

@@ -130,11 +130,11 @@ def train_late(job: Job, folder: Path, device_memory: int) -> Result:
     from offload.engine import initialize
 
     real = initialize.IoQueue
-    initialize.IoQueue = lambda *_, **__: LateQueue(rank_and_size()[0], 0.01)  # type: ignore[assignment,misc]
+    initialize.IoQueue = lambda *_, **__: LateQueue(rank_and_size()[0], 0.01)  # type: ignore[assignment]
     try:
         return train(job, DISK, folder, device_memory=device_memory)
     finally:
-        initialize.IoQueue = real  # type: ignore[misc]
+        initialize.IoQueue = real
 
 
 @pytest.mark.parametrize("units", [1, 2])
@@ -329,7 +329,7 @@ def look_while_others_update(folder: Path) -> float:
 
     job, queue = JOBS["gpt2"]._replace(steps=1), initialize.IoQueue
     if rank_and_size()[0] == 1:
-        initialize.IoQueue = lambda *_, **__: LateQueue(0, 0.05)  # type: ignore[assignment,misc]
+        initialize.IoQueue = lambda *_, **__: LateQueue(0, 0.05)  # type: ignore[assignment]
     try:
         engine = start(job, DISK, folder)
     finally:

@@ -89,7 +89,7 @@ def _train(
     if late:
         from offload.engine import initialize
 
-        initialize.IoQueue = lambda *_, **__: LateQueue(os.getpid(), late)  # type: ignore[assignment,misc]
+        initialize.IoQueue = lambda *_, **__: LateQueue(os.getpid(), late)  # type: ignore[assignment]
     if dies is not None and dies[0] == rank:
         _die_at(dies[1])
     engine = start(job, DISK, folder, resume="auto", **options)

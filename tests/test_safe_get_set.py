@@ -51,8 +51,8 @@ LOCAL: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "gradient": (offload.safe_get_local_grad, offload.safe_set_local_grad),
     **{
         state: (
-            lambda p, state=state: offload.safe_get_local_optimizer_state(p, state),  # type: ignore[misc]
-            lambda p, value, state=state: offload.safe_set_local_optimizer_state(p, value, state),  # type: ignore[misc]
+            lambda p, state=state: offload.safe_get_local_optimizer_state(p, state),
+            lambda p, value, state=state: offload.safe_set_local_optimizer_state(p, value, state),
         )
         for state in STATES
     },

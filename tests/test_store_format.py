@@ -188,7 +188,7 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 def of_the_engine(dtype: str, folder: Path) -> tuple[dict[str, torch.Tensor], dict[tuple[str, str], torch.Tensor]]:
     """Train two steps on two drives with states in RAM; weights and states of the end, the latter of this rank."""
     store_module._STRIPE_BYTES = 16 << 10
-    store_module._measured = lambda folders: [Bandwidth(2e9, 2e9), Bandwidth(1e9, 1e9)]  # type: ignore[assignment]
+    store_module._measured = lambda folders: [Bandwidth(2e9, 2e9), Bandwidth(1e9, 1e9)]
     drives = [str(folder / "a"), str(folder / "b")]
     job = models.MIXTURE._replace(dtype=dtype)
     engine = rank_pool.start(job, ("nvme", "cpu"), folder, nvme_path=drives, durability="step")
@@ -235,7 +235,7 @@ def compare(run: Path, dtype: str, found: list[Any]) -> None:
             if flat is None:
                 assert parts == [None] * size
             else:
-                expected = torch.cat(parts)  # type: ignore[arg-type]
+                expected = torch.cat(parts)
                 assert flat[: entry["trainable"]].tobytes() == bits(expected).tobytes()
         for each in entry["parameters"]:
             mine = parameters[each["name"]]

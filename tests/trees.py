@@ -170,7 +170,7 @@ class Keywords(nn.Module):
 
 
 class ManyOutputs(nn.Linear):
-    def forward(self, hidden: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(self, hidden: torch.Tensor) -> Any:
         found = super().forward(hidden)
         return {"states": (found, [found.tanh(), None]), "name": "outputs", "count": 3, "weight": self.weight}
 
@@ -230,7 +230,7 @@ class _Multiply(torch.autograd.Function):
         return (hidden @ weight) * scale
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, weight, scale = ctx.saved_tensors
         scaled = gradient * scale
         return (
