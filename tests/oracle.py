@@ -25,12 +25,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
 import offload
 from offload.engine.layout import lay_out
 from offload.engine.units import find_units
+from tests.faults import LateQueue, use_queue
 
 TIERS = ("none", "cpu", "nvme")
 PLACEMENTS = tuple(itertools.product(TIERS, TIERS))
@@ -244,7 +246,7 @@ def room_for(job: Job, units: int) -> int:
     return sum(sorted(layout.numel * itemsize for layout in layouts)[-units:])
 
 
-def small_pieces(monkeypatch: Any) -> None:
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tiny models: tiny pieces of a gradient, of a unit that streams, and of an update."""
     from offload.engine import gradients, placement, reduction, weighing
     from offload.swapper import simulate_updater
@@ -353,10 +355,7 @@ def _until_killed(
     """The body of a process that may be killed: a line of JSON for each step that `step()` has ended."""
     logging.disable(logging.CRITICAL)
     if late:
-        from offload.engine import initialize
-        from tests.faults import LateQueue
-
-        initialize.IoQueue = lambda *_, **__: LateQueue(os.getpid(), late)  # type: ignore[assignment]
+        use_queue(pytest.MonkeyPatch(), lambda: LateQueue(os.getpid(), late))
     engine = start(job, placement, folder, resume="auto", **options)
     with log.open("a") as lines:
         while engine.global_steps < job.steps:

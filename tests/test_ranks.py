@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 import offload
 from offload.errors import ConfigError, EngineFailed, NumericsError, RankError, UsageError
 from tests import models
-from tests.faults import LateQueue
+from tests.faults import LateQueue, use_queue
 from tests.oracle import PLACEMENTS, Job, Result, assert_same, assert_same_tensors, config, room_for, weights_of
 from tests.rank_pool import RankPool, pool, rank_and_size, start, train
 
@@ -127,14 +127,9 @@ def test_same_bits_in_every_placement(name: str, dtype: str, ranks: RankPool, tm
 
 def train_late(job: Job, folder: Path, device_memory: int) -> Result:
     """I/O that is up to 10 ms late, on each rank at other moments, with little room on the device."""
-    from offload.engine import initialize
-
-    real = initialize.IoQueue
-    initialize.IoQueue = lambda *_, **__: LateQueue(rank_and_size()[0], 0.01)  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        use_queue(patch, lambda: LateQueue(rank_and_size()[0], 0.01))
         return train(job, DISK, folder, device_memory=device_memory)
-    finally:
-        initialize.IoQueue = real
 
 
 @pytest.mark.parametrize("units", [1, 2])
@@ -325,15 +320,11 @@ def test_one_rank_may_look_alone(ranks: RankPool, tmp_path: Path) -> None:
 
 def look_while_others_update(folder: Path) -> float:
     """Rank 0 takes the weights at once after a step, which rank 1, whose requests are late, has not updated yet."""
-    from offload.engine import initialize
-
-    job, queue = JOBS["gpt2"]._replace(steps=1), initialize.IoQueue
-    if rank_and_size()[0] == 1:
-        initialize.IoQueue = lambda *_, **__: LateQueue(0, 0.05)  # type: ignore[assignment]
-    try:
+    job = JOBS["gpt2"]._replace(steps=1)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank_and_size()[0] == 1:
+            use_queue(patch, lambda: LateQueue(0, 0.05))
         engine = start(job, DISK, folder)
-    finally:
-        initialize.IoQueue = queue
     engine.backward(job.loss(engine, 0, 0))
     engine.step()
     if engine.global_rank == 0:

@@ -20,7 +20,7 @@ import torch
 from offload.errors import RankError
 from offload.swapper.store import Store
 from tests import models
-from tests.faults import LateQueue, die
+from tests.faults import LateQueue, die, use_queue
 from tests.oracle import Job, assert_same_tensors, processes, weights_of
 from tests.rank_pool import free_port, meet, start
 from tests.test_ranks import language_rows_loss
@@ -87,9 +87,7 @@ def _train(
     meet(rank, 2, port)
     logging.disable(logging.CRITICAL)
     if late:
-        from offload.engine import initialize
-
-        initialize.IoQueue = lambda *_, **__: LateQueue(os.getpid(), late)  # type: ignore[assignment]
+        use_queue(pytest.MonkeyPatch(), lambda: LateQueue(os.getpid(), late))
     if dies is not None and dies[0] == rank:
         _die_at(dies[1])
     engine = start(job, DISK, folder, resume="auto", **options)
