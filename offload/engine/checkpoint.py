@@ -50,9 +50,8 @@ class Loaded(NamedTuple):
 class Checkpoints:
     """Saves and loads an engine's parts and state. Between steps, when no update is under way."""
 
-    def __init__(self, module: nn.Module, parts: Parts, state: TrainingState, commits: bool) -> None:
-        """`commits` says whether the store does at all."""
-        self._module, self._parts, self._state, self._commits = module, parts, state, commits
+    def __init__(self, module: nn.Module, parts: Parts, state: TrainingState) -> None:
+        self._module, self._parts, self._state = module, parts, state
 
     def save(self, ordered: Callable[[], Order], pending: int, client_state: Any) -> None:
         """See `Engine.save_checkpoint`; `pending` micro-batches are not of a step yet.
@@ -141,7 +140,7 @@ class Checkpoints:
                 )
             for notice in notices if self._parts.rank == 0 else ():
                 logger.warning(notice)
-        if parts.store is not None and self._commits:
+        if parts.store is not None and self._state.commits:
             held = self._state.take()
             # The generators follow at the next entry.
             parts.store.commit(
@@ -149,4 +148,5 @@ class Checkpoints:
                 (held if wish.module_only else held._replace(generators=progress.generators)).pack(),
             )
             parts.pager.table.rewritten = False
+        self._state.edited = False
         return notices

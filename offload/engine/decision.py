@@ -11,6 +11,7 @@ from offload.engine.layout import UnitLayout
 from offload.engine.optimizer import Optimizer
 from offload.engine.torch_steps import TorchSegment, TorchStep, attributes_of
 from offload.engine.updater import UnitUpdate
+from offload.engine.weights import Edit
 
 
 def grad_scale(norm: float, clip: float, loss_scale: float) -> float:
@@ -21,6 +22,17 @@ def grad_scale(norm: float, clip: float, loss_scale: float) -> float:
 def part_of(part: range, start: int, stop: int) -> tuple[int, int]:
     """What of a unit's elements [start, stop) is this rank's, which are `part`, counted from its first."""
     return max(start, part.start) - part.start, min(stop, part.stop) - part.start
+
+
+def cut(edits: Sequence[Edit], part: range) -> tuple[Edit, ...]:
+    """What of the edits of a unit lies in this rank's `part` of it, counted from its first element."""
+    mine: list[Edit] = []
+    for edit in edits:
+        start, stop = part_of(part, edit.start, edit.stop)
+        if start < stop:
+            first = start + part.start - edit.start
+            mine.append(edit._replace(start=start, stop=stop, values=edit.values[first : first + stop - start]))
+    return tuple(mine)
 
 
 class Decider:

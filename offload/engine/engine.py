@@ -12,12 +12,9 @@ Threads. All methods belong to the thread that runs the model. In a forked child
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
-import math
 import os
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,31 +23,29 @@ import torch
 from torch import nn
 
 from offload.engine import batch
+from offload.engine.boundary import Boundary
 from offload.engine.checkpoint import Checkpoints
 from offload.engine.checkpoint_load import Wish
 from offload.engine.checkpoint_save import Order
-from offload.engine.decision import Decider, grad_scale, part_of
+from offload.engine.decision import cut
 from offload.engine.device_room import advised
+from offload.engine.ending import Ending
 from offload.engine.facts import Facts
 from offload.engine.hooks import inside_backward
 from offload.engine.loader import Loader, to_device
 from offload.engine.looking import Looking
 from offload.engine.memory_report import base_bytes
-from offload.engine.meter import Stepped
 from offload.engine.micro_batches import MicroBatches
 from offload.engine.model_save import Saving, Wanted
 from offload.engine.optimizer import Optimizer
 from offload.engine.optimizer_states import OptimizerStates
-from offload.engine.parts import Choices, Parts, close_all, resized
+from offload.engine.parts import Choices, Parts, resized
 from offload.engine.progress import Progress
 from offload.engine.training_state import TrainingState
-from offload.engine.updater import UnitUpdate, Updater
-from offload.engine.weighing import with_ratios
+from offload.engine.updater import UnitUpdate
 from offload.engine.weights import Edit
-from offload.errors import NumericsError, OffloadError, UsageError
+from offload.errors import UsageError
 from offload.sizes import format_size
-from offload.swapper.states import LAMB
-from offload.swapper.store import Store
 from offload.swapper.timeline import Row
 
 logger = logging.getLogger("offload")
@@ -86,7 +81,7 @@ class Engine(Facts):
         lr_scheduler: Any,
         loader: Loader | None,
         choices: Choices,
-        commit_every: int,
+        commits: bool,
         notices: Sequence[str],
     ) -> None:
         self.module = module
@@ -97,22 +92,13 @@ class Engine(Facts):
         """What `initialize` returned beside the engine; see `Optimizer`."""
         self.notices = tuple(notices)
         """What was said at the start, line by line: homes, budgets, keys without an effect, what a resume found."""
-        self._parts, self._choices, self._commit_every = parts, choices, commit_every
-        self._state = TrainingState(module, device, optimizer, lr_scheduler, loader, choices, parts.layouts)
-        self.notices += tuple(self._state.notices() if commit_every else ())
-        self._checkpoints = Checkpoints(module, parts, self._state, bool(commit_every))
-        self._pid = os.getpid()
-        self._alive = True
-        self._closed = False
-        self._grad_norm = None
-        self._clip_once = None
-        self._unforeseen = 0
+        self._parts = parts
+        self._state = TrainingState(module, device, optimizer, lr_scheduler, loader, choices, parts.layouts, commits)
+        self.notices += tuple(self._state.notices())
+        self._checkpoints = Checkpoints(module, parts, self._state)
         self._micro = MicroBatches(lambda: parts.hooks.backward_count)
-        self._decider = Decider(parts.layouts, parts.trainable, module, optimizer)
-        self._scaled = 0
-        """Losses that were multiplied by the loss scale, and whose backward has not begun."""
-        optimizer.attach(self._boundary, self.zero_grad, self._state.regrouped)
-        self._edited = False
+        self._boundary = Boundary(parts, self._state, self._micro, module, optimizer)
+        optimizer.attach(self._end_step, self.zero_grad, self._state.regrouped)
         module.__dict__["zero_grad"] = _ZeroGrad(module, self.zero_grad)
         # A user may run the model without the engine; the first moment of that is an entry too.
         parts.hooks.entered, parts.weights.entered = self._enter, self._look
@@ -127,6 +113,7 @@ class Engine(Facts):
         optimizer.states = OptimizerStates(self._looking, parts.layouts, parts.held.mode, self._state)
         self._saving = Saving(module, parts)
         self._base_bytes = base_bytes(parts)
+        self._ending = Ending(module, parts, self._state, self._enter)
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -182,8 +169,7 @@ class Engine(Facts):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale, for a `backward()` of one's own; it is as it was outside of fp16."""
-        self._scaled += 1
-        return loss if self._state.scaler is None else loss.float() * self._state.scaler.scale
+        return loss if self._state.scaler is None else self._state.scaler.multiply(loss)
 
     def step(self) -> None:
         """End a micro-batch; at a boundary, clip, schedule the updates and advance the learning rates.
@@ -237,7 +223,7 @@ class Engine(Facts):
         if self.micro_batches:
             raise UsageError(f"set_train_batch_size is for between steps, {self.micro_batches} micro-batches ran since")
         kept = None if self._choices.config.data_types.grad_accum_dtype else self._parts.gradients.dtype
-        self._choices = self._state.choices = resized(self._choices, train_batch_size, self.world_size, kept)
+        self._state.choices = resized(self._choices, train_batch_size, self.world_size, kept)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next `step()` updates the weights, whatever the count, until this is called again.
@@ -375,7 +361,8 @@ class Engine(Facts):
         if loaded is None:
             return None, {}
         self._micro.reset()
-        self._grad_norm, self._edited = self._grad_norm if wish.module_only else None, False
+        if not wish.module_only:
+            self._boundary.grad_norm = None
         self.notices += loaded.notices
         return loaded.folder, loaded.client_state
 
@@ -429,120 +416,16 @@ class Engine(Facts):
         if self._parts.updater is not None:
             self._parts.updater.finish()
 
-    # -- the boundary -------------------------------------------------------------------------------
-
-    def _boundary(self) -> None:
-        """Finish the step before, decide on this one, schedule it."""
-        with self._parts.timeline.span(Row.COMPUTE, f"step {self.global_steps + 1}"):
-            self._end_step()
-        self._state.ended()
-        if self._parts.meter is not None:
-            self._parts.meter.end_step(self._stepped())
-
-    def _stepped(self) -> Stepped:
-        """What this step was, for who measures it."""
-        state, norm = self._state, self._grad_norm
-        assert norm is not None
-        return Stepped(
-            state.global_steps,
-            state.global_samples,
-            self.get_lr()[0],
-            norm,
-            state.skipped_steps,
-            None if state.scaler is None else state.scaler.scale,
-        )
+    # -- what the parts call ------------------------------------------------------------------------
 
     def _end_step(self) -> None:
-        parts = self._parts
-        self._enter()  # a call of `optimizer.step()` comes in here
-        if parts.updater is None:
-            raise UsageError("no parameter of this model is trainable, so there is nothing to step")
-        self._micro.check_boundary(self._choices.accumulation)
-        self._state.registered.check_complete()
-        self.optimizer.check_groups()
-        parts.bindings.settle()
-        parts.updater.finish()
-        parts.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch
-        known = parts.gradients.known
-        try:
-            if parts.rounds is None:
-                decision = known()
-            else:
-                decision = parts.rounds.step(
-                    self.micro_batches, self.global_steps, self.optimizer.checksum(self._clip), known
-                )
-        except KeyboardInterrupt as error:  # a gradient on its way from the device may be half added
-            parts.pager.fail(error)
-            raise
-        norm = decision.norm / self.loss_scale
-        unforeseen = parts.pager.counts().unforeseen - self._unforeseen
-        if unforeseen:
-            self._unforeseen += unforeseen
-            logger.debug("step %d: %d uses of units came otherwise than foreseen", self.global_steps + 1, unforeseen)
-        refusal = self._refusal(norm)
-        try:
-            self._apply(parts.updater, norm, decision.present, parts.pager.end_step(), refused=refusal is not None)
-        except BaseException as error:  # Ctrl-C: half of a boundary is none, and the last commit is whole
-            parts.pager.fail(error)
-            raise
-        if refusal is not None:
-            raise NumericsError(
-                f"the gradient norm of step {self.global_steps + 1} is {norm}: the step was not applied, and its "
-                f"gradients were dropped; the weights are those of step {self.global_steps}. {refusal}"
-            )
-        if not self._choices.overlap:
-            parts.updater.finish(commit=False)
-
-    def _refusal(self, norm: float) -> str | None:
-        """What to do about a norm that is not finite and cannot be skipped; None where the step may go on."""
-        scaler = self._state.scaler
-        if math.isfinite(norm):
-            return None
-        if scaler is None:
-            if self._choices.skip_nonfinite:
-                return None
-            return 'Lower the learning rate, look at the batch, or set "on_nonfinite": "skip" in the "offload" block'
-        if not scaler.exhausted:
-            return None
-        return (
-            f"The loss scale is {scaler.scale:g} already, the least that it may be: lower the learning rate, look at "
-            f"the batch, or train in bf16"
-        )
-
-    def _apply(
-        self, updater: Updater, norm: float, present: Sequence[set[int]], order: Sequence[int], refused: bool
-    ) -> None:
-        """Count the step and schedule its updates; drop its gradients where it is skipped or `refused`."""
-        micro_batches = self._micro.trained(self._choices.accumulation)
-        self._micro.reset()
-        self._scaled = 0
-        self._grad_norm = norm
-        if refused:
-            self.optimizer.overflow = True
-            self._parts.gradients.clear()
-            return
-        clip, self._clip_once = self._clip, None
-        finite, loss_scale = math.isfinite(norm), self.loss_scale
-        self._state.stepped(micro_batches, bool(self._commit_every), overflow=not finite)
-        updates: list[UnitUpdate] = []
-        if finite:
-            scale = grad_scale(norm, clip, loss_scale)
-            updates = self._decider.updates(present, order, scale, self._state.parameter_steps)
-            for update in updates:
-                if not update.segments:
-                    self._parts.gradients.drop(update.unit)
-            if self._parts.rounds is not None and self._parts.held.mode.optimizer == LAMB:
-                updates = with_ratios(updates, self._parts.held, self._parts.gradients, updater, self._parts.rounds)
-        else:
-            self._parts.gradients.clear()
-            to = (
-                ""
-                if loss_scale == self.loss_scale
-                else f"; the loss scale goes from {loss_scale:g} to {self.loss_scale:g}"
-            )
-            logger.warning("step %d skipped: its gradient norm is %s%s", self.global_steps, norm, to)
-        updater.schedule(updates, self.global_steps)
-        self._edited = False
+        """A call of `optimizer.step()`, by `step()` or by the user, comes in here."""
+        with self._parts.timeline.span(Row.COMPUTE, f"step {self.global_steps + 1}"):
+            self._enter()
+            self._boundary.end_step()
+        self._state.ended()
+        if self._parts.meter is not None:
+            self._parts.meter.end_step(self._boundary.stepped())
 
     def _edit(self, unit: int, edits: Sequence[Edit]) -> None:
         """Write what a user has set, before anybody reads these weights."""
@@ -554,18 +437,13 @@ class Engine(Facts):
             edits = parts.rounds.edit(unit, edits)
         if not edits:
             return
-        part, mine = parts.trainable[unit], []
-        for edit in edits:
-            start, stop = part_of(part, edit.start, edit.stop)
-            if start < stop:
-                first = start + part.start - edit.start
-                mine.append(edit._replace(start=start, stop=stop, values=edit.values[first : first + stop - start]))
+        part = parts.trainable[unit]
         try:
-            parts.updater.schedule([UnitUpdate(unit, len(part), (), tuple(mine))], None)
+            parts.updater.schedule([UnitUpdate(unit, len(part), (), cut(edits, part))], None)
         except BaseException as error:
             parts.pager.fail(error)
             raise
-        self._edited = True
+        self._state.edited = True
         parts.updater.finish(commit=False)
 
     def _give_cache(self) -> None:
@@ -617,20 +495,12 @@ class Engine(Facts):
     def _begin_backward(self) -> None:
         """Called where a backward begins, by its thread."""
         self._measure_backward()
-        if self._state.scaler is not None and not self._scaled:
-            raise UsageError(
-                f"in fp16 the loss must be multiplied by the loss scale, {self.loss_scale:g} now: call "
-                f"engine.backward(loss), or engine.scale(loss).backward(), for each backward; in a loop of Accelerate "
-                f"offload.hf.Accelerator does"
-            )
-        self._scaled = max(self._scaled - 1, 0)
+        if self._state.scaler is not None:
+            self._state.scaler.begin_backward()
 
     def _check(self) -> None:
         """Raise where this engine cannot be used any more."""
-        if os.getpid() != self._pid:
-            raise UsageError(f"this engine belongs to process {self._pid}; a forked child cannot use it")
-        if not self._alive:
-            raise UsageError("this engine was destroyed")
+        self._ending.check()
         self._parts.pager.check_whole()
         self._parts.pager.check()
 
@@ -649,122 +519,17 @@ class Engine(Facts):
         called again where it was interrupted. The model's parameters stay placeholders. Raises what finishing raised,
         after closing; only what cannot be committed, in `client_state` or registered objects, it raises before.
         """
-        if self._alive and os.getpid() == self._pid and not self._parts.pager.failed and not remove:
-            if self._state.after_step_is_due:
-                self._state.of_the_user()  # while it can still be mended, and the last step be committed
-        self._destroy(remove, meet=True)
-
-    def _destroy(self, remove: bool, meet: bool) -> None:
-        """`meet` says whether to wait for the other ranks."""
-        if self._closed or os.getpid() != self._pid:
-            return
-        finished = False
-        if self._alive:
-            self._parts.pager.check_whole()
-        try:
-            if self._alive and not self._parts.pager.failed:
-                self._finish()
-                ranks, rounds = self._parts.ranks, self._parts.rounds
-                if rounds is not None and ranks is not None and meet:
-                    if remove or not (ranks.lost or rounds.interrupted):
-                        rounds.end(remove)
-                        if remove:  # nobody deletes anything before the note is there that says that all may go
-                            self._note_end()
-                            ranks.share(None, "delete its store")
-                    else:
-                        ranks.look()  # a launcher stops this rank when another dies, and may be faster
-                elif remove:
-                    self._note_end()
-                finished = True
-        finally:
-            self._alive = False
-            self._close(remove and finished)
-
-    def _finish(self) -> None:
-        """Complete and commit what was begun."""
-        parts = self._parts
-        self._enter()
-        if parts.updater is not None:
-            parts.updater.finish()
-        durable = parts.store.durable if parts.store is not None else None
-        if durable is not None and parts.store is not None and (self._edited or durable.epoch != self.global_steps):
-            parts.store.commit(self.global_steps, self._state.for_commit(self._edited).pack())
-            self._edited = False
+        self._ending.destroy(remove)
 
     def abandon(self, remove: bool) -> None:
-        """Close without finishing anything: what `initialize` does when its last steps fail."""
-        self._alive = False
-        self._close(remove)
+        """Close without finishing anything, as `initialize` does when its last steps fail."""
+        self._ending.abandon(remove)
 
-    def _note_end(self) -> None:
-        """Leave a note that the run has ended, which its first rank does for all."""
-        if self._parts.store is not None and self.global_rank == 0:
-            self._parts.store.note_end({"steps": self.global_steps})
-
-    def _close(self, remove: bool) -> None:
-        """Give everything back. The store stays where it can be resumed from, unless it is to be removed."""
-        try:
-            self._close_parts(remove)
-        finally:
-            self._parts.timeline.close()
-            if self._parts.meter is not None:
-                self._parts.meter.close()
-
-    def _close_parts(self, remove: bool) -> None:
-        parts = self._parts
-        atexit.unregister(self.at_exit)
-        self.module.__dict__.pop("zero_grad", None)
-        closing = parts.closing()
-        if parts.ranks is not None:  # after the arena, so that no collective is under way
-            ranks, reason = parts.ranks, f"its engine was closed at step {self.global_steps}"
-            closing.append(lambda: ranks.close(reason))
-        if parts.store is not None:
-            store = parts.store
-            closing.append(lambda: self._close_store(store, remove))
-        try:
-            close_all(*closing)
-        except Exception:
-            self._closed = True
-            raise
-        self._closed = True
-
-    def _close_store(self, store: Store, remove: bool) -> None:
-        if remove:
-            store.remove()
-        elif self._commit_every:
-            store.close()
-        else:
-            store.remove()  # nothing in it was ever committed
+    def at_exit(self) -> None:
+        """What happens at the end of a process that has not called `destroy`."""
+        self._ending.at_exit()
 
     @property
     def resumable(self) -> str | None:
         """The run folder that a later process can resume from, or None."""
-        store = self._parts.store
-        return None if store is None or not self._commit_every else str(store.folders[0].parent)
-
-    def at_exit(self) -> None:
-        """End the process without a word lost: commit, keep the store, say how to resume."""
-        if not self._alive or os.getpid() != self._pid:
-            return
-        try:
-            # An exception that ends this process, which is known by now, ends the run: nobody is served any more.
-            self._destroy(remove=False, meet=not hasattr(sys, "last_value"))
-        except (OffloadError, OSError, RuntimeError) as error:  # the last from CUDA
-            logger.error("at exit: %s", error)
-        if self.resumable:
-            self._say_what_is_kept(self.resumable)
-
-    def _say_what_is_kept(self, folder: str) -> None:
-        assert self._parts.store is not None
-        durable = self._parts.store.durable
-        if durable is None:
-            logger.warning("nothing is committed in the store, delete it with `offload rm %s`", folder)
-            return
-        made = f", the last that was committed of {self.global_steps}" if durable.epoch != self.global_steps else ""
-        logger.warning(
-            'the store is kept at step %d%s: set "resume": "auto" in the "offload" block to go on, or delete it with '
-            "`offload rm %s`",
-            durable.epoch,
-            made,
-            folder,
-        )
+        return self._ending.resumable

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset
 
+from offload.engine.boundary import Boundary
 from offload.engine.loader import Loader, check_length, load
 from offload.engine.memory_report import MemoryReport, memory_report
 from offload.engine.micro_batches import MicroBatches
@@ -37,14 +38,11 @@ class Facts:
     device: torch.device
     optimizer: Optimizer
     _parts: Parts
-    _choices: Choices
     _state: TrainingState
     _micro: MicroBatches
-    _grad_norm: float | None
+    _boundary: Boundary
     _base_bytes: int
     """Resident when the engine began, but for the memory of engines."""
-    _clip_once: float | None
-    """To what norm the next gradient is clipped, where the user says it."""
 
     # -- progress -----------------------------------------------------------------------------------
 
@@ -61,7 +59,7 @@ class Facts:
     @property
     def loss_scale(self) -> float:
         """By which the loss of the next backward is multiplied: 1 but in fp16."""
-        return 1.0 if self._state.scaler is None else self._state.scaler.scale
+        return self._state.loss_scale
 
     @property
     def micro_steps(self) -> int:
@@ -94,11 +92,11 @@ class Facts:
 
     def was_step_applied(self) -> bool:
         """Whether the last boundary updated the weights; False before the first, and where the norm was not finite."""
-        return self._grad_norm is not None and not self.optimizer.overflow
+        return self._boundary.grad_norm is not None and not self.optimizer.overflow
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last boundary's gradient before the clip; None before the first."""
-        return self._grad_norm
+        return self._boundary.grad_norm
 
     @property
     def micro_batches(self) -> int:
@@ -144,14 +142,13 @@ class Facts:
         """
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
             raise UsageError(f"clip_grad_norm_ expects a number of at least 0, got {max_norm!r}")
-        self._clip_once = float(max_norm) if math.isfinite(max_norm) else 0.0
-
-    @property
-    def _clip(self) -> float:
-        """The largest norm of the next gradient; 0 leaves it as it is."""
-        return self._choices.clip if self._clip_once is None else self._clip_once
+        self._boundary.clip_once = float(max_norm) if math.isfinite(max_norm) else 0.0
 
     # -- the config ---------------------------------------------------------------------------------
+
+    @property
+    def _choices(self) -> Choices:
+        return self._state.choices
 
     @property
     def config(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
@@ -159,7 +158,6 @@ def _initialize(
         for notice in (effective(loaded, batch, plan.world_size), *engine.notices):
             logger.info(notice)
         logger.debug("the whole config: %s", json.dumps(engine.config, indent=2))
-    atexit.register(engine.at_exit)
     refuse_others()
     return Initialized(engine, chosen, loader, schedule)
 
@@ -253,7 +251,15 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
             *timeline.notices,
         )
         engine = Engine(
-            model, plan.device.torch, parts, optimizer, lr_scheduler, loader, _choices(plan), plan.commit_every, notices
+            model,
+            plan.device.torch,
+            parts,
+            optimizer,
+            lr_scheduler,
+            loader,
+            _choices(plan),
+            bool(plan.commit_every),
+            notices,
         )
     except BaseException:
         model.__dict__.pop("zero_grad", None)

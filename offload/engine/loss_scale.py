@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from offload.config import Fp16
+from offload.errors import UsageError
 
 _FACTOR = 2.0
 
@@ -24,6 +27,27 @@ class LossScaler:
         self._steps = 0
         self._overflowed_at = -1
         self._patience = config.hysteresis
+        self._multiplied = 0
+        """Losses of which the backward has not begun."""
+
+    def multiply(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the scale, in fp32: for one backward."""
+        self._multiplied += 1
+        return loss.float() * self.scale
+
+    def begin_backward(self) -> None:
+        """Raise `UsageError` where no loss was multiplied for the backward that begins."""
+        if not self._multiplied:
+            raise UsageError(
+                f"in fp16 the loss must be multiplied by the loss scale, {self.scale:g} now: call "
+                f"engine.backward(loss), or engine.scale(loss).backward(), for each backward; in a loop of Accelerate "
+                f"offload.hf.Accelerator does"
+            )
+        self._multiplied -= 1
+
+    def forget_multiplied(self) -> None:
+        """A step ends: losses of before have no backward any more."""
+        self._multiplied = 0
 
     @property
     def exhausted(self) -> bool:

@@ -45,8 +45,11 @@ class TrainingState:
         loader: Loader | None,
         choices: Choices,
         layouts: Sequence[UnitLayout],
+        commits: bool,
     ) -> None:
+        """`commits` says whether steps are committed at all."""
         self._module, self._device, self.optimizer, self.choices = module, device, optimizer, choices
+        self.commits = commits
         self.scaler = choices.scaler
         self.lr_scheduler, self.loader = lr_scheduler, loader
         self.global_steps, self.skipped_steps, self.micro_steps, self.global_samples = 0, 0, 0, 0
@@ -64,6 +67,8 @@ class TrainingState:
         self._after_step: Progress | None = None
         """What a commit of the last step holds: as all was at the first call after it."""
         self.after_step_is_due = False
+        self.edited = False
+        """Whether weights or states were set by the user since the last step."""
         self._configured = optimizer.configured()
         self._due: Mapping[str, Any] | None = None
         """Facts of the resumed run, whose values go to the groups when all registered objects are there."""
@@ -71,6 +76,11 @@ class TrainingState:
         """Whether the schedule goes on with other parameters than the resumed run had."""
         self._data = None if loader is None else loader.where()
         """Where the loader was at the last boundary."""
+
+    @property
+    def loss_scale(self) -> float:
+        """By which the loss of the next backward is multiplied: 1 but in fp16."""
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     def take(self) -> Progress:
         """All of this moment that is not weights and moments."""
@@ -104,7 +114,7 @@ class TrainingState:
 
     def notices(self) -> list[str]:
         """What no commit will hold, and a user should know before the first step."""
-        if self.lr_scheduler is None or is_held(self.lr_scheduler):
+        if not self.commits or self.lr_scheduler is None or is_held(self.lr_scheduler):
             return []
         return [
             f"the schedule {type(self.lr_scheduler).__name__} has no state_dict() and load_state_dict(), so commits do "
@@ -200,21 +210,18 @@ class TrainingState:
         """What a commit of the last step holds; None where that is not taken yet, or nothing is ever committed."""
         return self._after_step
 
-    def for_commit(self, edited: bool) -> Progress:
+    def for_commit(self) -> Progress:
         """What a commit of now holds: a forward that was given up since the step has drawn, and changed buffers.
 
-        Where weights were `edited` since, all else may have been too, but for the generators.
+        Where weights were edited since, all else may have been too, but for the generators.
         """
         if self._after_step is None:
             return self.take()
-        return self.take()._replace(generators=self._after_step.generators) if edited else self._after_step
+        return self.take()._replace(generators=self._after_step.generators) if self.edited else self._after_step
 
-    def stepped(self, micro_batches: int, is_committed: bool, overflow: bool) -> None:
-        """A boundary was passed, of so many micro-batches, in an engine that commits its steps or not.
-
-        With an `overflow` it is skipped: the norm was not finite.
-        """
-        self._after_step, self.after_step_is_due = None, is_committed
+    def stepped(self, micro_batches: int, overflow: bool) -> None:
+        """A boundary was passed, of so many micro-batches; with an `overflow`, a norm not finite, it is skipped."""
+        self._after_step, self.after_step_is_due, self.edited = None, self.commits, False
         self._before_next = self._at_end = None
         self.global_steps += 1
         self.micro_steps += micro_batches

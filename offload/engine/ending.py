@@ -1,0 +1,172 @@
+"""The end of an engine: what is complete is committed, everything is closed, and the store stays or goes.
+
+    destroy      what was begun is finished and committed; with several ranks all come here, and serve each other until
+                 then; the store goes where the user says so
+    at exit      the same, for a process that ends without it; how to go on is said
+    abandon      nothing is finished: the last commit is what there is
+
+In a forked child none of it does anything.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+from torch import nn
+
+from offload.engine.parts import Parts, close_all
+from offload.engine.training_state import TrainingState
+from offload.errors import OffloadError, UsageError
+from offload.swapper.store import Store
+
+logger = logging.getLogger("offload")
+
+
+class Ending:
+    """Ends one engine, once, also where it was interrupted. Belongs to the thread that runs the model."""
+
+    def __init__(self, module: nn.Module, parts: Parts, state: TrainingState, enter: Callable[[], None]) -> None:
+        """`enter` is what every call of the engine begins with."""
+        self._module, self._parts, self._state, self._enter = module, parts, state, enter
+        self._pid = os.getpid()
+        self._alive = True
+        self._closed = False
+        atexit.register(self.at_exit)
+
+    def check(self) -> None:
+        """Raise `UsageError` in a forked child, and after the end."""
+        if os.getpid() != self._pid:
+            raise UsageError(f"this engine belongs to process {self._pid}; a forked child cannot use it")
+        if not self._alive:
+            raise UsageError("this engine was destroyed")
+
+    @property
+    def resumable(self) -> str | None:
+        """The run folder that a later process can resume from, or None."""
+        store = self._parts.store
+        return None if store is None or not self._state.commits else str(store.folders[0].parent)
+
+    # -- ways to end --------------------------------------------------------------------------------
+
+    def destroy(self, remove: bool) -> None:
+        """See `Engine.destroy`."""
+        if self._alive and os.getpid() == self._pid and not self._parts.pager.failed and not remove:
+            if self._state.after_step_is_due:
+                self._state.of_the_user()  # while it can still be mended, and the last step be committed
+        self._end(remove, meet=True)
+
+    def abandon(self, remove: bool) -> None:
+        """Close without finishing anything: what `initialize` does when its last steps fail."""
+        self._alive = False
+        self._close(remove)
+
+    def at_exit(self) -> None:
+        """End the process without a word lost: commit, keep the store, say how to resume."""
+        if not self._alive or os.getpid() != self._pid:
+            return
+        try:
+            # An exception that ends this process, which is known by now, ends the run: nobody is served any more.
+            self._end(remove=False, meet=not hasattr(sys, "last_value"))
+        except (OffloadError, OSError, RuntimeError) as error:  # the last from CUDA
+            logger.error("at exit: %s", error)
+        if self.resumable:
+            self._say_what_is_kept(self.resumable)
+
+    def _end(self, remove: bool, meet: bool) -> None:
+        """`meet` says whether to wait for the other ranks."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        finished = False
+        if self._alive:
+            self._parts.pager.check_whole()
+        try:
+            if self._alive and not self._parts.pager.failed:
+                self._finish()
+                ranks, rounds = self._parts.ranks, self._parts.rounds
+                if rounds is not None and ranks is not None and meet:
+                    if remove or not (ranks.lost or rounds.interrupted):
+                        rounds.end(remove)
+                        if remove:  # nobody deletes anything before the note is there that says that all may go
+                            self._note_end()
+                            ranks.share(None, "delete its store")
+                    else:
+                        ranks.look()  # a launcher stops this rank when another dies, and may be faster
+                elif remove:
+                    self._note_end()
+                finished = True
+        finally:
+            self._alive = False
+            self._close(remove and finished)
+
+    # -- finishing ----------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Complete and commit what was begun."""
+        store, updater, state = self._parts.store, self._parts.updater, self._state
+        self._enter()
+        if updater is not None:
+            updater.finish()
+        if store is None or store.durable is None:
+            return
+        if state.edited or store.durable.epoch != state.global_steps:
+            store.commit(state.global_steps, state.for_commit().pack())
+            state.edited = False
+
+    def _note_end(self) -> None:
+        """Leave a note that the run has ended, which its first rank does for all."""
+        if self._parts.store is not None and self._parts.rank == 0:
+            self._parts.store.note_end({"steps": self._state.global_steps})
+
+    def _say_what_is_kept(self, folder: str) -> None:
+        assert self._parts.store is not None
+        durable, steps = self._parts.store.durable, self._state.global_steps
+        if durable is None:
+            logger.warning("nothing is committed in the store, delete it with `offload rm %s`", folder)
+            return
+        made = f", the last that was committed of {steps}" if durable.epoch != steps else ""
+        logger.warning(
+            'the store is kept at step %d%s: set "resume": "auto" in the "offload" block to go on, or delete it with '
+            "`offload rm %s`",
+            durable.epoch,
+            made,
+            folder,
+        )
+
+    # -- closing ------------------------------------------------------------------------------------
+
+    def _close(self, remove: bool) -> None:
+        """Give everything back. The store stays where it can be resumed from, unless it is to be removed."""
+        try:
+            self._close_parts(remove)
+        finally:
+            self._parts.timeline.close()
+            if self._parts.meter is not None:
+                self._parts.meter.close()
+
+    def _close_parts(self, remove: bool) -> None:
+        parts = self._parts
+        atexit.unregister(self.at_exit)
+        self._module.__dict__.pop("zero_grad", None)
+        closing = parts.closing()
+        if parts.ranks is not None:  # after the arena, so that no collective is under way
+            ranks, reason = parts.ranks, f"its engine was closed at step {self._state.global_steps}"
+            closing.append(lambda: ranks.close(reason))
+        if parts.store is not None:
+            store = parts.store
+            closing.append(lambda: self._close_store(store, remove))
+        try:
+            close_all(*closing)
+        except Exception:
+            self._closed = True
+            raise
+        self._closed = True
+
+    def _close_store(self, store: Store, remove: bool) -> None:
+        if remove or not self._state.commits:  # nothing in it was ever committed
+            store.remove()
+        else:
+            store.close()
