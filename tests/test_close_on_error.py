@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from offload.engine import initialize
+from offload.engine import assembly, initialize
 from tests import models
 from tests.oracle import start
 
@@ -24,16 +24,21 @@ def workers() -> int:
     return sum(thread.name == "offload-update" for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("name", ["watch", "Engine"])
-def test_a_start_that_fails_late_leaves_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [(assembly, "Hooks"), (assembly, "Weights"), (assembly, "Updater"), (initialize, "watch"), (initialize, "Engine")],
+)
+def test_a_start_that_fails_late_leaves_nothing(
+    where: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[nn.Module] = []
     job = models.GPT2._replace(model=lambda: made.append(models.GPT2.model()) or made[-1])
     with monkeypatch.context() as patch:
-        patch.setattr(initialize, name, fails)
+        patch.setattr(where, name, fails)
         with pytest.raises(RuntimeError, match="of the test"):
             start(job, DISK, tmp_path)
     assert not workers() and not list(tmp_path.rglob("states"))
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in made[0].modules())
+    assert not any(m._forward_pre_hooks or m._forward_hooks or m._state_dict_hooks for m in made[0].modules())
     start(job, DISK, tmp_path).destroy(remove=True)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.errors import ConfigError, NumericsError, UsageError
+from offload.errors import BudgetError, ConfigError, NumericsError, UsageError
 from tests.oracle import assert_same_tensors
 
 DISK = "nvme"
@@ -256,6 +256,16 @@ def test_a_group_that_is_none(group: Any, words: str, tmp_path: Path) -> None:
 def test_what_is_no_optimizer() -> None:
     with pytest.raises(ConfigError, match=r"expects a torch\.optim\.Optimizer, got int"):
         offload.initialize(model=_model(), optimizer=5, config={})
+
+
+def test_an_optimizer_that_was_given_is_as_it_was_where_no_engine_starts(tmp_path: Path) -> None:
+    model, plain = _model(), _model()
+    optimizer, expected = (torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (model, plain))
+    with pytest.raises(BudgetError):
+        _start(tmp_path, optimizer, model, host_memory=1)
+    _plain(model, optimizer, 0)
+    _plain(plain, expected, 0)
+    assert_same_tensors(model.state_dict(), plain.state_dict())
 
 
 # -- steps and hooks ------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import nn
 
 import offload
 from offload.config import SCHEDULES, TORCH_SCHEDULES, load_config
-from offload.engine import schedules
+from offload.engine import schedule_choice, schedules
 from offload.errors import ConfigError
 from tests.test_config import ODD
 from tests.test_resume_loop import Script, Setup, assert_equal, train
@@ -394,7 +394,7 @@ def test_a_warm_up_longer_than_the_training_is_said(kind: str, caplog: pytest.Lo
     for total, said in ((9, True), (10, False)):
         block = {"type": kind, "params": {"total_num_steps": total, "warmup_num_steps": 10}}
         with caplog.at_level(logging.WARNING, logger="offload"):
-            schedules.choose(load_config({"scheduler": block}).scheduler, None, optimizer())
+            schedule_choice.choose(load_config({"scheduler": block}).scheduler, None, optimizer())
         words = "total_num_steps 9 is less than warmup_num_steps 10: the learning rate still rises when training ends"
         assert (words in caplog.text) is said
         caplog.clear()
@@ -410,7 +410,7 @@ def test_auto_is_the_default() -> None:
         made = [schedules.MADE_BY[name](optimizer(), **needed, **more) for more in (auto, {})]
         assert made[0].parameters == made[1].parameters
     decay = {"type": "WarmupDecayLR", "params": {"total_num_steps": 3, "warmup_max_lr": "auto", "warmup_num_steps": 2}}
-    made = schedules.choose(load_config({"scheduler": decay}).scheduler, None, optimizer())
+    made = schedule_choice.choose(load_config({"scheduler": decay}).scheduler, None, optimizer())
     assert rates(made.schedule, 4) == [0.0, 0.0, LR, LR] and made.notices == ()
     assert load_config({"scheduler": "auto"}).scheduler is None
 
@@ -480,7 +480,7 @@ def test_any_value_is_a_schedule_or_a_config_error(name: str) -> None:
         for value in ODD:
             block = {"type": name, "params": {**needed, key: value}}
             try:
-                chosen = schedules.choose(load_config({"scheduler": block}).scheduler, None, optimizer())
+                chosen = schedule_choice.choose(load_config({"scheduler": block}).scheduler, None, optimizer())
             except ConfigError as error:
                 assert key in str(error), f"{value!r}: the key is not named: {error}"
             else:

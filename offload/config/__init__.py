@@ -20,17 +20,7 @@ from offload.config.documentation import document
 from offload.config.optimizer import OPTIMIZER_DEFAULTS, OptimizerBlock
 from offload.config.precision import Fp16
 from offload.config.reading import check_order, load_config, read_json, schedule_params
-from offload.config.scheduler import (
-    SCHEDULES,
-    TORCH_SCHEDULES,
-    OneCycleParams,
-    RangeTestParams,
-    ScheduleParams,
-    SchedulerBlock,
-    WarmupCosineParams,
-    WarmupDecayParams,
-    WarmupParams,
-)
+from offload.config.scheduler import SCHEDULES, TORCH_SCHEDULES, SchedulerBlock
 from offload.config.whole import Config
 from offload.config.zero import Aio, ZeroOptimization
 
@@ -43,14 +33,8 @@ __all__ = [
     "Block",
     "Config",
     "Fp16",
-    "OneCycleParams",
     "OptimizerBlock",
-    "RangeTestParams",
-    "ScheduleParams",
     "SchedulerBlock",
-    "WarmupCosineParams",
-    "WarmupDecayParams",
-    "WarmupParams",
     "ZeroOptimization",
     "check_order",
     "document",

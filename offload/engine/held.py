@@ -28,8 +28,8 @@ class Held(NamedTuple):
     nbytes: Sequence[Mapping[State, int]]
     """Bytes of each partition, gradients among them."""
     sizes: Sequence[UnitSize]
-    residents: Mapping[tuple[int, State], Resident]
-    """States beside the weight whose home is above DISK."""
+    residents: dict[tuple[int, State], Resident]
+    """States beside the weight whose home is above DISK; the updater, which has it too, takes away what is spare."""
     pager: Pager
     device: Device
     store: Store | None

@@ -10,60 +10,31 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 from offload.aio import IoQueue
 from offload.config import Config, effective, load_config, resolve_batch
-from offload.engine.absent import forget
-from offload.engine.bindings import Bindings
+from offload.engine import optimizer_choice, schedule_choice
+from offload.engine.assembly import assemble
 from offload.engine.description import about, describe
 from offload.engine.engine import Engine
-from offload.engine.fill import Filler, make_residents
-from offload.engine.forecast import limits, unit_sizes
-from offload.engine.gradients import Gradients, borders
-from offload.engine.held import Held
-from offload.engine.hooks import Hooks
 from offload.engine.loader import Loader, check_length, load
 from offload.engine.loss_scale import LossScaler
 from offload.engine.meter import Meter
 from offload.engine.monitor import check_monitor, make_reporter
-from offload.engine.optimizer import (
-    Optimizer,
-    check_covers,
-    from_config,
-    from_torch,
-    kept_by,
-    no_optimizer,
-    refuse_others,
-)
+from offload.engine.optimizer import Optimizer, refuse_others
 from offload.engine.parts import Choices, Parts, close_all
-from offload.engine.placeholder import Place
-from offload.engine.placement import WINDOWS
 from offload.engine.plan import Plan, compute_device, decide, summary
 from offload.engine.progress import Progress, persistent_buffers
 from offload.engine.ranks import UNABLE, Ranks, join_ranks, meet_others, stay_away
-from offload.engine.reduction import ReducedGradients
-from offload.engine.rounds import Rounds
-from offload.engine.saved import SavedTensors
-from offload.engine.schedules import choose
-from offload.engine.spill import Spill, windows
-from offload.engine.torch_steps import Stepper
-from offload.engine.updater import Updater
 from offload.engine.watch import measure, watch
-from offload.engine.weights import Weights
 from offload.errors import ConfigError, StoreError
-from offload.swapper.arena import DeviceArena
 from offload.swapper.device import Device, open_device
-from offload.swapper.host import HostArena, process_memory
-from offload.swapper.pager import Pager
-from offload.swapper.scratch import Scratch
 from offload.swapper.shared_queue import SharedQueue
-from offload.swapper.states import State
 from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.store.record import last_of_all
 from offload.swapper.timeline import open_timeline
@@ -144,9 +115,10 @@ def _initialize(
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> Initialized:
     batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
-    chosen = _optimizer(loaded, model, optimizer, model_parameters)
-    plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept_by(chosen, model))
-    schedule, notices = choose(loaded.scheduler, lr_scheduler, chosen)
+    chosen = optimizer_choice.choose(loaded.optimizer, model, optimizer, model_parameters)
+    kept = optimizer_choice.kept_by(chosen, model)
+    plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept)
+    schedule, notices = schedule_choice.choose(loaded.scheduler, lr_scheduler, chosen)
     plan = plan._replace(notices=(*plan.notices, *notices, *chosen.notices()))
     loader = None
     if training_data is not None:
@@ -170,36 +142,6 @@ def _the_config(args: Any, config: Any, config_params: Any) -> Any:
             f"give the path of a DeepSpeed JSON file or its content as a dict"
         )
     return given[0]
-
-
-def _optimizer(config: Config, model: nn.Module, given: Any, model_parameters: Any) -> Optimizer:
-    """The optimizer that was given, or the config's over `model_parameters`."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if callable(given) and not isinstance(given, torch.optim.Optimizer):
-        given = given(list(model_parameters) if model_parameters is not None else trainable)
-    if given is not None:
-        chosen = from_torch(given)
-    elif not trainable:
-        return no_optimizer()
-    elif config.optimizer is None:
-        raise ConfigError(
-            f"{len(trainable)} parameters are trainable, but there is no optimizer; add to the config "
-            '"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, or pass optimizer='
-        )
-    else:
-        chosen = from_config(_trainable_only(model_parameters, trainable), config.optimizer)
-    check_covers(chosen, model)
-    return chosen
-
-
-def _trainable_only(given: Iterable[Any] | None, trainable: Sequence[nn.Parameter]) -> list[Any]:
-    """`given`, parameters or groups of them, without frozen ones."""
-    if given is None:
-        return list(trainable)
-    items = list(given)
-    if items and isinstance(items[0], Mapping):
-        return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in items]
-    return [p for p in items if p.requires_grad]
 
 
 # -- acting -------------------------------------------------------------------------------------------
@@ -226,13 +168,14 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
     if plan.rank == 0:
         check_monitor(plan.config)
     queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
+    written = _written(plan)
     store: Store | None = None
     parts: Parts | None = None
     try:
         progress: Progress | None = None
         if queue is not None and plan.slots:
             where = (plan.config.drives, plan.config.offload.run, plan.rank)
-            store = Store(*where, _store_spec(plan, model), queue, _written(plan))
+            store = Store(*where, _store_spec(plan, model), queue, written)
             at = _last_commit_of_all(plan, store)
             if at is not None:
                 progress = Progress.unpack(store.open(at))
@@ -241,7 +184,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
                 store.create(over=plan.resume)
                 if plan.ranks is not None:  # the first commit says that nobody has anything of an earlier run any more
                     plan.ranks.share(None, "make its store")
-        parts = _fill(plan, model, optimizer, queue, store, resume=progress is not None)
+        parts = assemble(plan, model, optimizer, queue, store, written, resume=progress is not None)
         parts = _measured(plan, watch(parts, timeline, model, plan.units.sites))
         notices = (
             *plan.notices,
@@ -354,175 +297,6 @@ def _check_fits(progress: Progress, model: nn.Module, optimizer: Optimizer) -> N
             f"the run has {len(progress.facts['groups'])} groups of parameters, this optimizer has "
             f"{len(optimizer.param_groups)}"
         )
-
-
-def _fill(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: Optimizer,
-    queue: SharedQueue | None,
-    store: Store | None,
-    resume: bool,
-) -> Parts:
-    """Map the arenas, take the model's weights over, start the worker, install the hooks."""
-    host = HostArena(plan.placement.classes, plan.device, process_memory(), plan.config.offload.host_memory)
-    try:
-        return _fill_from(plan, model, optimizer, host, queue, store, resume)
-    except BaseException:
-        host.close()
-        raise
-
-
-def _fill_from(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: Optimizer,
-    host: HostArena,
-    queue: SharedQueue | None,
-    store: Store | None,
-    resume: bool,
-) -> Parts:
-    placement, device = plan.placement, plan.device
-    arena = DeviceArena(placement.device_nbytes, device, plan.config.offload.debug.poison)
-    sizes = unit_sizes(plan.layouts, placement, plan.shares, plan.mode)
-    rounds = None if plan.ranks is None else Rounds(plan.ranks, [layout.name or "the root" for layout in plan.layouts])
-    pager = Pager(sizes, host, arena, device, store, limits(plan.config, plan.mode), rounds)
-    pager.table.committed = lambda: store is not None and store.spec.slots == 2 and store.durable is not None
-    if rounds is not None:
-        rounds.give_weights = pager.take_part
-    residents = make_residents(plan.parts, plan.mode, placement, host, arena)
-    device.synchronize()  # torch may still fill the arena's memory, or use what it was; uploads must come after
-    held = Held(plan.mode, plan.layouts, plan.shares, plan.parts.nbytes, sizes, residents, pager, device, store)
-    filler = Filler(held, plan.parts.largest_unit, plan.ranks)
-    if resume:
-        filler.read_back(len(sizes))
-        _forget_weights(model)
-    else:
-        filler.fill(model, plan.layouts, plan.config.offload.seed)
-    del filler
-    trainable = tuple(share[0] for share in plan.shares)
-    written = _written(plan) if store is None else store.written
-    gradients = _gradients(plan, trainable, host, arena, queue, pager, rounds, written)
-    _move_buffers(model, plan)
-    dtype = plan.mode.weight_dtype
-    places = [
-        [
-            Place(model.get_parameter(segment.name), segment.name, unit, position, dtype, segment.shape, device.torch)
-            for position, segment in enumerate(layout.segments)
-        ]
-        for unit, layout in enumerate(plan.layouts)
-    ]
-    bindings = Bindings(plan.layouts, places, pager, dtype)
-    saved = SavedTensors([layout.name for layout in plan.layouts], places, bindings, pager)
-    hooks = Hooks(model, plan.units.sites, places, bindings, saved, gradients, pager)
-    weights = Weights(model, plan.layouts, places, pager, hooks, dtype)
-    updater = None
-    if any(plan.parts.trainable_numel):
-        stepper = None
-        if placement.scratch_nbytes:
-            scratch = host.tiles.take(placement.scratch_nbytes)
-            assert scratch is not None and optimizer.replaced is not None
-            stepper = Stepper(optimizer.replaced, plan.layouts, scratch.tensor(torch.float32))
-        updater = Updater(
-            plan.mode,
-            sizes,
-            pager,
-            host,
-            device,
-            store,
-            residents,
-            gradients,
-            placement.tile_numel,
-            placement.tile_buffers,
-            plan.commit_every,
-            stepper,
-        )
-    return Parts(
-        hooks,
-        weights,
-        bindings,
-        updater,
-        pager,
-        gradients,
-        plan.ranks,
-        rounds,
-        store,
-        queue,
-        host,
-        plan.layouts,
-        trainable,
-        held,
-        written,
-    )
-
-
-def _gradients(
-    plan: Plan,
-    trainable: Sequence[range],
-    host: HostArena,
-    arena: DeviceArena,
-    queue: SharedQueue | None,
-    pager: Pager,
-    rounds: Rounds | None,
-    written: Written,
-) -> Gradients:
-    dtype = plan.parts.gradient_dtype
-    spill = None
-    if queue is not None and plan.placement.spilled:
-        spill = _spill(plan, trainable, host, queue, pager, written)
-    try:
-        if plan.ranks is None or rounds is None or not any(trainable):
-            return Gradients(plan.layouts, trainable, host, dtype, plan.device, spill)
-        made = plan.mode.weight_dtype  # what a backward makes
-        return ReducedGradients(
-            plan.layouts, trainable, host, dtype, plan.device, spill, arena, made, plan.ranks, rounds
-        )
-    except BaseException:
-        if spill is not None:
-            spill.close()
-        raise
-
-
-def _spill(
-    plan: Plan, trainable: Sequence[range], host: HostArena, queue: SharedQueue, pager: Pager, written: Written
-) -> Spill:
-    placement, parts = plan.placement, plan.parts
-    itemsize = parts.gradient_dtype.itemsize
-    leases = [host.gradients.take(placement.window_numel * itemsize) for _ in range(WINDOWS)]
-    stretches = {
-        unit: windows(borders(plan.layouts[unit], trainable[unit]), placement.window_numel)
-        for unit in placement.spilled
-    }
-    nbytes = {unit: parts.nbytes[unit][State.GRAD] for unit in stretches}
-    scratch = Scratch(plan.config.drives, nbytes, queue, written)
-    return Spill(stretches, parts.gradient_dtype, [lease for lease in leases if lease], scratch, pager.fail)
-
-
-def _move_buffers(model: nn.Module, plan: Plan) -> None:
-    """Put buffers on the device, in their dtype, as they are on rank 0; those that are one buffer stay one."""
-    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is kept, so that its id is
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if id(buffer) not in moved:
-                value = buffer if plan.ranks is None else _of_rank_0(buffer, plan.ranks)
-                dtype = plan.buffer_dtype if buffer.is_floating_point() else None
-                moved[id(buffer)] = (buffer, value.to(plan.device.torch, dtype))
-            module._buffers[name] = moved[id(buffer)][1]
-
-
-def _of_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """A copy of the buffer as it is on rank 0."""
-    values = buffer.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    ranks.broadcast(values, 0)
-    return values
-
-
-def _forget_weights(model: nn.Module) -> None:
-    """On a resume the store has the weights: whatever the model came with is dropped, unread."""
-    for parameter in model.parameters():
-        forget(parameter)
 
 
 def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:

@@ -12,12 +12,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from offload.config import OptimizerBlock
-from offload.engine.packed import Kept
 from offload.engine.placeholder import place_of
-from offload.engine.rules import RULES, Rule, rule_of
-from offload.engine.torch_steps import find_kept
-from offload.errors import ConfigError, UsageError
+from offload.engine.rules import RULES, Rule
+from offload.errors import UsageError
 from offload.swapper.states import ADAM, TORCH
 
 _OTHER_GROUPS = (
@@ -71,10 +68,11 @@ class Optimizer(torch.optim.Optimizer):
         self._engine_step, self._engine_zero_grad, self._engine_regrouped = step, zero_grad, regrouped
         self._taken = self.settings().keys()
         if self.replaced is not None:
-            self._take_calls(self.replaced)
+            self._replace(self.replaced)
 
-    def _take_calls(self, replaced: torch.optim.Optimizer) -> None:
+    def _replace(self, replaced: torch.optim.Optimizer) -> None:
         """Whoever steps the optimizer that was given, as a loop of torch does, steps this one."""
+        replaced.state.clear()  # Adagrad has made its sums by now
 
         def step(_: torch.optim.Optimizer, closure: Any = None) -> None:
             self.step(closure)
@@ -195,12 +193,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def values(self) -> list[dict[str, Any]]:
         """What may change between steps, of each group: floats, and a list of two for the betas."""
-        return [{key: _plain(group[key]) for key in self.rule.scheduled if key in group} for group in self.param_groups]
+        return [{key: plain(group[key]) for key in self.rule.scheduled if key in group} for group in self.param_groups]
 
     def configured(self) -> list[dict[str, Any]]:
         """The same as it was before a schedule moved the learning rates, where torch has noted that."""
         return [
-            {**values, "lr": _plain(group.get("initial_lr", group["lr"]))} if "lr" in values else values
+            {**values, "lr": plain(group.get("initial_lr", group["lr"]))} if "lr" in values else values
             for values, group in zip(self.values(), self.param_groups, strict=True)
         ]
 
@@ -229,68 +227,6 @@ def _refuse(optimizer: Any, *_: Any) -> None:
                 f"the engine, so its step would do nothing: give it to offload.initialize, call engine.step(); with "
                 f"Accelerate, `from offload.hf import Accelerator` and prepare model and optimizer together"
             )
-
-
-def no_optimizer() -> Optimizer:
-    """Of a model that trains nothing."""
-    return Optimizer([{"params": []}], {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
-
-
-def from_config(params: Iterable[Any], block: OptimizerBlock) -> Optimizer:
-    """What the config's block says, over `params`: parameters, or groups of them. Raises `ConfigError`."""
-    if block.params.lr is None:
-        raise ConfigError('the learning rate is "auto" or absent; give optimizer.params.lr a number')
-    settings = block.settings
-    given = list(params)
-    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-    name = rule_name(block, groups)
-    if name == ADAM:
-        # DeepSpeed's "Adam" is AdamW too, unless adam_w_mode is false.
-        settings["decoupled"] = block.type == "AdamW" or settings["adam_w_mode"]
-    rule = RULES[name]
-    defaults = {"lr": block.params.lr, **{key: settings[key] for key in rule.keys if key != "lr"}}
-    return Optimizer(groups, defaults, rule)
-
-
-def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)) -> str:
-    """The name of the rule by which the config's block updates such groups."""
-    name = {"Adam": ADAM, "AdamW": ADAM}.get(block.type, block.type.lower())
-    if name == "sgd" and any({**block.settings, **group}["momentum"] for group in groups):
-        return "momentum"
-    return name
-
-
-def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """Take over a torch optimizer that has not stepped. Its groups are shared, so schedules act.
-
-    Where no kernel does what it does, it will be run by itself (see `torch_steps`). Raises `ConfigError`.
-    """
-    if isinstance(optimizer, Optimizer):
-        return optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer= expects a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    rule = rule_of(optimizer)
-    if any(float(state.get("step", 1)) for state in optimizer.state.values()):
-        raise ConfigError(
-            "the optimizer has stepped already, or made states without a step: they would be lost; give a new one, "
-            "which makes its states in its first step"
-        )
-    for group in optimizer.param_groups:
-        if rule.name == ADAM:
-            decoupled = type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
-            group.setdefault("decoupled", decoupled)
-        for key in rule.scheduled:
-            if key in group:
-                value = _plain(group[key])
-                group[key] = tuple(value) if isinstance(value, list) else value
-    groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
-    mine = Optimizer(groups, optimizer.defaults, rule)
-    mine.param_groups = optimizer.param_groups
-    mine.replaced = optimizer
-    mine._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
-    mine._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
-    optimizer.state.clear()  # Adagrad has made its sums by now
-    return mine
 
 
 def _checked(state_dict: Any, sizes: Sequence[int]) -> tuple[list[dict[str, Any]], Mapping[int, Mapping[str, Any]]]:
@@ -331,29 +267,6 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[Kept, ...]]:
-    """What an optimizer without a kernel keeps of each trainable parameter, by name. Raises `ConfigError`."""
-    if optimizer.rule.name != TORCH or optimizer.replaced is None:
-        return {}
-    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return find_kept(optimizer.replaced, names)
-
-
-def check_covers(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise `ConfigError` where the groups are not exactly the trainable parameters of `model`."""
-    mine = {id(parameter): name for name, parameter in model.named_parameters()}
-    grouped = optimizer.settings()
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]
-    if strangers:
-        raise ConfigError(f"the optimizer has {len(strangers)} parameters that are not the model's")
-    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in grouped]
-    if left:
-        raise ConfigError(
-            f"{len(left)} parameters require gradients but are in no group of the optimizer, the first is {left[0]}; "
-            f"add them, or call requires_grad_(False) on them"
-        )
-
-
 def merge_values(
     committed: Sequence[Mapping[str, Any]],
     then: Sequence[Mapping[str, Any]],
@@ -372,7 +285,8 @@ def merge_values(
     return merged
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Numbers of a group, which may be tensors, as floats; several as a list of them."""
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if value is None else float(value)

@@ -30,20 +30,16 @@ import abc
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import torch
-
-from offload.config import (
+from offload.config import check_order, schedule_params
+from offload.config.scheduler import (
     OneCycleParams,
     RangeTestParams,
     ScheduleParams,
-    SchedulerBlock,
     WarmupCosineParams,
     WarmupDecayParams,
     WarmupParams,
-    check_order,
-    schedule_params,
 )
 from offload.errors import ConfigError, UsageError
 
@@ -67,6 +63,12 @@ class Schedule(abc.ABC):
         self.last_batch_iteration = last_batch_iteration
         self._begin()
         self.apply()
+
+    @property
+    def peaks(self) -> list[float]:
+        """The highest rate of each group, where it is not their own."""
+        peaks = self._of_each(self.PEAK) if self.PEAK else self.base_lrs
+        return [] if peaks == self.base_lrs else peaks
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -412,8 +414,6 @@ class LRRangeTest(Schedule):
         return [low * (1 + params.lr_range_test_step_rate * intervals) for low in self._of_each("lr_range_test_min_lr")]
 
 
-# -- of a config --------------------------------------------------------------------------------------
-
 MADE_BY: dict[str, Callable[..., Schedule]] = {
     "WarmupLR": WarmupLR,
     "WarmupDecayLR": WarmupDecayLR,
@@ -421,69 +421,4 @@ MADE_BY: dict[str, Callable[..., Schedule]] = {
     "OneCycle": OneCycle,
     "LRRangeTest": LRRangeTest,
 }
-
-
-class Chosen(NamedTuple):
-    """The schedule of an engine, or None, and what a user should know of it."""
-
-    schedule: Any
-    notices: tuple[str, ...]
-
-
-def choose(block: SchedulerBlock | None, given: Any, optimizer: torch.optim.Optimizer) -> Chosen:
-    """What was `given` to initialize (a schedule, or what makes one of the optimizer), or else the config's."""
-    if given is not None:
-        lines = () if block is None else (f"the schedule {block.type} of the config is not used: lr_scheduler= is",)
-        schedule = given(optimizer) if _is_factory(given) else given
-        _check_given(schedule, optimizer)
-        return Chosen(schedule, lines)
-    if block is None:
-        return Chosen(None, ())
-    if block.type not in MADE_BY:
-        return Chosen(_of_torch(block, optimizer), ())
-    params = {name: value for name, value in block.params.items() if value is not None}
-    made = MADE_BY[block.type](optimizer, **params)
-    return Chosen(made, _unused_rates(made))
-
-
-def _is_factory(given: Any) -> bool:
-    return isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
-
-
-def _check_given(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            "ReduceLROnPlateau needs a metric at each step, which engine.step() has not; call its step(metric) "
-            "yourself and do not pass it as lr_scheduler"
-        )
-    groups = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
-    if groups and groups[0] is not optimizer.param_groups[0]:
-        raise ConfigError(
-            f"the {type(schedule).__name__} that was passed as lr_scheduler= moves the learning rates of another "
-            f"optimizer than the engine's; pass its optimizer as optimizer= too, or as lr_scheduler= a function that "
-            f"makes the schedule of the optimizer that it gets"
-        )
-
-
-def _of_torch(block: SchedulerBlock, optimizer: torch.optim.Optimizer) -> Any:
-    params = {name: value for name, value in block.params.items() if not (value is None or value == "auto")}
-    whole = {
-        name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in params.items()
-    }
-    try:
-        return getattr(torch.optim.lr_scheduler, block.type)(optimizer, **whole)
-    except Exception as error:  # they raise what their first line stumbles on
-        raise ConfigError(f"scheduler.params {params} do not make a torch {block.type}: {error}") from error
-
-
-def _unused_rates(schedule: Schedule) -> tuple[str, ...]:
-    """A line where the optimizer's learning rate has no effect."""
-    if not schedule.PEAK:
-        return ()
-    peaks = schedule._of_each(schedule.PEAK)
-    if peaks == schedule.base_lrs:
-        return ()
-    mine, theirs = (", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)) for rates in (peaks, schedule.base_lrs))
-    return (
-        f"the learning rate is that of the schedule, whose {schedule.PEAK} is {mine}, not the optimizer's {theirs}",
-    )
+"""By the type that a config names."""

@@ -34,8 +34,8 @@ from offload.config import Config, load_config
 from offload.engine.checkpoint_files import LATEST
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
-from offload.engine.optimizer import from_config
-from offload.engine.schedules import choose
+from offload.engine.optimizer_choice import from_config
+from offload.engine.schedule_choice import choose
 from offload.errors import ConfigError, StoreError
 from offload.hf.accelerator import Accelerator
 from offload.hf.arguments import check_arguments, check_model, check_optim, said_by_arguments

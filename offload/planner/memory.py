@@ -13,7 +13,7 @@ from torch import nn
 from offload.config import Config, load_config
 from offload.engine.homes import Partitions, home_nbytes, partitions
 from offload.engine.layout import UnitLayout, lay_out
-from offload.engine.optimizer import rule_name
+from offload.engine.optimizer_choice import rule_name
 from offload.engine.placement import Machine, Placement, least_host, place
 from offload.engine.plan import gradient_dtype, mode_of, wanted_slots, wish_of
 from offload.engine.units import Units

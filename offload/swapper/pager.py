@@ -76,6 +76,7 @@ class Pager:
         self.table = Table(sizes)
         self.changed = self.table.changed
         self.lock = self.changed.lock
+        self.sizes = sizes
         self.host = host
         self.arena = arena
         self._entries = self.table.entries

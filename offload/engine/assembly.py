@@ -1,0 +1,223 @@
+"""From a plan to the parts of an engine: memory, weights in their homes, gradients, hooks, the update worker.
+
+What fails on the way takes back what was made before it; files are the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from offload.engine.absent import forget
+from offload.engine.bindings import Bindings
+from offload.engine.fill import Filler, make_residents
+from offload.engine.forecast import limits, unit_sizes
+from offload.engine.gradients import Gradients, borders
+from offload.engine.held import Held
+from offload.engine.hooks import Hooks
+from offload.engine.optimizer import Optimizer
+from offload.engine.parts import Parts
+from offload.engine.placeholder import Place
+from offload.engine.placement import WINDOWS
+from offload.engine.plan import Plan
+from offload.engine.ranks import Ranks
+from offload.engine.reduction import ReducedGradients
+from offload.engine.rounds import Rounds
+from offload.engine.saved import SavedTensors
+from offload.engine.spill import Spill, windows
+from offload.engine.torch_steps import Stepper
+from offload.engine.updater import Updater
+from offload.engine.weights import Weights
+from offload.swapper.arena import DeviceArena
+from offload.swapper.host import HostArena, process_memory
+from offload.swapper.pager import Pager
+from offload.swapper.scratch import Scratch
+from offload.swapper.shared_queue import SharedQueue
+from offload.swapper.states import State
+from offload.swapper.store import Store, Written
+
+
+def assemble(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: Optimizer,
+    queue: SharedQueue | None,
+    store: Store | None,
+    written: Written,
+    resume: bool,
+) -> Parts:
+    """Map the arenas, take the model's weights over, or on a `resume` the store's, install hooks, start the worker."""
+    with contextlib.ExitStack() as undo:
+        host = HostArena(plan.placement.classes, plan.device, process_memory(), plan.config.offload.host_memory)
+        undo.callback(host.close)
+        arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
+        names = [layout.name or "the root" for layout in plan.layouts]
+        rounds = None if plan.ranks is None else Rounds(plan.ranks, names)
+        pager = _pager(plan, host, arena, store, rounds)
+        undo.callback(pager.close)
+        held = _held(plan, host, arena, pager, store)
+        _fill(plan, model, held, resume)
+        trainable = tuple(share[0] for share in plan.shares)
+        gradients = _gradients(plan, trainable, host, arena, queue, pager, rounds, written)
+        undo.callback(gradients.close)
+        _move_buffers(model, plan)
+        places = _places(plan, model)
+        bindings = Bindings(plan.layouts, places, pager, plan.mode.weight_dtype)
+        saved = SavedTensors([layout.name for layout in plan.layouts], places, bindings, pager)
+        hooks = Hooks(model, plan.units.sites, places, bindings, saved, gradients, pager)
+        undo.callback(hooks.remove)
+        weights = Weights(model, plan.layouts, places, pager, hooks, plan.mode.weight_dtype)
+        undo.callback(weights.remove)
+        updater = _updater(plan, optimizer, host, held, gradients) if any(plan.parts.trainable_numel) else None
+        undo.pop_all()
+    return Parts(
+        hooks,
+        weights,
+        bindings,
+        updater,
+        pager,
+        gradients,
+        plan.ranks,
+        rounds,
+        store,
+        queue,
+        host,
+        plan.layouts,
+        trainable,
+        held,
+        written,
+    )
+
+
+def _pager(plan: Plan, host: HostArena, arena: DeviceArena, store: Store | None, rounds: Rounds | None) -> Pager:
+    sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode)
+    pager = Pager(sizes, host, arena, plan.device, store, limits(plan.config, plan.mode), rounds)
+    pager.table.committed = lambda: store is not None and store.spec.slots == 2 and store.durable is not None
+    if rounds is not None:
+        rounds.give_weights = pager.take_part
+    return pager
+
+
+# -- weights ------------------------------------------------------------------------------------------
+
+
+def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: Store | None) -> Held:
+    residents = make_residents(plan.parts, plan.mode, plan.placement, host, arena)
+    plan.device.synchronize()  # torch may still fill the arena's memory, or use what it was; uploads must come after
+    sizes = pager.sizes
+    return Held(plan.mode, plan.layouts, plan.shares, plan.parts.nbytes, sizes, residents, pager, plan.device, store)
+
+
+def _fill(plan: Plan, model: nn.Module, held: Held, resume: bool) -> None:
+    """Put every weight into its home; the model is left without any."""
+    filler = Filler(held, plan.parts.largest_unit, plan.ranks)
+    if not resume:
+        filler.fill(model, plan.layouts, plan.config.offload.seed)
+        return
+    filler.read_back(len(held.layouts))
+    for parameter in model.parameters():  # whatever the model came with is dropped, unread
+        forget(parameter)
+
+
+def _move_buffers(model: nn.Module, plan: Plan) -> None:
+    """Put buffers on the device, in their dtype, as they are on rank 0; those that are one buffer stay one."""
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is kept, so that its id is
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in moved:
+                value = buffer if plan.ranks is None else _of_rank_0(buffer, plan.ranks)
+                dtype = plan.buffer_dtype if buffer.is_floating_point() else None
+                moved[id(buffer)] = (buffer, value.to(plan.device.torch, dtype))
+            module._buffers[name] = moved[id(buffer)][1]
+
+
+def _of_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """A copy of the buffer as it is on rank 0."""
+    values = buffer.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    ranks.broadcast(values, 0)
+    return values
+
+
+def _places(plan: Plan, model: nn.Module) -> list[list[Place]]:
+    """A place for each parameter, unit by unit."""
+    dtype, device = plan.mode.weight_dtype, plan.device.torch
+    return [
+        [
+            Place(model.get_parameter(segment.name), segment.name, unit, position, dtype, segment.shape, device)
+            for position, segment in enumerate(layout.segments)
+        ]
+        for unit, layout in enumerate(plan.layouts)
+    ]
+
+
+# -- gradients and updates ----------------------------------------------------------------------------
+
+
+def _gradients(
+    plan: Plan,
+    trainable: Sequence[range],
+    host: HostArena,
+    arena: DeviceArena,
+    queue: SharedQueue | None,
+    pager: Pager,
+    rounds: Rounds | None,
+    written: Written,
+) -> Gradients:
+    dtype = plan.parts.gradient_dtype
+    spill = None
+    if queue is not None and plan.placement.spilled:
+        spill = _spill(plan, trainable, host, queue, pager, written)
+    try:
+        if plan.ranks is None or rounds is None or not any(trainable):
+            return Gradients(plan.layouts, trainable, host, dtype, plan.device, spill)
+        made = plan.mode.weight_dtype  # what a backward makes
+        return ReducedGradients(
+            plan.layouts, trainable, host, dtype, plan.device, spill, arena, made, plan.ranks, rounds
+        )
+    except BaseException:
+        if spill is not None:
+            spill.close()
+        raise
+
+
+def _spill(
+    plan: Plan, trainable: Sequence[range], host: HostArena, queue: SharedQueue, pager: Pager, written: Written
+) -> Spill:
+    placement, parts = plan.placement, plan.parts
+    itemsize = parts.gradient_dtype.itemsize
+    leases = [host.gradients.take(placement.window_numel * itemsize) for _ in range(WINDOWS)]
+    stretches = {
+        unit: windows(borders(plan.layouts[unit], trainable[unit]), placement.window_numel)
+        for unit in placement.spilled
+    }
+    nbytes = {unit: parts.nbytes[unit][State.GRAD] for unit in stretches}
+    scratch = Scratch(plan.config.drives, nbytes, queue, written)
+    return Spill(stretches, parts.gradient_dtype, [lease for lease in leases if lease], scratch, pager.fail)
+
+
+def _updater(plan: Plan, optimizer: Optimizer, host: HostArena, held: Held, gradients: Gradients) -> Updater:
+    placement = plan.placement
+    stepper = None
+    if placement.scratch_nbytes:
+        scratch = host.tiles.take(placement.scratch_nbytes)
+        assert scratch is not None and optimizer.replaced is not None
+        stepper = Stepper(optimizer.replaced, plan.layouts, scratch.tensor(torch.float32))
+    return Updater(
+        plan.mode,
+        held.sizes,
+        held.pager,
+        host,
+        held.device,
+        held.store,
+        held.residents,
+        gradients,
+        placement.tile_numel,
+        placement.tile_buffers,
+        plan.commit_every,
+        stepper,
+    )
