@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config import Aio, Batch, Block, Config, ZeroOptimization, document, load_config, resolve_batch
+from offload.config import (
+    Aio,
+    Batch,
+    Block,
+    Config,
+    ZeroOptimization,
+    document,
+    load_config,
+    read_json,
+    resolve_batch,
+)
 from offload.errors import ConfigError
 
 ZERO3 = {
@@ -208,6 +220,29 @@ def test_a_mark_of_a_comment_in_a_string_is_none(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('\ufeff{"offload": {"nvme_path": ["http://a#b/*c*/", "\\"d,]"]}}', encoding="utf-8")
     assert load_config(path).drives == ("http://a#b/*c*/", '"d,]')
+
+
+def test_a_config_may_come_in_base64(tmp_path: Path) -> None:
+    content = {"train_batch_size": 7, "offload": {"run": "\u00ff\u00fe?>"}}
+    text = json.dumps(content, ensure_ascii=False)
+    safe, plain = (encode(text.encode()).decode() for encode in (base64.urlsafe_b64encode, base64.b64encode))
+    assert safe != plain
+    assert read_json(safe) == read_json(plain) == content
+    twice = base64.b64encode(b'{"train_batch_size": 1, "train_batch_size": 2}').decode()
+    for wrong, said in ((twice, "config that came in base64: .* twice"), (plain[:-1], "cannot read the config eyJ")):
+        with pytest.raises(ConfigError, match=said):
+            load_config(wrong)
+
+
+@pytest.mark.parametrize(
+    "text", ["{train_batch_size: 8}", '{"zero_optimization": {"stage": 3}\n"fp16": {}}', "stage: 3"]
+)
+def test_hjson_is_told_what_json_needs(text: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.hjson").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"not JSON: .* column \d+\. Of HJSON, comments .* words in quotes, and commas"
+    ):
+        load_config(tmp_path / "ds.hjson")
 
 
 def test_paths_are_strings_or_paths() -> None:

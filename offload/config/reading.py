@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import os
@@ -23,7 +24,7 @@ _NOTES = ("_comment", "//", "#")
 
 
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
-    """Read a config from a JSON file's path, or from its content as a dict.
+    """Read a config from a JSON file's path, from its content as a dict, or from that in base64.
 
     Comments (`//`, `#`, `/* */`) and a comma after the last item are allowed; a key that appears twice is not. Raises
     `ConfigError` that names the key, what was expected and what came.
@@ -87,18 +88,34 @@ def check_order(low: str, lows: Any, high: str, highs: Any) -> None:
 
 
 def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a config file: JSON with comments, in which no key appears twice."""
+    """The content of a config file: JSON with comments, in which no key appears twice.
+
+    It may come in base64 in place of a path, as DeepSpeed's autotuner passes it on.
+    """
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(f"the config must be a dict or the path of a JSON file, got {type(source).__name__}")
     name = os.fspath(source)
-    try:
-        text = Path(name).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # a path may hold a null byte, a file anything
-        raise ConfigError(f"cannot read the config {name}: {error}") from error
+    text = _decoded(source) if isinstance(source, str) else None
+    if text is not None:
+        name = "the config that came in base64"
+    else:
+        try:
+            text = Path(name).read_text(encoding="utf-8-sig")
+        except (OSError, ValueError) as error:  # a path may hold a null byte, a file anything
+            raise ConfigError(f"cannot read the config {name}: {error}") from error
     content = _parse(text, name)
     if not isinstance(content, dict):
         raise ConfigError(f"the config must be a JSON object, got {type(content).__name__}")
     return content
+
+
+def _decoded(source: str) -> str | None:
+    """The JSON object that is in base64, in either of its alphabets; None for anything else."""
+    try:
+        text = base64.b64decode(source.replace("-", "+").replace("_", "/"), validate=True).decode()
+    except ValueError:
+        return None
+    return text if text.lstrip().startswith("{") else None
 
 
 _STRING = r'("(?:\\.|[^"\\\n])*")'
@@ -121,7 +138,10 @@ def _parse(text: str, name: str) -> Any:
     try:
         return json.loads(_LAST_COMMA.sub(blank, _COMMENT.sub(blank, text)), object_pairs_hook=pairs)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from error
+        raise ConfigError(
+            f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}. Of HJSON, comments and a "
+            f"comma after the last item are taken: put keys and words in quotes, and commas between items"
+        ) from error
     except RecursionError as error:
         raise ConfigError(f"{name} is not a config: its blocks are nested too deeply") from error
     except ConfigError:
