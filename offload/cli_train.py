@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -15,31 +14,7 @@ from typer.core import TyperCommand
 from offload.cli_machine import Json
 from offload.cli_run import Training
 
-
-class Home(str, Enum):
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class Dtype(str, Enum):
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-
-
-class Compute(str, Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Resume(str, Enum):
-    never = "never"
-    auto = "auto"
-    must = "must"
-
-
+Home = Literal["none", "cpu", "nvme"]
 _MODEL, _DATA, _STEPS = "Model", "Data", "Steps"
 _PLACES, _RUN, _TOLD = "Where things lie", "Break off and go on", "What is told"
 
@@ -114,14 +89,17 @@ NvmePath = Annotated[
     list[str] | None,
     _option(_PLACES, "Folder for swap files, one for each drive; may repeat. [default: ./swap]", metavar="PATH"),
 ]
-WeightDtype = Annotated[Dtype | None, _option(_PLACES, "Dtype of the weights. [default: bf16]")]
+WeightDtype = Annotated[
+    Literal["bf16", "fp16", "fp32"] | None, _option(_PLACES, "Dtype of the weights. [default: bf16]")
+]
 HostMemory = Annotated[
     str | None, _option(_PLACES, "Host budget, as 16GiB. [default: what is needed, at most 80 % of free]")
 ]
-Device = Annotated[Compute | None, _option(_PLACES, "Where to compute. [default: auto]")]
+Device = Annotated[Literal["auto", "cpu", "cuda"] | None, _option(_PLACES, "Where to compute. [default: auto]")]
 RunName = Annotated[str | None, _option(_RUN, "Name of the run's folder in the nvme path. [default: default]")]
 ResumeRun = Annotated[
-    Resume | None, _option(_RUN, "Go on with the run of that name: never, auto or must. [default: never]")
+    Literal["never", "auto", "must"] | None,
+    _option(_RUN, "Go on with the run of that name: never, auto or must. [default: never]"),
 ]
 Durability = Annotated[
     str | None,
@@ -205,8 +183,7 @@ def _options(typed: Mapping[str, Any], rank: int) -> Any:
     """What was typed, as the job takes it."""
     from offload.train_options import Options
 
-    plain = {name: value.value if isinstance(value, Enum) else value for name, value in typed.items()}
-    plain |= {name: tuple(plain[name] or ()) for name in ("text", "data", "nvme_path")}
+    plain = dict(typed) | {name: tuple(typed[name] or ()) for name in ("text", "data", "nvme_path")}
     plain["trace"] = None if plain["trace"] is None else str(plain["trace"])
     plain["log"] = plain["log"] if rank == 0 else None
     durability = plain["durability"]

@@ -5,7 +5,6 @@ Everything is measured by what training will use: the I/O queue, the kernels, pi
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -242,21 +241,21 @@ def keep(found: Probed) -> Path:
 
 def kept() -> Probed | None:
     """What was measured on this machine; None where nothing was, or on what is another machine by now."""
-    content: Any = None
-    with contextlib.suppress(OSError, ValueError):
+    try:
         content = json.loads(kept_at().read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or content.get("version") != _VERSION:
-        return None
+        if content["version"] != _VERSION:
+            return None
+        found = Probed(
+            content["machine"],
+            Rates(**content["rates"]),
+            tuple(DriveRates(**each) for each in content["drives"]),
+            content["date"],
+            content["seconds"],
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # none yet, or not what `keep` has written: another probe takes its place
     here = about_machine()
-    if any(content["machine"].get(key) != here[key] for key in ("processor", "cores")):
-        return None
-    return Probed(
-        content["machine"],
-        Rates(**content["rates"]),
-        tuple(DriveRates(**each) for each in content["drives"]),
-        content["date"],
-        content["seconds"],
-    )
+    return found if all(found.machine.get(key) == here[key] for key in ("processor", "cores")) else None
 
 
 def as_json(found: Probed) -> dict[str, Any]:

@@ -281,7 +281,7 @@ class Rows:
         return self._kept[1]
 
 
-def told(packed: Packed, rows: Rows, records: Sequence[Record], tokenizer: Any) -> tuple[str, ...]:
+def notices(packed: Packed, rows: Rows, records: Sequence[Record], tokenizer: Any) -> tuple[str, ...]:
     """What a person should know of the data before training."""
     lines = [
         f"data: {len(records):,} documents in {rows.row_count:,} rows of {packed.ids.shape[1]} tokens, "

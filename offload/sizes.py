@@ -1,4 +1,4 @@
-"""Bytes in words: "16GiB" to a number, a number to "16.0 GiB", and alignment."""
+"""Bytes and seconds in words: "16GiB" to a number, a number to "16.0 GiB"; and alignment."""
 
 from __future__ import annotations
 
@@ -50,3 +50,11 @@ def format_decimal(nbytes: float) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.4g} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def format_time(seconds: float) -> str:
+    """Seconds for people, in the largest unit of which there are two: 475200 -> '5.5 days'."""
+    for unit, length in (("years", 365.25 * 86400), ("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.3g} seconds"

@@ -22,7 +22,7 @@ from offload.config import Config, load_config, resolve_batch
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
 from offload.engine.json_lines import check_log, cut_log
-from offload.errors import ConfigError, OffloadError, StoreError
+from offload.errors import ConfigError, OffloadError
 from offload.language_model import (
     build_model,
     check_model,
@@ -37,7 +37,7 @@ from offload.planner.foresee import as_step, foresee
 from offload.planner.report import in_short
 from offload.presets import require_transformers
 from offload.records import find_data, read_records
-from offload.rows import Rows, encode, encode_text, pack, told
+from offload.rows import Rows, encode, encode_text, notices, pack
 from offload.swapper.store import run_status
 from offload.swapper.timeline import path_of
 from offload.train_options import Options, check, keep, merge
@@ -122,7 +122,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     folder = find_folder(options.model)
     tokenizer = None if folder is None else read_tokenizer(folder)
     share = _Share(batch.micro, batch.accumulation, config.offload.seed, rank, world_size)
-    batches, told = _batches(options, files, tokenizer, share, keeps_documents_apart(folder))
+    batches, of_data = _batches(options, files, tokenizer, share, keeps_documents_apart(folder))
     done = _finished(config)
     if done is not None:
         return done
@@ -139,7 +139,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     engine = initialize(model=model, config=content).engine
     if rank:
         torch.manual_seed(config.offload.seed + rank)  # another dropout on each
-    for line in (*engine.notices, *told, source, *_changed(engine, options, batches), *foreseen):
+    for line in (*engine.notices, *of_data, source, *_changed(engine, options, batches), *foreseen):
         say(line)
     _claim(engine, options.save)
     if options.log is not None and rank == 0:
@@ -167,7 +167,7 @@ def _batches(
         packed = pack(encode(records, tokenizer), options.seq_len, apart)
         rows = Rows(packed, *share)
         rows.with_positions = apart
-        return rows, told(packed, rows, records, tokenizer)
+        return rows, notices(packed, rows, records, tokenizer)
     if tokenizer is None:
         tokens = text.read_bytes(files)
     else:
@@ -239,18 +239,14 @@ def _claim(engine: Engine, folder: Path | None) -> None:
 
 
 def _finished(config: Config) -> Finished | None:
-    """What to say where `--resume auto` finds nothing to do; `StoreError` for must."""
-    drives, run, resume = config.drives, config.offload.run, config.offload.resume
-    if not (drives and config.wants_store) or resume == "never":
+    """What to say where `--resume auto` finds nothing to do; with must that is an error, which `initialize` raises."""
+    drives, run = config.drives, config.offload.run
+    if not (drives and config.wants_store) or config.offload.resume != "auto":
         return None
     status = run_status(drives, run)
     if status.exists or status.finished is None:
         return None
     ended = f"run {run} under {drives[0]} ended at step {status.finished.get('steps')} on {status.finished.get('date')}"
-    if resume == "must":
-        raise StoreError(
-            f"{ended}, so there is nothing to resume; choose another --run, or --resume never to start over"
-        )
     return Finished(f"{ended}; nothing to do. --resume never starts it over")
 
 

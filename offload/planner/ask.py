@@ -24,8 +24,8 @@ from offload.planner.shape import Shape, from_count, from_name
 from offload.planner.timing import Load
 from offload.probe import kept
 from offload.sizes import format_size, parse_size
+from offload.swapper.states import DTYPES
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DURABILITIES = ("auto", "step", "none")
 
 
@@ -66,7 +66,7 @@ def planned(model: Model, machine: Described, step: Step, file: Path | None = No
     on = hardware(machine)
     dtype = step.dtype or (load_config(content).dtype if content is not None else "bf16")
     units = load_config(content).offload.units if content is not None else ()
-    of = shape(model, step.sequence, _DTYPES[dtype], units)
+    of = shape(model, step.sequence, DTYPES[dtype], units)
     if content is None:
         load = Load(step.batch or 1, step.accumulation or 1)
         options: dict[str, Any] = {"dtype": dtype, "durability": step.durability or "auto"}
@@ -82,8 +82,8 @@ def _check(step: Step, file: Path | None) -> None:
     for name, value in (("batch-size", step.batch), ("seq-len", step.sequence), ("accumulation", step.accumulation)):
         if value is not None and value < 1:
             raise ConfigError(f"expected {name} of at least 1, got {value}")
-    if step.dtype is not None and step.dtype not in _DTYPES:
-        raise ConfigError(f"there is no dtype {step.dtype!r}: expected {', '.join(_DTYPES)}")
+    if step.dtype is not None and step.dtype not in DTYPES:
+        raise ConfigError(f"there is no dtype {step.dtype!r}: expected {', '.join(DTYPES)}")
     if step.durability is not None and step.durability not in _DURABILITIES:
         raise ConfigError(f"there is no durability {step.durability!r}: expected {', '.join(_DURABILITIES)}")
     if file is not None and (step.dtype or step.durability):

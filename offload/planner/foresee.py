@@ -18,7 +18,7 @@ from offload.planner.hardware import Hardware, probed
 from offload.planner.shape import from_training
 from offload.planner.timing import Load
 from offload.probe import Probed
-from offload.swapper.states import PRECISIONS, State
+from offload.swapper.states import DTYPES
 
 
 def foresee(
@@ -38,8 +38,7 @@ def foresee(
     config = load_config(content)
     machine = _machine(found, config, going_on)
     batch = resolve_batch(config, 1)
-    dtype = PRECISIONS[config.dtype][State.WEIGHT]
-    shape = from_training(model, sequence, dtype, config.units, always)
+    shape = from_training(model, sequence, DTYPES[config.dtype], config.units, always)
     return choice.plan(shape, machine, Load(batch.micro, batch.accumulation, recompute), content)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from offload.planner.choice import Advice, Planned
 from offload.planner.timing import hiding_tokens
-from offload.sizes import format_size
+from offload.sizes import format_size, format_time
 
 YEAR = 365.25 * 24 * 3600
 _NAMES = {"grad": "gradient", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
@@ -164,11 +164,13 @@ def _of_drives(planned: Planned, asked: Asked) -> list[str]:
         line = f"each step writes {format_size(timing.moved.written)}, {daily / 1e12:.1f} TB a day"
         life = years(planned, asked)
         if life is not None:
-            line += f": the drives reach their rated {(asked.endurance or 0) / 1e12:.0f} TB in {long(life * YEAR)}"
+            line += (
+                f": the drives reach their rated {(asked.endurance or 0) / 1e12:.0f} TB in {format_time(life * YEAR)}"
+            )
         told.append(line)
     if asked.tokens is not None:
         seconds = _run_seconds(planned, asked.tokens)
-        told.append(f"{asked.tokens:.3g} tokens take {long(seconds)}, {asked.tokens / timing.tokens:.0f} steps")
+        told.append(f"{asked.tokens:.3g} tokens take {format_time(seconds)}, {asked.tokens / timing.tokens:.0f} steps")
     return told
 
 
@@ -196,14 +198,6 @@ def years(planned: Planned, asked: Asked) -> float | None:
 
 def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.1f} ms"
-
-
-def long(seconds: float) -> str:
-    """Seconds in words, of the largest unit of which there are two."""
-    for name, size in (("years", YEAR), ("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {name}"
-    return f"{seconds:.0f} seconds"
 
 
 def _rounded(value: float | None) -> float | None:

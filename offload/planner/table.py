@@ -10,7 +10,7 @@ from offload.planner.choice import Planned
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.shape import from_count
 from offload.planner.timing import Load
-from offload.sizes import GIB, format_size
+from offload.sizes import GIB, format_size, format_time
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "plan-table.md"
 
@@ -69,7 +69,7 @@ def _row(billions: int, layers: int, gpu: str, bandwidth: float, drives: int) ->
         f"{timing.seconds:.0f} s",
         f"{timing.tokens_per_second:.0f}",
         timing.limit,
-        "" if years is None else report.long(years * report.YEAR),
+        "" if years is None else format_time(years * report.YEAR),
     )
     return f"| {' | '.join(cells)} |"
 

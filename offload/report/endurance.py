@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from offload.sizes import format_decimal
+from offload.sizes import format_decimal, format_time
 
 _TERA = 1e12
 
@@ -35,14 +35,7 @@ def warning(use: Use, share: float, seconds_left: float) -> str | None:
     assert use.rated_bytes is not None
     return (
         f"warning: {use.path}: this run will have written {format_decimal(use.at_end_bytes)} to it in "
-        f"{_time(seconds_left)}, {use.share:.1%} of the {format_decimal(use.rated_bytes)} that it is rated for "
+        f"{format_time(seconds_left)}, {use.share:.1%} of the {format_decimal(use.rated_bytes)} that it is rated for "
         f"(drive_tbw); asked to warn from {share:.0%} on (drive_share). More micro-batches a step write less for each "
         f"sample; states in RAM without a commit each step (offload_optimizer cpu, durability) are not written"
     )
-
-
-def _time(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} seconds"

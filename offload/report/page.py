@@ -12,7 +12,7 @@ from offload.report.look import SCRIPT, STYLE
 from offload.report.phases import PARTS, parts
 from offload.report.predicted import time_of, words
 from offload.report.spans import Window, rows
-from offload.sizes import format_decimal
+from offload.sizes import format_decimal, format_time
 
 _COLORS = {
     "compute": "--blue",
@@ -73,7 +73,7 @@ def _tiles(found: Mapping[str, Any]) -> str:
     """What a reader wants to know first."""
     loss, step = found["loss"], found["step_seconds"]
     tiles: list[tuple[str, str, str]] = [
-        ("steps", f"{found['first_step']:,} to {found['last_step']:,}", _time_words(found["seconds"]) + " in all")
+        ("steps", f"{found['first_step']:,} to {found['last_step']:,}", format_time(found["seconds"]) + " in all")
     ]
     if loss is not None:
         tiles.append(("loss", say(loss["last"]), f"from {say(loss['first'])}, least {say(loss['least'])}"))
@@ -278,10 +278,3 @@ def _notes(found: Mapping[str, Any]) -> str:
         *([f"{found['skipped_steps']} steps were skipped."] if found["skipped_steps"] else []),
     ]
     return f"<footer><p>{' '.join(map(escape, words))}</p></footer>"
-
-
-def _time_words(seconds: float) -> str:
-    for name, length in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {name}"
-    return f"{seconds:.1f} s"
