@@ -1,9 +1,9 @@
 """Predicted against measured: seconds of a step and peak RSS, in four placements: `python -m bench.predict FOLDER`.
 
-Each round probes the machine, times forward and backward of the plain model, and trains in each placement in turn, each
-in a process of its own. Two predictions stand beside the median of what was measured: by the probe alone, and with
-the plain model's compute in place of the probe's (which leaves what `offload plan` says of paging). Bars: 10 % of the
-seconds, 5 % of the peak.
+Each round trains in each placement in turn, in a process of its own, and before each it probes the machine and times
+forward and backward of the plain model. Two predictions stand beside the median of what was measured: by the probe
+alone, and with the plain model's compute in place of the probe's (which leaves what `offload plan` says of paging).
+Bars: 10 % of the seconds, 5 % of the peak.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from offload.probe import probe
 from offload.sizes import parse_size
 
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
+_COMPUTE = ("matmul", "weights", "fresh", "elementwise")
 _UNCOUNTED = 2
 """Steps of each run: the first records the order of uses, the second has no update beside it yet."""
 
@@ -46,11 +47,12 @@ def _rounds(given: argparse.Namespace) -> None:
     shape, load = from_name(given.model, given.seq_len), Load(given.batch_size)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in given.placements.split()}
     for _ in range(given.rounds):
-        found = probe([str(given.folder)], "cpu")
-        plain = apart(_compute, given.model, given.batch_size, given.seq_len, given.steps)
         for name, done in runs.items():
             weights, states = name.split("/")
+            found = probe([str(given.folder)], "cpu")
+            plain = apart(_compute, given.model, given.batch_size, given.seq_len, given.steps)
             done.append(_run(given, shape, load, (weights, states), probed(found, free_host_memory()), plain))
+            report("predict, one run", {"placement": name, **done[-1]})
     about = {"model": given.model, "tokens": load.tokens(shape), "throttle": given.throttle}
     for name, of in runs.items():
         report("predict", {**about, "placement": name, **_summary(of)})
@@ -69,7 +71,7 @@ def _run(
     scale = compute / plain
     by_model = choice.plan(
         shape,
-        hardware._replace(matmul=hardware.matmul * scale, elementwise=hardware.elementwise * scale),
+        hardware._replace(**{rate: scale * getattr(hardware, rate) for rate in _COMPUTE}),
         load,
         content,
     )
@@ -114,12 +116,13 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _compute(name: str, batch: int, length: int, steps: int) -> float:
-    """Seconds of a forward and a backward of the plain model in bf16: the median."""
+    """Seconds of a forward and a backward of the plain model in bf16, which keeps no gradient: the median."""
     model: Any = build(name).to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda its: setattr(its, "grad", None))
     ids, taken = random_ids((batch, length), model.config.vocab_size), []
     for _ in range(steps + 1):
         taken.append(seconds(lambda: model(input_ids=ids, labels=ids).loss.backward()))
-        model.zero_grad()
     return statistics.median(taken[1:])
 
 

@@ -5,6 +5,7 @@ Everything is measured by what training will use: the I/O queue, the kernels, pi
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -27,7 +28,7 @@ from offload.info import machine as about_machine
 from offload.sizes import MIB, PAGE, align_up
 from offload.swapper.device import open_device
 
-_VERSION = 2
+_VERSION = 3
 _ROUNDS = 5
 _NUMEL = 1 << 24
 _COPIED = 64 * MIB
@@ -60,7 +61,11 @@ class Rates(NamedTuple):
     """Bytes copied to the device; where that is the CPU, into its arena."""
     download: float
     matmul: float
-    """Floating-point operations of matrix products in bf16."""
+    """Floating-point operations of matrix products in bf16, where the tokens are many."""
+    weights: float
+    """Bytes of weights in bf16 that a matrix product takes in, or makes a gradient of, beside its operations."""
+    fresh: float
+    """Bytes of a large tensor that are filled in new memory."""
     elementwise: float
     """Bytes that norms, activations, softmax, products and sums between the matrix products read and write."""
 
@@ -123,7 +128,7 @@ def measure_rates(device: torch.device, tell: Callable[[str], None] = lambda _: 
     tell("copies to and from the device")
     copies = _copies(device)
     tell("matrix products")
-    return Rates(*host, *copies, _matmul(device), _elementwise(device))
+    return Rates(*host, *copies, *_products(device), _fresh(device), _elementwise(device))
 
 
 def _host_rates() -> tuple[float, float, float, float]:
@@ -154,18 +159,33 @@ def _copies(device: torch.device) -> tuple[float, float]:
     return up, down
 
 
-def _matmul(device: torch.device) -> float:
-    """A linear layer's forward and the two products of its backward."""
-    width, tokens = (2048, 512) if device.type == "cpu" else (8192, 4096)
-    inputs = torch.full((tokens, width), 0.01, dtype=torch.bfloat16, device=device)
-    weight = torch.full((width, width), 0.01, dtype=torch.bfloat16, device=device)
+def _products(device: torch.device) -> tuple[float, float]:
+    """Of a linear layer's forward and the two products of its backward: operations, and bytes of weights, a second.
 
-    def products() -> None:
-        output = torch.nn.functional.linear(inputs, weight)
-        output @ weight
-        output.t() @ inputs
+    As in a model each weight was not used for a while, and a gradient is larger than what malloc keeps for later.
+    """
+    width, wide, few, many = (2048, 8192, 128, 1024) if device.type == "cpu" else (8192, 8192, 1024, 8192)
+    weights = [torch.full((wide, width), 0.01, dtype=torch.bfloat16, device=device) for _ in range(3)]
+    taken = itertools.cycle(weights)
 
-    return 6 * tokens * width * width / _seconds(products, device)
+    def seconds(tokens: int) -> float:
+        inputs = torch.full((tokens, width), 0.01, dtype=torch.bfloat16, device=device)
+
+        def products() -> None:
+            weight = next(taken)
+            output = torch.nn.functional.linear(inputs, weight)
+            output @ weight
+            output.t() @ inputs
+
+        return _seconds(products, device)
+
+    small, large = seconds(few), seconds(many)
+    each = max(large - small, 0.5 * large) / (many - few)  # of a token; the rest is of the weights
+    return 6 * wide * width / each, 3 * weights[0].nbytes / max(small - few * each, 0.01 * small)
+
+
+def _fresh(device: torch.device) -> float:
+    return _COPIED / _seconds(lambda: torch.full((_COPIED,), 0, dtype=torch.uint8, device=device), device)
 
 
 def _elementwise(device: torch.device) -> float:
@@ -283,7 +303,8 @@ def lines(found: Probed) -> list[tuple[str, str]]:
         ("optimizer", f"{rates.optimizer / 1e6:.0f} M parameters a second"),
         ("gradients", f"{rates.gradient / 1e6:.0f} M parameters a second"),
         ("to the device", f"{rates.upload / 1e9:.1f} GB/s, and from it {rates.download / 1e9:.1f} GB/s"),
-        ("matrix products", f"{rates.matmul / 1e12:.3g} Tflop/s in bf16"),
+        ("matrix products", f"{rates.matmul / 1e12:.3g} Tflop/s in bf16, {rates.weights / 1e9:.1f} GB/s of weights"),
+        ("new memory", f"{rates.fresh / 1e9:.1f} GB/s"),
         ("elementwise", f"{rates.elementwise / 1e9:.1f} GB/s"),
     ]
     return told + [

@@ -22,7 +22,7 @@ from offload.presets import PRESETS, build
 from tests.folders import make_folder
 
 SMALL = ("--text", "text.py", "--batch-size", "2", "--seq-len", "32", "--device", "cpu")
-RATES = probe.Rates(2e10, 1e10, 1e9, 2e9, 5e9, 5e9, 1e11, 1e10)
+RATES = probe.Rates(2e10, 1e10, 1e9, 2e9, 5e9, 5e9, 1e11, 1e10, 4e9, 1e10)
 
 
 @pytest.fixture(autouse=True)

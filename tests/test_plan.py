@@ -159,7 +159,7 @@ def test_with_all_in_memory_compute_is_all_there_is(shape: Shape) -> None:
 def test_faster_parts_never_make_a_step_slower(shape: Shape) -> None:
     machine = described("RTX 4090", 64 * GIB, [parse_drive("3GB/s")], memory=40e9)
     before = plan(shape, machine, Load(2, 1, True)).timing.seconds
-    for name in ("matmul", "elementwise", "upload", "download", "optimizer", "gradient"):
+    for name in ("matmul", "weights", "fresh", "elementwise", "upload", "download", "optimizer", "gradient"):
         faster = machine._replace(**{name: 2 * getattr(machine, name)})
         assert plan(shape, faster, Load(2, 1, True)).timing.seconds <= before * 1.001, name
     drives = machine._replace(drives=machine.drives * 2)
@@ -192,9 +192,21 @@ def test_a_frozen_layer_has_no_backward_of_its_weights() -> None:
     before = timing.forward(trains, machine, 2)
     after = timing.forward(trains._replace(layouts=still), machine, 2)
     for use, each, frozen in zip(trains.uses, before, after, strict=True):
-        products = 2 * use.flops / machine.matmul
-        assert each.seconds == frozen.seconds and each.backward == pytest.approx(2 * each.seconds)
+        numel = trains.layouts[use.unit].numel
+        products = 2 * use.flops / machine.matmul + (2 * numel / machine.weights if use.flops else 0)
+        made = 2 * numel / machine.fresh if use.lookup else 0
+        assert each.seconds == frozen.seconds and each.backward == pytest.approx(2 * each.seconds + made)
         assert frozen.backward == pytest.approx(2 * each.seconds - products)
+
+
+def test_a_tied_embedding_makes_two_gradients_and_sums_them() -> None:
+    machine = described("RTX 4090", 64 * GIB)
+    apart = from_count(10**9, 4, 512)
+    embedding, head = apart.uses[0], apart.uses[-1]._replace(unit=0)
+    tied = apart._replace(uses=(embedding, *apart.uses[1:-1], head))
+    (one, *_), (two, *_) = (timing.forward(shape, machine, 1) for shape in (apart, tied))
+    nbytes = 2 * apart.layouts[0].numel
+    assert two.backward - one.backward == pytest.approx(nbytes / machine.fresh) and one.seconds == two.seconds
 
 
 def test_advice_is_a_prediction_of_its_own(shape: Shape) -> None:

@@ -72,6 +72,10 @@ class Hardware(NamedTuple):
     """Bytes that training may take."""
     matmul: float
     """Floating-point operations of matrix products in bf16."""
+    weights: float
+    """Bytes of weights that a product takes in, beside its operations."""
+    fresh: float
+    """Bytes of new memory that are filled on the device."""
     elementwise: float
     """Bytes of other work on the device."""
     upload: float
@@ -180,6 +184,8 @@ def described(
         int(_USABLE_RAM * ram),
         _MATMUL_SHARE * found.flops,
         _DEVICE_SHARE * found.bandwidth,
+        _DEVICE_SHARE * found.bandwidth,
+        _DEVICE_SHARE * found.bandwidth,
         link or found.link,
         link or found.link,
         bandwidth,
@@ -205,6 +211,8 @@ def probed(found: Probed, free_host: int, folders: Sequence[str] = ()) -> Hardwa
         gpu_memory,
         free_host,
         rates.matmul,
+        rates.weights,
+        rates.fresh,
         rates.elementwise,
         rates.upload,
         rates.download,

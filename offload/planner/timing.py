@@ -1,12 +1,14 @@
 """A step before it is made: played by `simulate` with a machine's rates, and the formula that says what can be hidden.
 
-compute of a use  =  flops / matmul + bytes / elementwise, once more where recomputed
-its backward      =  flops / matmul for what comes in and as much for weights that train + 2 bytes / elementwise
+compute of a use  =  flops / matmul + bytes of weights / weights + bytes / elementwise, once more where recomputed
+its backward      =  products again for what comes in, and once more for weights that train, + 2 bytes / elementwise
+of an embedding   =  bytes of its gradient / fresh, and as much again for each other use of it, to sum them
 gradient of a unit:  beside the backward's compute on a GPU, after it where the CPU computes
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +26,8 @@ from offload.swapper.simulate_machine import Moved, Waited
 from offload.swapper.simulate_updater import UpdateCost
 from offload.swapper.states import State
 
+_ITEMSIZE = 2
+"""Of weights: the rates of products are those of bf16."""
 _NEAR = 1.05
 """Of a bound: a step within it has reached it."""
 _LIBRARIES = 32 * MIB
@@ -98,12 +102,14 @@ class Timing(NamedTuple):
 
 def forward(shape: Shape, hardware: Hardware, batch: int) -> list[Pass]:
     """The uses of one micro-batch's forward."""
-    found = []
+    found, times = [], Counter(use.unit for use in shape.uses)
     for use in shape.uses:
-        products, other = batch * use.flops / hardware.matmul, batch * use.nbytes / hardware.elementwise
         layout = shape.layouts[use.unit]
-        learning = layout.trainable_stop / layout.numel
-        found.append(Pass(use.unit, products + other, (1 + learning) * products + 2 * other, use.lookup))
+        learning, nbytes = layout.trainable_stop / layout.numel, _ITEMSIZE * layout.numel
+        products = batch * use.flops / hardware.matmul + (nbytes / hardware.weights if use.flops else 0.0)
+        other = batch * use.nbytes / hardware.elementwise
+        made = times[use.unit] * learning * nbytes / hardware.fresh if use.lookup else 0.0
+        found.append(Pass(use.unit, products + other, (1 + learning) * products + 2 * other + made, use.lookup))
     return found
 
 
