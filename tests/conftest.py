@@ -18,11 +18,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
+from hypothesis import settings
 
 import offload
 from offload.aio import BACKENDS, IoQueue
 from offload.aio.backend import refusals
 from offload.swapper.host import process_memory
+
+settings.register_profile("offload", deadline=None)  # a machine may be busy
+settings.load_profile("offload")
 
 
 @pytest.fixture(autouse=True)

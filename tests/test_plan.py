@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import offload
 from offload.cli import app
 from offload.errors import BudgetError, ConfigError
-from offload.planner import ask, choice, hardware, memory, timing
+from offload.planner import ask, choice, memory, timing
 from offload.planner.hardware import Hardware, described, find_gpu, parse_drive
 from offload.planner.shape import Shape, from_count, from_name
 from offload.planner.timing import Load
@@ -256,12 +256,6 @@ def test_machines_in_words() -> None:
     assert parse_drive("3GB/s").write == 3e9
     with pytest.raises(ConfigError, match="expected a drive"):
         parse_drive("1,2,3,4")
-
-
-def test_reads_and_writes_at_once_take_what_was_measured() -> None:
-    for read, write, mixed in ((2.5e9, 4.7e9, 2.5e9), (7e9, 5e9, 9e9), (3e9, 3e9, 2e9)):
-        machine = described("H200")._replace(drives=(hardware.Drive("x", read, write, mixed),))
-        assert 1 / machine.read + 1 / machine.written == pytest.approx(2 / mixed)
 
 
 def test_a_count_is_near_the_model_of_that_size() -> None:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.aio import IoQueue
+from offload.aio import IoQueue, Priority
 from offload.engine import initialize
 from offload.errors import BudgetError
 from offload.sizes import align_up
@@ -28,7 +28,7 @@ from offload.swapper.entry import UnitSize
 from offload.swapper.policy import Limits
 from offload.swapper.residency import Tier
 from offload.swapper.simulate import Budgets, Simulation, Use, simulate
-from offload.swapper.simulate_machine import Moved, Rates, Waited
+from offload.swapper.simulate_machine import Machine, Moved, Rates, Waited
 from offload.swapper.simulate_updater import UpdateCost
 from offload.swapper.states import State
 from tests import models
@@ -95,7 +95,9 @@ def cases(draw: st.DrawFn, homes: tuple[Tier, ...] = (Tier.DISK, Tier.DISK, Tier
 
 rates = st.none() | st.builds(
     Rates,
-    *(st.sampled_from((PAGE / 3, 1.0 * PAGE, 10.0 * PAGE, 1e30)) for _ in range(3)),
+    *(st.sampled_from((PAGE / 3, 1.0 * PAGE, 10.0 * PAGE, 1e30)) for _ in range(2)),
+    st.sampled_from((None, PAGE / 3, 15.0 * PAGE)),
+    st.sampled_from((PAGE / 3, 1.0 * PAGE, 10.0 * PAGE, 1e30)),
     st.sampled_from((1000.0, 4096.0, 1e30)),
     st.booleans(),
 )
@@ -426,6 +428,29 @@ def test_what_can_be_hidden_of_the_updates(units: list[tuple[int, float]]) -> No
     assert shared.seconds == pytest.approx(alone.seconds), "cores are one resource"
 
 
+@pytest.mark.parametrize(
+    ("read", "written", "mixed", "seconds"),
+    [
+        (3.0, 3.0, None, 4.0),  # one after the other
+        (3.0, 3.0, 6.0, 2.0),  # neither knows of the other
+        (3.0, 3.0, 4.0, 3.0),
+        (3.0, 1.0, 4.0, 6.0),  # reads are done after 2 s
+        (2.0, 6.0, 4.0, 3.0),
+        (3.0, 3.0, 2.0, 6.0),  # both at once is worse than one after the other
+    ],
+)
+def test_a_drive_that_reads_and_writes(read: float, written: float, mixed: float | None, seconds: float) -> None:
+    rates = Rates(read, written, mixed)
+    assert rates.drive_seconds(6, 6) == pytest.approx(seconds)
+    assert rates.drive_seconds(6, 0) == 6 / read and rates.drive_seconds(0, 6) == 6 / written
+    machine = Machine(rates)
+    reads = [machine.read("read", "weights_read", 0, 3, Priority.NORMAL) for _ in range(2)]
+    write = machine.write("write", "updates_written", 0, 6)
+    while machine.clock.advance():
+        pass
+    assert machine.clock.now == pytest.approx(seconds) and write.done and all(work.done for work in reads)
+
+
 @pytest.mark.parametrize("forward", [0.1, 1.0, 3.0, 10.0, 40.0])
 def test_the_step_of_a_model_on_disk(forward: float) -> None:
     """T_step = max over k (…) + max(compute, weight reads) of the backward, to within a unit at each end of a pass."""
@@ -468,5 +493,5 @@ def test_equal_arguments_give_equal_figures() -> None:
     chance = random.Random(3)
     uses = [Use(chance.randrange(6), chance.random()) for _ in range(30)]
     sizes, costs = [unit(n) for n in (1, 2, 3, 4, 5, 6)], [cost(n) for n in (1, 2, 3, 4, 5, 6)]
-    budgets, rates = Budgets(14 * PAGE, 12 * PAGE), Rates(1e4, 1e4, 1e5, 1e4)
+    budgets, rates = Budgets(14 * PAGE, 12 * PAGE), Rates(1e4, 1e4, upload=1e5, kernel=1e4)
     assert simulate(uses, sizes, costs, budgets, rates=rates) == simulate(uses, sizes, costs, budgets, rates=rates)

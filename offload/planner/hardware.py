@@ -104,14 +104,13 @@ class Hardware(NamedTuple):
 
     @property
     def written(self) -> float:
-        """Bytes a second written, where as many are read at `read`: so both at once take what they take together.
+        """Bytes a second that all drives write together."""
+        return sum(drive.write for drive in self.drives)
 
-        Where only bytes are written it would be another rate, but a step writes nothing without reading.
-        """
-        mixed = sum(drive.mixed for drive in self.drives)
-        write = sum(drive.write for drive in self.drives)
-        left = 2 / mixed - 1 / self.read
-        return min(1 / left, 4 * write) if left > 0 else 4 * write
+    @property
+    def mixed(self) -> float:
+        """Bytes a second that all drives read and write, while they do both."""
+        return sum(drive.mixed for drive in self.drives)
 
 
 def find_gpu(text: str) -> tuple[Gpu, str | None]:

@@ -140,6 +140,7 @@ def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
     return simulate_machine.Rates(
         hardware.read,
         hardware.written,
+        hardware.mixed,
         hardware.upload,
         hardware.device_optimizer if on_device and not hardware.on_cpu else hardware.optimizer,
         hardware.on_cpu,
@@ -186,7 +187,7 @@ def _busy(
     return {
         "compute": compute,
         "PCIe": 0.0 if hardware.on_cpu else uploads,
-        "NVMe": moved.read / rates.read + moved.written / rates.written if moved.read + moved.written else 0.0,
+        "NVMe": rates.drive_seconds(moved.read, moved.written) if moved.read + moved.written else 0.0,
         "DRAM": max(kernel, (moved.read + moved.written) / hardware.memory),
     }
 
@@ -238,7 +239,7 @@ def _update_seconds(cost: UpdateCost | None, rates: simulate_machine.Rates) -> f
     if cost is None:
         return 0.0
     read = cost.weight_nbytes + cost.state_nbytes + cost.gradient_nbytes
-    io = read / rates.read + cost.written_nbytes / rates.written if read + cost.written_nbytes else 0.0
+    io = rates.drive_seconds(read, cost.written_nbytes) if read + cost.written_nbytes else 0.0
     return io if rates.on_cpu else max(io, cost.numel / rates.kernel)
 
 

@@ -2,7 +2,7 @@
 
 Work     something that takes seconds where nothing disturbs it
 Server   does one work at a time, the most urgent first: a drive, a link, a processor
-Clock    all servers and the time; servers of one `group` are on the same cores, so those that work share its speed
+Clock    all servers and the time; servers of one `group` are the same thing, so those that work share its speed
 """
 
 from __future__ import annotations
@@ -38,10 +38,17 @@ class Work:
 class Server:
     """Works that wait for the same thing."""
 
-    def __init__(self, group: str) -> None:
+    def __init__(self, group: str, beside: float | None) -> None:
         self.group = group
+        self._beside = beside
         self.works: list[Work] = []
         """Those that have not ended, the one that is being done first."""
+
+    def speed(self, working: int) -> float:
+        """Where so many of its group work, itself among them; 1 is undisturbed."""
+        if working == 1:
+            return 1.0
+        return 1 / working if self._beside is None else self._beside
 
 
 class Clock:
@@ -53,9 +60,9 @@ class Clock:
         """What has ended and took time, in the order of the ends."""
         self._servers: list[Server] = []
 
-    def server(self, group: str) -> Server:
-        """A server that shares the speed of `group` with the others of it."""
-        self._servers.append(Server(group))
+    def server(self, group: str, beside: float | None = None) -> Server:
+        """A server that shares the speed of `group` with the others of it, equally, or goes at `beside` beside them."""
+        self._servers.append(Server(group, beside))
         return self._servers[-1]
 
     def begin(self, server: Server, row: str, unit: int, seconds: float, priority: int = 0) -> Work:
@@ -71,7 +78,7 @@ class Clock:
         if not busy:
             return False
         groups = [server.group for server in busy]
-        speeds = [1 / groups.count(group) for group in groups]
+        speeds = [server.speed(groups.count(server.group)) for server in busy]
         passed = min(server.works[0].left / speed for server, speed in zip(busy, speeds, strict=True))
         for server, speed in zip(busy, speeds, strict=True):
             work = server.works[0]

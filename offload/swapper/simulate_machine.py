@@ -18,15 +18,34 @@ class Rates(NamedTuple):
     """How fast everything is; infinite where it is not said."""
 
     read: float = math.inf
-    """Bytes in a second from the drives, which do one thing at a time: reads before writes."""
+    """Bytes in a second from the drives, while they write nothing."""
     written: float = math.inf
-    """Bytes in a second to the drives."""
+    """Bytes in a second to the drives, while they read nothing."""
+    mixed: float | None = None
+    """Bytes in a second of both together, while they do both; None where that takes what one after the other does."""
     upload: float = math.inf
     """Bytes in a second to the device."""
     kernel: float = math.inf
     """Elements updated in a second."""
     on_cpu: bool = False
     """The device is the CPU: compute and kernel share its cores, and the thread that runs the model copies itself."""
+
+    @property
+    def beside(self) -> tuple[float, float]:
+        """What reads and writes keep of their speeds while the drives do both."""
+        if math.isinf(self.read) or math.isinf(self.written):
+            return 0.5, 0.5
+        mixed = 2 / (1 / self.read + 1 / self.written) if self.mixed is None else self.mixed
+        written = min(self.written, max(mixed / 2, mixed - self.read))
+        return min(1.0, (mixed - written) / self.read), written / self.written
+
+    def drive_seconds(self, read: int, written: int) -> float:
+        """So many bytes, as much of both at once as can be."""
+        alone = (read / self.read, written / self.written)
+        if not all(alone):
+            return sum(alone)
+        together = min(seconds / beside for seconds, beside in zip(alone, self.beside, strict=True))
+        return together + sum(s - together * beside for s, beside in zip(alone, self.beside, strict=True))
 
 
 class Moved(NamedTuple):
@@ -73,7 +92,8 @@ class Machine:
         self.clock = Clock()
         self.on_cpu = rates.on_cpu
         self._rates = rates
-        self._drive, self._kernel = self.clock.server("drive"), self.clock.server("cores")
+        self._reads, self._writes = (self.clock.server("drive", beside) for beside in rates.beside)
+        self._kernel = self.clock.server("cores")
         self._compute = self.clock.server("cores" if rates.on_cpu else "device")
         self._link = self.clock.server("cores" if rates.on_cpu else "link")
         self._moved = dict.fromkeys(Moved._fields, 0)
@@ -95,12 +115,12 @@ class Machine:
     def read(self, row: str, cause: str, unit: int, nbytes: int, priority: Priority) -> Work:
         """Read from the drive; `cause` is a field of `Moved`."""
         self._moved[cause] += nbytes
-        return self.clock.begin(self._drive, row, unit, nbytes / self._rates.read, priority)
+        return self.clock.begin(self._reads, row, unit, nbytes / self._rates.read, priority)
 
     def write(self, row: str, cause: str, unit: int, nbytes: int) -> Work:
         """Write to the drive; `cause` is a field of `Moved`."""
         self._moved[cause] += nbytes
-        return self.clock.begin(self._drive, row, unit, nbytes / self._rates.written, Priority.BACKGROUND)
+        return self.clock.begin(self._writes, row, unit, nbytes / self._rates.written)
 
     def upload(self, unit: int, nbytes: int) -> Work:
         return self.clock.begin(self._link, "upload", unit, nbytes / self._rates.upload)
