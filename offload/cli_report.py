@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -39,8 +40,8 @@ def report(
     from offload.report.predicted import read_plan
     from offload.report.spans import read_window
 
-    place = output or log.with_suffix(".html")
     with errors(BAD_INPUT):
+        place = output or log.parent / f"{log.stem}.html"
         if place.resolve() in {each.resolve() for each in (log, trace, plan) if each is not None}:
             raise ConfigError(f"the page would take the place of {place}; give another --output")
         steps = read_log(log)
@@ -48,8 +49,23 @@ def report(
         found = figures(steps, None if plan is None else read_plan(plan))
     if output is not None or not json_output:
         with errors(FAILED):
-            place.write_text(page(steps, found, window), encoding="utf-8")
+            _write(place, page(steps, found, window))
     if json_output:
         print(json.dumps(found, allow_nan=False))
     else:
         print(f"{place}: {found['steps']:,} steps, {found['first_step']:,} to {found['last_step']:,}")
+
+
+def _write(place: Path, text: str) -> None:
+    """The page as a whole, or what was there before."""
+    new = place.with_name(f".{place.name}.{os.getpid()}") if place.is_file() or not place.exists() else place
+    try:
+        try:
+            new.write_text(text, encoding="utf-8")
+            if new != place:
+                os.replace(new, place)
+        finally:
+            if new != place:
+                new.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(f"cannot write the page {place}: {error.strerror}; give another place with --output") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -147,7 +148,28 @@ def test_a_torn_line_and_what_was_trained_again_are_told(tmp_path: Path) -> None
     json.dumps(figures(found), allow_nan=False)
 
 
-@pytest.mark.parametrize("content", [b"", b"my precious notes\n", b'{"loss": 3}\n', b'{"step": true}\n', b"\xff\x00"])
+WEIRD: tuple[Any, ...] = (
+    *(None, True, "", "\ud800", [1], {}, {"/p": None}, {"/p": 5}, float("nan"), float("inf"), 1e308, -1e308, 1e-320),
+    *(0, -1, 10**400, 2**63, {"seconds": "a"}, {"seconds": float("nan")}, {"parts_seconds": {"compute": 10**400}}),
+)
+
+
+@given(some.sampled_from(sorted({*step(1), *ABOUT, "drives", "about", "predicted"})), some.sampled_from(WEIRD))
+def test_any_value_in_a_log_leaves_a_page_and_figures_that_are_json(name: str, value: Any) -> None:
+    """What cannot be counted with is as if it were not there."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "run.jsonl"
+        first = step(1) | {"about": ABOUT | {name: value}, "drives": {"/p": 5}}
+        rows = [first, step(2, drives={"/p": 9}), step(3) | {name: value}, step(4, drives={"/p": 12})]
+        log.write_text("\n".join(map(json.dumps, rows)))
+        told = figures(read_log(log))
+        json.dumps(told, allow_nan=False)
+        page(read_log(log), told, None).encode()
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 10**5, b"", b"my precious notes\n", b'{"loss": 3}\n', b'{"step": true}\n', b"\xff\x00"]
+)
 def test_a_file_that_is_no_log_is_an_error(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(content)
     with pytest.raises(ConfigError, match="has no step of a run"):
@@ -315,3 +337,51 @@ def test_exit_codes(log: Path, tmp_path: Path) -> None:
     assert call(log, "-o", log).exit_code == 2 and log.read_text() == before
     assert call(log, "-o", tmp_path / "no" / "folder.html").exit_code == 1
     assert call().exit_code == 2
+
+
+def test_a_time_line_of_another_program_is_an_error(tmp_path: Path, log: Path) -> None:
+    """torch.profiler's has words for processes and threads."""
+    other = tmp_path / "other.json"
+    spans = [
+        {"ph": "X", "pid": "Spans", "tid": "PyTorch Profiler (0)", "ts": 1.0, "dur": 2.0, "name": "PyTorch Profiler"},
+        {"ph": "X", "pid": 7, "tid": 7, "ts": 1.0, "dur": "long", "name": "aten::mm", "cat": "cpu_op"},
+        {"ph": "X", "pid": 7, "tid": 7, "ts": 1.0, "dur": 2.0, "name": "aten::mm", "args": 3},
+    ]
+    other.write_text(json.dumps({"traceEvents": spans}))
+    done = CliRunner().invoke(app, ["report", str(log), "--trace", str(other)])
+    assert done.exit_code == 2 and "has no span" in done.stderr, done.output
+    zipped = tmp_path / "other.json.gz"
+    packed = bytearray(gzip.compress(json.dumps(list(range(10000))).encode()))
+    packed[40:60] = bytes(20)
+    zipped.write_bytes(packed)
+    done = CliRunner().invoke(app, ["report", str(log), "--trace", str(zipped)])
+    assert done.exit_code == 2 and "is no time line" in done.stderr, done.output
+
+
+def test_a_plan_with_numbers_that_are_none_is_an_error(tmp_path: Path, log: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"step": {"seconds": NaN, "tokens": 1, "read_bytes": 1, "written_bytes": 1}}')
+    done = CliRunner().invoke(app, ["report", str(log), "--plan", str(plan)])
+    assert done.exit_code == 2 and "is no plan" in done.stderr
+
+
+def test_a_folder_is_no_log() -> None:
+    done = CliRunner().invoke(app, ["report", "."])
+    assert done.exit_code == 2 and "cannot read the log" in done.stderr, done.output
+
+
+def test_a_page_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "page.html"
+    place.write_text("before")
+    write = Path.write_text
+
+    def full(path: Path, text: str, **options: Any) -> int:
+        write(path, text[:10], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    done = CliRunner().invoke(app, ["report", str(log), "-o", str(place)])
+    assert done.exit_code == 1 and "cannot write the page" in done.stderr, done.output
+    assert place.read_text() == "before" and len(list(tmp_path.glob(".page*"))) == 0

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from offload.report.endurance import foresee
-from offload.report.log import Log, column, number
+from offload.report.log import Log, column, is_number, number
 from offload.report.phases import ADVICE, bound
 from offload.report.predicted import compare
 
@@ -96,9 +96,9 @@ def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, A
     left = max(ends - log.steps[-1]["step"], 0) if isinstance(ends, int) else 0
     found = []
     for path, so_far in rows[-1].items():
-        known = [row[path] for row in rows if isinstance(row.get(path), int | float)]
+        known = [row[path] for row in rows if path in row]
         grown = [after - before for before, after in pairwise(known) if after >= before]
         a_step = statistics.median(grown) if grown else None
-        use = foresee(path, so_far, a_step or 0, left, tbw if isinstance(tbw, int | float) else None)
+        use = foresee(path, so_far, a_step or 0, left, tbw if is_number(tbw) and tbw > 0 else None)
         found.append({**use._asdict(), "step_bytes": a_step, "share": use.share})
     return found

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from offload.errors import ConfigError
 
@@ -72,18 +71,46 @@ def _values(line: str) -> dict[str, Any] | None:
     """What a line tells of a step; None where it is torn or tells of none."""
     try:
         values = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     step = values.get("step") if isinstance(values, dict) else None
-    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+    if not isinstance(step, int) or isinstance(step, bool) or not 1 <= step <= _MOST_STEPS:
         return None
-    return {name: value for name, value in values.items() if _is_fine(name, value)}
+    fine = {name: _of_step(name, value) for name, value in values.items()}
+    return {name: value for name, value in fine.items() if value is not None}
 
 
-def _is_fine(name: str, value: Any) -> bool:
-    """Whether a value is of the kind that belongs there: a finite number, but for the two that are none."""
-    kind = type(value)
-    return isfinite(value) if kind is float else kind is int or (kind is dict and name in ("about", "drives"))
+def _of_step(name: str, value: Any) -> Any:
+    """A value that is of the kind that belongs there; None else."""
+    if name == "about":
+        return plain(value) if isinstance(value, dict) else None
+    if name == "drives":
+        return _of_drives(value) if isinstance(value, dict) else None
+    return value if is_number(value) else None
+
+
+def _of_drives(value: dict[str, Any]) -> dict[str, Any]:
+    return {path: nbytes for path, nbytes in plain(value).items() if is_number(nbytes)}
+
+
+_MOST_STEPS, _MOST, _LEAST = 10**12, 1e100, 1e-100
+"""What is beyond is no number of a run: sums and quotients of those within are finite."""
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether it can be counted with."""
+    return type(value) in (int, float) and (value == 0 or _LEAST <= abs(value) <= _MOST)
+
+
+def plain(value: Any) -> Any:
+    """What a file has said, without numbers that cannot be counted with and without half characters."""
+    if isinstance(value, dict):
+        return {plain(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [plain(inner) for inner in value]
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    return value if isinstance(value, bool) or is_number(value) else None
 
 
 def number(values: Mapping[str, Any], name: str) -> float | None:

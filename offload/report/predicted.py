@@ -10,7 +10,7 @@ from typing import Any
 
 from offload.errors import ConfigError
 from offload.report.charts import say, seconds_unit
-from offload.report.log import column
+from offload.report.log import column, is_number, plain
 from offload.report.phases import PARTS, bound
 from offload.sizes import format_size
 
@@ -35,14 +35,14 @@ def compare(said: Any, steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     found = []
     for name, what in _STEP.items():
         expected, values = said.get(name), column(steps, name)
-        if isinstance(expected, int | float) and values:
+        if is_number(expected) and values:
             came = max(values) if "peak" in name else statistics.median(values)
             found.append(_row(name, what, expected, came))
     parts, by = said.get("parts_seconds"), bound(steps)
     if isinstance(parts, Mapping) and by is not None:
         for name, what in PARTS.items():
             expected, came = parts.get(name), by.parts.get(name, 0.0)
-            if isinstance(expected, int | float) and max(expected, came) > 0:
+            if is_number(expected) and max(expected, came) > 0:
                 found.append(_row(name, what, expected, came))
     return found
 
@@ -76,10 +76,12 @@ def read_plan(path: Path) -> dict[str, Any]:
     try:
         step = json.loads(path.read_text(encoding="utf-8"))["step"]
         known = {name: step[name] for name in ("seconds", "tokens", "read_bytes", "written_bytes")}
-        return known | {"parts_seconds": step.get("parts_seconds")}
+        if not all(value is None or is_number(value) for value in known.values()):
+            raise TypeError("a number that cannot be counted with")
+        return known | {"parts_seconds": plain(step.get("parts_seconds"))}
     except OSError as error:
         raise ConfigError(
             f"cannot read the plan {path}: {error.strerror}; give what `offload plan --json` prints"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is no plan: expected what `offload plan --json` prints") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import statistics
+import zlib
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 from offload.errors import ConfigError
 from offload.report.charts import say, seconds_unit, ticks
+from offload.report.log import is_number, plain
 from offload.sizes import format_size
 
 COLORS = {
@@ -80,6 +82,7 @@ def read_window(path: Path) -> Window:
         raise ConfigError(f"{path} has no span: expected the file that `offload train --trace FILE` writes at its end")
     complete = not any(event.get("ph") == "i" for event in events)
     start, end, title = _step(spans)
+    end = max(end, start + 1)
     inside = tuple(span for span in spans if span.end > start and span.start < end)
     return Window(title, start, end, inside, complete)
 
@@ -88,20 +91,32 @@ def _events(path: Path) -> list[Mapping[str, Any]]:
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             found = json.load(file)["traceEvents"]
-            return [event for event in found if event.get("ph") != "X" or {"pid", "tid", "ts", "dur"} <= set(event)]
+            return [event for event in found if event.get("ph") != "X" or _is_ours(event)]
     except OSError as error:
         raise ConfigError(f"cannot read the time line {path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError, zlib.error) as error:
         raise ConfigError(
             f"{path} is no time line: expected the JSON that `offload train --trace FILE` writes at its end, "
             f"got {type(error).__name__}: {error}"
         ) from error
 
 
+def _is_ours(event: Mapping[str, Any]) -> bool:
+    """Whether a span is such as `--trace` writes; those of other programs have words where ours have numbers."""
+    return (
+        all(type(event.get(key)) is int for key in ("pid", "tid"))
+        and all(is_number(event.get(key)) for key in ("ts", "dur"))
+        and all(isinstance(event.get(key), str) for key in ("cat", "name"))
+    )
+
+
 def _span(event: Mapping[str, Any]) -> Span:
-    nbytes = event.get("args", {}).get("bytes", 0)
-    start = float(event["ts"])
-    return Span(event.get("cat", ""), int(event["tid"]) % 1000, event["name"], start, start + event["dur"], nbytes)
+    args = event.get("args")
+    nbytes = args.get("bytes", 0) if isinstance(args, Mapping) else 0
+    start, name = float(event["ts"]), plain(event["name"])
+    return Span(
+        event["cat"], event["tid"] % 1000, name, start, start + event["dur"], int(nbytes) if is_number(nbytes) else 0
+    )
 
 
 def _step(spans: Sequence[Span]) -> tuple[float, float, str]:
