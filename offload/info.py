@@ -20,6 +20,7 @@ from offload.aio._native import crc32c_ways
 from offload.aio.backend import DEFAULTS, refusals
 from offload.aio.measure import remove
 from offload.errors import IoError
+from offload.machine import arithmetic, disks, gpus, memory, nodes, processor, text
 from offload.sizes import MIB, format_size
 
 _PACKAGES = ("offload", "torch", "numpy", "transformers", "safetensors", "pydantic")
@@ -28,7 +29,7 @@ _PACKAGES = ("offload", "torch", "numpy", "transformers", "safetensors", "pydant
 def machine() -> dict[str, Any]:
     """Processor, memory, kernel, versions."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
@@ -56,10 +57,10 @@ def io() -> dict[str, Any]:
 
 
 def drive(folder: str) -> dict[str, Any]:
-    """The file system under `folder`: its type, device, room, and whether O_DIRECT works. Errors are `IoError`."""
+    """The file system under `folder`: its type, disks, room, and whether O_DIRECT works. Errors are `IoError`."""
     path = os.path.realpath(folder)
     if not os.path.isdir(path):
-        raise IoError(folder, 0, 0, errno.ENOENT, "look at")
+        raise IoError(folder, 0, 0, errno.ENOTDIR if os.path.exists(path) else errno.ENOENT, "look at")
     mount = _mount_of(path)
     probe = Path(path) / f".offload-info.{os.getpid()}"
     try:
@@ -75,6 +76,7 @@ def drive(folder: str) -> dict[str, Any]:
         "o_direct": direct,
         "free_bytes": room.free,
         "total_bytes": room.total,
+        "disks": disks(path, mount[0]),
     }
 
 
@@ -99,9 +101,12 @@ def advice(facts: dict[str, Any]) -> list[str]:
             f"only {got} of {asked} of memory can be registered for I/O: RLIMIT_MEMLOCK (ulimit -l) or an older "
             "kernel; it costs about a tenth of I/O's processor time"
         )
+    found += _of_machine(facts)
     for each in facts["drives"]:
         if "error" in each:
             continue
+        for disk in each["disks"]:
+            found += _of_disk_to_change(each["path"], disk)
         if not each["o_direct"]:
             found.append(f"{each['path']} ({each['file_system']}) has no O_DIRECT: swap files there use RAM as a cache")
         if each["file_system"] in ("tmpfs", "ramfs"):
@@ -109,9 +114,41 @@ def advice(facts: dict[str, Any]) -> list[str]:
     return found
 
 
+def _of_machine(facts: dict[str, Any]) -> list[str]:
+    found, cards = [], facts["gpus"]
+    if facts["kernels"]["isa"] == "scalar":
+        found.append(f"kernels go without vector instructions, many times slower: {facts['kernels']['why']}")
+    if "GPU(s)" in (cards["why"] or ""):
+        found.append(f"{cards['why']}: install a torch that is built with CUDA, and the driver")
+    for each in cards["devices"]:
+        if _narrow(each["link"]):
+            found.append(f"{each['name']} has {_of_link(each['link'])}: another slot moves more bytes a second")
+    return found
+
+
+def _of_disk_to_change(path: str, disk: dict[str, Any]) -> list[str]:
+    if disk["rotational"]:
+        return [f"{path} lies on {disk['name']}, which turns: paging wants an SSD"]
+    if _narrow(disk["link"]):
+        return [f"{path} lies on {disk['name']} with {_of_link(disk['link'])}: another slot moves more bytes a second"]
+    return []
+
+
+def _narrow(link: dict[str, Any] | None) -> bool:
+    return link is not None and link["lanes"] < link["most_lanes"]
+
+
 def facts(folders: Sequence[str] = ()) -> dict[str, Any]:
     """All of it, with what is known of the drive under each folder."""
-    found: dict[str, Any] = {"machine": machine(), "io": io(), "drives": []}
+    found: dict[str, Any] = {
+        "machine": machine(),
+        "kernels": arithmetic(),
+        "memory": memory(),
+        "numa": nodes(),
+        "gpus": gpus(),
+        "io": io(),
+        "drives": [],
+    }
     for folder in folders:
         try:
             found["drives"].append(drive(folder))
@@ -127,7 +164,9 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     shape, known = about_io["defaults"], about_io["registered"]
     told = [
         ("processor", f"{host['processor']}, {host['cores']} cores"),
-        ("memory", format_size(host["memory_bytes"])),
+        *_of_arithmetic(found["kernels"]),
+        *_of_memory(found["memory"], found["numa"]),
+        *_of_gpus(found["gpus"]),
         ("kernel", f"Linux {host['kernel']}"),
         ("versions", ", ".join(f"{name} {v}" for name, v in {"python": host["python"], **host["versions"]}.items())),
         ("I/O backend", f"{about_io['backend']} ({about_io['why']})"),
@@ -147,12 +186,53 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         told.append(
             (each["path"], f"{each['file_system']} on {each['device']}, {how}, {format_size(each['free_bytes'])} free")
         )
+        told += [(f"  {disk['name']}", _of_disk(disk)) for disk in each["disks"]]
     return told + [("advice", words) for words in found["advice"]]
+
+
+def _of_arithmetic(found: dict[str, Any]) -> list[tuple[str, str]]:
+    threads = f"{found['threads']} threads ({found['threads_why']})"
+    return [
+        ("kernels", f"{found['isa']} ({found['why']}), {threads}"),
+        ("  instructions", " ".join(found["features"]) or "none that kernels use"),
+    ]
+
+
+def _of_memory(found: dict[str, Any], numa: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    limit = found["limit_bytes"]
+    of_group = "no limit of a cgroup" if limit is None else f"limited to {format_size(limit)} by the cgroup"
+    told = [("memory", f"{format_size(found['total_bytes'])}, {of_group}, {format_size(found['free_bytes'])} free")]
+    for each in numa if len(numa) > 1 else ():
+        size = "" if each["memory_bytes"] is None else f", {format_size(each['memory_bytes'])}"
+        told.append((f"  node {each['node']}", f"processors {each['cpus'] or 'none'}{size}"))
+    return told
+
+
+def _of_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
+    if not found["devices"]:
+        return [("GPU", f"none: {found['why']}")]
+    told = []
+    for each in found["devices"]:
+        node = "" if each["node"] is None else f", node {each['node']}"
+        how = "" if each["link"] is None else f", {_of_link(each['link'])}"
+        told.append(("GPU", f"{each['name']}, {format_size(each['memory_bytes'])}, CUDA {found['cuda']}{how}{node}"))
+    return told
+
+
+def _of_disk(disk: dict[str, Any]) -> str:
+    kind = {True: "turns", False: "solid state", None: ""}[disk["rotational"]]
+    how = "" if disk["link"] is None else _of_link(disk["link"])
+    return ", ".join(filter(None, (disk["model"], kind, how))) or "nothing known"
+
+
+def _of_link(link: dict[str, Any]) -> str:
+    """At rest a device lowers its speed, so the most is what counts; of lanes those that are there."""
+    return f"{link['lanes']} of {link['most_lanes']} lanes of {link['most_speed']}"
 
 
 def _huge_pages() -> dict[str, Any]:
     """What the system says, and what it gives: memory is asked for, touched and looked at."""
-    setting = _text("/sys/kernel/mm/transparent_hugepage/enabled")
+    setting = text("/sys/kernel/mm/transparent_hugepage/enabled")
     chosen = setting.partition("[")[2].partition("]")[0]
     buffer = aligned_empty(8 * MIB)
     buffer[::4096] = bytes(len(buffer) // 4096)
@@ -171,13 +251,6 @@ def _memlock() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _processor() -> str:
-    for line in _text("/proc/cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def _mount_of(path: str) -> tuple[str, str]:
     """Device and type of the file system that `path` lies on."""
     found = [part for part in psutil.disk_partitions(all=True) if Path(path).is_relative_to(part.mountpoint)]
@@ -193,11 +266,5 @@ def _version(name: str) -> str | None:
 
 
 def _number(path: str) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _text(path: str) -> str:
-    with contextlib.suppress(OSError):
-        return Path(path).read_text()
-    return ""
+    said = text(path).strip()
+    return int(said) if said.isdigit() else None

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from offload import info
+from offload import info, machine
 from offload.aio import BACKENDS
 from offload.aio.backend import refusals
 from offload.cli import app
@@ -21,7 +22,17 @@ from tests.seccomp import refusing
 def test_a_report_for_people_and_one_for_programs(tmp_path: Path) -> None:
     plain = CliRunner().invoke(app, ["info", str(tmp_path)])
     assert plain.exit_code == 0, plain.output
-    for words in ("I/O backend", "O_DIRECT", "2 MiB pages", "lockable memory", "versions"):
+    for words in (
+        "kernels",
+        "instructions",
+        "memory",
+        "GPU",
+        "I/O backend",
+        "O_DIRECT",
+        "2 MiB pages",
+        "lockable memory",
+        "versions",
+    ):
         assert words in plain.stdout, words
     found = json.loads(CliRunner().invoke(app, ["info", "--nvme-path", str(tmp_path), "--json"]).stdout)
     works = [name for name in BACKENDS if refusals()[name] is None]
@@ -68,7 +79,8 @@ def test_advice_has_a_line_for_each_thing_that_is_slow() -> None:
             "huge_pages": {"setting": "madvise", "granted": True},
             "registered": {"asked_bytes": 1, "got_bytes": 1},
         }
-        return {"io": usual | io, "drives": []}
+        none: dict[str, Any] = {"why": "torch is built without CUDA", "devices": []}
+        return {"io": usual | io, "drives": [], "kernels": {"isa": "avx2"}, "gpus": none}
 
     assert info.advice(facts()) == []
     (words,) = info.advice(facts(huge_pages={"setting": "never", "granted": False}))
@@ -77,3 +89,75 @@ def test_advice_has_a_line_for_each_thing_that_is_slow() -> None:
     assert "RLIMIT_MEMLOCK" in words
     (words,) = info.advice(facts(backend="threads", why="no io_uring"))
     assert "threads" in words and "no io_uring" in words
+
+
+def test_the_machine_is_told_as_it_is() -> None:
+    """Kernels and why, processor's features, memory and its limit, nodes, GPUs: what a bug report must hold."""
+    found = info.facts()
+    assert found["kernels"]["isa"] == found["kernels"]["supported"][-1] and found["kernels"]["threads"] >= 1
+    assert "the best" in found["kernels"]["why"]
+    memory = found["memory"]
+    assert 0 < memory["free_bytes"] <= (memory["limit_bytes"] or memory["total_bytes"]) <= memory["total_bytes"]
+    cpus = [each["cpus"] for each in found["numa"]]
+    assert not cpus or any(cpus)
+    assert bool(found["gpus"]["devices"]) == (found["gpus"]["why"] is None)
+
+
+def test_features_are_those_of_the_processor() -> None:
+    assert machine.features("processor : 0\nflags : fpu avx2 avx512f sse amx_bf16\n") == ["avx2", "avx512f", "amx_bf16"]
+    assert machine.features("processor : 0\nFeatures : fp asimd bf16\n") == ["asimd", "bf16"]
+    assert machine.features("") == []
+
+
+def test_nodes_are_read_from_the_system(tmp_path: Path) -> None:
+    for number, cpus in ((0, "0-3"), (10, ""), (2, "4-7")):
+        folder = tmp_path / f"devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpus + "\n")
+        (folder / "meminfo").write_text(f"Node {number} MemTotal:  1024 kB\nNode {number} MemFree: 1 kB\n")
+    told = machine.nodes(tmp_path)
+    assert [(each["node"], each["cpus"]) for each in told] == [(0, "0-3"), (2, "4-7"), (10, "")]
+    assert all(each["memory_bytes"] == 1 << 20 for each in told)
+    assert machine.nodes(tmp_path / "none") == []
+
+
+def test_a_disk_is_found_below_partitions_and_mappings(tmp_path: Path) -> None:
+    """An NVMe drive with a partition, on which an encrypted mapping lies; its controller's link has half its lanes."""
+    bus = tmp_path / "devices/pci/0000:01:00.0"
+    disk = bus / "nvme/nvme0/nvme0n1"
+    partition, mapping = disk / "nvme0n1p2", tmp_path / "devices/virtual/block/dm-0"
+    for folder in (partition, disk / "queue", mapping / "slaves", tmp_path / "dev/block"):
+        folder.mkdir(parents=True)
+    (disk / "device").symlink_to(disk.parent)
+    (disk.parent / "device").symlink_to(bus)
+    for path, words in (
+        (partition / "partition", "2"),
+        (disk.parent / "model", "FAST 1TB   "),
+        (disk / "queue/rotational", "0"),
+        (bus / "current_link_width", "2"),
+        (bus / "max_link_width", "4"),
+        (bus / "current_link_speed", "16.0 GT/s PCIe"),
+        (bus / "max_link_speed", "16.0 GT/s PCIe"),
+    ):
+        path.write_text(words + "\n")
+    (mapping / "slaves" / "nvme0n1p2").symlink_to(partition)
+    number = os.stat(tmp_path).st_dev
+    (tmp_path / f"dev/block/{os.major(number)}:{os.minor(number)}").symlink_to(mapping)
+    (found,) = machine.disks(str(tmp_path), "none", tmp_path)
+    assert (found["name"], found["model"], found["rotational"]) == ("nvme0n1", "FAST 1TB", False)
+    assert found["link"] == {"lanes": 2, "most_lanes": 4, "speed": "16.0 GT/s PCIe", "most_speed": "16.0 GT/s PCIe"}
+    drive = {"path": "/x", "o_direct": True, "file_system": "ext4", "disks": [found]}
+    usual = info.facts() | {"drives": [drive]}
+    assert any("2 of 4 lanes" in words for words in info.advice(usual))
+
+
+def test_a_gpu_that_torch_cannot_use_is_told(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("torch can use it")
+    card = tmp_path / "bus/pci/devices/0000:02:00.0"
+    card.mkdir(parents=True)
+    (card / "vendor").write_text("0x10de\n")
+    (card / "class").write_text("0x030200\n")
+    told = machine.gpus(tmp_path)
+    assert "1 NVIDIA GPU(s) are there" in told["why"] and not told["devices"]
+    assert any("install a torch" in words for words in info.advice(info.facts() | {"gpus": told}))

@@ -5,7 +5,7 @@ Pure functions. What they decide is carried out in `initialize`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -380,6 +380,11 @@ def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, hom
 def free_host_memory() -> int:
     """Bytes that this process may still take: what the machine has available, within its cgroup's limit."""
     free = int(psutil.virtual_memory().available)
+    return min([free, *(max(0, limit - used) for limit, used in memory_limits())])
+
+
+def memory_limits() -> Iterator[tuple[int, int]]:
+    """The limits of this process's cgroups, and what each has used, in bytes."""
     for line in _read("/proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
@@ -393,8 +398,7 @@ def free_host_memory() -> int:
         for place in (folder, folder[: -len(path)]):
             limit, used = _read(f"{place}/{limit_name}").strip(), _read(f"{place}/{used_name}").strip()
             if limit.isdigit() and used.isdigit():
-                free = min(free, max(0, int(limit) - int(used)))
-    return free
+                yield int(limit), int(used)
 
 
 def _read(path: str) -> str:

@@ -293,12 +293,20 @@ def memory_node(gpu: Any, folder: Path = Path("/sys/bus/pci/devices")) -> int | 
 
     None on a machine of one node, and where the system or an older torch does not say.
     """
+    place = pci_address(gpu)
     try:
-        place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        node = int((folder / place / "numa_node").read_text())
-    except (AttributeError, OSError, ValueError):
+        node = -1 if place is None else int((folder / place / "numa_node").read_text())
+    except (OSError, ValueError):
         return None
     return node if node >= 0 else None
+
+
+def pci_address(gpu: Any) -> str | None:
+    """Where a GPU, of which torch's properties are given, is on the bus; None of an older torch."""
+    try:
+        return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    except AttributeError:
+        return None
 
 
 @functools.cache
