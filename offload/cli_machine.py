@@ -271,13 +271,17 @@ def _adam_table(rows: list[Any]) -> Table:
     return table
 
 
+_COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]{1,2})?)(?:([kmgbt])(i?))?", re.IGNORECASE)
+
+
 def parse_count(text: str) -> int:
-    """A number of things: 250M is 250 million, 64Mi is 64 * 2**20, 1.5B is 1.5 billion."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(|[kKMGB]i?)", text)
-    if found is None or float(found[1]) == 0:
-        raise ConfigError(f"expected a number such as 250M or 64Mi, got {text!r}")
-    power = " KMG".index(found[2][:1].upper().replace("B", "G") or " ")
-    return int(float(found[1]) * (1024 if found[2].endswith("i") else 1000) ** power)
+    """A number of things: 250M is 250 million, 64Mi is 64 * 2**20, 1.5B and 1.5e9 are 1.5 billion, 2T 2 * 10**12."""
+    found = _COUNT.fullmatch(text.strip())
+    power = 0 if found is None else " kmgt".index((found[2] or " ").lower().replace("b", "g"))
+    count = 0 if found is None else int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if count < 1:
+        raise ConfigError(f"expected a number such as 250M, 64Mi, 1.5B or 2T, got {text!r}")
+    return count
 
 
 def tune(

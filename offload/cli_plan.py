@@ -39,7 +39,10 @@ def probe(
     with errors(BAD_INPUT):
         nbytes = parse_size(size)
         probing.compute_device(device)
+        probing.check_size(nbytes)
         probing.check_folders(paths or ["."])
+        if keep:
+            probing.check_kept()
     with errors(FAILED), signals(), telling(console) as tell:
         found = probing.probe(paths or ["."], device, nbytes, tell)
         where = probing.keep(found) if keep else None

@@ -13,7 +13,7 @@ from torch import nn
 from offload.engine.birth import init
 from offload.engine.pretrained import load_pretrained
 from offload.errors import ConfigError, OffloadError
-from offload.presets import PRESETS, build, check_name, require_transformers
+from offload.presets import PRESETS, build, check_name, check_positions, require_transformers, said
 
 APART = frozenset(
     "cohere gemma gemma2 gemma3_text gpt2 gpt_neox gptj granite llama mistral mixtral olmo olmo2 phi phi3 qwen2 qwen3 "
@@ -42,9 +42,12 @@ def read_tokenizer(folder: Path) -> Any:
     """The folder's own tokenizer. Raises `ConfigError` where it has none that can be read."""
     transformers = require_transformers()
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(folder), **_ONLY_OURS)
+        found = transformers.AutoTokenizer.from_pretrained(str(folder), **_ONLY_OURS)
     except Exception as error:  # tokenizers raises bare Exception
         raise ConfigError(f"cannot read the tokenizer of {folder}: {error}") from error
+    if not found.tokenize("what a tokenizer makes of words"):  # of a folder without its files some classes make one
+        raise ConfigError(f"{folder} has no tokenizer: put the files of one there, such as tokenizer.json")
+    return found
 
 
 def build_model(name: str, folder: Path | None, content: Mapping[str, Any]) -> tuple[nn.Module, str]:
@@ -72,16 +75,14 @@ def build_model(name: str, folder: Path | None, content: Mapping[str, Any]) -> t
     except OffloadError:
         raise
     except Exception as error:  # safetensors and tokenizers raise classes of their own
-        raise ConfigError(f"cannot build the model of {folder}: {error}") from error
+        raise ConfigError(f"cannot build the model of {folder}: {said(error)}") from error
 
 
 def check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:
     """Raise `ConfigError` where sequences of so many tokens, or such tokens, do not fit the model."""
     whole: Any = model.config
     config = whole.get_text_config()
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and seq_len > longest:
-        raise ConfigError(f"--seq-len {seq_len} is more than the {longest} positions that this model has")
+    check_positions(config, seq_len)
     if largest_id >= config.vocab_size:
         raise ConfigError(f"the text has token {largest_id}, the model's vocabulary only {config.vocab_size}")
 

@@ -79,6 +79,18 @@ def check_name(name: str) -> None:
         )
 
 
+def check_positions(config: Any, seq_len: int) -> None:
+    """Raise `ConfigError` where a model of this config has no places for so many tokens."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and seq_len > longest:
+        raise ConfigError(f"--seq-len {seq_len} is more than the {longest} positions that this model has")
+
+
+def said(error: Exception) -> str:
+    """What transformers says, without the list of all models that it knows."""
+    return str(error).partition("\nModel type should be")[0].strip()
+
+
 def build(name: str) -> nn.Module:
     """The preset's model, its weights as the library initializes them. Inside `offload.init` it takes no memory."""
     check_name(name)

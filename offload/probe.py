@@ -10,11 +10,13 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from offload import kernels
@@ -25,7 +27,7 @@ from offload.bench.python_ways import fill_with_noise
 from offload.errors import ConfigError
 from offload.info import drive as about_drive
 from offload.info import machine as about_machine
-from offload.sizes import MIB, PAGE, align_up
+from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.swapper.device import open_device
 
 _VERSION = 3
@@ -97,8 +99,7 @@ def probe(
 
 def drive_rates(folder: str, nbytes: int = 256 * MIB, rounds: int = 3) -> DriveRates:
     """What the drive under `folder` moves by itself, by the queue that will use it. Errors are `IoError`."""
-    if nbytes < 2 * PAGE:
-        raise ConfigError(f"expected a size of at least {2 * PAGE} bytes, got {nbytes}")
+    check_size(nbytes)
     buffer = aligned_empty(align_up(nbytes))
     fill_with_noise(buffer)
     request = min(_REQUEST, align_up(len(buffer) // 2))
@@ -215,6 +216,31 @@ def _seconds(action: Callable[[], object], device: torch.device | None = None) -
     return statistics.median(taken[1:])
 
 
+def check_size(nbytes: int) -> None:
+    """Raise `ConfigError` for a file of which nothing can be measured, or for which there is no buffer."""
+    if nbytes < 2 * PAGE:
+        raise ConfigError(f"expected a size of at least {2 * PAGE} bytes, got {nbytes}")
+    free = psutil.virtual_memory().available
+    if nbytes > free // 2:
+        raise ConfigError(
+            f"{format_size(free)} of memory are free, and the buffer is as long as the file, {format_size(nbytes)}: "
+            f"give a smaller --size"
+        )
+
+
+def check_kept() -> None:
+    """Raise `ConfigError` where a result could not be kept."""
+    path = kept_at()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the result cannot be kept in {path.parent}: {error.strerror}; set XDG_CACHE_HOME, or give --no-keep"
+        ) from error
+
+
 def check_folders(folders: Sequence[str]) -> None:
     """Raise `IoError` for one that is not there or cannot be written."""
     for folder in folders:
@@ -242,7 +268,9 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 def kept_at() -> Path:
     """The file that holds what was measured on this machine."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):  # as its specification has it
+        cache = os.path.join(os.path.expanduser("~"), ".cache")
     return Path(cache) / "offload" / f"probe-{platform.node() or 'machine'}.json"
 
 

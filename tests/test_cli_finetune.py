@@ -84,6 +84,13 @@ def test_a_folder_without_weights_is_trained_from_scratch() -> None:
     assert said.exit_code == 0 and "model has no weights: its model is trained from scratch" in said.stdout
 
 
+def test_a_folder_without_a_tokenizer_is_said_to_have_none() -> None:
+    """Of a GPT-2 without its files transformers makes a tokenizer that knows no words."""
+    transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2).save_pretrained("bare")
+    said = call("--model", "bare", "--steps", "1", data="texts.jsonl")
+    assert said.exit_code == 2 and "bare has no tokenizer" in said.stderr, said.output
+
+
 @pytest.mark.parametrize("data", ["chats", "pairs", "texts"])
 def test_every_kind_of_document_is_learned(data: str) -> None:
     found = facts(call("--steps", "12", "--lr", "3e-3", "--json", data=f"{data}.jsonl"))

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli import app
+from offload.cli_machine import parse_count
 from offload.errors import BudgetError, ConfigError
 from offload.planner import ask, choice, memory, timing
 from offload.planner.hardware import Hardware, described, find_gpu, parse_drive
@@ -92,7 +93,18 @@ def test_help_has_an_example() -> None:
         ((*MACHINE, *COUNT, "--model", "llama-1b"), "not both"),
         ((*MACHINE, "--model", "lama-1b"), "did you mean llama-1b"),
         ((*COUNT, "--gpu", "9000XT"), "there is no GPU"),
-        ((*COUNT, "--gpu", "24GB", "--drive", "fast"), "expected a size"),
+        ((*COUNT, "--gpu", "24GB", "--drive", "fast"), "expected a drive"),
+        ((*COUNT, "--gpu", "24GB", "--drive", "7,4"), "expected a drive"),
+        ((*COUNT, "--gpu", "24GB", "--drive", "7Gb/s,4Gb/s"), "bits a second"),
+        ((*COUNT, "--gpu", "24GB", "--drive", ""), "expected a drive"),
+        ((*COUNT, "--gpu", "24GB", "--pcie", "25"), "expected a rate"),
+        ((*COUNT, "--gpu", "0GB"), "there is no GPU"),
+        ((*COUNT, *MACHINE, "--tbw", "0"), "such as 1200TB"),
+        ((*MACHINE, "--model", ""), "unknown model"),
+        ((*MACHINE, "--model", "gpt2-tiny", "--seq-len", "2000"), "1024 positions"),
+        ((*MACHINE, "--parameters", "1", "--layers", "1"), "too few"),
+        ((*MACHINE, "--parameters", "100", "--layers", "40"), "too few"),
+        ((*MACHINE, "--parameters", "0.1", "--layers", "1"), "1.5B or 2T"),
         ((*COUNT, "--gpu", "24GB", "--nvme-path", "/x"), "describe drives by --drive"),
         ((*COUNT, *MACHINE, "--batch-size", "0"), "at least 1"),
         ((*COUNT, *MACHINE, "--batch-size", "4096"), "--batch-size"),
@@ -247,7 +259,43 @@ def test_no_drive_no_homes_there(shape: Shape) -> None:
 # -- the machine and the model ------------------------------------------------------------------------
 
 
+def test_a_model_that_is_no_language_model_is_one_line(tmp_path: Path) -> None:
+    transformers.T5Config(d_model=64, d_ff=64, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    done = run("--model", str(tmp_path), *MACHINE)
+    assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1 and "T5Config" in done.stderr
+
+
+def test_counts_in_words() -> None:
+    for words, count in (("13B", 13e9), ("13b", 13e9), ("1.5e9", 1.5e9), ("2T", 2e12), ("64Mi", 64 * 2**20), ("7", 7)):
+        assert parse_count(words) == count
+    for words in ("", "nan", "inf", "-3", "0", "0.1", "3 apples", "Mi", "1e999"):
+        with pytest.raises(ConfigError, match="expected a number"):
+            parse_count(words)
+
+
+def test_a_rated_life_without_a_unit_is_in_terabytes_as_in_a_config() -> None:
+    assert ask.parse_tbw("600") == ask.parse_tbw("600TB") == 600 * 10**12 and ask.parse_tbw("1PB") == 10**15
+
+
+def test_a_small_model_is_counted_in_its_own_unit() -> None:
+    assert "3.49 million parameters" in run("--model", "gpt2-tiny", "--seq-len", "64", *MACHINE).stdout
+
+
+def test_a_config_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "written.json"
+
+    def full(path: Path, *options: Any, **more: Any) -> Any:
+        path.touch()
+        return Path("/dev/full").open("w")
+
+    monkeypatch.setattr(ask, "open", full, raising=False)
+    done = run("--model", "gpt2-tiny", "--seq-len", "64", *MACHINE, "--write", str(target))
+    assert done.exit_code == 1 and f"cannot write the config {target}: No space left" in done.stderr
+    assert not target.exists()
+
+
 def test_machines_in_words() -> None:
+    assert find_gpu("24.5GB")[0].memory == 24.5 * GIB
     assert find_gpu("4090")[0].name == "RTX 4090" and find_gpu("4090")[1] is None
     assert find_gpu("a100-80gb")[0].memory == 80 * GIB and find_gpu("A100")[0].memory == 80 * GIB
     assert find_gpu("16GB")[0].memory == 16 * GIB and "as fast as" in (find_gpu("16GB")[1] or "")

@@ -68,3 +68,23 @@ def test_bad_input(tmp_path: Path) -> None:
         assert done.exit_code == 2 and ("error: expected" in done.output or "error: there is no" in done.output)
     done = run(str(tmp_path / "none"))
     assert done.exit_code == 2 and "none" in done.output
+
+
+def test_what_cannot_be_kept_or_held_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "probe", lambda *_: pytest.fail("it measured"))
+    done = run(str(tmp_path), "--size", "900TB")
+    assert done.exit_code == 2 and "give a smaller --size" in done.stderr
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    done = run(str(tmp_path), "--size", "1MiB")
+    assert done.exit_code == 2 and "XDG_CACHE_HOME" in done.stderr and "--no-keep" in done.stderr
+    done = run(str(tmp_path / "file"))
+    assert done.exit_code == 2 and "Not a directory" in done.stderr
+
+
+def test_a_cache_that_is_no_whole_path_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert probe.kept_at().parent == tmp_path / ".cache" / "offload"

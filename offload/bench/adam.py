@@ -103,8 +103,9 @@ def cases(dtypes: Sequence[str], grad_dtypes: Sequence[str], threads: Sequence[i
     for name in (*dtypes, *grad_dtypes):
         if name not in DTYPES:
             raise ConfigError(f"there is no dtype {name!r} here: expected {', '.join(DTYPES)}")
-    if any(count < 1 for count in threads):
-        raise ConfigError(f"expected threads >= 1, got {min(threads)}")
+    for count in threads:
+        if not 1 <= count <= settings.MOST_THREADS:
+            raise ConfigError(f"expected threads >= 1 and at most {settings.MOST_THREADS}, got {count}")
     pairs = [(dtype, grad) for dtype in dtypes or ("bf16",) for grad in grad_dtypes or (dtype,)]
     return [Case(*pair, count, isa) for pair, count, isa in itertools.product(pairs, threads, isas)]
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from offload.errors import ConfigError
 
 _CGROUPS = Path("/sys/fs/cgroup")
+MOST_THREADS = 1024
+"""What is more is a slip: OpenMP, which torch computes with, ends the process at some tens of thousands."""
 
 
 def available_cores(cgroups: Path = _CGROUPS) -> int:
@@ -38,8 +40,8 @@ def threads_from(environment: dict[str, str] | os._Environ[str]) -> int:
     text = environment.get("OFFLOAD_THREADS", "")
     if not text:
         return available_cores()
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1024):
-        raise ConfigError(f"OFFLOAD_THREADS: expected a whole number from 1 to 1024, got {text!r}")
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_THREADS):
+        raise ConfigError(f"OFFLOAD_THREADS: expected a whole number from 1 to {MOST_THREADS}, got {text!r}")
     return int(text)
 
 

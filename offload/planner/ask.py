@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -129,10 +130,19 @@ def hardware(machine: Described) -> Hardware:
 def endurance(on: Hardware, given: str | None) -> int | None:
     """Bytes that all drives together may be written: as given for each, or as SMART tells of all; None else."""
     if given is not None:
-        return parse_size(given) * max(len(on.drives), 1)
+        return parse_tbw(given) * max(len(on.drives), 1)
     told = [_by_smart(drive.name) for drive in on.drives if os.path.isdir(drive.name)]
     known = [each for each in told if each is not None]
     return sum(known) if known and len(known) == len(on.drives) else None
+
+
+def parse_tbw(text: str) -> int:
+    """Bytes of "1200TB"; a number alone is of terabytes, as "drive_tbw" in a config."""
+    plain = re.fullmatch(r"\s*[0-9]+(\.[0-9]+)?\s*", text)
+    nbytes = parse_size(f"{text.strip()}TB" if plain else text)
+    if not nbytes:
+        raise ConfigError(f"expected what a drive may be written, such as 1200TB, got {text!r}")
+    return nbytes
 
 
 def _by_smart(folder: str) -> int | None:
@@ -187,7 +197,15 @@ def format_exact(nbytes: int) -> int | str:
 
 
 def write_config(planned: Planned, path: Path) -> None:
-    """Write the ready config."""
-    with open(path, "x", encoding="utf-8") as file:
-        json.dump(ready(planned), file, indent=2)
-        file.write("\n")
+    """Write the ready config; none is left where that fails. Errors are `OSError`."""
+    text = json.dumps(ready(planned), indent=2) + "\n"
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            try:
+                file.write(text)
+                file.flush()
+            except OSError:
+                path.unlink()
+                raise
+    except OSError as error:
+        raise OSError(f"cannot write the config {path}: {error.strerror}; give --write another file") from error

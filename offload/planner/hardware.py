@@ -117,11 +117,11 @@ def find_gpu(text: str) -> tuple[Gpu, str | None]:
     """A GPU by its name, "4090", "a100-80gb", or the slowest that has so much memory, "24GB"; and what is assumed."""
     wanted = re.sub(r"[^a-z0-9]", "", text.lower())
     named = [gpu for gpu in GPUS if wanted and wanted in re.sub(r"[^a-z0-9]", "", gpu.name.lower())]
-    size = re.fullmatch(r"([0-9]+)\s*gi?b", text.strip().lower())
+    size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*gi?b", text.strip().lower())
+    nbytes = 0 if size is None else int(float(size[1]) * GIB)  # what is sold as 24 GB has 24 GiB
     if size is None and named:
         return max(named, key=lambda gpu: gpu.memory), None
-    if size is not None:
-        nbytes = int(size[1]) * GIB  # what is sold as 24 GB has 24 GiB
+    if nbytes:
         of_size = sorted((gpu for gpu in GPUS if gpu.memory >= nbytes), key=lambda gpu: (gpu.memory, gpu.flops))
         like = next((gpu for gpu in of_size if gpu.name.startswith("RTX")), None) or (of_size or GPUS[-1:])[0]
         return like._replace(
@@ -134,16 +134,24 @@ def find_gpu(text: str) -> tuple[Gpu, str | None]:
 def parse_drive(text: str) -> Drive:
     """ "7GB/s,4GB/s" reads and writes so much, "7GB/s" both; "7GB/s,4GB/s,2TB" has 2 TB free."""
     fields = [field.strip() for field in text.split(",")]
-    if not 1 <= len(fields) <= 3:
-        raise ConfigError(f"expected a drive such as '7GB/s,4GB/s' (reads, writes) or '7GB/s,4GB/s,2TB', got {text!r}")
-    read, write = parse_rate(fields[0]), parse_rate(fields[1] if len(fields) > 1 else fields[0])
-    free = parse_size(fields[2]) if len(fields) == 3 else None
+    try:
+        if not 1 <= len(fields) <= 3:
+            raise ConfigError(f"{len(fields)} numbers")
+        read, write = parse_rate(fields[0]), parse_rate(fields[1] if len(fields) > 1 else fields[0])
+        free = parse_size(fields[2]) if len(fields) == 3 else None
+    except ConfigError as error:
+        raise ConfigError(
+            f"expected a drive such as '7GB/s,4GB/s' (reads, writes) or '7GB/s,4GB/s,2TB' (free), got {text!r}: {error}"
+        ) from error
     return Drive(f"drive of {fields[0]}", read, write, 2 / (1 / read + 1 / write), free)
 
 
 def parse_rate(text: str) -> float:
-    """Bytes a second of "7GB/s"."""
-    rate = parse_size(re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE))
+    """Bytes a second of "7GB/s". A number alone is none: "7" is meant as gigabytes and would be seven bytes."""
+    words = re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE)
+    if re.search(r"[a-z]b$", words, re.IGNORECASE) and words.endswith("b") and not words.islower():
+        raise ConfigError(f"{text!r} are bits a second; give bytes, such as '7GB/s'")
+    rate = parse_size(words) if re.search(r"[a-z]\s*$", words, re.IGNORECASE) else 0
     if not rate:
         raise ConfigError(f"expected a rate such as '7GB/s', got {text!r}")
     return float(rate)

@@ -88,7 +88,7 @@ def heading(planned: Planned) -> list[str]:
     device = "" if hardware.on_cpu else f", {format_size(hardware.gpu_memory)} of GPU memory"
     zero = planned.memory.config.zero_optimization
     return [
-        f"{shape.name}: {shape.parameters / 1e9:.3g} billion parameters in {len(shape.layouts)} units",
+        f"{shape.name}: {_count(shape.parameters)} parameters in {len(shape.layouts)} units",
         f"{hardware.name}{device}, {format_size(hardware.ram)} of RAM; drives: {drives}",
         f"weights on {zero.offload_param.device}, states on {zero.offload_optimizer.device}; a step is "
         f"{load.accumulation} x {load.batch} x {shape.sequence} tokens"
@@ -194,6 +194,12 @@ def years(planned: Planned, asked: Asked) -> float | None:
     """Until the drives have been written what they are rated for; None where nobody knows, or nothing is written."""
     written = planned.timing.moved.written / planned.timing.seconds
     return None if asked.endurance is None or not written else asked.endurance / written / YEAR
+
+
+def _count(number: int) -> str:
+    """For people, with three digits of a large one."""
+    named = (("billion", 1e9), ("million", 1e6))
+    return next((f"{number / size:.3g} {name}" for name, size in named if number >= size), f"{number:,}")
 
 
 def _seconds(value: float) -> str:

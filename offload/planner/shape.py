@@ -20,7 +20,7 @@ from offload.engine.layout import UnitLayout, lay_out
 from offload.engine.units import find_units
 from offload.errors import ConfigError
 from offload.planner.memory import layouts_of
-from offload.presets import PRESETS, check_name, require_transformers
+from offload.presets import PRESETS, check_name, check_positions, require_transformers, said
 
 _VOCABULARY = 32000
 
@@ -74,6 +74,11 @@ def from_count(parameters: int, layers: int, sequence: int) -> Shape:
     hidden = _hidden(parameters, layers)
     outer = _VOCABULARY * hidden
     inner = (parameters - 2 * outer) // layers
+    if inner < 1:
+        raise ConfigError(
+            f"{parameters} parameters are too few for {layers} layers between an embedding and a head of {_VOCABULARY} "
+            f"tokens; give a --model"
+        )
     sizes = [outer + parameters - 2 * outer - inner * layers, *[inner] * layers, outer]
     names = ["embedding", *(f"layers.{index}" for index in range(layers)), "head"]
     layouts = tuple(
@@ -107,12 +112,13 @@ def from_name(name: str, sequence: int, dtype: torch.dtype = torch.bfloat16, uni
     from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.export traces with; meta fails in masks
 
     folder = Path(name)
-    if not folder.is_dir() or name in PRESETS:
+    if not folder.is_dir() or name in ("", *PRESETS):
         check_name(name)
     transformers = require_transformers()
     try:
         with FakeTensorMode(), torch.device("cpu"):
             config = _config(transformers, name)
+            check_positions(config, sequence)
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
             if getattr(model, "loss_type", "") is None:
                 vars(model)["loss_type"] = "ForCausalLM"
@@ -121,7 +127,8 @@ def from_name(name: str, sequence: int, dtype: torch.dtype = torch.bfloat16, uni
         raise
     except Exception as error:  # whatever a model's own code raises
         raise ConfigError(
-            f"cannot run {name} without its weights ({type(error).__name__}: {error}); give --parameters and --layers"
+            f"cannot run {name} without its weights ({type(error).__name__}: {said(error)}); "
+            f"give --parameters and --layers"
         ) from error
 
 
