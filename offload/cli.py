@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -27,7 +29,14 @@ cli_train.register(app)
 
 def main() -> None:
     """Entry point of the command `offload`."""
-    app()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # where a terminal has no µ, training need not end for it
+    try:
+        app()
+    except OSError as error:  # a full disk below stdout, mostly
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(cli_machine.FAILED)
 
 
 def _version(wanted: bool) -> None:
