@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from offload.cli_machine import BAD_INPUT, FAILED, Json, errors, signals
 from offload.errors import StoreError, UsageError
-from offload.sizes import format_size, parse_size
+from offload.sizes import format_size
 
 _DAMAGED = 1
 _SHOWN = 20
@@ -82,14 +82,14 @@ def export(
     Example: offload export /mnt/nvme/my-run ./my-model --dtype bf16
     """
     from offload.aio import IoQueue
-    from offload.export import check_target, make_plan, open_source, read_nbytes
+    from offload.export import check_target, make_plan, open_source, read_nbytes, shard_size
     from offload.export import export as write
 
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
     with errors(FAILED), _refusals(), signals():
         _check_folder(path)
         check_target(out.absolute())
-        shard_nbytes = parse_size(max_shard_size)
+        shard_nbytes = shard_size(max_shard_size)
         with IoQueue() as queue, closing(open_source(path, queue)) as source:
             plan = make_plan(source, None if dtype is None else dtype.value, shard_nbytes)
             with _bar(console, read_nbytes(plan)) as progress:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 from offload.engine.checkpoint_files import find
 from offload.engine.checkpoint_source import CheckpointSource
 from offload.engine.model_folder import arriving, check_room, copy_tokenizer, tokenizer_files
-from offload.engine.model_write import Files, Plan, make_plan, notices, read_nbytes, stream
+from offload.engine.model_write import Files, Plan, make_plan, notices, read_nbytes, shard_size, stream
 from offload.engine.source import Source, StoreSource
 from offload.errors import StoreError
 from offload.swapper.states import dtype_name
 from offload.swapper.store import Queue
 
-__all__ = ["Exported", "check_target", "export", "make_plan", "open_source", "read_nbytes"]
+__all__ = ["Exported", "check_target", "export", "make_plan", "open_source", "read_nbytes", "shard_size"]
 
 
 class Exported(NamedTuple):

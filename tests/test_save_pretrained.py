@@ -142,6 +142,7 @@ def test_a_tokenizer_comes_along(engine: offload.Engine, tmp_path: Path) -> None
         ({"dtype": "int8"}, ConfigError),
         ({"dtype": torch.int8}, ConfigError),
         ({"max_shard_size": "many"}, ConfigError),
+        ({"max_shard_size": 0}, ConfigError),
         ({"tokenizer": "gpt2"}, UsageError),
     ],
 )

@@ -20,14 +20,13 @@ from offload.engine.checkpoint_files import check_folder
 from offload.engine.checkpoint_folder import told
 from offload.engine.description import about, describe
 from offload.engine.model_folder import arriving, check_not_a_file, check_room
-from offload.engine.model_write import Files, Sink, check_dtype, make_plan, notices, stream
+from offload.engine.model_write import Files, Sink, check_dtype, make_plan, notices, shard_size, stream
 from offload.engine.parts import Parts
 from offload.engine.progress import persistent_buffers
 from offload.engine.rounds import Kind
 from offload.engine.source import Reading
 from offload.engine.together import Together, together
 from offload.errors import UsageError
-from offload.sizes import parse_size
 from offload.swapper.states import State
 from offload.swapper.store import Future
 
@@ -50,7 +49,7 @@ class Wanted(NamedTuple):
     def check(self) -> None:
         """Raise `UsageError`, `ConfigError` or `StoreError` where it cannot be."""
         check_not_a_file(check_folder(self.folder, "save_directory"))
-        parse_size(self.max_shard_size)
+        shard_size(self.max_shard_size)
         check_dtype(self.dtype)
         if self.tokenizer is not None and not hasattr(self.tokenizer, "save_pretrained"):
             raise UsageError(f"tokenizer must be one of transformers, with save_pretrained, got {self.tokenizer!r}")
@@ -163,7 +162,7 @@ class Saving:
 
     def _write(self, wanted: Wanted, out: Path, epoch: int, ranks: Together) -> None:
         source = EngineSource(self._module, self._parts, epoch, ranks)
-        shard_nbytes = _ONE_FILE if wanted.file_name else parse_size(wanted.max_shard_size)
+        shard_nbytes = _ONE_FILE if wanted.file_name else shard_size(wanted.max_shard_size)
         plan = make_plan(source, wanted.dtype, shard_nbytes, wanted.frozen, wanted.file_name)
         with contextlib.ExitStack() as folder_open, contextlib.ExitStack() as files_open:
             made: list[tuple[Path, Files]] = []  # on rank 0

@@ -30,6 +30,7 @@ from offload.engine.source import Reading, Source
 from offload.engine.tensor_file import Tensor, Writer, shard
 from offload.engine.tensor_file import plan as plan_file
 from offload.errors import ConfigError
+from offload.sizes import parse_size
 from offload.swapper.states import DTYPES, MODES, Mode, State, dtype_name
 
 _CHUNK_NUMEL = 1 << 21
@@ -65,6 +66,14 @@ class Plan(NamedTuple):
         """Bytes of all files of tensors."""
         heads = sum(len(plan_file(tensors, self.metadata)[0]) for tensors in self.shards.values())
         return heads + self.weights_nbytes
+
+
+def shard_size(text: str | int) -> int:
+    """Bytes that a file may have at most. Raises `ConfigError`."""
+    nbytes = parse_size(text)
+    if not nbytes:
+        raise ConfigError(f"no weights go into files of max_shard_size {text!r}; give a size such as 5GB")
+    return nbytes
 
 
 def make_plan(
