@@ -35,6 +35,7 @@ _ROUNDS = 5
 _NUMEL = 1 << 24
 _COPIED = 64 * MIB
 _REQUEST = 16 * MIB
+_LAYERS = 12
 
 
 class DriveRates(NamedTuple):
@@ -169,20 +170,20 @@ def _products(device: torch.device) -> tuple[float, float]:
     weights = [torch.full((wide, width), 0.01, dtype=torch.bfloat16, device=device) for _ in range(3)]
     taken = itertools.cycle(weights)
 
-    def seconds(tokens: int) -> float:
-        inputs = torch.full((tokens, width), 0.01, dtype=torch.bfloat16, device=device)
-
-        def products() -> None:
+    def products(inputs: torch.Tensor) -> Callable[[], object]:
+        def work() -> None:
             weight = next(taken)
             output = torch.nn.functional.linear(inputs, weight)
             output @ weight
             output.t() @ inputs
 
-        return _seconds(products, device)
+        return work
 
-    small, large = seconds(few), seconds(many)
+    inputs = (torch.full((tokens, width), 0.01, dtype=torch.bfloat16, device=device) for tokens in (few, many))
+    small, large = _seconds_in_turns([products(each) for each in inputs], device)
     each = max(large - small, 0.5 * large) / (many - few)  # of a token; the rest is of the weights
-    return 6 * wide * width / each, 3 * weights[0].nbytes / max(small - few * each, 0.01 * small)
+    rest = min(max(small - few * each, 0.01 * small), 0.5 * small)
+    return 6 * wide * width / each, 3 * weights[0].nbytes / rest
 
 
 def _fresh(device: torch.device) -> float:
@@ -195,25 +196,33 @@ def _elementwise(device: torch.device) -> float:
     values = torch.full((tokens, width), 0.5, dtype=torch.bfloat16, device=device)
     weight = torch.ones(width, dtype=torch.bfloat16, device=device)
 
-    def work() -> None:
-        hidden = torch.nn.functional.layer_norm(values, (width,), weight, weight)
-        hidden = torch.nn.functional.gelu(hidden, approximate="tanh")
-        hidden = torch.softmax(hidden, -1)
-        torch.add(hidden * values, values)
+    def layers() -> None:
+        for _ in range(_LAYERS):
+            hidden = torch.nn.functional.layer_norm(values, (width,), weight, weight)
+            hidden = torch.nn.functional.gelu(hidden, approximate="tanh")
+            hidden = torch.softmax(hidden, -1)
+            torch.add(hidden * values, values)
 
-    return 12 * values.nbytes / _seconds(work, device)
+    return _LAYERS * 12 * values.nbytes / _seconds(layers, device)
 
 
 def _seconds(action: Callable[[], object], device: torch.device | None = None) -> float:
     """The median of some runs, after one that finds memory and kernels."""
-    taken = []
+    return _seconds_in_turns([action], device)[0]
+
+
+def _seconds_in_turns(actions: Sequence[Callable[[], object]], device: torch.device | None = None) -> list[float]:
+    """The same of each of some actions, one after the other in each round: a machine that is slow for a moment is so
+    for all."""
+    taken: list[list[float]] = [[] for _ in actions]
     for _ in range(_ROUNDS + 1):
-        start = time.perf_counter()
-        action()
-        if device is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)  # it is what is measured
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+        for action, seconds in zip(actions, taken, strict=True):
+            start = time.perf_counter()
+            action()
+            if device is not None and device.type == "cuda":
+                torch.cuda.synchronize(device)  # it is what is measured
+            seconds.append(time.perf_counter() - start)
+    return [statistics.median(seconds[1:]) for seconds in taken]
 
 
 def check_size(nbytes: int) -> None:
