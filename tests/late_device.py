@@ -105,7 +105,7 @@ class LateDevice(Device):
         self.broken: list[str] = []
         self.lock = threading.RLock()
         self.progress = 0
-        self.copies = 0
+        self.copies = self.downloads = 0
         self._chance, self._lateness = random.Random(seed), lateness
         self._clock = 0
         self._streams: dict[str, list[_Copy]] = {"upload": [], "download": []}
@@ -115,6 +115,7 @@ class LateDevice(Device):
         return self._give("upload", destination, source, after)
 
     def download(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+        self.downloads += 1
         return self._give("download", destination, source, after)
 
     def _give(self, stream: str, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event]) -> Event:
@@ -166,6 +167,15 @@ class LateDevice(Device):
                 self._reads.append((self._clock, first, last))
             self.drift()
             self._reads = [read for read in self._reads if read[0] > self.progress]
+
+    def check_kernel(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """A kernel that waits for nothing reads and writes these: note what is still under way there."""
+        with self.lock:
+            pending = [copy for stream in self._streams.values() for copy in stream if not copy.carried_out]
+            for first, last in stretches:
+                if any(copy.start < last and first < copy.start + copy.nbytes for copy in pending):
+                    self.broken.append("read early")
+                self.check_written(first, last - first)
 
     def check_written(self, start: int, nbytes: int) -> None:
         """Note where compute that may still be under way reads what a copy writes."""

@@ -19,8 +19,10 @@ from tests.oracle import (
     PlainEngine,
     Result,
     assert_same,
+    assert_same_tensors,
     config,
     room_for,
+    start,
     train_step,
     trained,
 )
@@ -77,6 +79,49 @@ def test_as_a_plain_loop_and_the_same_bits_everywhere(name: str, tmp_path: Path)
         assert loss == pytest.approx(expected, rel=2e-3)
         assert norm == pytest.approx(plain.get_global_grad_norm(), rel=1e-2)
     assert all(value.dtype != torch.bfloat16 for value in memory.weights.values())
+
+
+class Told(models.Mixture):
+    """Says whether torch would keep what it casts in here."""
+
+    kept: bool | None = None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.kept = torch.is_autocast_cache_enabled()
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_under_a_context_of_the_users_own(recomputed: bool, tmp_path: Path) -> None:
+    """The same bits, and torch keeps no casts of weights on the device until the context ends."""
+    job = JOBS["checkpointing" if recomputed else "tied and frozen"]
+    expected = train(job, DISK, tmp_path / "config", device_memory=room_for(job, 2))
+    engine = start(
+        job._replace(model=job.model if recomputed else Told), DISK, tmp_path, device_memory=room_for(job, 2)
+    )
+    norms = []
+    for step in range(job.steps):
+        for micro in range(job.accumulation):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = job.loss(engine, step, micro)
+                assert torch.is_autocast_cache_enabled() and torch.is_autocast_enabled("cpu")
+            engine.backward(loss)
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    assert norms == expected.norms
+    assert recomputed or engine.module.kept is False
+    assert_same_tensors(engine.state_dict(), expected.weights)
+    engine.destroy(remove=True)
+
+
+def test_after_an_error_in_a_forward_torch_keeps_casts_again(tmp_path: Path) -> None:
+    engine = start(models.MIXTURE, DISK, tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError):
+            engine(torch.zeros(1, 2))
+        assert torch.is_autocast_cache_enabled()
+    assert engine(torch.zeros(1, 2, dtype=torch.int64)).dtype == torch.float32
+    engine.destroy(remove=True)
 
 
 def test_it_is_on_inside_of_the_engine_alone(tmp_path: Path) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 from tests import models
-from tests.oracle import Job, plain_loop, room_for, run
+from tests.oracle import Job, plain_loop, room_for, run, start, train_step
 from tests.test_modules import DISK, MEMORY, WIDTH, Layers
 
 
@@ -77,3 +78,63 @@ def test_compiled_blocks_of_engine_after_engine(tmp_path: Path) -> None:
         losses.append(run(job, DISK, tmp_path / str(turn)).losses)
         gc.collect()
     assert losses[0] == losses[1] == losses[2]
+
+
+class Counted(Compiled):
+    """Each layer is compiled by a backend that keeps its graphs."""
+
+    graphs: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def backend(graph: Any, inputs: Any) -> Any:  # type: ignore[override]
+        Counted.graphs.append(graph.graph)
+        return graph.forward
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.works("Graphs", "hooks stay outside of compiled graphs, which are made once", "right")
+def test_a_compiled_block_is_one_graph_and_stays_it(tmp_path: Path) -> None:
+    """Whatever address its weights have, step after step."""
+    Counted.graphs.clear()
+    job = Job(Counted, models.mixture_loss, steps=3)
+    engine = start(job, DISK, tmp_path, device_memory=room_for(job, 2))
+    train_step(engine, job, 0)
+    made = len(Counted.graphs)
+    for step in (1, 2):
+        train_step(engine, job, step)
+    engine.destroy(remove=True)
+    assert 1 <= made <= len(engine.module.layers) and len(Counted.graphs) == made
+    for graph in Counted.graphs:
+        calls = [node.target.__name__ for node in graph.nodes if node.op.startswith("call")]
+        assert calls == ["linear", "gelu", "linear"], "all of a block"
+
+
+def llama(recompute: bool, compiled: bool) -> nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    numbers = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = LlamaConfig(**numbers, max_position_embeddings=32, vocab_size=64, use_cache=False)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    if recompute:
+        model.gradient_checkpointing_enable()
+    for block in model.model.layers if compiled else ():
+        block.compile(backend="aot_eager")
+    return model
+
+
+def llama_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    ids = models.tokens(step, micro, (2, 16), 64)
+    return model(input_ids=ids, labels=ids).loss
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_layers_of_a_llama(recompute: bool, tmp_path: Path) -> None:
+    """The modules within have no hooks: with activation checkpointing these are run alone, uncompiled."""
+    eager = Job(functools.partial(llama, recompute, False), llama_loss, steps=3)
+    room = room_for(eager, 2)
+    expected = run(eager, DISK, tmp_path / "eager", device_memory=room)
+    compiled = eager._replace(model=functools.partial(llama, recompute, True))
+    for placement, options in ((DISK, {"device_memory": room}), (MEMORY, {})):
+        found = run(compiled, placement, tmp_path / placement[0], **options)
+        assert found.losses == expected.losses and found.norms == expected.norms

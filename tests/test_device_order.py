@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 
 import offload
-from offload.engine.gradients import Gradients
+from offload import kernels
+from offload.engine import initialize
+from offload.engine.downloads import Downloads
 from offload.engine.layout import lay_out
 from offload.engine.units import find_units
 from offload.errors import EngineFailed
+from offload.swapper.device import DONE
 from offload.swapper.leases import Leases
 from tests import models
 from tests.late_device import LateDevice, Ticks, use_device
@@ -23,6 +27,7 @@ from tests.oracle import (
     assert_same,
     least_host_memory,
     room_for,
+    run,
     small_pieces,
     start,
     train_step,
@@ -76,6 +81,28 @@ def test_random_lateness_changes_no_bit(
         assert device.broken == [] and device.copies > 100
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_where_the_device_sums_no_squares_the_host_does(
+    accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU without CuPy; all that is sent then goes through staging buffers."""
+    job = JOB._replace(accumulation=accumulation)
+    expected = run(job, ("nvme", "nvme"), tmp_path / "plain")
+    make = initialize._downloads
+    without: list[Downloads] = []
+
+    def made(*given: Any) -> Downloads:
+        without.append(make(*given))
+        without[-1].sums = False
+        return without[-1]
+
+    monkeypatch.setattr(initialize, "_downloads", made)
+    device = LateDevice(0, 0.9)
+    use_device(monkeypatch, lambda: device)
+    assert_same(expected, train(job, ("nvme", "nvme"), tmp_path / "late", device))
+    assert without and device.broken == []
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_with_the_least_host_memory(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients spill, and units come in pieces that are copied while the next are read."""
@@ -86,6 +113,102 @@ def test_with_the_least_host_memory(seed: int, tmp_path: Path, monkeypatch: pyte
     result, device = runs(monkeypatch, tmp_path / "disk", seed, 0.9, ("nvme", "nvme"), host_memory=least)
     assert_same(expected, result)
     assert device.broken == [] and device.copies > 100
+
+
+WHOLE = 1 << 24
+"""Bytes of a device that all of the model's states and gradients fit on."""
+
+
+def watch_updates(patch: pytest.MonkeyPatch, device: LateDevice) -> list[int]:
+    """Note what the optimizer's kernel touches, which waits for no stream; elements of each call."""
+    real, numels = kernels.update, list[int]()
+
+    def update(partition: kernels.Partition, segments: Any) -> None:
+        given = [partition.weight, partition.grad, *partition.moments, partition.residual, partition.master]
+        tensors = [tensor for tensor in given if tensor is not None]
+        device.check_kernel([(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors])
+        numels.append(partition.weight.numel())
+        real(partition, segments)
+
+    patch.setattr(kernels, "update", update)
+    return numels
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_lives_on_the_device_is_updated_there(
+    accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients never leave it; where each step is durable, what was updated is copied out to be written."""
+    job = JOB._replace(accumulation=accumulation)
+    expected = run(job, ("none", "none"), tmp_path / "plain")
+    copies = {}
+    for seed, durability in enumerate(("none", "step")):
+        device = LateDevice(seed, 0.9)
+        with monkeypatch.context() as patch:
+            use_device(patch, lambda: device)  # noqa: B023
+            tiles = watch_updates(patch, device)
+            options = {"device_memory": WHOLE, "durability": durability}
+            assert_same(expected, train(job, ("none", "none"), tmp_path / durability, device, **options))
+        assert device.broken == [] and len(tiles) >= job.steps
+        assert device.downloads == job.steps, "of the sums of squares"
+        copies[durability] = device.copies
+    states = len(("weight", "residual", "exp_avg", "exp_avg_sq"))
+    assert copies["step"] == copies["none"] + len(tiles) * states
+
+
+def test_gradients_that_have_no_room_there_leave_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice(0, 0.9)
+    use_device(monkeypatch, lambda: device)
+    engine = start(JOB, ("none", "none"), tmp_path, device_memory=WHOLE)
+    units = len(engine._parts.layouts)
+    assert all(engine._parts.gradients.stays(unit) for unit in range(units))
+    used = engine._parts.pager.arena.used_bytes
+    engine.destroy(remove=True)
+    engine = start(JOB, ("none", "none"), tmp_path, device_memory=used - 4096)
+    stays = [engine._parts.gradients.stays(unit) for unit in range(units)]
+    assert any(stays) and not all(stays)
+    engine.destroy(remove=True)
+    expected = run(JOB, ("none", "none"), tmp_path / "memory", device="cpu")
+    assert_same(expected, train(JOB, ("none", "none"), tmp_path, device, device_memory=used - 4096))
+    assert device.broken == []
+
+
+def test_gradients_on_the_device_are_read_and_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, tuple[list[torch.Tensor], float | None]] = {}
+    for name, device in (("plain", None), ("late", LateDevice(0, 0.9))):
+        with monkeypatch.context() as patch:
+            if device is not None:
+                use_device(patch, lambda: device)  # noqa: B023
+            engine = start(JOB, ("none", "none"), tmp_path / name, device_memory=WHOLE)
+            for micro in range(JOB.accumulation):
+                engine.backward(JOB.loss(engine, 0, micro))
+                if micro == 0:
+                    engine.zero_grad()
+                    engine.backward(JOB.loss(engine, 0, 0))
+                    engine.step()
+            weights = list(engine.module.parameters())
+            gradients = [offload.safe_get_full_grad(weight) for weight in weights]
+            offload.safe_set_full_grad(weights[0], torch.ones_like(gradients[0]))
+            engine.step()
+            moments = [offload.safe_get_full_optimizer_state(weight, "exp_avg") for weight in weights]
+            with torch.no_grad():
+                weights[1].mul_(0.5)  # an edit, which is an update without a gradient
+            found[name] = ([*gradients, *moments, *engine.state_dict().values()], engine.get_global_grad_norm())
+            engine.destroy(remove=True)
+    assert found["plain"][1] == found["late"][1]
+    assert all(torch.equal(one, other) for one, other in zip(found["plain"][0], found["late"][0], strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["Lion", "Lamb"])
+def test_what_has_no_kernel_there_is_updated_on_the_host(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = JOB._replace(optimizer=optimizer)
+    expected = run(job, ("none", "none"), tmp_path / "plain")
+    device = LateDevice(0, 0.9)
+    use_device(monkeypatch, lambda: device)
+    assert_same(expected, train(job, ("none", "none"), tmp_path / "late", device, device_memory=WHOLE))
+    assert device.broken == [] and device.downloads > job.steps
 
 
 def hold_nothing(self: LateDevice, event: Any) -> None:
@@ -99,8 +222,6 @@ def write_at_once(self: LateDevice, *given: Any) -> Any:
 
 def take_lease_at_once(self: Leases, entry: Any) -> None:
     """Leases are used again while an upload reads them."""
-    from offload.swapper.device import DONE
-
     entry.copied, before = DONE, entry.copied
     REAL_TAKE_LEASE(self, entry)
     entry.copied = before
@@ -109,20 +230,23 @@ def take_lease_at_once(self: Leases, entry: Any) -> None:
 REAL_TAKE_LEASE = Leases._take_lease
 
 
-def free_at_once(self: Gradients, *given: Any) -> None:
+def free_at_once(self: Downloads, sent: Any, *given: Any) -> None:
     """Gradients are freed while a download reads them."""
-    REAL_PUT(self, *given)
-    for position, arriving in enumerate(self._arriving):
-        source = torch.empty(0, dtype=arriving.source.dtype).new_empty(len(arriving.source))
-        self._arriving[position] = arriving._replace(source=source)
+    REAL_START(self, sent, *given)
+    elsewhere = sent._replace(source=sent.source.new_empty(len(sent.source)))
+    self._arriving[-1] = self._arriving[-1]._replace(sent=elsewhere)
+    for position, each in enumerate(self._sent):
+        if each is sent:
+            self._sent[position] = elsewhere
 
 
-REAL_PUT = Gradients.put
+REAL_START = Downloads._start
+
 
 FAULTS = {
     "read early": (LateDevice, "hold", hold_nothing),
     "written early": (LateDevice, "upload", write_at_once),
-    "changed early": (Gradients, "put", free_at_once),
+    "changed early": (Downloads, "_start", free_at_once),
     "changed early, a lease": (Leases, "_take_lease", take_lease_at_once),
 }
 
@@ -139,15 +263,43 @@ def test_the_record_shows_a_missing_wait(fault: str, tmp_path: Path, monkeypatch
     assert fault.partition(",")[0] in device.broken
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_gradient_that_is_not_waited_for_shows_itself(
+    accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is copied to where it stays, or added there: what a copy has not filled yet are NaNs."""
+    job = JOB._replace(accumulation=accumulation)
+    real = Downloads._receive
+    monkeypatch.setattr(Downloads, "_receive", lambda self, arriving: real(self, arriving._replace(done=DONE)))
+    device = LateDevice(0, 1.0)
+    use_device(monkeypatch, lambda: device)
+    with pytest.raises(offload.OffloadError):
+        train(job, ("cpu", "cpu"), tmp_path, device)
+
+
+def test_a_gradient_that_cannot_leave_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice(0, 0.0)
+    use_device(monkeypatch, lambda: device)
+    engine = start(JOB, ("cpu", "cpu"), tmp_path)
+    train_step(engine, JOB, 0)
+    monkeypatch.setattr(LateDevice, "download", broken)
+    with pytest.raises(EngineFailed, match="CUDA error"):
+        train_step(engine, JOB, 1)
+    with pytest.raises(EngineFailed, match="CUDA error"):
+        engine.zero_grad()
+    engine.destroy()
+    assert not [thread for thread in threading.enumerate() if thread.name == "offload-gradients"]
+
+
+def broken(*_: Any) -> Any:
+    raise RuntimeError("CUDA error")
+
+
 def test_a_copy_that_fails_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a fault of the GPU does: no later call waits for what will never be there."""
     device = LateDevice(0, 0.0)
     use_device(monkeypatch, lambda: device)
     engine = start(JOB, ("cpu", "cpu"), tmp_path)
-
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("CUDA error")
-
     monkeypatch.setattr(LateDevice, "upload", broken)
     with pytest.raises(RuntimeError, match="CUDA error"):
         train_step(engine, JOB, 0)

@@ -136,6 +136,44 @@ def test_ratio_is_the_share_of_states_that_leaves_the_device(ratio: float) -> No
     assert tiers(found.homes, State.EXP_AVG).count(Tier.HOST) == round(10 * ratio)
 
 
+def on_gpu(numels: list[int], wish: Wish, free: int, kernels: bool = True, mode: str = "bf16") -> Placement:
+    return place(parts_of(numels), MODES[mode], wish, Machine(1 << 50, free, False, True, device_kernels=kernels))
+
+
+def test_gradients_of_what_lives_on_a_gpu_altogether_stay_there_as_far_as_there_is_room() -> None:
+    states, gradients = 80 * MEGA * 12, 8 * MEGA * 2
+    whole = Wish(Tier.DEVICE, Tier.DEVICE)
+    ample = on_gpu(BLOCKS, whole, 100 * GIB)
+    assert set(tiers(ample.homes, State.GRAD)) == {Tier.DEVICE} and ample.classes.homes == 0
+    assert ample.device_nbytes == states + 10 * gradients and ample.device_least == states
+    some = on_gpu(BLOCKS, whole._replace(device_memory=states + 3 * gradients + 4096), 100 * GIB)
+    assert tiers(some.homes, State.GRAD) == [Tier.DEVICE] * 3 + [Tier.HOST] * 7
+    assert some.classes.homes == 7 * gradients and some.device_least == states
+    scarce = on_gpu(BLOCKS, whole, states + 10 * gradients)
+    assert Tier.DEVICE not in tiers(scarce.homes, State.GRAD), "activations need room as well"
+    with pytest.raises(BudgetError, match=rf"\({states} bytes\)"):
+        on_gpu(BLOCKS, whole._replace(device_memory=states - 4096), 100 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("wish", "kernels", "mode"),
+    [
+        (Wish(Tier.HOST, Tier.DEVICE), True, "bf16"),
+        (Wish(Tier.DEVICE, Tier.HOST), True, "bf16"),
+        (Wish(Tier.DEVICE, Tier.DEVICE), False, "bf16"),
+        (Wish(Tier.DEVICE, Tier.DEVICE), True, "bf16 lamb"),
+    ],
+)
+def test_else_they_come_to_the_host(wish: Wish, kernels: bool, mode: str) -> None:
+    assert Tier.DEVICE not in tiers(on_gpu(BLOCKS, wish, 100 * GIB, kernels, mode).homes, State.GRAD)
+
+
+def test_with_a_share_of_the_states_there_so_is_that_of_their_gradients() -> None:
+    found = on_gpu(BLOCKS, Wish(Tier.DEVICE, Tier.HOST, states_off_device=0.3), 100 * GIB)
+    assert tiers(found.homes, State.GRAD) == tiers(found.homes, State.EXP_AVG)
+    assert tiers(found.homes, State.GRAD).count(Tier.DEVICE) == 7
+
+
 def test_deepspeeds_numbers_are_inputs() -> None:
     assert placed([1000, *BLOCKS], DISK._replace(small_unit=1000)).homes[0][State.WEIGHT] is Tier.DEVICE
     block = 2 * BLOCKS[0]

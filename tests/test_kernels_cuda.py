@@ -37,6 +37,8 @@ static inline float __fsub_rn(float a, float b) { return a - b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+static inline double __dadd_rn(double a, double b) { return a + b; }
+static inline double __dmul_rn(double a, double b) { return a * b; }
 """
 
 
@@ -79,22 +81,43 @@ def same(one: Partition, other: Partition) -> None:
         assert (np.signbit(a) == np.signbit(b))[~np.isnan(a)].all()
 
 
-def run_as_cpp(folder: Path, partition: Partition, step: AdamWStep) -> None:
-    """The kernel, as one block of one thread."""
-    weight, grad = cuda.WEIGHTS[partition.weight.dtype], cuda.GRADS[partition.grad.dtype]
-    library = folder / f"adamw{weight}{grad}.so"
+def compiled(folder: Path, name: str, weight: int, grad: int) -> ctypes.CDLL:
+    """The source of a kernel as C++."""
+    library = folder / f"{name}{weight}{grad}.so"
     if not library.exists():
-        source = folder / "adamw.cpp"
-        source.write_text(SHIM + cuda.SOURCE.read_text())
+        source = folder / f"{name}.cpp"
+        source.write_text(SHIM + cuda.source(name))
         assert COMPILER is not None
         flags = ["-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-DWEIGHT={weight}", f"-DGRAD={grad}"]
         subprocess.run([COMPILER, *flags, str(source), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def sums_as_cpp(folder: Path, values: torch.Tensor, chunk: int) -> torch.Tensor:
+    """`cuda.sum_squares`, each kernel as one block of one thread."""
+    library = compiled(folder, "block_sums", 0, cuda.GRADS[values.dtype])
+    chunks, of_chunk = -(-len(values) // chunk), -(-chunk // cuda.BLOCK)
+    sums, totals = torch.empty(chunks * of_chunk, dtype=torch.float64), torch.empty(chunks, dtype=torch.float64)
+    many, pointer = ctypes.c_ulonglong, ctypes.c_void_p
+    library.block_sums(pointer(values.data_ptr()), pointer(sums.data_ptr()), many(len(values)), many(chunk))
+    library.chunk_sums(pointer(sums.data_ptr()), pointer(totals.data_ptr()), many(chunks), many(of_chunk))
+    return totals
+
+
+def sums_on_the_cpu(values: torch.Tensor, chunk: int) -> torch.Tensor:
+    parts = (values[start : start + chunk] for start in range(0, len(values), chunk))
+    return torch.tensor([kernels.sum_squares(part) for part in parts], dtype=torch.float64)
+
+
+def run_as_cpp(folder: Path, partition: Partition, step: AdamWStep) -> None:
+    """The kernel, as one block of one thread."""
+    library = compiled(folder, "adamw", cuda.WEIGHTS[partition.weight.dtype], cuda.GRADS[partition.grad.dtype])
     beside = partition.residual if partition.residual is not None else partition.master
     tensors = (partition.weight, beside, *partition.moments, partition.grad)
     addresses = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
     scalars = cuda.Scalars.of(step)
     numbers = [ctypes.c_float(value) for value in scalars[:-2]] + [ctypes.c_int(value) for value in scalars[-2:]]
-    ctypes.CDLL(str(library)).adamw(*addresses, ctypes.c_ulonglong(partition.weight.numel()), *numbers)
+    library.adamw(*addresses, ctypes.c_ulonglong(partition.weight.numel()), *numbers)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +137,43 @@ def test_its_arithmetic_is_that_of_the_cpu(folder: Path, weight_dtype: torch.dty
         run_as_cpp(folder, mine, step)
         kernels.update(theirs, [Segment(0, 5000, step)])
         same(mine, theirs)
+
+
+SIZES = [(1, 4096), (15, 4096), (4096, 4096), (4097, 4096), (100_003, 8192), (100_003, 1000), (30_000, 30_000)]
+
+
+def spread(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values whose squares do not add up to the same in another order."""
+    generator = torch.Generator().manual_seed(numel)
+    scale = 10.0 ** torch.randint(-3, 4, (numel,), generator=generator)
+    return (torch.randn(numel, generator=generator) * scale).to(dtype)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", cuda.GRADS)
+@pytest.mark.parametrize(("numel", "chunk"), SIZES)
+def test_its_sums_of_squares_are_those_of_the_cpu(folder: Path, numel: int, chunk: int, dtype: torch.dtype) -> None:
+    values = spread(numel, dtype)
+    assert torch.equal(sums_as_cpp(folder, values, chunk), sums_on_the_cpu(values, chunk))
+    for wrong in (torch.inf, torch.nan):
+        values[numel // 2] = wrong
+        sums, expected = sums_as_cpp(folder, values, chunk), sums_on_the_cpu(values, chunk)
+        assert torch.equal(sums.isfinite(), expected.isfinite()) and not sums.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", cuda.GRADS)
+def test_on_a_gpu_sums_of_squares_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    pytest.importorskip("cupy")
+    for numel, chunk in [*SIZES, (9_000_000, 1 << 22)]:
+        values = spread(numel, dtype)
+        sums = cuda.sum_squares(values.cuda(), chunk)
+        assert sums.is_cuda and torch.equal(sums.cpu(), sums_on_the_cpu(values, chunk))
+
+
+def test_sums_want_a_tensor_on_a_gpu() -> None:
+    with pytest.raises(ValueError, match="on a CUDA device"):
+        cuda.sum_squares(torch.zeros(8), 4096)
 
 
 @pytest.mark.gpu

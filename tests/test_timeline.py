@@ -28,6 +28,7 @@ from offload.presets import PRESETS
 from offload.swapper.timeline import OFF, Row, Timeline, path_of
 from tests import models
 from tests.faults import LateQueue, use_queue
+from tests.late_device import LateDevice, use_device
 from tests.oracle import (
     PLACEMENTS,
     Job,
@@ -176,6 +177,18 @@ def test_spans_are_in_the_words_of_the_model(tmp_path: Path) -> None:
     assert max(found["device memory"]) > 0 and max(found["leases of weights"]) > 0
     for name in ("reads in flight", "writes in flight"):
         assert max(found[name]) > 0 and found[name][-1] == 0
+
+
+def test_gradients_are_shown_when_they_have_come_from_a_device_beside_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_device(monkeypatch, lambda: LateDevice(0, 0.5))
+    content = _content(JOB, DISK, tmp_path)
+    units = {"h.0", "h.1", "h.2", "the root"}
+    assert names(content, Row.DOWNLOADS) == {f"gradient of {unit}" for unit in units}
+    spans = row(content, Row.DOWNLOADS)
+    parameters = sum(p.numel() for p in JOB.model().parameters())
+    assert sum(span.nbytes for span in spans) == 4 * parameters * JOB.steps * JOB.accumulation
 
 
 def test_a_forward_that_is_run_again_lies_between_two_stretches_of_the_backward(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from offload.engine.absent import forget
 from offload.engine.bindings import Bindings
+from offload.engine.downloads import Downloads
 from offload.engine.fill import Filler, make_residents
 from offload.engine.forecast import limits, unit_sizes
 from offload.engine.gradients import Gradients, borders
@@ -21,7 +22,7 @@ from offload.engine.hooks import Hooks
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Parts
 from offload.engine.placeholder import Place
-from offload.engine.placement import WINDOWS
+from offload.engine.placement import STAGING_BUFFERS, WINDOWS
 from offload.engine.plan import Plan
 from offload.engine.ranks import Ranks
 from offload.engine.reduction import ReducedGradients
@@ -34,6 +35,7 @@ from offload.engine.weights import Weights
 from offload.swapper.arena import DeviceArena
 from offload.swapper.host import HostArena, process_memory
 from offload.swapper.pager import Pager
+from offload.swapper.residency import Tier
 from offload.swapper.scratch import Scratch
 from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.states import State
@@ -71,7 +73,11 @@ def assemble(
         undo.callback(hooks.remove)
         weights = Weights(model, plan.layouts, places, pager, hooks, plan.mode.weight_dtype)
         undo.callback(weights.remove)
-        updater = _updater(plan, optimizer, host, held, gradients) if any(plan.parts.trainable_numel) else None
+        updater = None
+        if any(plan.parts.trainable_numel):
+            if not plan.device.host_addressable:
+                gradients.downloads = _downloads(plan, host, pager)
+            updater = _updater(plan, optimizer, host, held, gradients)
         undo.pop_all()
     return Parts(
         hooks,
@@ -173,16 +179,26 @@ def _gradients(
     if queue is not None and plan.placement.spilled:
         spill = _spill(plan, trainable, host, queue, pager, written)
     try:
+        on_device = {
+            unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtype)
+            for unit, homes in enumerate(plan.placement.homes)
+            if homes.get(State.GRAD) is Tier.DEVICE
+        }
         if plan.ranks is None or rounds is None or not any(trainable):
-            return Gradients(plan.layouts, trainable, host, dtype, plan.device, spill)
+            return Gradients(plan.layouts, trainable, host, dtype, spill, on_device)
         made = plan.mode.weight_dtype  # what a backward makes
-        return ReducedGradients(
-            plan.layouts, trainable, host, dtype, plan.device, spill, arena, made, plan.ranks, rounds
-        )
+        return ReducedGradients(plan.layouts, trainable, host, dtype, spill, on_device, arena, made, plan.ranks, rounds)
     except BaseException:
         if spill is not None:
             spill.close()
         raise
+
+
+def _downloads(plan: Plan, host: HostArena, pager: Pager) -> Downloads:
+    staging = [host.staging.take(host.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
+    leases = [lease for lease in staging if lease is not None]
+    assert len(leases) == STAGING_BUFFERS, "the class was sized for them"
+    return Downloads(plan.device, leases, plan.parts.largest_gradient, plan.device_kernels, pager.fail, pager.check)
 
 
 def _spill(

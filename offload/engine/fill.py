@@ -40,9 +40,7 @@ def make_residents(
                 assert lease is not None, "the class of homes was sized for every home, the cache for what was raised"
                 resident = Resident(lease.tensor(mode.states[state]), lease.buffer, lease if raised else None)
             else:
-                piece = device.take(nbytes)
-                assert piece is not None, "the device arena was sized for every home"
-                resident = Resident(device.view(piece).view(mode.states[state]), None)
+                resident = Resident(device.keep(nbytes).view(mode.states[state]), None)
             resident.tensor.zero_()
             residents[unit, state] = resident
     return residents

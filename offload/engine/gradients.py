@@ -1,28 +1,31 @@
 """Gradients of one step, added into host leases as autograd finishes them, and their norm.
 
-    compute stream ─► download to a staging buffer ─► event ─► added into the unit's lease, squares summed
+    compute stream ─► squares summed there ─► `downloads` ─┬► the unit's lease, where it is the first of the step
+                                                           └► a staging buffer ─► added into the lease
 
-A unit's lease is its own, or a window of what waits on DISK (see `spill`).
+A unit's lease is its own, or a window of what waits on DISK (see `spill`). The gradients of a unit that lives on the
+device altogether stay there and are added there. The squares of a gradient that is stored as it comes are summed on the
+device before it leaves; those of a sum are summed where it is made: so no gradient is read again for the norm, whose
+bits are the same everywhere. On a GPU without CuPy the host makes all sums, and all goes through staging buffers.
 
-Where the host can address the device's memory the first two steps fall away. A staging buffer is emptied when the next
-gradient needs it or when `norm` is asked for: the thread of the backward waits for the oldest copy alone.
+Where the host can address the device's memory all of this is one pass, in the thread of the backward.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from offload import kernels
+from offload.engine.downloads import Downloads
 from offload.engine.layout import UnitLayout
-from offload.engine.placement import CHUNK, STAGING_BUFFERS
+from offload.engine.placement import CHUNK
 from offload.engine.spill import Spill
-from offload.swapper.device import Device, Event
+from offload.kernels import cuda
 from offload.swapper.host import HostArena, Lease
 from offload.swapper.store import Future
 
@@ -31,7 +34,7 @@ class Known(NamedTuple):
     """What the gradients of a step have in common."""
 
     sum_squares: float
-    """Of all of them, in float64, added in layout order; inf or NaN if any value is."""
+    """Of all of them, added in float64 in layout order; inf or NaN if any value is."""
     present: list[set[int]]
     """For each unit the segments that have one."""
 
@@ -39,18 +42,6 @@ class Known(NamedTuple):
     def norm(self) -> float:
         """The global 2-norm."""
         return math.sqrt(self.sum_squares) if self.sum_squares >= 0 else math.nan
-
-
-class _Arriving(NamedTuple):
-    """A stretch of a gradient on its way to a staging buffer."""
-
-    unit: int
-    segment: int
-    first: int
-    source: torch.Tensor
-    """On the device, kept until the copy is done."""
-    staging: Lease
-    done: Event
 
 
 class Gradients:
@@ -66,31 +57,30 @@ class Gradients:
         parts: Sequence[range],
         arena: HostArena,
         dtype: torch.dtype,
-        device: Device,
         spill: Spill | None,
+        on_device: Mapping[int, torch.Tensor] = {},
     ) -> None:
-        """`spill` has the units whose gradients wait on DISK; the others get a lease each."""
+        """`spill` has the units whose gradients wait on DISK, `on_device` memory of those that wait there, (numel,) of
+        `dtype`; the others get a lease each."""
         self.dtype = dtype
         self.spill = spill
+        self._on_device = on_device
+        self.downloads: Downloads | None = None
+        """Bring what the host cannot address; None where it can."""
         self._layouts = layouts
         self._parts = parts
-        self._device = device
         self._lock = threading.Lock()
         self.settle: Callable[[], None] = lambda: None
         """Waits until every update has read its gradient."""
-        self._squares: list[dict[tuple[int, int], float]] = [{} for _ in layouts]
-        """For each unit, (segment, first element) of a stretch to its sum of squares."""
+        self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
+        """For each unit, (segment, first element) of a stretch to its sum of squares; a tensor is on the device."""
         self._reading: set[int] = set()
         self._memory: list[torch.Tensor | None] = []
         for unit, part in enumerate(parts):
-            kept = part and not self._spills(unit)
+            kept = part and not self._spills(unit) and unit not in on_device
             lease = arena.homes.take(len(part) * dtype.itemsize) if kept else None
             assert lease is not None or not kept, "the class of homes was sized for every gradient that has one"
             self._memory.append(None if lease is None else lease.tensor(dtype))
-        staging = [arena.staging.take(arena.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
-        self._staging = [lease for lease in staging if lease is not None]
-        self._staging_numel = min(arena.classes.staging // STAGING_BUFFERS // torch.float32.itemsize, CHUNK)
-        self._arriving: deque[_Arriving] = deque()
 
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Store the first gradient of a parameter, add any further one."""
@@ -110,46 +100,68 @@ class Gradients:
             values = values.to(self.dtype)
         if unit in self._reading:
             self.settle()  # a graph made before step() that needed no weights, such as an embedding's
-        if self._device.host_addressable:
-            self._accumulate(unit, segment, first, values)
-            return
-        computed = self._device.computed()
-        numel = self._staging_numel
-        for start in range(0, len(values), numel):
-            source = values[start : start + numel]
-            staging = self._free_staging()
-            target = staging.tensor(torch.uint8)[: source.nbytes]
-            done = self._device.download(target, source.view(torch.uint8), (computed,))
-            self._arriving.append(_Arriving(unit, segment, first + start, source, staging, done))
+        if unit in self._on_device:
+            self._keep(unit, segment, first, values)
+        elif self.downloads is None:
+            self._accumulate(unit, segment, first, values, self._is_new(unit, segment, first))
+        else:
+            self._send(self.downloads, unit, segment, first, values)
 
-    def _free_staging(self) -> Lease:
-        while True:
-            for lease in self._staging:
-                if all(arriving.staging is not lease for arriving in self._arriving):
-                    return lease
-            self._receive()
+    def _is_new(self, unit: int, segment: int, first: int) -> bool:
+        """Whether no gradient was stored there since the last step."""
+        return (segment, first) not in self._squares[unit]
 
-    def _receive_all(self) -> None:
-        while self._arriving:
-            self._receive()
+    def _send(self, downloads: Downloads, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        """Let `values`, on the device, come to where they are stored or added."""
+        new = self._is_new(unit, segment, first)
+        if new and values.element_size() > self.dtype.itemsize:
+            values = values.to(self.dtype)  # as it would be stored; less to copy
+        summed = downloads.sums and new and values.dtype == self.dtype
+        chunks = range(0, len(values), CHUNK)
+        squares: Sequence[float | torch.Tensor] = squares_of(values).unbind() if summed else [0.0] * len(chunks)
+        title, target, receive = f"gradient of {self._layouts[unit].name or 'the root'}", None, None
+        if summed and not self._spills(unit):
+            start = self._start(unit, segment, first)
+            target = self._part(unit, start, start + len(values))
+        else:
 
-    def _receive(self) -> None:
-        """Add the oldest stretch that is on its way."""
-        arriving = self._arriving[0]
-        arriving.done.wait()  # blocks this thread: every staging buffer is taken, or the step must know its norm
-        values = arriving.staging.tensor(arriving.source.dtype)[: len(arriving.source)]
-        self._accumulate(arriving.unit, arriving.segment, arriving.first, values)
-        self._arriving.popleft()
+            def receive(position: int, some: torch.Tensor) -> None:
+                self._accumulate(unit, segment, first + position, some, new, summed)
 
-    def _accumulate(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        start = self._layouts[unit].segments[segment].start - self._parts[unit].start + first
+        downloads.send(title, values, target, receive)
+        for chunk, value in zip(
+            chunks, squares, strict=True
+        ):  # after: what an interrupt kept from leaving is not there
+            self._squares[unit].setdefault((segment, first + chunk), value)
+
+    def _keep(self, unit: int, segment: int, first: int, values: torch.Tensor, add: bool = True) -> None:
+        """Store or add `values` on the device. What is added is rounded once, as the host's kernel has it."""
+        start = self._start(unit, segment, first)
+        memory = self._on_device[unit][start : start + len(values)]
+        if add and not self._is_new(unit, segment, first):
+            memory.add_(values)
+        else:
+            memory.copy_(values)
+        for number, value in enumerate(squares_of(memory).unbind()):
+            self._squares[unit][segment, first + number * CHUNK] = value
+
+    def _start(self, unit: int, segment: int, first: int) -> int:
+        """Where in this rank's part of a unit element `first` of a segment lies."""
+        return self._layouts[unit].segments[segment].start - self._parts[unit].start + first
+
+    def _accumulate(
+        self, unit: int, segment: int, first: int, values: torch.Tensor, new: bool, summed: bool = False
+    ) -> None:
+        """Store or add `values`, on the host; whose squares are `summed` elsewhere, if not here."""
+        start = self._start(unit, segment, first)
         with self._lock:
             assert unit not in self._reading
-            squares = self._squares[unit]
             for chunk in range(0, len(values), CHUNK):
-                more, key = values[chunk : chunk + CHUNK], (segment, first + chunk)
+                more = values[chunk : chunk + CHUNK]
                 memory = self._part(unit, start + chunk, start + chunk + len(more))
-                squares[key] = kernels.accumulate(memory, more, add=key in squares)
+                squares = kernels.accumulate(memory, more, add=not new)
+                if not summed:
+                    self._squares[unit][segment, first + chunk] = squares
 
     def _part(self, unit: int, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a unit's gradient, in HOST until the next call."""
@@ -164,12 +176,34 @@ class Gradients:
 
     def known(self) -> Known:
         """What a step is decided on. Waits for what is on its way from the device."""
-        self._receive_all()
+        self._fetch_squares()
         total = 0.0
         for squares in self._squares:
             for key in sorted(squares):
-                total += squares[key]
+                value = squares[key]
+                assert isinstance(value, float)
+                total += value
         return Known(total, self._present())
+
+    def _fetch_squares(self) -> None:
+        """Make numbers of what the device has summed. Blocks until every gradient is here: a step must know its norm."""
+        if self.downloads is None:
+            return
+        self.downloads.drain()
+        found = [
+            (squares, key, value)
+            for squares in self._squares
+            for key, value in squares.items()
+            if isinstance(value, torch.Tensor)
+        ]
+        if found:
+            values = self.downloads.fetch(torch.stack([value for _, _, value in found]))
+            for (squares, key, _), value in zip(found, values.tolist(), strict=True):
+                squares[key] = value
+
+    def _receive_all(self) -> None:
+        if self.downloads is not None:
+            self.downloads.drain()
 
     def _present(self) -> list[set[int]]:
         return [{segment for segment, _ in squares} for squares in self._squares]
@@ -181,7 +215,10 @@ class Gradients:
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Fill `values`, (n,) on the CPU, with elements [first, first + n) of a segment: all that are this rank's."""
         self._receive_all()
-        start = self._layouts[unit].segments[segment].start - self._parts[unit].start + first
+        start = self._start(unit, segment, first)
+        if unit in self._on_device:
+            values.copy_(self._on_device[unit][start : start + len(values)])
+            return
         with self._lock:
             for chunk in range(0, len(values), CHUNK):
                 some = values[chunk : chunk + CHUNK]
@@ -193,7 +230,10 @@ class Gradients:
         with self._lock:
             squares = self._squares[unit]
             self._squares[unit] = {key: squares[key] for key in squares if key[0] != segment}
-        self._accumulate(unit, segment, first, values)
+        if unit in self._on_device:
+            self._keep(unit, segment, first, values, add=False)
+        else:
+            self._accumulate(unit, segment, first, values, new=True)
 
     def give(self, units: Sequence[int]) -> None:
         """The gradients of `units` belong to their updates from now until `free`; none may be added meanwhile."""
@@ -207,11 +247,13 @@ class Gradients:
     def stretch(
         self, unit: int, start: int, stop: int, room: Lease, offset: int
     ) -> tuple[torch.Tensor, Sequence[Future]]:
-        """Elements [start, stop) for the update of `unit`, there once the futures are done.
+        """Elements [start, stop) for the update of `unit`, there once the futures are done; see also `stays`.
 
         Those of a unit that spills are read into `room`, from byte `offset` on.
         """
         assert unit in self._reading
+        if unit in self._on_device:
+            return self._on_device[unit][start:stop], ()
         if self.spill is not None and self._spills(unit):
             end = offset + (stop - start) * self.dtype.itemsize
             read = self.spill.read(unit, start, stop, room.buffer[offset:end])
@@ -219,6 +261,10 @@ class Gradients:
         memory = self._memory[unit]
         assert memory is not None
         return memory[start:stop], ()
+
+    def stays(self, unit: int) -> bool:
+        """Whether the gradient of `unit` waits on the device, where its update finds it."""
+        return unit in self._on_device
 
     def free(self, unit: int) -> None:
         """The update has read the gradient: the memory may take the next one."""
@@ -240,15 +286,15 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget every gradient that no update has taken."""
-        while self._arriving:
-            self._arriving[0].done.wait()
-            self._arriving.popleft()
+        self._receive_all()
         for unit in range(len(self._layouts)):
             if unit not in self._reading:
                 self.drop(unit)
 
     def close(self) -> None:
-        """Give room on the drives back. The update worker must have ended."""
+        """Join the receiving thread, give room on the drives back. The update worker must have ended."""
+        if self.downloads is not None:
+            self.downloads.close()
         if self.spill is not None:
             self.spill.close()
 
@@ -260,6 +306,17 @@ def borders(layout: UnitLayout, part: range) -> list[int]:
         first, last = max(segment.start, part.start), min(segment.stop, part.stop)
         found.update(start - part.start for start in range(first, last, CHUNK))
     return sorted(found)
+
+
+def squares_of(values: torch.Tensor) -> torch.Tensor:
+    """(chunks,) float64: the sum of squares of each `CHUNK` elements of `values`, (n,), where they are.
+
+    On a GPU nobody waits for it. The same bits everywhere, and those of `kernels.accumulate`.
+    """
+    if values.is_cuda:
+        return cuda.sum_squares(values, CHUNK)
+    parts = (values[start : start + CHUNK] for start in range(0, len(values), CHUNK))
+    return torch.tensor([kernels.sum_squares(part) for part in parts], dtype=torch.float64, device="cpu")
 
 
 def flat(gradient: torch.Tensor) -> torch.Tensor:

@@ -112,6 +112,20 @@ def configured(parts: Partitions, wish: Wish, weight_itemsize: int) -> Homes:
     return tuple(rows)
 
 
+def gradients_on_device(parts: Partitions, homes: Homes, room: int) -> Homes:
+    """`homes` with the gradients of units on the device that live there altogether, one after the other within `room`.
+
+    There they are added up, and updated by the device's own kernel; in HOST they are, where they have no room.
+    """
+    found: list[tuple[int, State]] = []
+    for unit, (row, nbytes) in enumerate(zip(homes, parts.nbytes, strict=True)):
+        alone = State.GRAD in row and all(row[state] is Tier.DEVICE for state in row if state is not State.GRAD)
+        if alone and align_up(nbytes[State.GRAD]) <= room:
+            found.append((unit, State.GRAD))
+            room -= align_up(nbytes[State.GRAD])
+    return with_home(homes, found, Tier.DEVICE)
+
+
 _DOWN = (
     State.GRAD,
     State.EXP_AVG_SQ,

@@ -9,6 +9,9 @@ The outermost site pushes the saved-tensor hooks and pops them, so `model(...)` 
 act for the module they were installed on alone: a deep copy of it, which carries them along, is an ordinary module.
 
 Threads. Forward hooks run on the caller's thread, all others on autograd's; one backward runs at a time.
+
+[Note: casts] Under autocast torch keeps the cast of each fp32 weight until the context ends: on the device, of all units
+together. So while a site runs it keeps none, and casts again what a forward uses twice.
 """
 
 from __future__ import annotations
@@ -48,6 +51,8 @@ class _Frame(NamedTuple):
     """Whether that was inside of a backward: after an exception there, torch itself takes them away."""
     call: types.FrameType
     """The call of the module, to tell a site that is running from one that an interrupt has ended."""
+    casts_kept: bool
+    """Whether torch's autocast kept what it had cast; see [Note: casts]."""
 
 
 class _Nesting(threading.local):
@@ -129,6 +134,7 @@ class Hooks:
         """Leave every site that an interrupt has left open: torch calls no hooks after a `KeyboardInterrupt`."""
         while self._local.frames:
             frame = self._local.frames.pop()
+            torch.set_autocast_cache_enabled(frame.casts_kept)
             if frame.pushed and not frame.in_backward:
                 self._saved.pop()
             self._thread = None
@@ -196,8 +202,10 @@ class Hooks:
             self._thread = threading.current_thread()
             if not inside_backward():
                 self._pager.begin(Kind.TRAIN if self._trainable and torch.is_grad_enabled() else Kind.EVAL)
-        frame = _Frame(module, [], self._saved.push(), inside_backward(), _module_call())
+        kept = torch.is_autocast_cache_enabled()
+        frame = _Frame(module, [], self._saved.push(), inside_backward(), _module_call(), kept)
         local.frames.append(frame)
+        torch.set_autocast_cache_enabled(False)
         try:
             for unit in units:
                 self._bindings.use(unit)
@@ -218,6 +226,7 @@ class Hooks:
         return output
 
     def _let_go(self, frame: _Frame) -> None:
+        torch.set_autocast_cache_enabled(frame.casts_kept)
         if frame.pushed:
             self._saved.pop()
         for unit in reversed(frame.units):

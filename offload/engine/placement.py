@@ -18,6 +18,7 @@ from offload.engine.homes import (
     Wish,
     configured,
     differences,
+    gradients_on_device,
     home_nbytes,
     to_raise,
     ways_down,
@@ -29,7 +30,7 @@ from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.swapper.arena import check_budget
 from offload.swapper.host import TILE_BUFFERS, Classes
 from offload.swapper.residency import Tier
-from offload.swapper.states import LAMB, TORCH, Mode, State
+from offload.swapper.states import ADAM, LAMB, TORCH, Mode, State
 from offload.swapper.store import StoreSpec
 
 STAGING_BUFFERS = 3
@@ -49,6 +50,8 @@ _TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
 _DEVICE_UNITS = 3
 _HOST_SHARE = 0.8
 _DEVICE_SHARE = 0.25
+_GRADIENT_SHARE = 0.75
+"""Of what is free on the device, for all that lives there and its gradients: activations need the rest."""
 
 
 class Machine(NamedTuple):
@@ -63,6 +66,8 @@ class Machine(NamedTuple):
     """Whether there is a disk to which homes may move."""
     other_engines: int = 0
     """Bytes of the host budget that engines of this process need already."""
+    device_kernels: bool = False
+    """Whether the device has a kernel of its own for AdamW, and for sums of squares."""
 
 
 class Placement(NamedTuple):
@@ -148,6 +153,8 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
             f"machine; lower it, or leave it out to take what is needed"
         )
     asked = configured(parts, wish, mode.weight_dtype.itemsize)
+    if machine.device_kernels and mode.optimizer == ADAM:
+        asked = gradients_on_device(parts, asked, _device_spare(parts, wish, machine, asked))
     homes = _that_fit(parts, mode, wish, machine, asked, budget)
     notices: list[str] = []
     if moved := differences(parts, asked, homes):
@@ -352,26 +359,49 @@ def _cacheable(parts: Partitions, homes: Homes, weights: int) -> int:
 
 def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, homes: Homes) -> tuple[int, int]:
     """Bytes of the device arena, the least and what it is: homes, units that come and go, gradients to be reduced."""
-    fixed = home_nbytes(parts, homes, Tier.DEVICE) + (0 if parts.alone else 2 * align_up(parts.largest_gradient))
-    moving = [
-        align_up(nbytes)
-        for nbytes, home in zip(parts.unit_nbytes, homes, strict=True)
-        if not (home[State.WEIGHT] is Tier.DEVICE and parts.alone)
-    ]
-    largest = max(moving, default=0)
+    in_host = with_home(homes, ((unit, State.GRAD) for unit, row in enumerate(homes) if State.GRAD in row), Tier.HOST)
+    least = _device_fixed(parts, in_host) + _largest_moving(parts, homes)
+    fixed, largest = _device_fixed(parts, homes), _largest_moving(parts, homes)
     if wish.device_memory is not None:
         check_budget(
             '"device_memory"',
             wish.device_memory,
-            fixed + largest,
+            least,
             "it must hold the states at home there, the largest unit and, with several ranks, twice its gradients",
         )
         room = max(0, wish.device_memory // PAGE * PAGE - fixed)
     else:
-        room = max(_DEVICE_UNITS * largest, min(sum(moving), int(_DEVICE_SHARE * machine.free_device) - fixed))
+        all_moving = sum(_moving(parts, homes))
+        room = max(_DEVICE_UNITS * largest, min(all_moving, int(_DEVICE_SHARE * machine.free_device) - fixed))
     if wish.live is not None:
         room = min(room, max(largest, align_up(wish.live * mode.weight_dtype.itemsize)))
-    return fixed + largest, fixed + room
+    return least, fixed + room
+
+
+def _device_spare(parts: Partitions, wish: Wish, machine: Machine, homes: Homes) -> int:
+    """Bytes of the device that gradients may take: what an explicit budget leaves, or nearly all that is free."""
+    fixed, largest = _device_fixed(parts, homes), _largest_moving(parts, homes)
+    if wish.device_memory is not None:
+        return wish.device_memory // PAGE * PAGE - fixed - largest
+    return int(_GRADIENT_SHARE * machine.free_device) - fixed - _DEVICE_UNITS * largest
+
+
+def _device_fixed(parts: Partitions, homes: Homes) -> int:
+    """Bytes of what stays on the device: homes, and with several ranks what gradients are reduced in."""
+    return home_nbytes(parts, homes, Tier.DEVICE) + (0 if parts.alone else 2 * align_up(parts.largest_gradient))
+
+
+def _moving(parts: Partitions, homes: Homes) -> list[int]:
+    """Bytes of each unit that comes to the device and goes."""
+    return [
+        align_up(nbytes)
+        for nbytes, home in zip(parts.unit_nbytes, homes, strict=True)
+        if not (home[State.WEIGHT] is Tier.DEVICE and parts.alone)
+    ]
+
+
+def _largest_moving(parts: Partitions, homes: Homes) -> int:
+    return max(_moving(parts, homes), default=0)
 
 
 # -- the machine --------------------------------------------------------------------------------------

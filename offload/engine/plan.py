@@ -22,6 +22,7 @@ from offload.engine.placement import Machine, Placement, free_host_memory, place
 from offload.engine.ranks import Ranks
 from offload.engine.units import Units, find_units
 from offload.errors import ConfigError, StoreError, UsageError
+from offload.kernels import cuda
 from offload.sizes import format_size
 from offload.swapper.device import Device
 from offload.swapper.host import process_memory
@@ -53,6 +54,8 @@ class Plan(NamedTuple):
     commit_every: int
     """Steps from one commit to the next; 0 where there is none."""
     resume: bool
+    device_kernels: bool
+    """Whether the device has kernels of its own for AdamW and for sums of squares."""
     notices: tuple[str, ...]
 
     @property
@@ -101,12 +104,14 @@ def decide(
     _check_batch_norm(model, mode, device.torch, buffer_dtype)
     if ranks is not None:
         _check_same(ranks, config, batch, mode, layouts, model)
+    device_kernels, why_not = _device_kernels(device)
     machine = Machine(
         free_host_memory() // here,
         device.free_bytes(),
         device.host_addressable,
         bool(config.drives),
         process_memory().needed_bytes,
+        device_kernels,
     )
     placement = place(parts, mode, wish_of(config), machine)
     on_disk = placement.on_disk
@@ -133,7 +138,20 @@ def decide(
         buffer_dtype,
         config.offload.commit_every if slots == 2 else 0,
         resume,
-        (*config.notices, *placement.notices, *notices, *(_leftovers(config) if rank == 0 else ())),
+        device_kernels,
+        (*config.notices, *placement.notices, *notices, *why_not, *(_leftovers(config) if rank == 0 else ())),
+    )
+
+
+def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
+    """Whether a device whose memory the host cannot address has kernels of ours, and a line where it could have."""
+    if device.host_addressable:
+        return False, ()
+    why_not = cuda.why_not(device.torch) if device.torch.type == "cuda" else None
+    if why_not is None:
+        return True, ()
+    return False, (
+        f"the CPU sums the squares of gradients and updates what lives on the GPU, and is slower: {why_not}",
     )
 
 

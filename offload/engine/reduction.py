@@ -10,7 +10,7 @@ one comes, or when the backward ends. Ranks need not agree on when that is, nor 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -21,7 +21,6 @@ from offload.engine.ranks import Ranks
 from offload.engine.rounds import Rounds
 from offload.engine.spill import Spill
 from offload.swapper.arena import DeviceArena
-from offload.swapper.device import Device
 from offload.swapper.host import HostArena
 
 
@@ -37,20 +36,17 @@ class ReducedGradients(Gradients):
         parts: Sequence[range],
         arena: HostArena,
         dtype: torch.dtype,
-        device: Device,
         spill: Spill | None,
+        on_device: Mapping[int, torch.Tensor],
         device_arena: DeviceArena,
         bucket_dtype: torch.dtype,
         ranks: Ranks,
         rounds: Rounds,
     ) -> None:
-        super().__init__(layouts, parts, arena, dtype, device, spill)
+        super().__init__(layouts, parts, arena, dtype, spill, on_device)
         self._ranks, self._rounds = ranks, rounds
         nbytes = max(layout.trainable_stop for layout in layouts) * bucket_dtype.itemsize
-        pieces = [device_arena.take(nbytes) for _ in range(2)]
-        views = [device_arena.view(piece).view(bucket_dtype) for piece in pieces if piece is not None]
-        assert len(views) == 2, "the device arena was sized for both"
-        self._bucket, self._received = views
+        self._bucket, self._received = (device_arena.keep(nbytes).view(bucket_dtype) for _ in range(2))
         self._unit = -1
         self._filled: set[int] = set()
         self._wanted = [{p for p, s in enumerate(layout.segments) if s.trainable and s.numel} for layout in layouts]

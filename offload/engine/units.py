@@ -113,4 +113,25 @@ def _sites(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = first_name[id(every[_direct_owner(name, every)])]
         needs.setdefault(owner, set()).add(unit_of[id(parameter)])
-    return {name: tuple(sorted(needs[name])) for name in modules if name in needs}
+    sites = {name: tuple(sorted(needs[name])) for name in modules if name in needs}
+    return {name: needed for name, needed in sites.items() if not _is_compiled_into(name, needed, modules, sites)}
+
+
+def _is_compiled_into(
+    name: str, needed: Sequence[int], modules: dict[str, nn.Module], sites: dict[str, tuple[int, ...]]
+) -> bool:
+    """Whether a module round it is compiled, and has all that it needs: then its hooks would only cut that graph.
+
+    Who calls it alone all the same is answered by its placeholders.
+    """
+    outer = name
+    while outer:
+        outer = outer.rpartition(".")[0]
+        if is_compiled(modules[outer]) and outer in sites and set(needed) <= set(sites[outer]):
+            return True
+    return False
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile(module)` or `module.compile()` has made it."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None

@@ -26,6 +26,7 @@ from offload.engine.lamb import Trust
 from offload.engine.masters import put_weight, split
 from offload.engine.torch_steps import Stepper, TorchSegment
 from offload.engine.weights import Edit
+from offload.kernels import cuda
 from offload.sizes import align_up
 from offload.swapper.device import Device
 from offload.swapper.entry import UnitSize
@@ -67,7 +68,8 @@ class _Piece(NamedTuple):
     state: State
     work: torch.Tensor
     away: torch.Tensor | None
-    """The partition's own memory where the kernel cannot work on it, copied in before and out after."""
+    """The partition's own memory where the kernel cannot work on it, copied in before and out after. Where the kernel is
+    the device's, memory on the host that what is to be written is copied to."""
     buffer: memoryview | None
     """The bytes of `work` as the I/O queue takes them, where the state has slots."""
 
@@ -103,6 +105,8 @@ class _Tile(NamedTuple):
     writes: dict[State, tuple[int, Future]]
     """Each with the byte of its slot at which it starts."""
     weighing: bool
+    on_device: bool
+    """Whether the kernel is the device's: all that it works on, but for copies to be written, is there."""
 
 
 class Updater:
@@ -265,7 +269,8 @@ class Updater:
             if self._job is None:
                 return None
         job = self._job
-        start, stop = job.next_start, min(job.next_start + self._tile_numel, job.update.numel)
+        numel = self._tile_numel if self._writes(job) or not self._on_device(job) else job.update.numel
+        start, stop = job.next_start, min(job.next_start + numel, job.update.numel)
         job.next_start = stop
         tile = self._begin(job, start, stop)
         job.unwritten_tiles += not tile.weighing
@@ -325,7 +330,15 @@ class Updater:
             reads += more
         if start == 0 and not job.weighing:
             self._read_frozen(job, reads)
-        return _Tile(job, start, stop, buffer, pieces, gradient, reads, {}, job.weighing)
+        return _Tile(job, start, stop, buffer, pieces, gradient, reads, {}, job.weighing, self._on_device(job))
+
+    def _on_device(self, job: _Job) -> bool:
+        """Whether the unit is updated where it lives, by the device's own kernel."""
+        return bool(job.update.segments) and self._gradients.stays(job.update.unit)
+
+    def _writes(self, job: _Job) -> bool:
+        """Whether what is updated is written to the store, through tiles."""
+        return self._store is not None and any(self._store.keeps(job.update.unit, state) for state in self._mode.states)
 
     def _part(self, job: _Job, state: State, start: int, stop: int) -> range:
         """What a tile of the elements [start, stop) has of a state: those, or all that an optimizer of torch keeps."""
@@ -354,10 +367,11 @@ class Updater:
             part = resident.tensor[start:stop]
             if resident.buffer is not None:
                 return _Piece(state, part, None, resident.buffer[first:last] if slots else None)
-            if not slots and self._device.host_addressable:
+            if not slots and (self._device.host_addressable or self._on_device(job)):
                 return _Piece(state, part, None, None)
-            work = tile.tensor(torch.uint8)[offset:end].view(dtype)
-            return _Piece(state, work, part, tile.buffer[offset:end] if slots else None)
+            copy = tile.tensor(torch.uint8)[offset:end].view(dtype)
+            work, away = (part, copy) if self._on_device(job) else (copy, part)
+            return _Piece(state, work, away, tile.buffer[offset:end] if slots else None)
         if state is State.WEIGHT and job.lease is not None:
             work, memory = job.lease.tensor(dtype)[start:stop], job.lease.buffer[first:last]
         else:
@@ -401,7 +415,7 @@ class Updater:
             for read in tile.reads:
                 read.wait()
         for piece in tile.pieces.values():
-            if piece.away is not None:
+            if piece.away is not None and not tile.on_device:
                 self._copy(piece.work, piece.away)
         with self.timeline.span(Row.WORKER, f"kernel of {self._title(job)}"):
             self._kernel(tile)
@@ -461,12 +475,22 @@ class Updater:
             work.get(State.MASTER),
         )
         trust = tile.job.trust
-        if trust is None:
+        if tile.on_device:
+            self._step_on_device(partition, [segment for _, segment in segments])
+        elif trust is None:
             kernels.update(partition, [segment for _, segment in segments])
         elif tile.weighing:
             trust.weigh(partition, segments, tile.start)
         else:
             trust.move(partition, segments, tile.start, tile.job.weighed)
+
+    def _step_on_device(self, partition: kernels.Partition, segments: Sequence[kernels.Segment]) -> None:
+        """Nothing on the device reads or writes any of this: the norm is known, so the gradient is there, and whoever
+        needs the unit waits for its update."""
+        with self._device.updating():
+            (cuda.update if partition.weight.is_cuda else kernels.update)(partition, segments)
+            done = self._device.updated()
+        done.wait()  # blocks this thread alone
 
     def _set(self, tile: _Tile, start: int, stop: int, state: State, values: torch.Tensor) -> None:
         """Give elements [start, stop) of a state the values of an edit; see `Edit.values`."""

@@ -39,6 +39,8 @@ def watch(parts: Parts, timeline: Timeline, model: nn.Module, sites: dict[str, t
         parts.updater.timeline = timeline
     if parts.store is not None:
         _watch_store(parts.store, timeline, names)
+    if parts.gradients.downloads is not None:
+        parts.gradients.downloads.timeline = timeline
     if parts.gradients.spill is not None:
         _watch_scratch(parts.gradients.spill.scratch, timeline, names)
     if parts.rounds is not None:
@@ -208,6 +210,9 @@ def _watch_compute(
     def added(add: Callable[..., None], unit: int, segment: int, gradient: torch.Tensor) -> None:
         compute.leave_for(unit)
         compute.turn_to(unit)
+        if parts.gradients.downloads is not None:  # which tells of it when it has come
+            add(unit, segment, gradient)
+            return
         nbytes = gradient.numel() * gradient.element_size()  # as it is stored; a sparse one has no `nbytes`
         with timeline.span(Row.DOWNLOADS, f"gradient of {names[unit]}", nbytes):
             add(unit, segment, gradient)

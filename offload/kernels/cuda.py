@@ -1,6 +1,7 @@
-"""The AdamW step on a CUDA device, with the bits of the CPU's. Needs CuPy: pip install 'offload[cuda12]' or [cuda13].
+"""The AdamW step and sums of squares on a CUDA device, with the bits of the CPU's.
 
-Not verified on a GPU yet: its arithmetic was run on a CPU, compiled as C++ (tests/test_kernels_cuda.py).
+They need CuPy: pip install 'offload[cuda12]' or [cuda13]. Not verified on a GPU yet: the arithmetic was run on a CPU,
+compiled as C++ (tests/test_kernels_cuda.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from offload.errors import ConfigError
 from offload.kernels.steps import AdamWStep, Segment
 from offload.kernels.update import Partition, check_beside, check_segments
 
-SOURCE = Path(__file__).with_name("adamw.cu")
+BLOCK = 4096
+"""Elements whose squares are added lane by lane: see native/sums_body.h."""
 WEIGHTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GRADS = WEIGHTS
 _THREADS, _MOST_BLOCKS = 256, 1 << 16
@@ -91,41 +93,79 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
         raise TypeError("step: expected AdamWStep")
     if len(partition.moments) != 2 or any(moment.dtype is not torch.float32 for moment in partition.moments):
         raise TypeError("moments: expected two of torch.float32")
+    kernel = _kernel("adamw", WEIGHTS[weight.dtype], GRADS[grad.dtype])
+    for start, stop, step in segments:
+        assert isinstance(step, AdamWStep)
+        if start == stop:
+            continue
+        arrays = (weight, beside, *partition.moments, grad)
+        addresses = [0 if tensor is None else tensor[start:stop].data_ptr() for tensor in arrays]
+        numbers = [np.float32(value) for value in Scalars.of(step)[:-2]]
+        choices = [np.int32(value) for value in Scalars.of(step)[-2:]]
+        _launch(kernel, stop - start, weight.device, (*addresses, np.uint64(stop - start), *numbers, *choices))
+
+
+def sum_squares(values: torch.Tensor, chunk: int) -> torch.Tensor:
+    """(ceil(numel / chunk),) float64 on the device: `kernels.sum_squares` of each `chunk` elements of `values`.
+
+    `values` is (numel,) bf16, fp16 or fp32, contiguous on a CUDA device. Returns when the work is queued on torch's
+    current stream. `ConfigError` without CuPy.
+    """
+    if not values.is_cuda or not values.is_contiguous() or values.dim() != 1 or values.dtype not in GRADS:
+        raise ValueError(
+            f"expected (numel,) contiguous bf16, fp16 or fp32 on a CUDA device, got {tuple(values.shape)} of "
+            f"{values.dtype} on {values.device}"
+        )
+    device, numel = values.device, values.numel()
+    chunk = max(min(chunk, numel), 1)
+    chunks, of_chunk = -(-numel // chunk), -(-chunk // BLOCK)
+    sums = torch.empty(chunks * of_chunk, dtype=torch.float64, device=device)
+    totals = torch.empty(chunks, dtype=torch.float64, device=device)
+    if numel:
+        grad = GRADS[values.dtype]
+        addresses = values.data_ptr(), sums.data_ptr()
+        _launch(_kernel("block_sums", 0, grad), len(sums), device, (*addresses, np.uint64(numel), np.uint64(chunk)))
+        addresses = sums.data_ptr(), totals.data_ptr()
+        _launch(_kernel("chunk_sums", 0, grad), chunks, device, (*addresses, np.uint64(chunks), np.uint64(of_chunk)))
+    return totals
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why these kernels cannot run on a CUDA device, in words; None where they do, which is tried."""
+    try:
+        sum_squares(torch.zeros(1, device=device), BLOCK)
+    except ConfigError as error:
+        return str(error)
+    except Exception as error:  # of CuPy, which has its own for each way in which CUDA and it do not fit
+        return f"CuPy cannot run a kernel: {type(error).__name__}: {error}"
+    return None
+
+
+def _launch(kernel: Any, count: int, device: torch.device, arguments: tuple[Any, ...]) -> None:
+    """Start `kernel` on torch's current stream, with a thread for each of `count`. Addresses are plain numbers: arrays of
+    CuPy would make its streams wait for torch's."""
     cupy = _cupy()
-    with cupy.cuda.Device(weight.device.index), torch.cuda.device(weight.device):
-        kernel = _kernel(WEIGHTS[weight.dtype], GRADS[grad.dtype], weight.device.index)
+    blocks = min(-(-count // _THREADS), _MOST_BLOCKS)
+    with cupy.cuda.Device(device.index), torch.cuda.device(device):
         stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
-        for start, stop, step in segments:
-            assert isinstance(step, AdamWStep)
-            if start == stop:
-                continue
-            arrays = [
-                _array(cupy, None if tensor is None else tensor[start:stop], weight)
-                for tensor in (weight, beside, *partition.moments, grad)
-            ]
-            numbers = [np.float32(value) for value in Scalars.of(step)[:-2]]
-            choices = [np.int32(value) for value in Scalars.of(step)[-2:]]
-            blocks = min(-(-(stop - start) // _THREADS), _MOST_BLOCKS)
-            kernel((blocks,), (_THREADS,), (*arrays, np.uint64(stop - start), *numbers, *choices), stream=stream)
+        kernel((blocks,), (_THREADS,), arguments, stream=stream)
 
 
-def _array(cupy: Any, tensor: torch.Tensor | None, weight: torch.Tensor) -> Any:
-    """The same memory, by DLPack; 16-bit floats as their bits, which every version of CuPy takes."""
-    if tensor is None:
-        tensor = weight[:0]  # the kernel does not look at it
-    bits = tensor.view(torch.int16) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-    return cupy.from_dlpack(bits.detach())
+def source(name: str) -> str:
+    """The CUDA source that has the kernel `name`."""
+    files = ("floats", "adamw") if name == "adamw" else ("floats", "sums")
+    return "\n".join(Path(__file__).with_name(f"{file}.cu").read_text() for file in files)
 
 
 @cache
-def _kernel(weight: int, grad: int, device: int) -> Any:
+def _kernel(name: str, weight: int, grad: int) -> Any:
     options = (*_OPTIONS, f"-DWEIGHT={weight}", f"-DGRAD={grad}")
-    return _cupy().RawKernel(SOURCE.read_text(), "adamw", options=options)
+    return _cupy().RawKernel(source(name), name, options=options)
 
 
 def _cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise ConfigError("a step on the GPU needs CuPy: pip install 'offload[cuda12]', or [cuda13]") from error
+        raise ConfigError("kernels on the GPU need CuPy: pip install 'offload[cuda12]', or [cuda13]") from error
     return cupy

@@ -124,7 +124,7 @@ def settle(
     mode = mode_of(config, "adam" if config.optimizer is None else rule_name(config.optimizer))
     parts = partitions(layouts, mode, gradient_dtype(config, mode, accumulation), 0, world_size)
     wish = wish_of(config)
-    machine = Machine(room.host, room.device, room.device == 0, bool(config.drives))
+    machine = Machine(room.host, room.device, room.device == 0, bool(config.drives), 0, device_kernels=room.device > 0)
     placement = place(parts, mode, wish, machine)
     slots, must = wanted_slots(config, placement.on_disk, parts)
     notices = list(placement.notices)

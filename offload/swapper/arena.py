@@ -55,6 +55,12 @@ class DeviceArena:
         offset = self.space.take(nbytes)
         return None if offset is None else self._slice(offset, nbytes)
 
+    def keep(self, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8 that stays taken; the arena was sized for it."""
+        piece = self.take(nbytes)
+        assert piece is not None, "the device arena was sized for what stays there"
+        return self.view(piece)
+
     def take_at(self, offset: int, nbytes: int) -> Slice:
         """The slice at `offset`, which is free."""
         self.space.take_at(offset, nbytes)

@@ -1,13 +1,14 @@
 """The compute device: all of its streams, events and copies are in here.
 
-Three streams run beside each other. *compute* is the stream on which the calling thread gives work to torch; *upload*
-brings weights, *download* takes gradients and updated states away. Work on one stream is ordered; between streams it
-is ordered by events alone:
+Four streams run beside each other. *compute* is the stream on which the calling thread gives work to torch; *upload*
+brings weights, *download* takes gradients and updated states away, *update* has the optimizer's kernels where states live
+on the device. Work on one stream is ordered; between streams it is ordered by events alone:
 
     upload     waits for the last compute that read the place it writes to (`after`)
     compute    waits for the upload of what it reads (`hold`)
     download   waits for the compute that made what it reads (`after`)
-    host       waits for a copy before it reads or reuses host memory (`Event.wait`)
+    update     waits for nothing: who gives it work knows that what it reads and writes is done
+    host       waits for a copy before it reads or reuses host memory, and for an update (`Event.wait`)
 
 Who starts a copy keeps both of its memories as they are until the copy's event is done. On a CPU device the same
 calls copy at once, and compute waits by blocking the thread that is about to start it.
@@ -115,6 +116,15 @@ class Device:
         """All work that was given to the upload stream so far."""
         return DONE
 
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Kernels that are started in here run on the update stream."""
+        yield
+
+    def updated(self) -> Event:
+        """All work that was given to the update stream so far."""
+        return DONE
+
     def synchronize(self) -> None:
         """Block until all streams are idle."""
 
@@ -145,6 +155,7 @@ class CudaDevice(Device):
         self.host_addressable = False
         self._upload = torch.cuda.Stream(device)
         self._download = torch.cuda.Stream(device)
+        self._update = torch.cuda.Stream(device)
         self._pinned: dict[int, list[tuple[int, int]]] = {}
         """The pinned pieces, (first, last) address, of each registered memory by its address."""
         self._borders: tuple[int, ...] = ()
@@ -274,6 +285,14 @@ class CudaDevice(Device):
 
     def uploaded(self) -> Event:
         return _CudaEvent(self._upload)
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        with torch.cuda.stream(self._update):
+            yield
+
+    def updated(self) -> Event:
+        return _CudaEvent(self._update)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch)
