@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload.engine import initialize
-from offload.swapper.device import Device, Event
+from offload.swapper.device import Device, DeviceRoom, Event
 
 
 class _Mark:
@@ -106,10 +106,15 @@ class LateDevice(Device):
         self.lock = threading.RLock()
         self.progress = 0
         self.copies = self.downloads = 0
+        self.spare = DeviceRoom(0, 0)
+        """What the first step is said to leave of the device's memory."""
         self._chance, self._lateness = random.Random(seed), lateness
         self._clock = 0
         self._streams: dict[str, list[_Copy]] = {"upload": [], "download": []}
         self._reads: list[tuple[int, int, int]] = []  # tick, first address, last address
+
+    def room(self) -> DeviceRoom:
+        return self.spare
 
     def upload(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
         return self._give("upload", destination, source, after)

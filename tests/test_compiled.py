@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from offload.engine.device_room import growth
 from offload.engine.loader import to_device
+from offload.engine.placement import DeviceNeed
 from offload.errors import BudgetError
-from offload.sizes import GIB
-from offload.swapper.device import CudaDevice
+from offload.sizes import GIB, MIB, format_size
+from offload.swapper.arena import DeviceArena
+from offload.swapper.device import CudaDevice, DeviceRoom
 from tests import models
-from tests.oracle import start, train_step
+from tests.late_device import LateDevice, Ticks, use_device
+from tests.oracle import assert_same, start, train_step, trained
 
 JOB = models.GPT2
 
@@ -65,14 +69,19 @@ def test_where_it_ends_the_error_says_what_to_change(act: Callable[[Any], None],
 @pytest.mark.parametrize(
     ("free", "reserved", "allocated", "fraction", "expected"),
     [
-        (20, 0, 0, 1.0, 20),
-        (10, 12, 2, 1.0, 20),  # torch keeps 10 that nobody uses
-        (70, 10, 10, 0.3, 14),  # the user has limited the process to 24 of 80
-        (70, 30, 30, 0.3, 0),
+        (20, 0, 0, 1.0, (20, 0)),
+        (10, 12, 2, 1.0, (10, 10)),  # torch keeps 10 that nobody uses
+        (70, 10, 4, 0.3, (14, 6)),  # the user has limited the process to 24 of 80
+        (70, 30, 30, 0.3, (0, 0)),
     ],
 )
 def test_what_is_free_is_what_this_process_may_allocate(
-    free: int, reserved: int, allocated: int, fraction: float, expected: int, monkeypatch: pytest.MonkeyPatch
+    free: int,
+    reserved: int,
+    allocated: int,
+    fraction: float,
+    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = {
         "mem_get_info": (free * GIB, 80 * GIB),
@@ -83,7 +92,73 @@ def test_what_is_free_is_what_this_process_may_allocate(
     }
     for name, value in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
-    assert CudaDevice(torch.device("cuda", 0)).free_bytes() == pytest.approx(expected * GIB, abs=1)
+    device = CudaDevice(torch.device("cuda", 0))
+    assert device.room() == pytest.approx([each * GIB for each in expected], abs=1)
+    assert device.free_bytes() == sum(device.room())
+
+
+NEED = DeviceNeed(least=GIB, most=10 * GIB, unit=GIB)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "room", "more"),
+    [
+        (3 * GIB, (100 * GIB, 0), 7 * GIB),  # no more than all units need
+        (3 * GIB, (5 * GIB, 4 * GIB), 3 * GIB - 256 * MIB),  # half of what activations took stays free
+        (3 * GIB, (GIB + 255 * MIB, 0), 0),  # no unit would fit
+        (3 * GIB, (GIB, 20 * GIB), 0),
+        (10 * GIB, (100 * GIB, 0), 0),
+        (3 * GIB, (0, 0), 0),
+    ],
+)
+def test_the_arena_grows_into_what_the_first_step_has_left_free(nbytes: int, room: tuple[int, int], more: int) -> None:
+    assert growth(nbytes, NEED, DeviceRoom(*room)) == more
+
+
+def test_nothing_comes_and_goes_so_nothing_grows() -> None:
+    assert growth(GIB, DeviceNeed(GIB, GIB, 0), DeviceRoom(100 * GIB, 0)) == 0
+
+
+def test_an_arena_that_has_grown_changes_no_bit_and_uploads_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = models.GPT2._replace(steps=4)
+    found, uploads, sizes = {}, {}, {}
+    for free in (0, GIB):
+        device = LateDevice(0, 0.9)
+        device.spare = DeviceRoom(free, 0)
+        with monkeypatch.context() as patch, caplog.at_level("INFO", "offload"):
+            use_device(patch, lambda: device)  # noqa: B023
+            engine = start(job, ("cpu", "cpu"), tmp_path)
+            at_first = engine.device_memory
+            with Ticks(device):
+                found[free] = trained(engine, job)
+            uploads[free], sizes[free] = device.copies - device.downloads, engine.device_memory
+            assert str(engine.memory_report())
+            engine.destroy(remove=True)
+        assert device.broken == [] and sizes[0] == at_first
+    assert_same(found[0], found[GIB])
+    assert sizes[GIB] > sizes[0] and uploads[GIB] < uploads[0]
+    assert f"device memory grows from {format_size(sizes[0])} to {format_size(sizes[GIB])}" in caplog.text
+
+
+def test_where_another_takes_the_memory_first_it_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = LateDevice(0, 0.0)
+    device.spare = DeviceRoom(GIB, 0)
+    use_device(monkeypatch, lambda: device)
+    engine = start(JOB, ("cpu", "cpu"), tmp_path)
+    before = engine.device_memory
+    monkeypatch.setattr(DeviceArena, "_allocate", refused)
+    train_step(engine, JOB, 0)
+    train_step(engine, JOB, 1)
+    assert engine.device_memory == before
+    engine.destroy(remove=True)
+
+
+def refused(*_: Any) -> Any:
+    raise BudgetError("somebody has it")
 
 
 def test_a_batch_goes_to_a_gpu_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,10 +145,10 @@ def test_gradients_of_what_lives_on_a_gpu_altogether_stay_there_as_far_as_there_
     whole = Wish(Tier.DEVICE, Tier.DEVICE)
     ample = on_gpu(BLOCKS, whole, 100 * GIB)
     assert set(tiers(ample.homes, State.GRAD)) == {Tier.DEVICE} and ample.classes.homes == 0
-    assert ample.device_nbytes == states + 10 * gradients and ample.device_least == states
+    assert ample.device_nbytes == states + 10 * gradients and ample.device_need.least == states
     some = on_gpu(BLOCKS, whole._replace(device_memory=states + 3 * gradients + 4096), 100 * GIB)
     assert tiers(some.homes, State.GRAD) == [Tier.DEVICE] * 3 + [Tier.HOST] * 7
-    assert some.classes.homes == 7 * gradients and some.device_least == states
+    assert some.classes.homes == 7 * gradients and some.device_need.least == states
     scarce = on_gpu(BLOCKS, whole, states + 10 * gradients)
     assert Tier.DEVICE not in tiers(scarce.homes, State.GRAD), "activations need room as well"
     with pytest.raises(BudgetError, match=rf"\({states} bytes\)"):
@@ -172,6 +172,17 @@ def test_with_a_share_of_the_states_there_so_is_that_of_their_gradients() -> Non
     found = on_gpu(BLOCKS, Wish(Tier.DEVICE, Tier.HOST, states_off_device=0.3), 100 * GIB)
     assert tiers(found.homes, State.GRAD) == tiers(found.homes, State.EXP_AVG)
     assert tiers(found.homes, State.GRAD).count(Tier.DEVICE) == 7
+
+
+def test_on_a_gpu_the_arena_may_grow_to_all_units_where_no_number_was_given() -> None:
+    """At first it has room for three of the largest; what activations leave is known after a step."""
+    block = 2 * BLOCKS[0]
+    found = on_gpu(BLOCKS, DISK, 100 * GIB)
+    assert found.device_nbytes == 3 * block and found.device_need == (block, 11 * block, block)
+    given = on_gpu(BLOCKS, DISK._replace(device_memory=4 * block), 100 * GIB)
+    assert given.device_nbytes == given.device_need.most == 4 * block
+    assert on_gpu(BLOCKS, DISK._replace(live=2 * BLOCKS[0]), 100 * GIB).device_need.most == 2 * block
+    assert placed(BLOCKS, DISK).device_need.most == 3 * block, "where the CPU computes it never grows"
 
 
 def test_deepspeeds_numbers_are_inputs() -> None:

@@ -1,26 +1,67 @@
-"""The device's memory beside the arena, which activations take: what to say when it ends."""
+"""The device's memory beside the arena, which activations take: what they leave free, and what to say when it ends.
+
+first step ─► what torch keeps now is what activations took ─► the arena grows into what they have left free
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 import torch
 
-from offload.sizes import format_size
+from offload.engine.placement import DeviceNeed
+from offload.errors import BudgetError
+from offload.sizes import MIB, PAGE, format_size
 from offload.swapper.arena import DeviceArena
+from offload.swapper.device import Device, DeviceRoom
+from offload.swapper.pager import Pager
+
+logger = logging.getLogger("offload")
+
+_MARGIN = 256 * MIB
+"""For what libraries allocate later."""
+
+
+def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
+    """Bytes that an arena of `nbytes` takes after the first step, of the `room` that this has left.
+
+    Half as much as its activations took stays free beside them, for sequences that are longer. Less than the largest
+    unit is not worth it.
+    """
+    free = min(need.most - nbytes, room.free - room.kept // 2 - _MARGIN) // PAGE * PAGE
+    return free if free >= need.unit > 0 else 0
+
+
+def grow(pager: Pager, need: DeviceNeed, device: Device) -> None:
+    """Let the arena take what the first step has left free. Between steps."""
+    before, room = pager.arena.nbytes, device.room()
+    nbytes = growth(before, need, room)
+    if not nbytes:
+        return
+    try:
+        pager.grow_device(nbytes)
+    except BudgetError as error:  # somebody else was faster
+        logger.info("the device budget stays %s: %s", format_size(before), error)
+        return
+    logger.info(
+        "device memory grows from %s to %s: beside the activations of the first step, which took %s at most, %s were "
+        'free. "device_memory" in the "offload" block sets another size',
+        format_size(before),
+        format_size(before + nbytes),
+        format_size(room.kept),
+        format_size(room.free),
+    )
 
 
 @contextlib.contextmanager
-def advised(arena: DeviceArena, least: int) -> Iterator[None]:
-    """torch's error of a device that is full says in here what to change as well; it stays torch's own.
-
-    `least` are the bytes of the smallest arena that works.
-    """
+def advised(arena: DeviceArena, need: DeviceNeed) -> Iterator[None]:
+    """torch's error of a device that is full says in here what to change as well; it stays torch's own."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        error.args = (f"{error} {advice(arena.nbytes, least)}",)
+        error.args = (f"{error} {advice(arena.nbytes, need.least)}",)
         raise
 
 

@@ -28,7 +28,7 @@ from offload.engine.checkpoint import Checkpoints
 from offload.engine.checkpoint_load import Wish
 from offload.engine.checkpoint_save import Order
 from offload.engine.decision import cut
-from offload.engine.device_room import advised
+from offload.engine.device_room import advised, grow
 from offload.engine.ending import Ending
 from offload.engine.facts import Facts
 from offload.engine.hooks import inside_backward
@@ -98,6 +98,8 @@ class Engine(Facts):
         self._checkpoints = Checkpoints(module, parts, self._state)
         self._micro = MicroBatches(lambda: parts.hooks.backward_count)
         self._boundary = Boundary(parts, self._state, self._micro, module, optimizer)
+        self._is_first_step = True
+        """Of this process: before it nobody knows what activations take."""
         optimizer.attach(self._end_step, self.zero_grad, self._state.regrouped)
         module.__dict__["zero_grad"] = _ZeroGrad(module, self.zero_grad)
         # A user may run the model without the engine; the first moment of that is an entry too.
@@ -165,7 +167,7 @@ class Engine(Facts):
         return divided
 
     def _advised(self) -> contextlib.AbstractContextManager[None]:
-        return advised(self._parts.pager.arena, self._choices.device_least)
+        return advised(self._parts.pager.arena, self._choices.device_need)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale, for a `backward()` of one's own; it is as it was outside of fp16."""
@@ -423,6 +425,9 @@ class Engine(Facts):
         with self._parts.timeline.span(Row.COMPUTE, f"step {self.global_steps + 1}"):
             self._enter()
             self._boundary.end_step()
+        if self._is_first_step:
+            self._is_first_step = False
+            grow(self._parts.pager, self._choices.device_need, self._parts.held.device)
         self._state.ended()
         if self._parts.meter is not None:
             self._parts.meter.end_step(self._boundary.stepped())

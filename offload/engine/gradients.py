@@ -186,7 +186,7 @@ class Gradients:
         return Known(total, self._present())
 
     def _fetch_squares(self) -> None:
-        """Make numbers of what the device has summed. Blocks until every gradient is here: a step must know its norm."""
+        """Make numbers of what the device summed. Blocks until all gradients are here: a step must know its norm."""
         if self.downloads is None:
             return
         self.downloads.drain()

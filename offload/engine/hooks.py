@@ -10,8 +10,8 @@ act for the module they were installed on alone: a deep copy of it, which carrie
 
 Threads. Forward hooks run on the caller's thread, all others on autograd's; one backward runs at a time.
 
-[Note: casts] Under autocast torch keeps the cast of each fp32 weight until the context ends: on the device, of all units
-together. So while a site runs it keeps none, and casts again what a forward uses twice.
+[Note: casts] Under autocast torch keeps the cast of each fp32 weight until the context ends: on the device, of all
+units together. So while a site runs it keeps none, and casts again what a forward uses twice.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def _choices(plan: Plan) -> Choices:
         plan.config.offload.debug.overlap,
         plan.config,
         LossScaler(plan.config.fp16) if plan.config.dtype == "fp16" else None,
-        plan.placement.device_least,
+        plan.placement.device_need,
     )
 
 

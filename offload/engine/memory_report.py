@@ -40,11 +40,9 @@ class MemoryReport(dict[str, Any]):
 
 def resident_of_arenas(parts: Parts) -> tuple[int, int]:
     """Bytes of RAM that the host arena has, and the device arena where the device is the CPU."""
-    arena = parts.pager.arena.bytes
-    on_cpu = arena.device.type == "cpu" and arena.numel()
-    return resident_bytes(parts.arena.address, parts.arena.nbytes), (
-        resident_bytes(arena.data_ptr(), arena.numel()) if on_cpu else 0
-    )
+    pieces = [memory for _, memory in parts.pager.arena.pieces if memory.device.type == "cpu" and memory.numel()]
+    on_cpu = sum(resident_bytes(memory.data_ptr(), memory.numel()) for memory in pieces)
+    return resident_bytes(parts.arena.address, parts.arena.nbytes), on_cpu
 
 
 def base_bytes(parts: Parts) -> int:
@@ -63,8 +61,8 @@ def memory_report(parts: Parts, base: int) -> MemoryReport:
     others = _others(parts)
     rss = int(psutil.Process().memory_info().rss)
     budget = parts.pager.arena
-    cuda = budget.bytes.device.type == "cuda"
-    allocated = torch.cuda.memory_allocated(budget.bytes.device) if cuda else budget.nbytes
+    device = parts.held.device.torch
+    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else budget.nbytes
     return MemoryReport(
         host={
             "rss": rss,

@@ -15,6 +15,7 @@ from offload.engine.hooks import Hooks
 from offload.engine.layout import UnitLayout
 from offload.engine.loss_scale import LossScaler
 from offload.engine.meter import Meter
+from offload.engine.placement import DeviceNeed
 from offload.engine.ranks import Ranks
 from offload.engine.rounds import Rounds
 from offload.engine.updater import Updater
@@ -44,8 +45,7 @@ class Choices(NamedTuple):
     """All else that it says."""
     scaler: LossScaler | None = None
     """In fp16."""
-    device_least: int = 0
-    """Bytes of the smallest device arena that works."""
+    device_need: DeviceNeed = DeviceNeed(0, 0, 0)
 
 
 def resized(choices: Choices, total: int, ranks: int, gradients: torch.dtype | None) -> Choices:

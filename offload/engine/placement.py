@@ -49,7 +49,6 @@ _WHOLE_UNITS = 3
 _TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
 _DEVICE_UNITS = 3
 _HOST_SHARE = 0.8
-_DEVICE_SHARE = 0.25
 _GRADIENT_SHARE = 0.75
 """Of what is free on the device, for all that lives there and its gradients: activations need the rest."""
 
@@ -70,6 +69,17 @@ class Machine(NamedTuple):
     """Whether the device has a kernel of its own for AdamW, and for sums of squares."""
 
 
+class DeviceNeed(NamedTuple):
+    """Bytes of the device arena."""
+
+    least: int
+    """What works: homes there, gradients to be reduced, and the largest unit that comes and goes."""
+    most: int
+    """What it may grow to, once a step has shown what activations leave free."""
+    unit: int
+    """The largest unit that comes and goes."""
+
+
 class Placement(NamedTuple):
     """The homes of this rank's partitions, and the memory that they and the work on them take."""
 
@@ -78,8 +88,7 @@ class Placement(NamedTuple):
     """Partitions whose home was moved up, into the memory of the cache: they go when another engine needs it."""
     classes: Classes
     device_nbytes: int
-    device_least: int
-    """Bytes of the smallest device arena that works."""
+    device_need: DeviceNeed
     tile_numel: int
     tile_buffers: int
     """Tiles that are read, computed or written at a time."""
@@ -170,7 +179,7 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
         homes = higher
         more = sum(align_up(parts.nbytes[unit][state]) for unit, state in raised)
         classes = classes._replace(cache=classes.cache + more)
-    device_least, device_nbytes = _cut_device(parts, mode, wish, machine, homes)
+    device_nbytes, device_need = _cut_device(parts, mode, wish, machine, homes)
     if machine.host_addressable and sum(classes) + device_nbytes > machine.free_host:
         raise BudgetError(
             f"the compute device is the CPU, so its budget of {format_size(device_nbytes)} is host memory beside the "
@@ -182,7 +191,7 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
         raised,
         classes,
         device_nbytes,
-        device_least,
+        device_need,
         *_tiles(parts, mode, homes, classes.tiles),
         _window_nbytes(parts, homes) // parts.gradient_dtype.itemsize,
         tuple(notices),
@@ -357,11 +366,11 @@ def _cacheable(parts: Partitions, homes: Homes, weights: int) -> int:
 # -- device -------------------------------------------------------------------------------------------
 
 
-def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, homes: Homes) -> tuple[int, int]:
-    """Bytes of the device arena, the least and what it is: homes, units that come and go, gradients to be reduced."""
-    in_host = with_home(homes, ((unit, State.GRAD) for unit, row in enumerate(homes) if State.GRAD in row), Tier.HOST)
-    least = _device_fixed(parts, in_host) + _largest_moving(parts, homes)
+def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, homes: Homes) -> tuple[int, DeviceNeed]:
+    """Bytes of the device arena at first, and what it needs: homes, units that come and go, gradients to be reduced."""
     fixed, largest = _device_fixed(parts, homes), _largest_moving(parts, homes)
+    in_host = with_home(homes, ((unit, State.GRAD) for unit, row in enumerate(homes) if State.GRAD in row), Tier.HOST)
+    least = _device_fixed(parts, in_host) + largest
     if wish.device_memory is not None:
         check_budget(
             '"device_memory"',
@@ -369,13 +378,15 @@ def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, hom
             least,
             "it must hold the states at home there, the largest unit and, with several ranks, twice its gradients",
         )
-        room = max(0, wish.device_memory // PAGE * PAGE - fixed)
+        room = most = max(0, wish.device_memory // PAGE * PAGE - fixed)
     else:
-        all_moving = sum(_moving(parts, homes))
-        room = max(_DEVICE_UNITS * largest, min(all_moving, int(_DEVICE_SHARE * machine.free_device) - fixed))
+        room = most = _DEVICE_UNITS * largest
+        if not machine.host_addressable:
+            most = max(room, sum(_moving(parts, homes)) + largest)
     if wish.live is not None:
-        room = min(room, max(largest, align_up(wish.live * mode.weight_dtype.itemsize)))
-    return least, fixed + room
+        live = max(largest, align_up(wish.live * mode.weight_dtype.itemsize))
+        room, most = min(room, live), min(most, live)
+    return fixed + room, DeviceNeed(least, fixed + most, largest)
 
 
 def _device_spare(parts: Partitions, wish: Wish, machine: Machine, homes: Homes) -> int:

@@ -68,8 +68,8 @@ class _Piece(NamedTuple):
     state: State
     work: torch.Tensor
     away: torch.Tensor | None
-    """The partition's own memory where the kernel cannot work on it, copied in before and out after. Where the kernel is
-    the device's, memory on the host that what is to be written is copied to."""
+    """The partition's own memory where the kernel cannot work on it, copied in before and out after. Where it is the
+    device's kernel, memory on the host that what is to be written is copied to."""
     buffer: memoryview | None
     """The bytes of `work` as the I/O queue takes them, where the state has slots."""
 

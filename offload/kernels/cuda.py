@@ -142,8 +142,10 @@ def why_not(device: torch.device) -> str | None:
 
 
 def _launch(kernel: Any, count: int, device: torch.device, arguments: tuple[Any, ...]) -> None:
-    """Start `kernel` on torch's current stream, with a thread for each of `count`. Addresses are plain numbers: arrays of
-    CuPy would make its streams wait for torch's."""
+    """Start `kernel` on torch's current stream, with a thread for each of `count`.
+
+    Addresses are plain numbers: to make an array of CuPy would let streams of CuPy and torch wait for each other.
+    """
     cupy = _cupy()
     blocks = min(-(-count // _THREADS), _MOST_BLOCKS)
     with cupy.cuda.Device(device.index), torch.cuda.device(device):

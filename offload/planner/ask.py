@@ -179,12 +179,16 @@ def check_target(path: Path | None) -> None:
 
 
 def ready(planned: Planned) -> dict[str, Any]:
-    """The config of a plan with its budgets in it: a run of it holds what the plan says."""
+    """The config of a plan with its budgets in it: a run of it holds what the plan says.
+
+    Of a GPU no budget is written unless one was asked for: the first step measures what activations leave free.
+    """
     content = copy.deepcopy(dict(planned.content))
     block = content.setdefault("offload", {})
     if planned.memory.host:
         block.setdefault("host_memory", format_exact(planned.memory.host))
-    block.setdefault("device_memory", format_exact(planned.memory.device))
+    if planned.hardware.on_cpu:
+        block.setdefault("device_memory", format_exact(planned.memory.device))
     content.setdefault("train_micro_batch_size_per_gpu", planned.load.batch)
     content.setdefault("gradient_accumulation_steps", planned.load.accumulation)
     return content

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from offload.engine.device_room import growth
 from offload.errors import BudgetError, ConfigError
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.shape import Shape
-from offload.planner.timing import Load, Timing, activations, host_peak, predict
+from offload.planner.timing import Load, Timing, activations, beside_weights, host_peak, predict
 from offload.sizes import PAGE, format_size
+from offload.swapper.device import DeviceRoom
 from offload.swapper.states import State
 
 HOMES = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme"))
@@ -67,18 +69,30 @@ class Change(NamedTuple):
 
 def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Planned:
     """The run of a config. Raises `ConfigError` and `BudgetError` where it does not fit."""
-    disk = None if any(drive.free is None for drive in hardware.drives) else sum(d.free or 0 for d in hardware.drives)
-    room = Room(hardware.ram, hardware.gpu_memory, disk, max(len(hardware.drives), 1))
-    memory = settle(shape.layouts, content, room, load.accumulation)
+    memory = settle(shape.layouts, content, _room(hardware), load.accumulation)
     if not hardware.drives and (memory.slots or memory.spilled):
         raise ConfigError("this machine has no drive, and the config needs one; give --drive or --nvme-path")
     _check_activations(shape, hardware, load, memory)
+    memory = _grown(memory, shape, hardware, load)
     return Planned(shape, hardware, load, content, memory, predict(memory, shape, hardware, load))
+
+
+def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memory:
+    """With the device arena as the first step of a run leaves it."""
+    if hardware.on_cpu:
+        return memory
+    kept = beside_weights(memory, shape, load)
+    room = DeviceRoom(hardware.gpu_memory - memory.device - kept, kept)
+    more = growth(memory.device, memory.placement.device_need, room)
+    return memory._replace(placement=memory.placement._replace(device_nbytes=memory.device + more))
 
 
 def _check_activations(shape: Shape, hardware: Hardware, load: Load, memory: Memory) -> None:
     need = activations(shape, load)
-    have = hardware.ram - memory.host - memory.device if hardware.on_cpu else hardware.gpu_memory - memory.device
+    if hardware.on_cpu:
+        have = hardware.ram - memory.host - memory.device
+    else:
+        have = hardware.gpu_memory - memory.device - (beside_weights(memory, shape, load) - need)
     if need > have:
         raise _too_long(shape, load, have)
 
@@ -92,6 +106,11 @@ def _too_long(shape: Shape, load: Load, have: int) -> BudgetError:
         f"activations of {load.batch} x {shape.sequence} tokens take {format_size(activations(shape, load))}, beside "
         f"the budgets {format_size(max(have, 0))} are free; {advice}"
     )
+
+
+def _room(hardware: Hardware) -> Room:
+    disk = None if any(drive.free is None for drive in hardware.drives) else sum(d.free or 0 for d in hardware.drives)
+    return Room(hardware.ram, hardware.gpu_memory, disk, max(len(hardware.drives), 1))
 
 
 def with_host_budget(planned: Planned) -> Planned:
@@ -168,7 +187,7 @@ def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, An
     except BudgetError:
         if hardware.on_cpu or "nvme" not in homes:
             raise
-        room = hardware.gpu_memory - activations(shape, load)
+        room = hardware.gpu_memory - beside_weights(settle(shape.layouts, content, _room(hardware)), shape, load)
         content["offload"]["device_memory"] = max(room // PAGE * PAGE, 0)
         planned = plan(shape, hardware, load, content)
     _check_moved(planned, homes)

@@ -285,6 +285,12 @@ def activations(shape: Shape, load: Load) -> int:
     return load.batch * (kept + 2 * shape.temporary)
 
 
+def beside_weights(memory: Memory, shape: Shape, load: Load) -> int:
+    """Bytes of a GPU that activations take, and gradients until they have left it: at most those of one unit."""
+    leave = any(homes.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE for homes in memory.placement.homes)
+    return activations(shape, load) + (memory.parts.largest_gradient if leave else 0)
+
+
 def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int:
     """Bytes of RAM above what the process has before: the host arena, and where the CPU computes all of its own.
 

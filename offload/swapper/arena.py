@@ -23,7 +23,7 @@ class Slice(NamedTuple):
 
 
 class DeviceArena:
-    """One allocation on the compute device, within which every unit's weights come and go.
+    """One allocation on the compute device, or two once it has grown, within which every unit's weights come and go.
 
     A slice may be given back while compute that reads it is still under way: who takes its place next writes there
     after the events in `Slice.after`. With `poison`, freed slices are filled with NaN and slices lie at random places,
@@ -37,14 +37,25 @@ class DeviceArena:
         self.space = Space(nbytes, random.Random(0) if poison else None)
         self._readers: list[tuple[int, int, Event]] = []
         """Stretches that were given back, and when the last compute that reads them is done."""
+        self.pieces = [(0, self._allocate(nbytes))]
+        """Where each allocation starts among the offsets, and its (nbytes,) uint8; ascending."""
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
         try:
-            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device.torch)
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch)
         except torch.OutOfMemoryError as error:
             raise BudgetError(
-                f"{device.torch} has not {format_size(nbytes)} free in one piece for the device budget: {error}; lower "
-                f'"device_memory" in the "offload" block, or move homes to cpu or nvme'
+                f"{self._device.torch} has not {format_size(nbytes)} free in one piece for the device budget: {error}; "
+                f'lower "device_memory" in the "offload" block, or move homes to cpu or nvme'
             ) from error
-        self.storage_address = self.bytes.untyped_storage().data_ptr()
+
+    def grow(self, nbytes: int) -> tuple[int, int]:
+        """Have `nbytes` more, in one piece: where they start and end. Raises `BudgetError` where they are not free."""
+        memory = self._allocate(nbytes)
+        start = self.space.add(nbytes)
+        self.pieces.append((start, memory))
+        self.nbytes += nbytes
+        return start, start + nbytes
 
     @property
     def used_bytes(self) -> int:
@@ -87,7 +98,8 @@ class DeviceArena:
 
     def view(self, piece: Slice) -> torch.Tensor:
         """(nbytes,) uint8, the slice's own memory."""
-        return self.bytes[piece.offset : piece.offset + piece.nbytes]
+        start, memory = next(each for each in reversed(self.pieces) if each[0] <= piece.offset)
+        return memory[piece.offset - start : piece.offset - start + piece.nbytes]
 
 
 def check_budget(what: str, have: int, need: int, advice: str) -> None:

@@ -1,8 +1,8 @@
 """The compute device: all of its streams, events and copies are in here.
 
 Four streams run beside each other. *compute* is the stream on which the calling thread gives work to torch; *upload*
-brings weights, *download* takes gradients and updated states away, *update* has the optimizer's kernels where states live
-on the device. Work on one stream is ordered; between streams it is ordered by events alone:
+brings weights, *download* takes gradients and updated states away, *update* has the optimizer's kernels where states
+live on the device. Work on one stream is ordered; between streams it is ordered by events alone:
 
     upload     waits for the last compute that read the place it writes to (`after`)
     compute    waits for the upload of what it reads (`hold`)
@@ -23,7 +23,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -44,6 +44,15 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Block the calling thread until then."""
+
+
+class DeviceRoom(NamedTuple):
+    """Bytes of a device's memory that are not in use."""
+
+    free: int
+    """Nobody has them, and this process may take them."""
+    kept: int
+    """torch has them, for what was freed: after a step, what its activations took at most."""
 
 
 class _Done:
@@ -70,6 +79,10 @@ class Device:
     def free_bytes(self) -> int:
         """Bytes of memory of its own that nobody has taken; 0 where it has none but the host's."""
         return 0
+
+    def room(self) -> DeviceRoom:
+        """What of its memory is not in use; nothing where it has none but the host's."""
+        return DeviceRoom(0, 0)
 
     def register(self, memory: torch.Tensor) -> int:
         """Prepare `memory`, (nbytes,) uint8 of `aligned_empty` that nobody has touched yet, for copies.
@@ -162,12 +175,15 @@ class CudaDevice(Device):
         """Addresses where a pinned piece begins or ends, ascending."""
 
     def free_bytes(self) -> int:
-        """What this process may still allocate: also what torch keeps for later, within a limit that the user set."""
+        """What this process may still allocate: also what torch keeps for later."""
+        return sum(self.room())
+
+    def room(self) -> DeviceRoom:
         free, total = torch.cuda.mem_get_info(self.torch)
-        allocated = torch.cuda.memory_allocated(self.torch)
-        kept = torch.cuda.memory_reserved(self.torch) - allocated
+        reserved = torch.cuda.memory_reserved(self.torch)
         limit = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # torch 2.6 cannot say
-        return max(0, min(free + kept, int(limit(self.torch) * total) - allocated))
+        free = min(free, int(limit(self.torch) * total) - reserved)
+        return DeviceRoom(max(free, 0), reserved - torch.cuda.memory_allocated(self.torch))
 
     def register(self, memory: torch.Tensor) -> int:
         """Lay `memory` on the NUMA node of the GPU and pin it; one warning where CUDA refuses a part of it."""

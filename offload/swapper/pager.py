@@ -306,6 +306,11 @@ class Pager:
     def _nbytes(self, unit: int) -> int:
         return self._entries[unit].size.nbytes
 
+    def grow_device(self, nbytes: int) -> None:
+        """Have `nbytes` more of device memory. Between steps; raises `BudgetError` where they are not free."""
+        with self.lock:
+            self._slices.grow(nbytes)
+
     def begin(self, kind: Kind) -> None:
         """A forward begins: one of a step, or one by itself."""
         with self.lock:

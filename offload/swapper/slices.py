@@ -117,6 +117,12 @@ class Slices:
         floor = Floor(*self._floor, largest)
         return find_place(space, entry.size.nbytes, self._droppable(), self._table.trace, floor, beyond)
 
+    def grow(self, nbytes: int) -> None:
+        """Have so much more room on the device."""
+        stretch = self._arena.grow(nbytes)
+        if self._floor is not None and stretch[1] - stretch[0] > self._floor[1] - self._floor[0]:
+            self._floor = stretch
+
     def _droppable(self) -> list[Block]:
         return [Block(e.index, e.slice.offset, e.slice.nbytes) for e in self._idle() if e.slice is not None]
 

@@ -6,7 +6,7 @@ import random
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
-from offload.sizes import align_up
+from offload.sizes import PAGE, align_up
 
 
 class Space:
@@ -21,6 +21,15 @@ class Space:
         self.used_bytes = self.peak_bytes = 0
         self.scatter = scatter
         self._holes: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # (start, stop), sorted
+        self._stop = nbytes
+
+    def add(self, nbytes: int) -> int:
+        """One more free stretch, behind all others and apart from them: no block lies in two. Where it starts."""
+        start = align_up(self._stop) + PAGE
+        self._stop = start + nbytes
+        self.nbytes += nbytes
+        self._holes.append((start, self._stop))
+        return start
 
     def take(self, nbytes: int) -> int | None:
         """The offset of a free block, or None where no hole is large enough."""

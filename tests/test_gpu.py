@@ -1,0 +1,254 @@
+"""What only a GPU can show: nobody waits for it, nothing leaks, copies are what they should be, bits are the same.
+
+All of it skips without one; `python -m bench.gpu` runs it where there is one.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS starts, for sums in one order
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import offload
+from offload.sizes import GIB, MIB
+from tests import models
+from tests.oracle import PLACEMENTS, Job, Result, assert_same, config, room_for, run, start, train_step
+
+pytestmark = pytest.mark.gpu
+
+GPU = {"device": "cuda"}
+BLOCKS, WIDTH = 6, 1024
+
+
+class Blocks(nn.Module):
+    """Of nothing that makes torch wait by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(BLOCKS)
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return hidden.float().pow(2).mean()
+
+
+def blocks_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    values = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
+    return model(values.to(torch.bfloat16))
+
+
+JOB = Job(Blocks, blocks_loss, steps=3, dtype="bf16")
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def steps(engine: offload.Engine, job: Job, first: int, last: int) -> None:
+    """As `train_step`, but that nobody asks for a loss."""
+    for step in range(first, last):
+        for micro in range(job.accumulation):
+            engine.backward(job.loss(engine, step, micro))
+            engine.step()
+
+
+# -- nobody waits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_no_call_of_torch_waits_for_the_gpu(placement: tuple[str, str], accumulation: int, tmp_path: Path) -> None:
+    """Forward, backward and step, the loader's batches included; `step()` waits for the norm, by an event."""
+    job = JOB._replace(accumulation=accumulation)
+    room = {"device_memory": room_for(job, 2)} if placement[0] != "none" and placement[1] != "none" else {}
+    engine = start(job, placement, tmp_path, **GPU, **room)
+    steps(engine, job, 0, 3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        steps(engine, job, 3, 6)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    engine.destroy(remove=True)
+
+
+def test_a_call_that_waits_would_be_seen() -> None:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            torch.ones(1, device="cuda").item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_backward_does_not_wait_for_its_gradients(tmp_path: Path) -> None:
+    """It has given the GPU all of its work while the GPU has most of that still to do."""
+    engine = start(JOB, ("cpu", "cpu"), tmp_path, **GPU)
+    steps(engine, JOB, 0, 3)
+    loss = JOB.loss(engine, 3, 0)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
+    before = torch.cuda.Event()
+    before.record()
+    engine._parts.gradients.downloads._most = 1 << 40  # type: ignore[union-attr]  # its own wait is not what is meant
+    engine.backward(loss)
+    assert not before.query(), "the backward has waited for what came before it"
+    engine.step()
+    engine.destroy(remove=True)
+
+
+# -- copies -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "none")], ids="-".join)
+def test_all_copies_are_of_pinned_memory(placement: tuple[str, str], tmp_path: Path) -> None:
+    engine = start(JOB, placement, tmp_path, **GPU)
+    assert engine._parts.arena.pinned_bytes >= engine.host_memory, "raise ulimit -l for this test"
+    steps(engine, JOB, 0, 2)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        steps(engine, JOB, 2, 4)
+        torch.cuda.synchronize()
+    engine.destroy(remove=True)
+    copies = {event.name for event in seen.events() if "HtoD" in event.name or "DtoH" in event.name}
+    assert any("HtoD" in name for name in copies) and any("DtoH" in name for name in copies)
+    assert not [name for name in copies if "Pageable" in name], copies
+
+
+# -- memory -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+def test_two_hundred_steps_leave_nothing_behind(placement: tuple[str, str], tmp_path: Path) -> None:
+    def held() -> tuple[int, int, int, int]:
+        gc.collect()
+        torch.cuda.synchronize()
+        process = psutil.Process()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), process.num_fds(), process.num_threads()
+
+    job = JOB._replace(accumulation=2)
+    engine = start(job, placement, tmp_path, **GPU)
+    steps(engine, job, 0, 50)
+    before, rss = held(), psutil.Process().memory_info().rss
+    steps(engine, job, 50, 200)
+    assert held() == before
+    assert psutil.Process().memory_info().rss - rss <= 16 * MIB
+    engine.destroy(remove=True)
+
+
+def test_a_gpu_that_is_full_says_what_to_change_and_training_goes_on(tmp_path: Path) -> None:
+    engine = start(JOB, ("cpu", "cpu"), tmp_path, **GPU)
+    steps(engine, JOB, 0, 1)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * MIB) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="gradient_checkpointing_enable"):
+            engine.backward(engine(torch.zeros(1 << 17, WIDTH, dtype=torch.bfloat16)))
+        gc.collect()
+        steps(engine, JOB, 1, 3)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    engine.destroy(remove=True)
+
+
+def test_the_default_device_budget_keeps_a_limit_that_the_user_has_set(tmp_path: Path) -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(GIB / total)
+    try:
+        engine = start(JOB, ("cpu", "cpu"), tmp_path, **GPU)
+        steps(engine, JOB, 0, 3)
+        assert torch.cuda.memory_allocated() <= GIB
+        engine.destroy(remove=True)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+# -- bits ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_every_placement_has_the_same_bits(accumulation: int, dtype: str, tmp_path: Path) -> None:
+    job = models.GPT2._replace(steps=3, dtype=dtype, accumulation=accumulation)
+    first: Result | None = None
+    for placement in PLACEMENTS:
+        room = {"device_memory": room_for(job, 2)} if "none" not in placement else {}
+        found = run(job, placement, tmp_path / "-".join(placement), **GPU, **room)
+        first = first or found
+        assert_same(first, found, "-".join(placement))
+
+
+def test_what_lives_on_the_gpu_is_updated_there(tmp_path: Path) -> None:
+    pytest.importorskip("cupy")
+    engine = start(JOB, ("none", "none"), tmp_path, **GPU)
+    units = range(len(engine._parts.layouts))
+    assert all(engine._parts.gradients.stays(unit) for unit in units)
+    engine.destroy(remove=True)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.filterwarnings("ignore")  # of torch.compile itself
+def test_compiled_blocks_have_the_same_bits_in_memory_and_on_disk(tmp_path: Path) -> None:
+    class Compiled(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            for block in self.blocks:
+                block.compile()
+
+    job = JOB._replace(model=Compiled)
+    torch.compiler.reset()
+    in_memory = run(job, ("none", "none"), tmp_path / "memory", **GPU)
+    room = room_for(JOB, 2)
+    assert_same(in_memory, run(job, ("nvme", "nvme"), tmp_path / "disk", **GPU, device_memory=room))
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("own", [False, True], ids=["by the config", "by a context of the user's"])
+def test_autocast_has_the_same_bits_in_memory_and_on_disk(own: bool, tmp_path: Path) -> None:
+    job = models.GPT2._replace(steps=3)
+    found = []
+    for placement, room in ((("none", "none"), {}), (("nvme", "nvme"), {"device_memory": room_for(job, 2)})):
+        torch.manual_seed(job.seed)
+        settings = config(job, placement, tmp_path / placement[0], **GPU, **room)
+        if not own:
+            settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        engine = offload.initialize(model=job.model(), config=settings)[0]
+        losses = []
+        for step in range(job.steps):
+            with torch.autocast("cuda", torch.bfloat16, enabled=own):
+                loss = job.loss(engine, step, 0)
+            engine.backward(loss)
+            losses.append(float(loss.detach()))
+            engine.step()
+        found.append((losses, engine.get_global_grad_norm()))
+        engine.destroy(remove=True)
+    assert found[0] == found[1]
+
+
+def test_a_loss_is_that_of_plain_pytorch(tmp_path: Path) -> None:
+    """On the GPU, with weights as they are before the first update."""
+    engine = start(JOB, ("nvme", "nvme"), tmp_path, **GPU)
+    mine = train_step(engine, JOB, 0)
+    engine.destroy(remove=True)
+    torch.manual_seed(JOB.seed)
+    plain = Blocks().to("cuda", torch.bfloat16)
+    values = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0)).to("cuda", torch.bfloat16)
+    assert mine == float(plain(values))
