@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from offload.aio import aligned_empty
 from offload.swapper import device as device_module
-from offload.swapper.device import PIECE, CudaDevice, Device, cut, memory_node
+from offload.swapper.device import PIECE, CudaDevice, Device, DeviceRoom, cut, memory_node
 from offload.swapper.host import Classes, HostArena
 from tests import models
 from tests.late_device import use_device
@@ -138,7 +138,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaDevice, 
             (device.download if cuda.touched(destination) else device.upload)(destination, source).wait()
 
         monkeypatch.setattr(CudaDevice, "copy", copy)
-        monkeypatch.setattr(CudaDevice, "free_bytes", lambda self: 0)
+        monkeypatch.setattr(CudaDevice, "room", lambda self: DeviceRoom(0, 0))
         return CudaDevice(torch.device("cpu")), cuda
 
     return make
