@@ -5,6 +5,7 @@ tick of the compute stream's clock with the stretches of memory that it read, an
 clock. `broken` names each order that a real GPU would not have kept:
 
     read early      compute read a place while the copy into it had not been waited for
+    copied early    a copy was carried out of a place that compute, not yet known to be done, writes
     written early   a copy was carried out into a place that compute, not yet known to be done, reads
     changed early   the source of a copy was changed, or freed, before the copy was carried out
 """
@@ -44,6 +45,19 @@ class _Mark:
             self._device.progress = max(self._device.progress, self.tick)
 
 
+class _Kernels:
+    """All kernels that were given to the update stream."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+
+    def done(self) -> bool:
+        return not self._device._kernels
+
+    def wait(self) -> None:
+        self._device.run_kernels()
+
+
 class _Copy:
     """A copy that was given to a stream."""
 
@@ -73,6 +87,7 @@ class _Copy:
         for event in self._after:
             event.wait()
         if self._is_as_it_was():
+            self._device.check_made(self._source, self.nbytes)
             self._device.check_written(self.start, self.nbytes)
             ctypes.memmove(self.start, self._source, self.nbytes)
         self.carried_out = True
@@ -112,6 +127,8 @@ class LateDevice(Device):
         self._clock = 0
         self._streams: dict[str, list[_Copy]] = {"upload": [], "download": []}
         self._reads: list[tuple[int, int, int]] = []  # tick, first address, last address
+        self._writes: list[tuple[int, int, int]] = []
+        self._kernels: list[Callable[[], None]] = []
 
     def room(self) -> DeviceRoom:
         return self.spare
@@ -161,6 +178,17 @@ class LateDevice(Device):
             while copy in stream:
                 stream.pop(0).finish()
 
+    def updated(self) -> Event:
+        return _Kernels(self)
+
+    def start_kernel(self, kernel: Callable[[], None]) -> None:
+        """Carry it out when somebody waits for the update stream."""
+        self._kernels.append(kernel)
+
+    def run_kernels(self) -> None:
+        while self._kernels:
+            self._kernels.pop(0)()
+
     def tick(self, stretches: Sequence[tuple[int, int]]) -> None:
         """An operation of torch that reads, or writes, `stretches` of memory: (first address, last address)."""
         with self.lock:
@@ -173,6 +201,12 @@ class LateDevice(Device):
             self.drift()
             self._reads = [read for read in self._reads if read[0] > self.progress]
 
+    def made(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """What the operation of the last tick has written."""
+        with self.lock:
+            self._writes += [(self._clock, first, last) for first, last in stretches]
+            self._writes = [write for write in self._writes if write[0] > self.progress]
+
     def check_kernel(self, stretches: Sequence[tuple[int, int]]) -> None:
         """A kernel that waits for nothing reads and writes these: note what is still under way there."""
         with self.lock:
@@ -181,6 +215,11 @@ class LateDevice(Device):
                 if any(copy.start < last and first < copy.start + copy.nbytes for copy in pending):
                     self.broken.append("read early")
                 self.check_written(first, last - first)
+
+    def check_made(self, start: int, nbytes: int) -> None:
+        """Note where compute that may still be under way writes what a copy reads."""
+        if any(tick > self.progress and first < start + nbytes and start < last for tick, first, last in self._writes):
+            self.broken.append("copied early")
 
     def check_written(self, start: int, nbytes: int) -> None:
         """Note where compute that may still be under way reads what a copy writes."""
@@ -196,9 +235,16 @@ class Ticks(TorchDispatchMode):
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and not func.is_view]
-        self._device.tick([(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes and not t.is_meta])
-        return func(*args, **(kwargs or {}))
+        self._device.tick([] if func.is_view else stretches((args, kwargs)))
+        result = func(*args, **(kwargs or {}))
+        self._device.made([] if func.is_view else stretches(result))
+        return result
+
+
+def stretches(tree: Any) -> list[tuple[int, int]]:
+    """Where the tensors in it lie: (first address, last address) of each."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes and not t.is_meta]
 
 
 def use_device(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Device]) -> None:

@@ -14,9 +14,9 @@ from offload.engine.device_room import growth
 from offload.engine.loader import to_device
 from offload.engine.placement import DeviceNeed
 from offload.errors import BudgetError
-from offload.sizes import GIB, MIB, format_size
+from offload.sizes import GIB, MIB, PAGE, format_size
 from offload.swapper.arena import DeviceArena
-from offload.swapper.device import CudaDevice, DeviceRoom
+from offload.swapper.device import DONE, CudaDevice, DeviceRoom
 from tests import models
 from tests.late_device import LateDevice, Ticks, use_device
 from tests.oracle import assert_same, start, train_step, trained
@@ -140,6 +140,19 @@ def test_an_arena_that_has_grown_changes_no_bit_and_uploads_less(
     assert_same(found[0], found[GIB])
     assert sizes[GIB] > sizes[0] and uploads[GIB] < uploads[0]
     assert f"device memory grows from {format_size(sizes[0])} to {format_size(sizes[GIB])}" in caplog.text
+
+
+def test_what_comes_into_grown_memory_waits_for_compute_that_was_under_way() -> None:
+    """torch may have had it for an activation that a kernel still reads."""
+    device = LateDevice(0, 1.0)
+    arena = DeviceArena(PAGE, device)
+    device.tick([])
+    start, stop = arena.grow(2 * PAGE)
+    piece = arena.take_at(start, stop - start)
+    assert [event.done() for event in piece.after] == [False]
+    arena.give(piece, DONE, DONE)
+    piece.after[0].wait()
+    assert arena.take_at(start, PAGE).after == ()
 
 
 def test_where_another_takes_the_memory_first_it_stays_as_it_is(

@@ -11,7 +11,7 @@ import torch
 
 import offload
 from offload import kernels
-from offload.engine import initialize
+from offload.engine import assembly
 from offload.engine.downloads import Downloads
 from offload.engine.layout import lay_out
 from offload.engine.units import find_units
@@ -88,7 +88,7 @@ def test_where_the_device_sums_no_squares_the_host_does(
     """As on a GPU without CuPy; all that is sent then goes through staging buffers."""
     job = JOB._replace(accumulation=accumulation)
     expected = run(job, ("nvme", "nvme"), tmp_path / "plain")
-    make = initialize._downloads
+    make = assembly._downloads
     without: list[Downloads] = []
 
     def made(*given: Any) -> Downloads:
@@ -96,7 +96,7 @@ def test_where_the_device_sums_no_squares_the_host_does(
         without[-1].sums = False
         return without[-1]
 
-    monkeypatch.setattr(initialize, "_downloads", made)
+    monkeypatch.setattr(assembly, "_downloads", made)
     device = LateDevice(0, 0.9)
     use_device(monkeypatch, lambda: device)
     assert_same(expected, train(job, ("nvme", "nvme"), tmp_path / "late", device))
@@ -128,7 +128,7 @@ def watch_updates(patch: pytest.MonkeyPatch, device: LateDevice) -> list[int]:
         tensors = [tensor for tensor in given if tensor is not None]
         device.check_kernel([(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors])
         numels.append(partition.weight.numel())
-        real(partition, segments)
+        device.start_kernel(lambda: real(partition, segments))
 
     patch.setattr(kernels, "update", update)
     return numels

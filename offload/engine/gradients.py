@@ -129,9 +129,8 @@ class Gradients:
                 self._accumulate(unit, segment, first + position, some, new, summed)
 
         downloads.send(title, values, target, receive)
-        for chunk, value in zip(
-            chunks, squares, strict=True
-        ):  # after: what an interrupt kept from leaving is not there
+        # Only now: what an interrupt has kept from leaving is not there. The other thread may have come first.
+        for chunk, value in zip(chunks, squares, strict=True):
             self._squares[unit].setdefault((segment, first + chunk), value)
 
     def _keep(self, unit: int, segment: int, first: int, values: torch.Tensor, add: bool = True) -> None:

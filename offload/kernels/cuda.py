@@ -148,9 +148,9 @@ def _launch(kernel: Any, count: int, device: torch.device, arguments: tuple[Any,
     """
     cupy = _cupy()
     blocks = min(-(-count // _THREADS), _MOST_BLOCKS)
-    with cupy.cuda.Device(device.index), torch.cuda.device(device):
-        stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
-        kernel((blocks,), (_THREADS,), arguments, stream=stream)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream, device.index):
+        kernel((blocks,), (_THREADS,), arguments)
 
 
 def source(name: str) -> str:

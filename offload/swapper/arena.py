@@ -54,6 +54,8 @@ class DeviceArena:
         memory = self._allocate(nbytes)
         start = self.space.add(nbytes)
         self.pieces.append((start, memory))
+        # torch may give memory that compute under way still uses: for torch that is in order, for an upload it is not.
+        self._readers.append((start, start + nbytes, self._device.computed()))
         self.nbytes += nbytes
         return start, start + nbytes
 

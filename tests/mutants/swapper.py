@@ -6,6 +6,13 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "upload into memory that the arena got while compute still uses it",
+        "offload.swapper.arena",
+        "self._readers.append((start, start + nbytes, self._device.computed()))",
+        "pass",
+        "tests/test_device_memory.py",
+    ),
+    Mutant(
         "write a slice before its last reader is done",
         "offload.swapper.arena",
         "if first < stop and offset < last)",
