@@ -91,11 +91,16 @@ def said(error: Exception) -> str:
     return str(error).partition("\nModel type should be")[0].strip()
 
 
-def build(name: str) -> nn.Module:
-    """The preset's model, its weights as the library initializes them. Inside `offload.init` it takes no memory."""
+def build(name: str, layers: int | None = None) -> nn.Module:
+    """The preset's model, or so many of its layers, its weights as the library initializes them.
+
+    Inside `offload.init` it takes no memory.
+    """
     check_name(name)
     transformers = require_transformers()
     preset = PRESETS[name]
     config = getattr(transformers, preset.config)(**preset.settings, use_cache=False)
+    if layers is not None:
+        config.num_hidden_layers = layers
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return model

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,18 +19,33 @@ import torch
 
 from bench.gpu import __main__ as command
 from bench.gpu import correctness, report
+from bench.gpu import rates as rates_part
 from bench.gpu.copies import copies
 from bench.gpu.correctness import JOBS, bits
-from bench.gpu.parts import PARTS, Part, add_exposure, fitting, judge, run_child, run_parts
+from bench.gpu.deepspeed import deepspeed_steps
+from bench.gpu.exposure import Exposure, exposure, split
+from bench.gpu.gpu_tests import FILES, gpu_tests
+from bench.gpu.parts import PARTS, PLANNED, WAYS, Part, add_exposure, fitting, judge, run_child, run_parts
+from bench.gpu.planned import Fitted, fit
 from bench.gpu.training import Waits, Watch, measure_steps
-from bench.gpu.work import PLACEMENTS, Work
+from bench.gpu.work import PLACEMENTS, Work, config_for
 from offload.engine import initialize
+from offload.planner.memory import Room
+from offload.probe import Rates
+from offload.sizes import GIB, MIB
 
 TIERS = ("none", "cpu", "nvme")
 ROOT = Path(__file__).parents[1]
 FIGURES = {
     "parameters",
     "tokens_per_step",
+    "model",
+    "layers",
+    "recompute",
+    "limit",
+    "teraflops_6n",
+    "teraflops_8n",
+    "profiled",
     "host_memory",
     "device_memory",
     "notices",
@@ -45,7 +65,12 @@ FIGURES = {
 
 
 def small(folder: Path) -> Work:
-    return Work(torch.device("cpu"), folder, "gpt2-tiny", 1, 16, steps=2, seconds=20, copy_nbytes=1 << 16, rounds=1)
+    sizes: dict[str, Any] = {"batch_size": 1, "seq_len": 16, "steps": 2, "copy_nbytes": 1 << 16, "rounds": 1}
+    return Work(torch.device("cpu"), folder, "gpt2-tiny", seconds=20, **sizes)
+
+
+def numel_of(work: Work) -> int:
+    return sum(parameter.numel() for parameter in work.build().parameters())
 
 
 # -- what it decides ----------------------------------------------------------------------------------
@@ -60,10 +85,12 @@ def test_without_a_gpu_it_says_so_in_one_line_and_that_is_no_failure(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_all_nine_placements_are_parts_the_important_ones_first() -> None:
-    assert [part.name for part in PARTS[:5]] == ["bits", "copies", "none/none", "nvme/nvme", "cpu/cpu"]
-    assert {part.name for part in PARTS[2:]} == {f"{w}/{s}" for w in TIERS for s in TIERS}
-    assert fitting(PARTS, 8 * 60)[:5] == list(PARTS[:5])
+def test_what_matters_most_fits_in_eight_minutes_and_all_nine_placements_are_parts() -> None:
+    first = ["bits", "copies", "rates", "none/none", "nvme/nvme", "cpu/cpu", "13B layers"]
+    assert [part.name for part in fitting(PARTS, 8 * 60)][:7] == first
+    placements = [part.placement for part in PARTS if not part.changes and part.placement]
+    assert sorted(placements) == sorted(f"{weights}/{states}" for weights in TIERS for states in TIERS)
+    assert [part.name for part in PARTS if part.changes.get("limit")][-2:] == ["7B", "13B"]
 
 
 def test_what_fits_in_a_budget() -> None:
@@ -110,6 +137,8 @@ def test_the_exit_code_knows_other_bits_and_failed_parts_but_no_skipped_ones() -
     assert judge({"bits": compared(failed={"cpu/cpu": "OSError: full"})}) == 1
     assert judge({"bits": compared(), "copies": {"state": "failed"}}) == 1
     assert judge({"copies": {"state": "done", "figures": {"upload": {"right": False}}}}) == 1
+    assert judge({"copies": {"state": "done", "figures": {"both": {"right": False}}}}) == 1
+    assert judge({"tests": {"state": "done", "figures": {"exit_code": 1}}}) == 1
 
 
 # -- its parts ----------------------------------------------------------------------------------------
@@ -145,7 +174,7 @@ def test_bits_tell_what_differs_and_go_on_after_an_error(tmp_path: Path, monkeyp
 def test_copies(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     copies(small(tmp_path), seen.append)
-    for way in ("upload", "download"):
+    for way in WAYS:
         assert seen[-1][way]["right"] and seen[-1][way]["fraction_of_pinned"] > 0
     assert (seen[-1]["host_bytes"], seen[-1]["pinned_bytes"]) == (seen[-1]["nbytes"], 0), "a CPU pins nothing"
     assert "0 B of the engine's" in report._copies_words(seen[-1])
@@ -155,7 +184,8 @@ def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -
     parts: dict[str, dict[str, Any]] = {}
     for placement in ("none/none", "nvme/nvme"):
         seen: list[dict[str, Any]] = []
-        measure_steps(small(tmp_path), placement, seen.append)
+        work = small(tmp_path)
+        measure_steps(work, config_for(placement, work, "bf16"), seen.append)
         assert seen[-1].keys() == FIGURES and seen[-1]["steps"] == 2
         parts[placement] = {"state": "done", "figures": seen[-1]}
     assert not list(tmp_path.rglob("states")), "the swap files are gone"
@@ -169,12 +199,167 @@ def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -
     assert disk["exposed_seconds"] == disk["step_seconds"] - memory["step_seconds"]
     parts["bits"] = {"state": "stopped", "figures": None}
     parts["copies"] = {"state": "failed", "figures": None, "exit_code": 1, "last_lines": ["RuntimeError: no"]}
-    parts["cpu/cpu"] = {"state": "skipped"}
-    given = {"model": "gpt2-tiny", "batch_size": 1, "seq_len": 16}
-    said = report.words({"machine": report.machine(torch.device("cpu")), "given": given, "parts": parts})
-    for word in ("nvme/nvme", "bits was stopped", "RuntimeError: no", "budget was over: cpu/cpu"):
+    parts["cpu/cpu"] = {"state": "skipped", "needs_seconds": 60.0}
+    parts["7B"] = {"state": "done", "figures": {"skipped": "not one layer of llama-7b fits"}}
+    parts["rates"] = {"state": "done", "figures": {"plain_matmul": 1e12, "optimizer": 1e9}}
+    memory["profiled"] = exposure(2.0, [(0.0, 1.0)], [(0.5, 1.5)])._asdict()
+    said = report.words({"machine": report.machine(torch.device("cpu")), "parts": parts})
+    for word in (
+        f"gpt2-tiny, {numel_of(small(tmp_path)):,} parameters, bf16, a step is 16 tokens",
+        "nvme/nvme",
+        "bits was stopped",
+        "RuntimeError: no",
+        "budget was over: cpu/cpu (60 s)",
+        "7B was skipped: not one layer",
+        "25.0%",
+    ):
         assert word in said
     assert max(map(len, said.splitlines())) < 200
+
+
+def test_what_a_step_of_a_gpu_came_to() -> None:
+    """Two copies, of which one kernel hides a part; a kernel inside of another."""
+    seen = exposure(10.0, [(1.0, 4.0), (2.0, 3.0), (6.0, 7.0)], [(3.5, 5.0), (8.0, 8.5)])
+    assert seen == Exposure(seconds=10.0, kernels=4.0, copies=2.0, exposed_copies=1.5, idle=4.5)
+    assert exposure(1.0, [], []) == Exposure(1.0, 0.0, 0.0, 0.0, 1.0)
+
+
+def test_the_profilers_events_are_told_apart() -> None:
+    def event(name: str, start: float, device: str = "CUDA") -> Any:
+        return SimpleNamespace(
+            name=name,
+            device_type=SimpleNamespace(name=device),
+            time_range=SimpleNamespace(start=start, end=start + 1e6),
+        )
+
+    names = ["gemm", "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pinned)", "Memcpy DtoD"]
+    events = [event(name, 1e6 * number) for number, name in enumerate(names)]
+    assert split([*events, event("aten::add", 0.0, "CPU")]) == ([(0.0, 1.0), (3.0, 4.0)], [(1.0, 2.0), (2.0, 3.0)])
+
+
+def test_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Rates(*([1.0] * len(Rates._fields)))._replace(matmul=5e12, optimizer=2e9)
+    monkeypatch.setattr(rates_part, "measure_rates", lambda device: given)
+    seen: list[dict[str, Any]] = []
+    rates_part.rates(small(tmp_path), seen.append)
+    assert seen[-1]["matmul"] == 5e12 and seen[-1]["plain_matmul"] > 0 and seen[-1]["drive"]["read"] > 0
+    said = report._rates_words(seen[-1])
+    assert "TFLOP/s" in said and "2.00 G parameters/s" in said and "the drive reads" in said
+
+
+def test_a_model_in_pieces_of_recomputation_and_accumulation(tmp_path: Path) -> None:
+    work = small(tmp_path)._replace(layers=2, accumulation=2, recompute=True, steps=1)
+    seen: list[dict[str, Any]] = []
+    measure_steps(work, config_for("cpu/cpu", work, "bf16", work.accumulation), seen.append)
+    figures = seen[-1]
+    assert figures["parameters"] == numel_of(work) < numel_of(small(tmp_path))
+    assert figures["tokens_per_step"] == 32
+    assert figures["teraflops_8n"] == pytest.approx(8 * figures["parameters"] * 32 / figures["step_seconds"] / 1e12)
+    assert "2 layers of gpt2-tiny" in report._head(figures) and "computed again" in report._head(figures)
+
+
+# -- as many layers as fit ----------------------------------------------------------------------------
+
+GPU = 1 << 30
+"""Bytes of the device, which has room enough."""
+
+
+def homes_of(fitted: Fitted) -> tuple[str, str]:
+    zero = fitted.settings["zero_optimization"]
+    return zero["offload_param"]["device"], zero["offload_optimizer"]["device"]
+
+
+def test_all_layers_are_in_ram_where_they_fit(tmp_path: Path) -> None:
+    fitted = fit(small(tmp_path), Room(GIB, GPU, GIB))
+    assert fitted.layers == 4 and fitted.words.startswith("all 4 layers of gpt2-tiny") and "0 B of disk" in fitted.words
+    assert homes_of(fitted) == ("cpu", "cpu")
+
+
+def test_what_ram_has_no_room_for_goes_to_disk(tmp_path: Path) -> None:
+    fitted = fit(small(tmp_path), Room(72 * MIB, GPU, GIB))
+    assert fitted.layers == 4 and "nvme" in homes_of(fitted)
+    assert fitted.settings["offload"]["host_memory"] == 72 * MIB
+
+
+def test_where_both_are_too_small_there_are_fewer_layers_and_it_says_so(tmp_path: Path) -> None:
+    disks = (GIB, 28 * MIB, 0)
+    found = [fit(small(tmp_path), Room(81 * MIB, GPU, disk)) for disk in disks]
+    assert found[0].layers == 4 > found[1].layers > found[2].layers > 0
+    assert f"{found[1].layers} of 4 layers" in found[1].words
+    none = fit(small(tmp_path), Room(MIB, GPU, 0))
+    assert none.layers == 0 and "not one layer of gpt2-tiny fits" in none.words
+
+
+def test_a_planned_part_trains_what_fits_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, seen = Part("13B", 1, PLANNED), list[dict[str, Any]]()
+    command.run_here(part, small(tmp_path), seen.append)
+    assert seen[-1]["layers"] == 4 and "all 4 layers" in seen[-1]["fitted"]
+    monkeypatch.setattr(command, "room_of", lambda work: Room(1 << 16, 0, 0))
+    command.run_here(part, small(tmp_path), seen.append)
+    assert seen[-1].keys() == {"skipped"}
+
+
+# -- others -------------------------------------------------------------------------------------------
+
+
+def test_tests_are_run_and_counted(tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text(
+        "def test_good() -> None:\n    pass\n\n\ndef test_bad() -> None:\n    raise ValueError('it is bad')\n"
+    )
+    seen: list[dict[str, Any]] = []
+    gpu_tests(small(tmp_path), seen.append, (str(file),), "not slow")
+    assert (seen[-1]["exit_code"], seen[-1]["passed"], seen[-1]["failed"]) == (1, 1, 1)
+    assert "1 passed, 1 failed" in report._tests_words(seen[-1]) and "it is bad" in report._tests_words(seen[-1])
+    assert all((ROOT / name).exists() for name in FILES)
+
+
+class FakeDeepSpeed(ModuleType):
+    """Trains by torch alone."""
+
+    def __init__(self) -> None:
+        super().__init__("deepspeed")
+        self.zero = SimpleNamespace(Init=lambda config_dict_or_path: nullcontext())
+        self.__spec__ = importlib.machinery.ModuleSpec("deepspeed", None)
+        self.config: Any = None
+
+    def initialize(self, model: Any, config: Any) -> Any:
+        self.config = config
+        return (TorchEngine(model),)
+
+
+class TorchEngine:
+    def __init__(self, model: Any) -> None:
+        self._model, self._optimizer = model, torch.optim.AdamW(model.parameters())
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._model(**inputs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+
+def test_deepspeed_trains_the_same_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    deepspeed_steps(small(tmp_path), seen.append)
+    assert seen[-1] == {"skipped": "DeepSpeed is not installed"}
+    fake = FakeDeepSpeed()
+    monkeypatch.setitem(sys.modules, "deepspeed", fake)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: fake.__spec__)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    deepspeed_steps(small(tmp_path), seen.append)
+    assert (
+        seen[-1]["steps"] == 2 and seen[-1]["parameters"] == numel_of(small(tmp_path)) and len(seen[-1]["losses"]) == 4
+    )
+    assert "offload" not in fake.config and fake.config["zero_optimization"]["offload_param"]["pin_memory"]
+    report.words(
+        {"machine": report.machine(torch.device("cpu")), "parts": {"DeepSpeed": {"state": "done", "figures": seen[-1]}}}
+    )
 
 
 class FakeStream:
@@ -231,7 +416,7 @@ def test_one_command_for_all_of_it(
     assert command.main(["--device", "cpu", "--nbytes", "1MiB", "--folder", str(tmp_path), "--json", str(figures)]) == 0
     written = json.loads(figures.read_text())
     assert written["parts"]["copies"]["figures"]["upload"]["right"]
-    assert written["parts"]["none/none"] == {"state": "skipped"} and written["machine"]["torch"] == torch.__version__
+    assert written["parts"]["none/none"]["state"] == "skipped" and written["machine"]["torch"] == torch.__version__
     assert "not run, since the budget was over: none/none" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [figures] and signal.getsignal(signal.SIGTERM) is before
 

@@ -2,14 +2,22 @@
 
 Parts, most important first, each in a process of its own, as far as the budget goes:
 
-    bits        tiny models in all placements: losses, norms and weights equal to those of none/none, bit for bit
-    copies      to and from the engine's host memory. Bound: the same bytes to and from torch's own pinned memory
-    none/none   steps of the model, a part for each placement (weights/states). Bound of the time: the step of
-    nvme/nvme   none/none, where both stay on the device. Bound of the bytes: 26 for each parameter and step
+    bits         tiny models in all placements: losses, norms and weights equal to those of none/none, bit for bit
+    copies       to and from the engine's host memory, one way and both at once. Bound: the same bytes to and from
+                 torch's own pinned memory
+    rates        matrix products in a plain loop, the optimizer, the drive
+    none/none    steps of the model, a part for each placement (weights/states). Bound of the time: the step of
+    nvme/nvme    none/none, where both stay on the device. Bound of the bytes: 26 for each parameter and step
     …
+    13B layers   four layers of the width of 13B, all on the drive, in 24 GiB of the GPU
+    tests        those of tests/ that need a GPU
+    … in 24 GiB  placements again, in so much of the GPU
+    DeepSpeed    the step of cpu/cpu by DeepSpeed, where it is installed
+    7B, 13B      in 24 GiB of the GPU, states over RAM and drive as they have room, or as many layers as fit
 
-`--part NAME` runs one of them alone, in this process. Without a CUDA device it says so in one line; `--device cpu`
-shows that it works, and measures nothing of interest. A GPU's other users are seen in the figures, so run it alone.
+`--only NAME` runs those whose names begin with it, and may repeat. `--part NAME` runs one of them alone, in this
+process. Without a CUDA device it says so in one line; `--device cpu` shows that it works, and measures nothing of
+interest. A GPU's other users are seen in the figures, so run it alone.
 """
 
 from __future__ import annotations
@@ -32,10 +40,14 @@ import torch
 
 from bench.gpu.copies import copies
 from bench.gpu.correctness import bits
-from bench.gpu.parts import PARTS, Part, add_exposure, judge, run_child, run_parts
+from bench.gpu.deepspeed import deepspeed_steps
+from bench.gpu.gpu_tests import gpu_tests
+from bench.gpu.parts import PARTS, PLANNED, Part, add_exposure, judge, run_child, run_parts
+from bench.gpu.planned import fit, room_of
+from bench.gpu.rates import rates
 from bench.gpu.report import machine, words
 from bench.gpu.training import measure_steps
-from bench.gpu.work import Work
+from bench.gpu.work import Save, Work, config_for
 from offload.sizes import parse_size
 
 _PASSED_ON = ("device", "model", "batch_size", "seq_len", "steps", "nbytes")
@@ -67,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a placement, fewer where time is short")
     parser.add_argument("--nbytes", default="256MiB", help="bytes of one copy")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", action="append", metavar="NAME", help="only parts whose names begin so; may repeat")
     parser.add_argument("--part", choices=[part.name for part in PARTS], metavar="NAME", help="run this part alone")
     return parser
 
@@ -76,22 +89,45 @@ def _run_here(given: argparse.Namespace) -> None:
     seconds = 60 * given.budget_minutes - (time.time() - psutil.Process().create_time())  # imports take some of them
     nbytes = parse_size(given.nbytes)
     work = Work(
-        device, given.folder, given.model, given.batch_size, given.seq_len, given.steps, seconds, copy_nbytes=nbytes
+        device,
+        given.folder,
+        given.model,
+        batch_size=given.batch_size,
+        seq_len=given.seq_len,
+        steps=given.steps,
+        seconds=seconds,
+        copy_nbytes=nbytes,
     )
 
     def save(figures: dict[str, Any]) -> None:
         _write(given.json, figures)
 
-    if given.part == "bits":
-        bits(work, save)
-    elif given.part == "copies":
-        copies(work, save)
-    else:
-        measure_steps(work, given.part, save)
+    part = next(part for part in PARTS if part.name == given.part)
+    run_here(part, work._replace(**part.changes), save)
     print(given.json.read_text(), end="")
 
 
+_WORK = {"bits": bits, "copies": copies, "rates": rates, "tests": gpu_tests, "DeepSpeed": deepspeed_steps}
+
+
+def run_here(part: Part, work: Work, save: Save) -> None:
+    """Run one part in this process."""
+    if not part.placement:
+        _WORK[part.name](work, save)
+    elif part.placement != PLANNED:
+        measure_steps(work, config_for(part.placement, work, "bf16", work.accumulation), save)
+    else:
+        work.keep_limit()
+        fitted = fit(work, room_of(work))
+        if not fitted.layers:
+            save({"skipped": fitted.words})
+            return
+        work = work._replace(layers=fitted.layers)
+        measure_steps(work, fitted.settings, lambda figures: save(figures | {"fitted": fitted.words}))
+
+
 def _run_all(given: argparse.Namespace) -> int:
+    chosen = [part for part in PARTS if not given.only or part.name.startswith(tuple(given.only))]
     report: dict[str, Any] = {
         "benchmark": "gpu",
         "machine": machine(torch.device(given.device)),
@@ -104,7 +140,7 @@ def _run_all(given: argparse.Namespace) -> int:
             print(f"{part.name} …", flush=True)
             return run_part(part.name, given, Path(folder), soft, hard)
 
-        for name, result in run_parts(PARTS, 60 * given.budget_minutes, run):
+        for name, result in run_parts(chosen, 60 * given.budget_minutes, run):
             report["parts"][name] = result
             add_exposure(report["parts"])
             _write(given.json, report)  # after each part: who ends this process early has what was measured

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from bench.gpu.work import Save, Work
 from bench.measure import in_turns, median_ratio
-from offload.swapper.device import open_device
-from offload.swapper.host import Classes, HostArena
+from offload.swapper.device import Device, open_device
+from offload.swapper.host import Classes, HostArena, Lease
 
 
 def copies(work: Work, save: Save) -> None:
@@ -31,16 +32,45 @@ def copies(work: Work, save: Save) -> None:
     def download() -> None:
         device.download(ours, away).wait()
 
-    figures["upload"] = _in_turns(work, upload, lambda: _copy(away, pinned))
+    figures["upload"] = _rates(work, upload, lambda: _copy(away, pinned))
     upload()  # once more, since torch came last
     figures["upload"]["right"] = torch.equal(away.cpu(), ours)
     save(figures)
     away.copy_(ours.flip(0))
     device.synchronize()
-    figures["download"] = _in_turns(work, download, lambda: _copy(pinned, away))
+    figures["download"] = _rates(work, download, lambda: _copy(pinned, away))
     figures["download"]["right"] = torch.equal(ours, away.cpu())
     save(figures)
+    figures["both"] = _both(work, device, lease)
+    save(figures)
     arena.close()
+
+
+def _both(work: Work, device: Device, lease: Lease) -> dict[str, Any]:
+    """Half of the bytes up and half down at once, which a bus does at the same time."""
+    half = work.copy_nbytes // 2
+    up, down = lease.tensor(torch.uint8)[:half], lease.tensor(torch.uint8)[half : 2 * half]
+    pinned = [torch.ones(half, dtype=torch.uint8, pin_memory=work.device.type == "cuda") for _ in range(2)]
+    there, away = (torch.full((half,), value, dtype=torch.uint8, device=work.device) for value in (3, 5))
+    streams = [torch.cuda.Stream(work.device) for _ in range(2)] if work.device.type == "cuda" else []
+    up.fill_(7)
+    device.synchronize()
+
+    def ours() -> None:
+        for event in (device.upload(there, up), device.download(down, away)):
+            event.wait()
+
+    def theirs() -> None:
+        for number, (destination, source) in enumerate(((there, pinned[0]), (pinned[1], away))):
+            with torch.cuda.stream(streams[number]) if streams else nullcontext():
+                destination.copy_(source, non_blocking=True)
+        for stream in streams:
+            stream.synchronize()
+
+    found = _rates(work, ours, theirs)
+    ours()  # once more, since torch came last
+    found["right"] = bool((there.cpu() == 7).all()) and bool((down == 5).all())
+    return found
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -49,7 +79,7 @@ def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def _in_turns(work: Work, mine: Callable[[], None], theirs: Callable[[], None]) -> dict[str, Any]:
+def _rates(work: Work, mine: Callable[[], None], theirs: Callable[[], None]) -> dict[str, Any]:
     seconds, bound = in_turns(mine, theirs, work.rounds)
     return {
         "gigabytes_per_second": work.copy_nbytes / statistics.median(seconds) / 1e9,

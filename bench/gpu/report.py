@@ -12,7 +12,7 @@ import psutil
 import torch
 
 import offload
-from bench.gpu.parts import figures_of
+from bench.gpu.parts import PARTS, WAYS, figures_of
 from bench.gpu.work import PLACEMENTS
 from offload import kernels
 from offload.sizes import GIB, format_size
@@ -54,18 +54,29 @@ def words(report: Mapping[str, Any]) -> str:
         blocks.append(_bits_words(figures_of(parts, "bits")))
     if figures_of(parts, "copies"):
         blocks.append(_copies_words(figures_of(parts, "copies")))
-    if measured := {name: figures_of(parts, name) for name in PLACEMENTS if figures_of(parts, name)}:
-        blocks.append(_steps_words(report, measured))
-    ends = []
+    rates = figures_of(parts, "rates")
+    if rates:
+        blocks.append(_rates_words(rates))
+    if figures_of(parts, "tests"):
+        blocks.append(_tests_words(figures_of(parts, "tests")))
+    measured = {part.name: figures_of(parts, part.name) for part in PARTS}
+    measured = {name: figures for name, figures in measured.items() if "step_seconds" in figures}
+    blocks += _steps_words(measured, rates.get("plain_matmul"))
+    if profiled := _profiled_words(measured):
+        blocks.append(profiled)
+    ends = [f"{name}: {figures['fitted']}" for name, figures in measured.items() if "fitted" in figures]
     for name, part in parts.items():
+        if why := figures_of(parts, name).get("skipped"):
+            ends.append(f"{name} was skipped: {why}")
         if part["state"] == "stopped":
             had = "its figures are those so far" if part["figures"] else "it had no figures yet"
             ends.append(f"{name} was stopped when the budget was over; {had}")
         elif part["state"] == "failed":
             ends += [f"{name} FAILED with exit code {part['exit_code']}; its last lines:"]
             ends += [f"    {line}" for line in part["last_lines"]]
-    if skipped := [name for name, part in parts.items() if part["state"] == "skipped"]:
-        ends.append(f"not run, since the budget was over: {', '.join(skipped)}")
+    left = [f"{name} ({part['needs_seconds']:.0f} s)" for name, part in parts.items() if part["state"] == "skipped"]
+    if left:
+        ends.append(f"not run, since the budget was over: {', '.join(left)}")
     return "\n\n".join([*blocks, *(["\n".join(ends)] if ends else [])])
 
 
@@ -89,9 +100,14 @@ def _bits_words(figures: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _tests_words(figures: Mapping[str, Any]) -> str:
+    counts = ", ".join(f"{figures[how]} {how}" for how in ("passed", "failed", "error", "skipped") if how in figures)
+    return "\n".join([f"tests that need a GPU: {counts or 'none'}", *(f"    {line}" for line in figures["last_lines"])])
+
+
 def _copies_words(figures: Mapping[str, Any]) -> str:
     rows = [[f"copies of {format_size(figures['nbytes'])}", "GB/s", "pinned GB/s", "of pinned", ""]]
-    for way in ("upload", "download"):
+    for way in WAYS:
         if way in figures:
             row = figures[way]
             numbers = [row["gigabytes_per_second"], row["pinned_gigabytes_per_second"], row["fraction_of_pinned"]]
@@ -100,23 +116,62 @@ def _copies_words(figures: Mapping[str, Any]) -> str:
     return f"{columns(rows)}\n{pinned} of the engine's {host} are pinned"
 
 
-def _steps_words(report: Mapping[str, Any], measured: Mapping[str, Mapping[str, Any]]) -> str:
-    given, some = report["given"], next(iter(measured.values()))
-    head = (
-        f"{given['model']}, {some['parameters']:,} parameters, bf16, a step is {given['batch_size']} x "
-        f"{given['seq_len']} tokens"
+def _rates_words(figures: Mapping[str, Any]) -> str:
+    line = (
+        f"matrix products in a plain loop {figures['plain_matmul'] / 1e12:.1f} TFLOP/s, "
+        f"AdamW on the host {figures['optimizer'] / 1e9:.2f} G parameters/s"
     )
-    titles = "weights/states|tokens/s|step s|over none/none|copies s|I/O s|reads s|updates s"
-    rows = [f"{titles}|read B/p|written B/p|peak HBM|peak RSS|steps".split("|")]
+    if drive := figures.get("drive"):
+        read, write, both = (drive[way] / 1e9 for way in ("read", "write", "mixed"))
+        line += f"; the drive reads {read:.2f}, writes {write:.2f}, does both at {both:.2f} GB/s"
+    return line
+
+
+_WAITS = ("exposed_copy_seconds", "exposed_io_seconds", "read_wait_seconds", "update_wait_seconds")
+_TITLES = (
+    "weights/states|tokens/s|TFLOPS 6N|TFLOPS 8N|of matmul|step s|over none/none|copies s|I/O s|reads s|updates s|"
+    "read B/p|written B/p|peak HBM|peak RSS|steps"
+)
+
+
+def _steps_words(measured: Mapping[str, Mapping[str, Any]], matmul: float | None) -> list[str]:
+    """One table for each model. "of matmul" counts what was computed: 8N with recomputation, else 6N."""
+    tables: dict[str, list[list[str]]] = {}
     for name, figures in measured.items():
+        rows = tables.setdefault(_head(figures), [_TITLES.split("|")])
         over, peak = figures.get("exposed_seconds"), figures["peak_device_bytes"]
-        waits = ("exposed_copy_seconds", "exposed_io_seconds", "read_wait_seconds", "update_wait_seconds")
-        row = [name, f"{figures['tokens_per_second']:,.0f}", f"{figures['step_seconds']:.3f}"]
-        row += ["-" if over is None else f"{over:+.3f}", *(f"{figures[wait]:.3f}" for wait in waits)]
-        row += [f"{figures[f'{way}_bytes_per_parameter']:.1f}" for way in ("read", "written")]
+        done = figures["teraflops_8n" if figures["recompute"] else "teraflops_6n"] * 1e12
+        row = [name, f"{figures['tokens_per_second']:,.0f}"]
+        row += [f"{figures['teraflops_6n']:.1f}", f"{figures['teraflops_8n']:.1f}"]
+        row += ["-" if matmul is None else f"{done / matmul:.0%}", f"{figures['step_seconds']:.3f}"]
+        row += ["-" if over is None else f"{over:+.3f}", *(_cell(figures.get(wait), ".3f") for wait in _WAITS)]
+        row += [_cell(figures.get(f"{way}_bytes_per_parameter"), ".1f") for way in ("read", "written")]
         row += ["-" if peak is None else f"{peak / GIB:.1f} GiB", f"{figures['peak_host_bytes'] / GIB:.1f} GiB"]
         rows.append([*row, str(figures["steps"])])
-    return f"{head}\n{columns(rows)}"
+    return [f"{head}\n{columns(rows)}" for head, rows in tables.items()]
+
+
+def _cell(number: float | None, form: str) -> str:
+    return "-" if number is None else format(number, form)
+
+
+def _head(figures: Mapping[str, Any]) -> str:
+    layers = "" if figures["layers"] is None else f"{figures['layers']} layers of "
+    again = ", activations computed again" if figures["recompute"] else ""
+    return (
+        f"{layers}{figures['model']}, {figures['parameters']:,} parameters, bf16, a step is "
+        f"{figures['tokens_per_step']:,} tokens{again}"
+    )
+
+
+def _profiled_words(measured: Mapping[str, Mapping[str, Any]]) -> str:
+    """What the profiler saw of one step of each."""
+    rows = [["one step, by the profiler", "step s", "kernels s", "copies s", "exposed copies", "idle"]]
+    for name, figures in measured.items():
+        if seen := figures.get("profiled"):
+            shares = (f"{seen[key] / seen['seconds']:.1%}" for key in ("exposed_copies", "idle"))
+            rows.append([name, *(f"{seen[key]:.3f}" for key in ("seconds", "kernels", "copies")), *shares])
+    return columns(rows) if len(rows) > 1 else ""
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:

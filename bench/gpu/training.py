@@ -1,4 +1,4 @@
-"""Steps of the model in one placement, and where their time goes."""
+"""Steps of a model, and where their time goes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from unittest import mock
 import torch
 
 import offload
-from bench.gpu.work import Save, Work, config_for
+from bench.gpu.exposure import profiled
+from bench.gpu.work import Save, Work
 from bench.measure import random_ids, resident
 from offload.engine import initialize
-from offload.presets import build
 from offload.swapper.device import CudaDevice, Device, Event, open_device
 from offload.swapper.monitor import Monitor
 
@@ -101,15 +101,15 @@ class Watch:
         return waits
 
 
-def measure_steps(work: Work, placement: str, save: Save) -> None:
-    """Train the model of `work` in one placement and time its steps, from one return of `step()` to the next."""
+def measure_steps(work: Work, settings: dict[str, Any], save: Save) -> None:
+    """Train the model of `work` by a config and time its steps, from one return of `step()` to the next."""
     end, watch = time.monotonic() + work.seconds, Watch()
+    work.keep_limit()
     if work.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(work.device)
-    settings = config_for(placement, work, "bf16")
     with watch.watching():
         with offload.init(settings):
-            model = build(work.model)
+            model = work.build()
         shape: Any = model.config
         ids = random_ids((work.batch_size, work.seq_len), shape.vocab_size)
         engine = offload.initialize(model=model, config=settings)[0]
@@ -121,47 +121,75 @@ def measure_steps(work: Work, placement: str, save: Save) -> None:
 
 
 def _time_steps(work: Work, engine: offload.Engine, ids: torch.Tensor, watch: Watch, end: float, save: Save) -> None:
-    losses = [_step(engine, ids) for _ in range(_WARM_UP)]
+    losses = [step(engine, ids, work.accumulation) for _ in range(_WARM_UP)]
     watch.take()
-    before, seconds, waits = engine.io_bytes(), list[float](), list[Waits]()
-    # Beside the next step there must be time for the end of its update, which destroy waits for.
-    while len(seconds) < work.steps and (not seconds or time.monotonic() + 2 * statistics.median(seconds) < end):
-        began = time.perf_counter()
-        losses.append(_step(engine, ids))
-        seconds.append(time.perf_counter() - began)
+    before, waits, figures = engine.io_bytes(), list[Waits](), dict[str, Any]()
+    for seconds, loss in timed(work, end, lambda: step(engine, ids, work.accumulation)):
+        losses.append(loss)
         waits.append(watch.take())
         after, moved = engine.io_bytes(), len(seconds) * engine.parameter_count
-        traffic = {
+        figures = sizes(work, engine.parameter_count) | times(work, seconds, engine.parameter_count)
+        figures |= _waited(waits) | {
             "read_bytes_per_parameter": (after.read - before.read) / moved,
             "written_bytes_per_parameter": (after.written - before.written) / moved,
+            "host_memory": engine.host_memory,
+            "device_memory": engine.device_memory,
+            "notices": list(engine.notices),
+            "losses": losses,
         }
-        save(_sizes(work, engine, ids) | _times(seconds, waits, ids.numel()) | traffic | {"losses": losses})
+        save(figures)
+    seen = profiled(work.device, lambda: step(engine, ids, work.accumulation))
+    save(figures | {"profiled": None if seen is None else seen._asdict()})
 
 
-def _sizes(work: Work, engine: offload.Engine, ids: torch.Tensor) -> dict[str, Any]:
-    return {
-        "parameters": engine.parameter_count,
-        "tokens_per_step": ids.numel(),
-        "host_memory": engine.host_memory,
-        "device_memory": engine.device_memory,
-        "peak_host_bytes": resident("VmHWM"),
-        "peak_device_bytes": torch.cuda.max_memory_allocated(work.device) if work.device.type == "cuda" else None,
-        "notices": list(engine.notices),
-    }
+def timed(work: Work, end: float, act: Callable[[], float]) -> Iterator[tuple[list[float], float]]:
+    """Call `act` as often as `work` says, less often where `end` is near: the seconds so far, and what it gave."""
+    seconds: list[float] = []
+    # Beside the next two steps there must be time for the end of the last update, which destroy waits for.
+    while len(seconds) < work.steps and (not seconds or time.monotonic() + 3 * statistics.median(seconds) < end):
+        began = time.perf_counter()
+        result = act()
+        seconds.append(time.perf_counter() - began)
+        yield seconds, result
 
 
-def _step(engine: offload.Engine, ids: torch.Tensor) -> float:
-    loss = engine(input_ids=ids, labels=ids).loss
-    engine.backward(loss)
-    engine.step()
+def step(engine: Any, ids: torch.Tensor, accumulation: int) -> float:
+    """One step on the same tokens; the loss of its last micro-batch. Waits for the device, as a loop that logs does."""
+    for _ in range(accumulation):
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
     return float(loss.detach())
 
 
-def _times(seconds: Sequence[float], waits: Sequence[Waits], tokens: int) -> dict[str, Any]:
+def sizes(work: Work, parameters: int) -> dict[str, Any]:
+    """What was trained, and the memory that it took so far."""
+    return {
+        "model": work.model,
+        "layers": work.layers,
+        "parameters": parameters,
+        "tokens_per_step": work.tokens,
+        "recompute": work.recompute,
+        "limit": work.limit,
+        "peak_host_bytes": resident("VmHWM"),
+        "peak_device_bytes": torch.cuda.max_memory_allocated(work.device) if work.device.type == "cuda" else None,
+    }
+
+
+def times(work: Work, seconds: Sequence[float], parameters: int) -> dict[str, Any]:
+    """Floating-point operations are 6 for each parameter and token, 8 with the forward that is computed again."""
+    tokens = work.tokens / statistics.median(seconds)
     return {
         "steps": len(seconds),
         "step_seconds": statistics.median(seconds),
-        "tokens_per_second": tokens / statistics.median(seconds),
+        "tokens_per_second": tokens,
+        "teraflops_6n": 6 * parameters * tokens / 1e12,
+        "teraflops_8n": 8 * parameters * tokens / 1e12,
+    }
+
+
+def _waited(waits: Sequence[Waits]) -> dict[str, Any]:
+    return {
         "exposed_copy_seconds": statistics.median(wait.copies for wait in waits),
         "exposed_io_seconds": statistics.median(wait.reads + wait.updates for wait in waits),
         "read_wait_seconds": statistics.median(wait.reads for wait in waits),

@@ -1,0 +1,38 @@
+"""What the machine does by itself: matrix products in a plain loop, the optimizer, copies, the drive."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+from bench.gpu.work import Save, Work
+from bench.measure import seconds
+from offload.probe import drive_rates, measure_rates
+
+_OF_A_COPY = 8
+"""The drive moves so many times the bytes of a copy, so that no cache of its own holds them."""
+_PRODUCTS = 20
+
+
+def rates(work: Work, save: Save) -> None:
+    """Matrix products, and all of `offload probe` of this device and of the folder's drive."""
+    found = {"plain_matmul": plain_matmul(work.device, work.rounds), **measure_rates(work.device)._asdict()}
+    save(found)
+    drive = drive_rates(str(work.folder), _OF_A_COPY * work.copy_nbytes)
+    save(found | {"drive": drive._asdict()})
+
+
+def plain_matmul(device: torch.device, rounds: int) -> float:
+    """Floating-point operations a second of square products in bf16, one after the other: the bound of a model's."""
+    width = 8192 if device.type == "cuda" else 256
+    one, other = (torch.randn(width, width, dtype=torch.bfloat16, device=device) for _ in range(2))
+
+    def products() -> None:
+        for _ in range(_PRODUCTS):
+            torch.mm(one, other)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # it is what is measured
+
+    products()
+    return 2 * width**3 * _PRODUCTS / statistics.median(seconds(products) for _ in range(rounds))
