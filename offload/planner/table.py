@@ -1,4 +1,8 @@
-"""`python -m offload.planner.table` writes docs/guides/plan-table.md: three models on three GPUs, planned."""
+"""`python -m offload.planner.table` writes what the guides predict.
+
+docs/guides/plan-table.md, three models on three GPUs, is written whole; of docs/guides/single-gpu-13b.md, 13B on one
+card, the rows of its table.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +42,51 @@ Assumed: matrix products reach half of the published speed, other work 70 % of t
 """
 
 
+CARD_PAGE = PAGE.with_name("single-gpu-13b.md")
+_CARD, _CARD_DRIVE, _CARD_TBW, _CARD_BANDWIDTH = "RTX 4090", "7GB/s,5GB/s,2TB", 1200e12, 60e9
+_CARD_LOADS = ((Load(4, 8), "step"), (Load(4, 16), "step"), (Load(4, 8), "none"))
+"""With what is durable."""
+
+
+def card_page(page: str) -> str:
+    """`page` with the rows of today."""
+    lines = page.splitlines(keepends=True)
+    at = [number for number, line in enumerate(lines) if _is_of_card(line)]
+    return "".join([*lines[: at[0]], *(f"{row}\n" for row in card_rows()), *lines[at[-1] + 1 :]])
+
+
+def _is_of_card(line: str) -> bool:
+    return line.startswith(("| 64 GB |", "| 128 GB |"))
+
+
+def card_rows() -> list[str]:
+    """13B on one card of 24 GB, with one drive and 64 or 128 GB of RAM."""
+    shape = from_count(13 * 10**9, 40, _SEQUENCE)
+    rows = []
+    for ram in (64, 128):
+        hardware = described(_CARD, ram * GIB, [parse_drive(_CARD_DRIVE)], _CARD_BANDWIDTH)
+        for load, durability in _CARD_LOADS:
+            planned = choice.choose(shape, hardware, load, None, durability=durability)
+            memory, timing, zero = planned.memory, planned.timing, planned.memory.config.zero_optimization
+            cells = (
+                f"{ram} GB",
+                f"{load.batch} x {_SEQUENCE} x {load.accumulation}",
+                durability,
+                f"{zero.offload_param.device}, {zero.offload_optimizer.device}",
+                format_size(memory.device),
+                format_size(memory.host),
+                format_size(memory.stored + memory.spilled),
+                f"{timing.seconds:.0f} s",
+                f"{timing.compute_seconds:.0f} s",
+                f"{timing.tokens_per_second:.0f}",
+                timing.limit,
+                format_size(timing.moved.written),
+                _drive_life(planned, _CARD_TBW),
+            )
+            rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
 def document() -> str:
     """The page."""
     return _HEAD + "".join(f"{row}\n" for model in MODELS for row in rows(*model))
@@ -57,7 +106,6 @@ def _row(billions: int, layers: int, gpu: str, bandwidth: float, drives: int) ->
     planned = _largest(billions, layers, machine(gpu, bandwidth, drives))
     memory, timing = planned.memory, planned.timing
     zero = memory.config.zero_optimization
-    years = report.years(planned, report.Asked(endurance=int(_TBW * drives)))
     cells = (
         f"{billions}B",
         gpu,
@@ -69,9 +117,15 @@ def _row(billions: int, layers: int, gpu: str, bandwidth: float, drives: int) ->
         f"{timing.seconds:.0f} s",
         f"{timing.tokens_per_second:.0f}",
         timing.limit,
-        "" if years is None else format_time(years * report.YEAR),
+        _drive_life(planned, _TBW * drives),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def _drive_life(planned: Planned, endurance: float) -> str:
+    """Until so many bytes are written, training day and night."""
+    years = report.years(planned, report.Asked(endurance=int(endurance)))
+    return "" if years is None else format_time(years * report.YEAR)
 
 
 def _largest(billions: int, layers: int, hardware: Hardware) -> Planned:
@@ -87,4 +141,5 @@ def _largest(billions: int, layers: int, hardware: Hardware) -> Planned:
 
 
 if __name__ == "__main__":
+    CARD_PAGE.write_text(card_page(CARD_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     PAGE.write_text(document(), encoding="utf-8")
