@@ -338,3 +338,20 @@ def test_smart_tells_what_a_drive_is_rated_for() -> None:
     log = {"percentage_used": 5, "data_units_written": 2_000_000}
     assert ask.rated_bytes({"nvme_smart_health_information_log": log}) == 20 * 2_000_000 * 512_000
     assert ask.rated_bytes({"nvme_smart_health_information_log": log | {"percentage_used": 0}}) is None
+
+
+def test_each_unit_is_updated_where_it_lives() -> None:
+    """On the GPU where its gradient stays there too; else its states go to the host and come back."""
+    small, machine = from_count(10**9, 16, 2048), described("H200", 128 * GIB)
+
+    def rate(weights: str, states: str, **options: Any) -> float:
+        planned = plan(small, machine, Load(1), weights=weights, states=states, **options)
+        return timing.rates_of(planned.memory, machine).kernel
+
+    there, on_host = rate("none", "none"), rate("cpu", "cpu")
+    assert there == pytest.approx(machine.device_optimizer) and on_host == pytest.approx(machine.optimizer)
+    moved = 12 / machine.upload + 12 / machine.download
+    gone = 1 / (1 / machine.optimizer + moved)
+    part = rate("none", "none", device_memory=int(13e9))
+    assert gone < part < there, "gradients of some units have room there"
+    assert gone < on_host, "states that live on the GPU are no gain for an update on the host"

@@ -135,16 +135,31 @@ def _with_gradient(seconds: float, numel: int, hardware: Hardware) -> float:
 
 def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
     """What `simulate` counts with."""
-    homes = [row for row in memory.placement.homes if State.GRAD in row]
-    on_device = all(row[state] is Tier.DEVICE for row in homes for state in row if state is not State.GRAD)
     return simulate_machine.Rates(
         hardware.read,
         hardware.written,
         hardware.mixed,
         hardware.upload,
-        hardware.device_optimizer if on_device and not hardware.on_cpu else hardware.optimizer,
+        hardware.optimizer if hardware.on_cpu else _updated(memory, hardware),
         hardware.on_cpu,
     )
+
+
+def _updated(memory: Memory, hardware: Hardware) -> float:
+    """Parameters that are updated in a second, where each unit's update runs on the GPU or on the host.
+
+    What lives on the GPU is updated there if its gradient stays there too; else it goes to the host and back.
+    """
+    seconds = 0.0
+    for row, nbytes, numel in zip(
+        memory.placement.homes, memory.parts.nbytes, memory.parts.trainable_numel, strict=True
+    ):
+        there = sum(nbytes[state] for state in row if state is not State.GRAD and row[state] is Tier.DEVICE)
+        if numel and all(home is Tier.DEVICE for home in row.values()):
+            seconds += numel / hardware.device_optimizer
+        elif numel:
+            seconds += numel / hardware.optimizer + there / hardware.download + there / hardware.upload
+    return sum(memory.parts.trainable_numel) / seconds if seconds else hardware.optimizer
 
 
 def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, steps: int = 3) -> Timing:
