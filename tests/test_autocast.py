@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload.config import load_config
 from offload.errors import ConfigError
+from offload.engine.hooks import Hooks
 from tests import models
 from tests.oracle import (
     DTYPES,
@@ -121,6 +122,26 @@ def test_after_an_error_in_a_forward_torch_keeps_casts_again(tmp_path: Path) -> 
             engine(torch.zeros(1, 2))
         assert torch.is_autocast_cache_enabled()
     assert engine(torch.zeros(1, 2, dtype=torch.int64)).dtype == torch.float32
+    engine.destroy(remove=True)
+
+
+def test_after_an_interrupt_between_a_site_and_its_end_torch_keeps_casts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(models.MIXTURE, DISK, tmp_path)
+
+    let_go = Hooks._let_go
+
+    def interrupted(self: Hooks, frame: Any) -> None:
+        if not self._local.frames:
+            raise KeyboardInterrupt
+        let_go(self, frame)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Hooks, "_let_go", interrupted)
+        engine(torch.zeros(1, 2, dtype=torch.int64))
+    engine(torch.zeros(1, 2, dtype=torch.int64))
+    assert torch.is_autocast_cache_enabled()
     engine.destroy(remove=True)
 
 

@@ -61,6 +61,8 @@ class _Nesting(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
         """Sites that were entered and not left, outermost first."""
+        self.casts_kept: bool | None = None
+        """Of the outermost frame, until its value is put back."""
 
 
 class Hooks:
@@ -139,6 +141,9 @@ class Hooks:
                 self._saved.pop()
             self._thread = None
         self._saved.pop_left()
+        if self._local.casts_kept is not None:  # an interrupt came when the frame was gone already
+            torch.set_autocast_cache_enabled(self._local.casts_kept)
+            self._local.casts_kept = None
 
     def forget_gradients(self) -> None:
         """Drop a gradient that an interrupt has left with its parameter, before the engine took it."""
@@ -203,6 +208,8 @@ class Hooks:
             if not inside_backward():
                 self._pager.begin(Kind.TRAIN if self._trainable and torch.is_grad_enabled() else Kind.EVAL)
         kept = torch.is_autocast_cache_enabled()
+        if not local.frames:
+            local.casts_kept = kept
         frame = _Frame(module, [], self._saved.push(), inside_backward(), _module_call(), kept)
         local.frames.append(frame)
         torch.set_autocast_cache_enabled(False)
@@ -232,7 +239,7 @@ class Hooks:
         for unit in reversed(frame.units):
             self._bindings.unuse(unit)
         if not self._local.frames:
-            self._thread = None
+            self._thread = self._local.casts_kept = None
             if not inside_backward():
                 self._bindings.end_kept()
                 self._pager.end_forward()
