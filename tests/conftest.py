@@ -37,7 +37,7 @@ def _deterministic() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _leaves_no_engine(_deterministic: None) -> Iterator[None]:
+def _leaves_nothing(_deterministic: None) -> Iterator[None]:
     """Memory of an engine that a test has left open would be missing in every test after it."""
     before = process_memory().needed_bytes
     yield
@@ -45,6 +45,9 @@ def _leaves_no_engine(_deterministic: None) -> Iterator[None]:
         for engine in [each for each in gc.get_objects() if type(each) is offload.Engine]:
             engine.destroy()
         pytest.fail("the test has left an engine open")
+    if not torch.is_autocast_cache_enabled():
+        torch.set_autocast_cache_enabled(True)
+        pytest.fail("the test has left torch's autocast without its cache")
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.config import load_config
-from offload.errors import ConfigError
 from offload.engine.hooks import Hooks
+from offload.errors import ConfigError
 from tests import models
 from tests.oracle import (
     DTYPES,

@@ -62,7 +62,7 @@ class _Nesting(threading.local):
         self.frames: list[_Frame] = []
         """Sites that were entered and not left, outermost first."""
         self.casts_kept: bool | None = None
-        """Of the outermost frame, until its value is put back."""
+        """Of the outermost frame, until its value is put back; an interrupt may come when the frame is gone already."""
 
 
 class Hooks:
@@ -136,14 +136,13 @@ class Hooks:
         """Leave every site that an interrupt has left open: torch calls no hooks after a `KeyboardInterrupt`."""
         while self._local.frames:
             frame = self._local.frames.pop()
-            torch.set_autocast_cache_enabled(frame.casts_kept)
             if frame.pushed and not frame.in_backward:
                 self._saved.pop()
             self._thread = None
         self._saved.pop_left()
-        if self._local.casts_kept is not None:  # an interrupt came when the frame was gone already
-            torch.set_autocast_cache_enabled(self._local.casts_kept)
-            self._local.casts_kept = None
+        if self._local.casts_kept:  # else a context round the outermost has put it back, such as a recomputation's
+            torch.set_autocast_cache_enabled(True)
+        self._local.casts_kept = None
 
     def forget_gradients(self) -> None:
         """Drop a gradient that an interrupt has left with its parameter, before the engine took it."""
