@@ -247,6 +247,6 @@ def stretches(tree: Any) -> list[tuple[int, int]]:
     return [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes and not t.is_meta]
 
 
-def use_device(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Device]) -> None:
-    """Engines made from now on use the device that `make` gives."""
-    monkeypatch.setattr(initialize, "open_device", lambda _: make())
+def use_device(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    """Engines made from now on use this device."""
+    monkeypatch.setattr(initialize, "open_device", lambda _: device)

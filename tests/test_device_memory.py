@@ -128,7 +128,7 @@ def test_an_arena_that_has_grown_changes_no_bit_and_uploads_less(
         device = LateDevice(0, 0.9)
         device.spare = DeviceRoom(free, 0)
         with monkeypatch.context() as patch, caplog.at_level("INFO", "offload"):
-            use_device(patch, lambda: device)  # noqa: B023
+            use_device(patch, device)
             engine = start(job, ("cpu", "cpu"), tmp_path)
             at_first = engine.device_memory
             with Ticks(device):
@@ -160,7 +160,7 @@ def test_where_another_takes_the_memory_first_it_stays_as_it_is(
 ) -> None:
     device = LateDevice(0, 0.0)
     device.spare = DeviceRoom(GIB, 0)
-    use_device(monkeypatch, lambda: device)
+    use_device(monkeypatch, device)
     engine = start(JOB, ("cpu", "cpu"), tmp_path)
     before = engine.device_memory
     monkeypatch.setattr(DeviceArena, "_allocate", refused)

@@ -63,7 +63,7 @@ def runs(
     patch: pytest.MonkeyPatch, folder: Path, seed: int, lateness: float, placement: tuple[str, str], **options: Any
 ) -> tuple[Result, LateDevice]:
     device = LateDevice(seed, lateness)
-    use_device(patch, lambda: device)
+    use_device(patch, device)
     return train(JOB, placement, folder, device, **options), device
 
 
@@ -98,7 +98,7 @@ def test_where_the_device_sums_no_squares_the_host_does(
 
     monkeypatch.setattr(assembly, "_downloads", made)
     device = LateDevice(0, 0.9)
-    use_device(monkeypatch, lambda: device)
+    use_device(monkeypatch, device)
     assert_same(expected, train(job, ("nvme", "nvme"), tmp_path / "late", device))
     assert without and device.broken == []
 
@@ -108,7 +108,7 @@ def test_with_the_least_host_memory(seed: int, tmp_path: Path, monkeypatch: pyte
     """Gradients spill, and units come in pieces that are copied while the next are read."""
     small_pieces(monkeypatch)
     expected, _ = runs(monkeypatch, tmp_path / "memory", 0, 0.0, ("none", "none"))
-    use_device(monkeypatch, lambda: LateDevice(0, 0.0))
+    use_device(monkeypatch, LateDevice(0, 0.0))
     least = least_host_memory(JOB, tmp_path / "least")
     result, device = runs(monkeypatch, tmp_path / "disk", seed, 0.9, ("nvme", "nvme"), host_memory=least)
     assert_same(expected, result)
@@ -145,7 +145,7 @@ def test_what_lives_on_the_device_is_updated_there(
     for seed, durability in enumerate(("none", "step")):
         device = LateDevice(seed, 0.9)
         with monkeypatch.context() as patch:
-            use_device(patch, lambda: device)  # noqa: B023
+            use_device(patch, device)
             tiles = watch_updates(patch, device)
             options = {"device_memory": WHOLE, "durability": durability}
             assert_same(expected, train(job, ("none", "none"), tmp_path / durability, device, **options))
@@ -158,7 +158,7 @@ def test_what_lives_on_the_device_is_updated_there(
 
 def test_gradients_that_have_no_room_there_leave_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = LateDevice(0, 0.9)
-    use_device(monkeypatch, lambda: device)
+    use_device(monkeypatch, device)
     engine = start(JOB, ("none", "none"), tmp_path, device_memory=WHOLE)
     units = len(engine._parts.layouts)
     assert all(engine._parts.gradients.stays(unit) for unit in range(units))
@@ -178,7 +178,7 @@ def test_gradients_on_the_device_are_read_and_set(tmp_path: Path, monkeypatch: p
     for name, device in (("plain", None), ("late", LateDevice(0, 0.9))):
         with monkeypatch.context() as patch:
             if device is not None:
-                use_device(patch, lambda: device)  # noqa: B023
+                use_device(patch, device)
             engine = start(JOB, ("none", "none"), tmp_path / name, device_memory=WHOLE)
             for micro in range(JOB.accumulation):
                 engine.backward(JOB.loss(engine, 0, micro))
@@ -206,7 +206,7 @@ def test_what_has_no_kernel_there_is_updated_on_the_host(
     job = JOB._replace(optimizer=optimizer)
     expected = run(job, ("none", "none"), tmp_path / "plain")
     device = LateDevice(0, 0.9)
-    use_device(monkeypatch, lambda: device)
+    use_device(monkeypatch, device)
     assert_same(expected, train(job, ("none", "none"), tmp_path / "late", device, device_memory=WHOLE))
     assert device.broken == [] and device.downloads > job.steps
 
@@ -255,7 +255,7 @@ FAULTS = {
 def test_the_record_shows_a_missing_wait(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*FAULTS[fault])
     device = LateDevice(0, 0.95)
-    use_device(monkeypatch, lambda: device)
+    use_device(monkeypatch, device)
     try:
         train(JOB, ("nvme", "nvme"), tmp_path, device, device_memory=room_for(JOB, 4))
     except (offload.OffloadError, AssertionError):
@@ -272,14 +272,14 @@ def test_a_gradient_that_is_not_waited_for_shows_itself(
     real = Downloads._receive
     monkeypatch.setattr(Downloads, "_receive", lambda self, arriving: real(self, arriving._replace(done=DONE)))
     device = LateDevice(0, 1.0)
-    use_device(monkeypatch, lambda: device)
+    use_device(monkeypatch, device)
     with pytest.raises(offload.OffloadError):
         train(job, ("cpu", "cpu"), tmp_path, device)
 
 
 def test_a_gradient_that_cannot_leave_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = LateDevice(0, 0.0)
-    use_device(monkeypatch, lambda: device)
+    use_device(monkeypatch, device)
     engine = start(JOB, ("cpu", "cpu"), tmp_path)
     train_step(engine, JOB, 0)
     monkeypatch.setattr(LateDevice, "download", broken)
@@ -298,7 +298,7 @@ def broken(*_: Any) -> Any:
 def test_a_copy_that_fails_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a fault of the GPU does: no later call waits for what will never be there."""
     device = LateDevice(0, 0.0)
-    use_device(monkeypatch, lambda: device)
+    use_device(monkeypatch, device)
     engine = start(JOB, ("cpu", "cpu"), tmp_path)
     monkeypatch.setattr(LateDevice, "upload", broken)
     with pytest.raises(RuntimeError, match="CUDA error"):

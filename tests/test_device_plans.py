@@ -117,7 +117,7 @@ def check(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(plan.job, ("none", "none"), folder / "plain")
     device = LateDevice(seed, plan.lateness)
     device.spare = DeviceRoom(plan.spare, 0)
-    use_device(monkeypatch, lambda: device)
+    use_device(monkeypatch, device)
     found = carry_out(plan, seed, folder / "late", device)
     assert device.broken == [], plan
     assert_same(expected, found, str(plan))

@@ -219,7 +219,7 @@ def test_interrupts(tmp_path: Path) -> None:
 
 
 def test_interrupts_on_a_device_with_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_device(monkeypatch, lambda: LateDevice(0, 0.5))
+    use_device(monkeypatch, LateDevice(0, 0.5))
     _try(0, 40, tmp_path)
 
 

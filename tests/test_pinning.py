@@ -329,10 +329,10 @@ def test_training_does_not_see_what_is_pinned(
     granted: int, placement: tuple[str, str], install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = models.GPT2._replace(steps=2, dtype="bf16")
-    use_device(monkeypatch, lambda: Device(torch.device("cpu")))
+    use_device(monkeypatch, Device(torch.device("cpu")))
     expected = run(job, ("none", "none"), tmp_path / "plain")
     device, cuda = install(lambda call: call >= granted)
-    use_device(monkeypatch, lambda: device)
+    use_device(monkeypatch, device)
     assert_same(expected, run(job, placement, tmp_path / "pieces"))
     assert not cuda.pinned and cuda.asked > (8 if granted > 8 else granted)
 

@@ -182,7 +182,7 @@ def test_spans_are_in_the_words_of_the_model(tmp_path: Path) -> None:
 def test_gradients_are_shown_when_they_have_come_from_a_device_beside_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_device(monkeypatch, lambda: LateDevice(0, 0.5))
+    use_device(monkeypatch, LateDevice(0, 0.5))
     content = _content(JOB, DISK, tmp_path)
     units = {"h.0", "h.1", "h.2", "the root"}
     assert names(content, Row.DOWNLOADS) == {f"gradient of {unit}" for unit in units}

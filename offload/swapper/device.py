@@ -77,8 +77,8 @@ class Device:
         self.host_addressable = True
 
     def free_bytes(self) -> int:
-        """Bytes of memory of its own that nobody has taken; 0 where it has none but the host's."""
-        return 0
+        """What this process may still allocate of its memory: also what torch keeps for later."""
+        return sum(self.room())
 
     def room(self) -> DeviceRoom:
         """What of its memory is not in use; nothing where it has none but the host's."""
@@ -173,10 +173,6 @@ class CudaDevice(Device):
         """The pinned pieces, (first, last) address, of each registered memory by its address."""
         self._borders: tuple[int, ...] = ()
         """Addresses where a pinned piece begins or ends, ascending."""
-
-    def free_bytes(self) -> int:
-        """What this process may still allocate: also what torch keeps for later."""
-        return sum(self.room())
 
     def room(self) -> DeviceRoom:
         free, total = torch.cuda.mem_get_info(self.torch)
