@@ -1,8 +1,8 @@
 """Predicted against measured: seconds of a step and peak RSS, in four placements: `python -m bench.predict FOLDER`.
 
-Each round trains in each placement in turn, in a process of its own, and before each it probes the machine and times
-forward and backward of the plain model. Two predictions stand beside the median of what was measured: by the probe
-alone, and with the plain model's compute in place of the probe's (which leaves what `offload plan` says of paging).
+Each round trains in each placement in turn, in a process of its own, and before each it probes the machine and runs
+the model alone. Two predictions stand beside the median of what was measured: that of `offload plan`, by the probe, and
+that of `offload plan --measure`, by the model.
 Bars: 10 % of the seconds, 5 % of the peak.
 """
 
@@ -21,14 +21,14 @@ from bench.throttle import throttled
 from offload.engine.placement import free_host_memory
 from offload.planner import choice, memory
 from offload.planner.hardware import Hardware, probed
+from offload.planner.measured import compute_seconds, measured
 from offload.planner.shape import Shape, from_name
-from offload.planner.timing import Load, backward, forward
+from offload.planner.timing import Load
 from offload.presets import build
 from offload.probe import probe
 from offload.sizes import parse_size
 
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
-_COMPUTE = ("matmul", "weights", "fresh", "elementwise")
 _UNCOUNTED = 2
 """Steps of each run: the first records the order of uses, the second has no update beside it yet."""
 
@@ -50,8 +50,7 @@ def _rounds(given: argparse.Namespace) -> None:
         for name, done in runs.items():
             weights, states = name.split("/")
             found = probe([str(given.folder)], "cpu")
-            plain = apart(_compute, given.model, given.batch_size, given.seq_len, given.steps)
-            done.append(_run(given, shape, load, (weights, states), probed(found, free_host_memory()), plain))
+            done.append(_run(given, shape, load, (weights, states), probed(found, free_host_memory())))
             report("predict, one run", {"placement": name, **done[-1]})
     about = {"model": given.model, "tokens": load.tokens(shape), "throttle": given.throttle}
     for name, of in runs.items():
@@ -59,27 +58,18 @@ def _rounds(given: argparse.Namespace) -> None:
 
 
 def _run(
-    given: argparse.Namespace, shape: Shape, load: Load, homes: tuple[str, str], hardware: Hardware, plain: float
+    given: argparse.Namespace, shape: Shape, load: Load, homes: tuple[str, str], hardware: Hardware
 ) -> dict[str, Any]:
     """One placement: predicted twice, and measured."""
     content = memory.settings(*homes, batch=given.batch_size, paths=[str(given.folder)])
     content["offload"] |= {"device": "cpu", "run": "bench-predict", "durability": "auto"}
-    by_probe = choice.plan(shape, hardware, load, content)
-    passes = forward(shape, hardware, load.batch)
-    nothing = [0] * len(shape.layouts)  # of the model alone: without gradients on their way
-    compute = sum(each.seconds for each in (*passes, *backward(passes, nothing, hardware, False)))
-    scale = compute / plain
-    by_model = choice.plan(
-        shape,
-        hardware._replace(**{rate: scale * getattr(hardware, rate) for rate in _COMPUTE}),
-        load,
-        content,
-    )
-    measured = apart(_train, given.model, given.batch_size, given.seq_len, given.steps, content)
+    model = apart(measured, hardware, shape, load, torch.bfloat16)
+    by_probe, by_model = (choice.plan(shape, each, load, content) for each in (hardware, model))
+    came = apart(_train, given.model, given.batch_size, given.seq_len, given.steps, content)
     return {
-        **measured,
-        "compute": plain,
-        "probed_compute": compute,
+        **came,
+        "compute": compute_seconds(shape, model, load.batch),
+        "probed_compute": compute_seconds(shape, hardware, load.batch),
         "by_probe": by_probe.timing.seconds,
         "by_model": by_model.timing.seconds,
         "predicted_peak": by_model.host_peak,
@@ -113,17 +103,6 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 # -- in a process of its own --------------------------------------------------------------------------
-
-
-def _compute(name: str, batch: int, length: int, steps: int) -> float:
-    """Seconds of a forward and a backward of the plain model in bf16, which keeps no gradient: the median."""
-    model: Any = build(name).to(torch.bfloat16)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda its: setattr(its, "grad", None))
-    ids, taken = random_ids((batch, length), model.config.vocab_size), []
-    for _ in range(steps + 1):
-        taken.append(seconds(lambda: model(input_ids=ids, labels=ids).loss.backward()))
-    return statistics.median(taken[1:])
 
 
 def _train(name: str, batch: int, length: int, steps: int, content: dict[str, Any]) -> dict[str, Any]:

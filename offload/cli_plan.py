@@ -88,6 +88,10 @@ def plan(
         bool | None,
         typer.Option("--recompute/--no-recompute", help="Activation checkpointing. [default: where they do not fit]"),
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Run the model, or some layers, on this machine first: a better prediction."),
+    ] = False,
     tokens: Annotated[str | None, typer.Option(help="To train on, as 1B: says how long that takes.")] = None,
     tbw: Annotated[
         str | None, typer.Option(help="What each drive may be written, as 1200TB. [default: what SMART tells]")
@@ -107,7 +111,7 @@ def plan(
         machine = ask.Described(gpu, ram, tuple(drive or ()), memory_bandwidth, pcie, tuple(nvme_path or ()))
         step = ask.Step(batch_size, seq_len, accumulation, recompute, dtype, durability)
         ask.check_target(write)
-        planned = ask.planned(shape_of, machine, step, config)
+        planned = ask.planned(shape_of, machine, step, config, measure)
         wanted = report.Asked(None if tokens is None else parse_count(tokens), ask.endurance(planned.hardware, tbw))
         advice = choice.advise(planned)
     with errors(FAILED):

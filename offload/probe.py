@@ -33,6 +33,8 @@ from offload.swapper.device import open_device
 _VERSION = 3
 _ROUNDS = 5
 _NUMEL = 1 << 24
+_TILE = 1 << 20
+"""Elements of an update that are computed at a time."""
 _COPIED = 64 * MIB
 _REQUEST = 16 * MIB
 _LAYERS = 12
@@ -137,13 +139,27 @@ def _host_rates() -> tuple[float, float, float, float]:
     """The first four of `Rates`."""
     arrays = Arrays(_NUMEL, torch.bfloat16, torch.bfloat16)
     lease = torch.frombuffer(aligned_empty(2 * _NUMEL), dtype=torch.bfloat16)
-    segments = [kernels.Segment(0, _NUMEL, STEP)]
+    size = min(_TILE, _NUMEL)
+    tiles = [_part(arrays.partition, start, start + size) for start in range(0, _NUMEL, size)]
+    segments = [kernels.Segment(0, size, STEP)]
+
+    def update() -> None:
+        for tile in tiles:
+            kernels.update(tile, segments)
+
     return (
         _NUMEL * arrays.bytes_per_parameter / _seconds(lambda: kernels.probe(arrays.partition)),
         lease.nbytes / _seconds(lambda: lease.copy_(arrays.weight)),
-        _NUMEL / _seconds(lambda: kernels.update(arrays.partition, segments)),
+        _NUMEL / _seconds(update),
         _NUMEL / _seconds(lambda: kernels.accumulate(lease, arrays.grad, add=False)),
     )
+
+
+def _part(whole: kernels.Partition, start: int, stop: int) -> kernels.Partition:
+    """Elements [start, stop) of a partition in bf16."""
+    assert whole.residual is not None
+    moments = tuple(each[start:stop] for each in whole.moments)
+    return kernels.Partition(whole.weight[start:stop], whole.grad[start:stop], moments, whole.residual[start:stop])
 
 
 def _copies(device: torch.device) -> tuple[float, float]:

@@ -21,6 +21,8 @@ _HOST_SHARE = 0.9
 _USABLE_RAM = 0.9
 _DRIVE = (7e9, 5e9)
 _RAM_BANDWIDTH = 50e9
+_HANDED_SECONDS = 0.4e-3
+"""On two cores at some 3 GHz, for units of up to a dozen parameters."""
 
 
 class Gpu(NamedTuple):
@@ -89,9 +91,13 @@ class Hardware(NamedTuple):
     """The same on the device."""
     gradient: float
     """Parameters whose gradient is stored and its squares summed."""
+    handed_seconds: float
+    """In which a unit's weights are given to a use and taken back while nothing computes; a GPU has work meanwhile."""
     drives: tuple[Drive, ...]
     assumed: tuple[str, ...]
     """Sentences: what was neither measured nor given."""
+    measured: str = ""
+    """What was measured of the model itself, in words."""
 
     @property
     def on_cpu(self) -> bool:
@@ -199,6 +205,7 @@ def described(
         _HOST_SHARE * bandwidth / KERNEL_BYTES,
         _DEVICE_SHARE * found.bandwidth / KERNEL_BYTES,
         _HOST_SHARE * bandwidth / 4,
+        0.0,
         tuple(drives),
         tuple(assumed),
     )
@@ -227,6 +234,7 @@ def probed(found: Probed, free_host: int, folders: Sequence[str] = ()) -> Hardwa
         rates.optimizer,
         rates.elementwise / KERNEL_BYTES if gpu else rates.optimizer,
         rates.gradient,
+        0.0 if gpu else _HANDED_SECONDS,
         drives,
         tuple(assumed),
     )

@@ -32,6 +32,7 @@ def as_json(planned: Planned, advice: Advice, asked: Asked) -> dict[str, Any]:
             "ram": planned.hardware.ram,
             "drives": [{"name": d.name, "read": d.read, "write": d.write} for d in planned.hardware.drives],
             "assumed": list(planned.hardware.assumed),
+            "measured": planned.hardware.measured or None,
         },
         "config": dict(planned.content),
         "tiers": [row._asdict() for row in (*memory.rows, memory.total)],
@@ -114,6 +115,7 @@ def lines(planned: Planned, advice: Advice, asked: Asked) -> list[str]:
         *(["what to change first:"] if advice.changes else []),
         *(f"  {each.words}: {each.gain:.2f} times the tokens a second" for each in advice.changes[:4]),
         *_untold(planned, advice),
+        *([f"measured: {planned.hardware.measured}"] if planned.hardware.measured else []),
         "assumed: " + "; ".join(planned.hardware.assumed),
     ]
 

@@ -107,21 +107,21 @@ def _hidden(parameters: int, layers: int) -> int:
 # -- from a model -------------------------------------------------------------------------------------
 
 
-def from_name(name: str, sequence: int, dtype: torch.dtype = torch.bfloat16, units: Sequence[str] = ()) -> Shape:
-    """Of a preset, or of a folder with a config.json. Raises `ConfigError`."""
+def from_name(
+    name: str,
+    sequence: int,
+    dtype: torch.dtype = torch.bfloat16,
+    units: Sequence[str] = (),
+    layers: int | None = None,
+) -> Shape:
+    """Of a preset, or of a folder with a config.json; of so many of its layers. Raises `ConfigError`."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.export traces with; meta fails in masks
 
-    folder = Path(name)
-    if not folder.is_dir() or name in ("", *PRESETS):
-        check_name(name)
-    transformers = require_transformers()
+    config = config_of(name, layers)
     try:
         with FakeTensorMode(), torch.device("cpu"):
-            config = _config(transformers, name)
             check_positions(config, sequence)
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-            if getattr(model, "loss_type", "") is None:
-                vars(model)["loss_type"] = "ForCausalLM"
+            model = model_of(config, dtype)
             return _counted(model, model, model.parameters(), name, sequence, units)
     except ConfigError:
         raise
@@ -187,15 +187,39 @@ def _without_checkpointing(model: nn.Module) -> Iterator[None]:
             module.gradient_checkpointing = True
 
 
+def config_of(name: str, layers: int | None = None) -> Any:
+    """The library's config of a preset, or of a folder; of so many of its layers. Raises `ConfigError`."""
+    folder = Path(name)
+    if not folder.is_dir() or name in ("", *PRESETS):
+        check_name(name)
+    if name not in PRESETS and not (folder / "config.json").is_file():
+        raise ConfigError(f"{name} has no config.json, so it is no model folder")
+    transformers = require_transformers()
+    try:
+        config = _config(transformers, name)
+    except Exception as error:  # whatever the library raises of a file that is none of its own
+        raise ConfigError(f"cannot read the config of {name} ({type(error).__name__}: {said(error)})") from error
+    text = config.get_text_config()
+    text.use_cache = False
+    if layers is not None:
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):  # one word for each layer
+            text.layer_types = text.layer_types[:layers]
+    return config
+
+
+def model_of(config: Any, dtype: torch.dtype) -> Any:
+    """The causal language model of such a config, on the device that is the default one."""
+    model = require_transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if getattr(model, "loss_type", "") is None:
+        vars(model)["loss_type"] = "ForCausalLM"
+    return model
+
+
 def _config(transformers: Any, name: str) -> Any:
     if name in PRESETS:
-        preset = PRESETS[name]
-        return getattr(transformers, preset.config)(**preset.settings, use_cache=False)
-    if not (Path(name) / "config.json").is_file():
-        raise ConfigError(f"{name} has no config.json, so it is no model folder")
-    config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
-    config.get_text_config().use_cache = False
-    return config
+        return getattr(transformers, PRESETS[name].config)(**PRESETS[name].settings)
+    return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
 
 
 def _counted(

@@ -1,6 +1,7 @@
 """A step before it is made: played by `simulate` with a machine's rates, and the formula that says what can be hidden.
 
-compute of a use  =  flops / matmul + bytes of weights / weights + bytes / elementwise, once more where recomputed
+compute of a use  =  flops / matmul + bytes of weights / weights + bytes / elementwise, once more where recomputed,
+                     + what it takes to hand the weights over where the CPU computes
 its backward      =  products again for what comes in, and once more for weights that train, + 2 bytes / elementwise
 of an embedding   =  bytes of its gradient / fresh, and as much again for each other use of it, to sum them
 gradient of a unit:  beside the backward's compute on a GPU, after it where the CPU computes
@@ -8,6 +9,7 @@ gradient of a unit:  beside the backward's compute on a GPU, after it where the 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -109,7 +111,9 @@ def forward(shape: Shape, hardware: Hardware, batch: int) -> list[Pass]:
         products = batch * use.flops / hardware.matmul + (nbytes / hardware.weights if use.flops else 0.0)
         other = batch * use.nbytes / hardware.elementwise
         made = times[use.unit] * learning * nbytes / hardware.fresh if use.lookup else 0.0
-        found.append(Pass(use.unit, products + other, (1 + learning) * products + 2 * other + made, use.lookup))
+        back = (1 + learning) * products + 2 * other + made
+        handed = hardware.handed_seconds
+        found.append(Pass(use.unit, products + other + handed, back + handed, use.lookup))
     return found
 
 
@@ -136,9 +140,9 @@ def _with_gradient(seconds: float, numel: int, hardware: Hardware) -> float:
 def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
     """What `simulate` counts with."""
     return simulate_machine.Rates(
-        hardware.read,
-        hardware.written,
-        hardware.mixed,
+        hardware.read or math.inf,  # without drives nothing is read or written
+        hardware.written or math.inf,
+        hardware.mixed or math.inf,
         hardware.upload,
         hardware.optimizer if hardware.on_cpu else _updated(memory, hardware),
         hardware.on_cpu,

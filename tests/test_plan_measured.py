@@ -1,0 +1,186 @@
+"""`offload plan --measure`: the compute of a prediction is what the model itself took on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from offload.cli import app
+from offload.errors import ConfigError
+from offload.planner import measured
+from offload.planner.hardware import Hardware, described
+from offload.planner.shape import Shape, from_name
+from offload.planner.timing import Load
+from offload.probe import Probed, Rates, keep
+from offload.sizes import GIB
+
+TOKENS = 16
+BF16 = torch.bfloat16
+
+
+def save_config(folder: Path, layers: int = 4, **more: Any) -> str:
+    transformers.Qwen2Config(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        tie_word_embeddings=False,
+        **more,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> Shape:
+    return from_name(save_config(tmp_path / "model"), TOKENS)
+
+
+@pytest.fixture
+def machine() -> Hardware:
+    """One whose compute is the CPU's, and whose rates are those of a GPU."""
+    return described("24GB", 64 * GIB)._replace(gpu_memory=0, handed_seconds=1e-3)
+
+
+@pytest.fixture
+def taking(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[int]]:
+    """Has runs take so many seconds; gives how many layers each had."""
+
+    def take(seconds: float) -> list[int]:
+        layers: list[int] = []
+
+        def timed(config: Any, *_: Any) -> float:
+            layers.append(config.num_hidden_layers)
+            return seconds
+
+        monkeypatch.setattr(measured, "_seconds", timed)
+        return layers
+
+    return take
+
+
+def test_the_rates_come_to_what_was_timed(
+    shape: Shape, machine: Hardware, taking: Callable[[float], list[int]]
+) -> None:
+    layers = taking(2.5)
+    found = measured.measured(machine, shape, Load(3), BF16)
+    assert layers == [4]
+    assert measured.compute_seconds(shape, found, 3) == pytest.approx(2.5)
+    assert "with 4 of 4 layers, 2.5 s" in found.measured
+    same = ("matmul", "weights", "fresh", "elementwise", "measured")
+    assert found._replace(**{name: getattr(machine, name) for name in same}) == machine, "nothing else has changed"
+
+
+def test_a_model_without_room_is_measured_in_part(
+    shape: Shape, machine: Hardware, taking: Callable[[float], list[int]], tmp_path: Path
+) -> None:
+    layers = taking(1.0)
+    one = from_name(shape.name, TOKENS, layers=1)
+    least = 2 * measured._nbytes(one, 1, BF16)
+    each = (2 * measured._nbytes(shape, 1, BF16) - least) // 3
+    for more, taken in ((0, 1), (each - 1000, 1), (each + 1000, 2), (2 * each + 1000, 3), (3 * each + 1000, 4)):
+        found = measured.measured(machine._replace(ram=least + more), shape, Load(1), BF16)
+        assert layers[-1] == taken, more
+        part = from_name(shape.name, TOKENS, layers=taken)
+        assert measured.compute_seconds(part, found, 1) == pytest.approx(1.0)
+    with pytest.raises(ConfigError, match="one layer of .* give a smaller --batch-size or --seq-len"):
+        measured.measured(machine._replace(ram=least - 1000), shape, Load(1), BF16)
+
+
+def test_a_model_that_would_take_long_is_measured_in_part(
+    shape: Shape, machine: Hardware, taking: Callable[[float], list[int]]
+) -> None:
+    layers = taking(1.0)
+    whole = measured.compute_seconds(shape, machine, 1)
+    slow = 1.5 * measured._PASS_SECONDS / whole  # all layers together take half as long again as they may
+    rates = {name: getattr(machine, name) / slow for name in ("matmul", "weights", "fresh", "elementwise")}
+    measured.measured(machine._replace(**rates), shape, Load(1), BF16)
+    assert 1 <= layers[-1] < 4
+
+
+def test_layers_of_two_kinds_are_cut_together(tmp_path: Path) -> None:
+    kinds = ["full_attention", "sliding_attention"] * 2
+    name = save_config(tmp_path / "two", layer_types=kinds, use_sliding_window=True, sliding_window=4)
+    whole, part = from_name(name, TOKENS), from_name(name, TOKENS, layers=3)
+    assert len(part.layouts) == len(whole.layouts) - 1
+
+
+def test_a_real_model_is_run_and_leaves_nothing(shape: Shape, machine: Hardware) -> None:
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    found = measured.measured(machine, shape, Load(2), BF16)
+    assert torch.equal(before, torch.random.get_rng_state())
+    seconds = measured.compute_seconds(shape, found, 2)
+    assert 0 < seconds < 60 and seconds != measured.compute_seconds(shape, machine, 2)
+
+
+def test_the_hand_over_of_weights_is_not_the_models(shape: Shape, machine: Hardware) -> None:
+    """What a model takes alone has none; a step has it once for each use in the forward and in the backward."""
+    free = machine._replace(handed_seconds=0.0)
+    assert measured.compute_seconds(shape, machine, 1) == measured.compute_seconds(shape, free, 1)
+    first, second = (sum(each.seconds for each in measured.forward(shape, on, 1)) for on in (machine, free))
+    assert first - second == pytest.approx(len(shape.uses) * 1e-3)
+
+
+def test_a_model_that_cannot_run_is_a_clear_error(
+    shape: Shape, machine: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> float:
+        raise RuntimeError("no kernel for this")
+
+    monkeypatch.setattr(measured, "_seconds", fail)
+    with pytest.raises(ConfigError, match="cannot run .* to measure it .*no kernel for this.*leave out --measure"):
+        measured.measured(machine, shape, Load(1), BF16)
+
+
+# -- the command --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine, as if it had been probed."""
+    from offload.info import machine as about_machine
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    about = about_machine() | {"name": "here", "gpu": None, "gpu_memory_bytes": 0}
+    keep(Probed(about, Rates(*(1e10,) * len(Rates._fields)), (), "2026-11-22", 1.0))
+
+
+def plan(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments, "--seq-len", str(TOKENS)])
+
+
+def test_the_command_says_what_was_measured(probed: None, tmp_path: Path) -> None:
+    name = save_config(tmp_path / "model", layers=2)
+    done = plan("--model", name, "--measure", "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert "with 2 of 2 layers" in told["machine"]["measured"]
+    plain = json.loads(plan("--model", name, "--json").stdout)
+    assert plain["machine"]["measured"] is None
+    assert plain["tiers"] == told["tiers"], "bytes do not depend on it"
+    assert "measured: forward and backward" in plan("--model", name, "--measure").stdout
+
+
+def test_only_a_model_on_this_machine_can_be_measured(probed: None, tmp_path: Path) -> None:
+    name = save_config(tmp_path / "model", layers=2)
+    described = ("--gpu", "24GB", "--ram", "64GB")
+    for wrong in (("--parameters", "1B", "--layers", "2"), ("--model", name, *described)):
+        done = plan(*wrong, "--measure")
+        assert done.exit_code == 2 and "--measure runs the model on this machine" in done.stderr
+
+
+def test_names_and_folders_are_checked_first(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no config.json"):
+        from_name(str(tmp_path), TOKENS)
+    (tmp_path / "config.json").write_text('{"model_type": "nothing-known"}')
+    with pytest.raises(ConfigError, match="cannot read the config of"):
+        from_name(str(tmp_path), TOKENS)
