@@ -1,9 +1,9 @@
 """Predicted against measured: seconds of a step and peak RSS, in four placements: `python -m bench.predict FOLDER`.
 
-Each round trains in each placement in turn, in a process of its own, and before each it probes the machine and runs
-the model alone. Two predictions stand beside the median of what was measured: that of `offload plan`, by the probe, and
-that of `offload plan --measure`, by the model.
-Bars: 10 % of the seconds, 5 % of the peak.
+Each round trains in each placement in turn, in a process of its own; before each it probes the machine, and before and
+after it runs the model alone. Seconds are means of a run's steps, figures are medians of the rounds. Two predictions
+stand beside the median of what was measured: that of `offload plan`, by the probe, and that of `offload plan
+--measure`, by the model. Bars: 10 % of the seconds, 5 % of the peak.
 """
 
 from __future__ import annotations
@@ -63,17 +63,19 @@ def _run(
     """One placement: predicted twice, and measured."""
     content = memory.settings(*homes, batch=given.batch_size, paths=[str(given.folder)])
     content["offload"] |= {"device": "cpu", "run": "bench-predict", "durability": "auto"}
-    model = apart(measured, hardware, shape, load, torch.bfloat16)
-    by_probe, by_model = (choice.plan(shape, each, load, content) for each in (hardware, model))
+    by_probe = choice.plan(shape, hardware, load, content)
+    before = apart(measured, hardware, shape, load, torch.bfloat16)
     came = apart(_train, given.model, given.batch_size, given.seq_len, given.steps, content)
+    after = apart(measured, hardware, shape, load, torch.bfloat16)
+    by_model = [choice.plan(shape, model, load, content) for model in (before, after)]
     return {
         **came,
-        "compute": compute_seconds(shape, model, load.batch),
+        "compute": statistics.fmean(compute_seconds(shape, model, load.batch) for model in (before, after)),
         "probed_compute": compute_seconds(shape, hardware, load.batch),
         "by_probe": by_probe.timing.seconds,
-        "by_model": by_model.timing.seconds,
-        "predicted_peak": by_model.host_peak,
-        "predicted_budgets": by_model.memory.host + by_model.memory.device,
+        "by_model": statistics.fmean(planned.timing.seconds for planned in by_model),
+        "predicted_peak": by_probe.host_peak,
+        "predicted_budgets": by_probe.memory.host + by_probe.memory.device,
     }
 
 
@@ -94,7 +96,6 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "predicted_by_model": median("by_model"),
         "by_probe_over_measured": ratio("by_probe", "seconds"),
         "by_model_over_measured": ratio("by_model", "seconds"),
-        "by_model_over_measured_fastest": min(r["by_model"] for r in runs) / min(r["seconds"] for r in runs),
         "peak": int(median("peak")),
         "predicted_peak": int(median("predicted_peak")),
         "peak_over_measured": ratio("predicted_peak", "peak"),
@@ -120,7 +121,7 @@ def _train(name: str, batch: int, length: int, steps: int, content: dict[str, An
     peak = resident("VmHWM")
     budgets = engine.host_memory + engine.device_memory
     engine.destroy(remove=True)
-    return {"seconds": statistics.median(taken[_UNCOUNTED:]), "peak": peak - base, "budgets": budgets}
+    return {"seconds": statistics.fmean(taken[_UNCOUNTED:]), "peak": peak - base, "budgets": budgets}
 
 
 if __name__ == "__main__":

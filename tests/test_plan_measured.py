@@ -91,7 +91,7 @@ def test_a_model_without_room_is_measured_in_part(
         assert layers[-1] == taken, more
         part = from_name(shape.name, TOKENS, layers=taken)
         assert measured.compute_seconds(part, found, 1) == pytest.approx(1.0)
-    with pytest.raises(ConfigError, match="one layer of .* give a smaller --batch-size or --seq-len"):
+    with pytest.raises(ConfigError, match=r"one layer of .* give a smaller --batch-size or --seq-len"):
         measured.measured(machine._replace(ram=least - 1000), shape, Load(1), BF16)
 
 
@@ -137,7 +137,7 @@ def test_a_model_that_cannot_run_is_a_clear_error(
         raise RuntimeError("no kernel for this")
 
     monkeypatch.setattr(measured, "_seconds", fail)
-    with pytest.raises(ConfigError, match="cannot run .* to measure it .*no kernel for this.*leave out --measure"):
+    with pytest.raises(ConfigError, match=r"cannot run .* to measure it .*no kernel for this.*leave out --measure"):
         measured.measured(machine, shape, Load(1), BF16)
 
 
@@ -179,8 +179,8 @@ def test_only_a_model_on_this_machine_can_be_measured(probed: None, tmp_path: Pa
 
 
 def test_names_and_folders_are_checked_first(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no config.json"):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
         from_name(str(tmp_path), TOKENS)
     (tmp_path / "config.json").write_text('{"model_type": "nothing-known"}')
-    with pytest.raises(ConfigError, match="cannot read the config of"):
+    with pytest.raises(ConfigError, match=r"cannot read the config of"):
         from_name(str(tmp_path), TOKENS)

@@ -26,7 +26,7 @@ _SHARE = 0.5
 _PASS_SECONDS = 20.0
 """Of a forward and backward at most, as the probe's rates have it: fewer layers where all would take longer."""
 _ENOUGH_SECONDS = 10.0
-_PASSES = range(3, 8)
+_PASSES = range(3, 16)
 """The least that are counted, and the most."""
 
 
@@ -36,7 +36,7 @@ class Run(NamedTuple):
     layers: int
     of: int
     seconds: float
-    """Of a forward and backward of one micro-batch: the median."""
+    """Of a forward and backward of one micro-batch: the mean, since a training has slow moments too."""
 
 
 def measured(hardware: Hardware, shape: Shape, load: Load, dtype: torch.dtype) -> Hardware:
@@ -109,7 +109,7 @@ def _nbytes(shape: Shape, batch: int, dtype: torch.dtype) -> int:
 
 
 def _seconds(config: Any, batch: int, sequence: int, dtype: torch.dtype, device: torch.device) -> float:
-    """The median of some passes, after the first one. Gradients are dropped as they come, as paging takes them away."""
+    """The mean of some passes, after the first one. Gradients are dropped as they come, as paging takes them away."""
     with torch.random.fork_rng():
         with device:
             model = model_of(config, dtype)
@@ -124,7 +124,7 @@ def _seconds(config: Any, batch: int, sequence: int, dtype: torch.dtype, device:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # it is what is measured
             taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+    return statistics.fmean(taken[1:])
 
 
 def _drop(parameter: torch.Tensor) -> None:
