@@ -97,7 +97,7 @@ def test_what_is_free_is_what_this_process_may_allocate(
     assert device.free_bytes() == sum(device.room())
 
 
-NEED = DeviceNeed(least=GIB, most=10 * GIB, unit=GIB)
+NEED = DeviceNeed(least=GIB, most=10 * GIB, unit=GIB, weights=10 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_arena_grows_into_what_the_first_step_has_left_free(nbytes: int, roo
 
 
 def test_nothing_comes_and_goes_so_nothing_grows() -> None:
-    assert growth(GIB, DeviceNeed(GIB, GIB, 0), DeviceRoom(100 * GIB, 0)) == 0
+    assert growth(GIB, DeviceNeed(GIB, GIB, 0, GIB), DeviceRoom(100 * GIB, 0)) == 0
 
 
 def test_an_arena_that_has_grown_changes_no_bit_and_uploads_less(

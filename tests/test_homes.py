@@ -178,7 +178,7 @@ def test_on_a_gpu_the_arena_may_grow_to_all_units_where_no_number_was_given() ->
     """At first it has room for three of the largest; what activations leave is known after a step."""
     block = 2 * BLOCKS[0]
     found = on_gpu(BLOCKS, DISK, 100 * GIB)
-    assert found.device_nbytes == 3 * block and found.device_need == (block, 11 * block, block)
+    assert found.device_nbytes == 3 * block and found.device_need[:3] == (block, 11 * block, block)
     given = on_gpu(BLOCKS, DISK._replace(device_memory=4 * block), 100 * GIB)
     assert given.device_nbytes == given.device_need.most == 4 * block
     assert on_gpu(BLOCKS, DISK._replace(live=2 * BLOCKS[0]), 100 * GIB).device_need.most == 2 * block
