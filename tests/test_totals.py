@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -314,27 +315,30 @@ def test_where_the_cpu_computes_nothing_is_added_elsewhere(tmp_path: Path) -> No
     engine.destroy(remove=True)
 
 
-def test_what_is_on_its_way_when_a_backward_is_interrupted_is_not_added_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C comes between sending a total and knowing of it; the next micro-batch is of the same step."""
+def test_what_an_interrupt_has_left_on_its_way_is_not_added_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes between sending a total and knowing of it; then the step goes on, while the copy takes its time."""
+    go, drain = threading.Event(), Downloads.drain
+    monkeypatch.setattr(Downloads, "_begin", lambda self, real=Downloads._begin: go.wait(60) and real(self))
+    monkeypatch.setattr(Downloads, "drain", lambda self: (go.set(), drain(self)))
     found = []
     for interrupted in (False, True):
-        device = late(monkeypatch, lateness=1.0)
+        go.set()
+        device = late(monkeypatch)
         engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=WHOLE)
-        totals, left = engine._parts.gradients.totals, engine._parts.gradients.totals.left
-        weight = next(iter(engine.module.parameters()))
+        totals = engine._parts.gradients.totals
         with Ticks(device):
             engine.backward(JOB.loss(engine, 0, 0))
             engine.step()
             if interrupted:
-                monkeypatch.setattr(totals, "left", stopped)
-                with pytest.raises(KeyboardInterrupt):
-                    offload.safe_get_full_grad(weight)
-                monkeypatch.setattr(totals, "left", left)
-            for micro in range(1, 3):
-                engine.backward(JOB.loss(engine, 0, micro))
-                engine.step()
+                go.clear()
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(totals, "left", stopped)
+                    offload.safe_get_full_grad(next(iter(engine.module.parameters())))
+            engine.backward(JOB.loss(engine, 0, 1))
+            go.set()
+            engine.step()
+            engine.backward(JOB.loss(engine, 0, 2))
+            engine.step()
         assert device.broken == [] and engine.global_steps == 1
         found.append((engine.get_global_grad_norm(), weights_of(engine)))
         engine.destroy(remove=True)
