@@ -119,6 +119,7 @@ def test_beyond_all_weights_it_grows_by_whole_totals_of_gradients() -> None:
     need = NEED._replace(most=14 * GIB, totals=((3, GIB), (1, 2 * GIB), (2, GIB)))
     for free, more in ((8 * GIB, 7), (9 * GIB, 8), (10 * GIB, 9), (10.5 * GIB, 10), (100 * GIB, 11)):
         assert growth(3 * GIB, need, DeviceRoom(int(free), 0)) == more * GIB
+    assert growth(3 * GIB, need, DeviceRoom(11 * GIB, 3 * GIB)) == 7 * GIB, "as much as activations took stays free"
     nothing_moves = DeviceNeed(GIB, 3 * GIB, 0, GIB, ((0, 2 * GIB),))
     assert growth(GIB, nothing_moves, DeviceRoom(2 * GIB, 0)) == 0
     assert growth(GIB, nothing_moves, DeviceRoom(3 * GIB, 0)) == 2 * GIB

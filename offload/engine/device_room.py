@@ -28,12 +28,13 @@ _MARGIN = 256 * MIB
 def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
     """Bytes that an arena of `nbytes` takes after the first step, of the `room` that this has left.
 
-    Half as much as its activations took stays free beside them, for sequences that are longer. Less than the largest
-    unit is not worth it.
+    Half as much as its activations took stays free beside them, for sequences that are longer; as much again where
+    totals of gradients would take it, which help less than weights. Less than the largest unit is not worth it.
     """
     free = min(need.most - nbytes, room.free - room.kept // 2 - _MARGIN) // PAGE * PAGE
     if nbytes + free > need.weights:
-        free = need.weights - nbytes + sum(each for _, each in need.added(nbytes + free))
+        totals = need.added(min(nbytes + free, nbytes + room.free - room.kept - _MARGIN))
+        free = need.weights - nbytes + sum(each for _, each in totals)
     return free if free >= max(need.unit, PAGE) else 0
 
 
