@@ -120,7 +120,7 @@ class LateDevice(Device):
         self.broken: list[str] = []
         self.lock = threading.RLock()
         self.progress = 0
-        self.copies = self.downloads = 0
+        self.copies = self.downloads = self.downloaded = 0
         self.spare = DeviceRoom(0, 0)
         """What the first step is said to leave of the device's memory."""
         self._chance, self._lateness = random.Random(seed), lateness
@@ -138,6 +138,7 @@ class LateDevice(Device):
 
     def download(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
         self.downloads += 1
+        self.downloaded += source.nbytes
         return self._give("download", destination, source, after)
 
     def _give(self, stream: str, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event]) -> Event:

@@ -48,6 +48,7 @@ class Plan(NamedTuple):
     host: float | None
     """How far the host budget is above the least, in times of it; None for the default."""
     device: float | None
+    """The same of the device's; from 20 on it has room to add gradients up."""
     options: dict[str, Any]
     lateness: float
     spare: int
@@ -72,7 +73,7 @@ def draw(chance: random.Random) -> Plan:
         job,
         placement,
         chance.choice(budgets),
-        chance.choice(budgets),
+        chance.choice([*budgets, 30.0]),
         options,
         chance.choice([0.5, 0.9, 1.0]),
         chance.choice([0, GIB]),
@@ -98,37 +99,52 @@ def budget(plan: Plan, which: str, above: float | None, folder: Path, **options:
     return {which: int(lowest * (1 + above)) // PAGE * PAGE + PAGE}
 
 
-def carry_out(plan: Plan, seed: int, folder: Path, device: LateDevice) -> Result:
+def carry_out(plan: Plan, seed: int, folder: Path, device: LateDevice) -> tuple[Result, bool]:
+    """What came of it, and whether gradients were added up on the device."""
     options = dict(plan.options)
     options |= budget(plan, "device_memory", plan.device, folder, **options)
     options |= budget(plan, "host_memory", plan.host, folder, **options)
     engine = start(plan.job, plan.placement, folder, **options)
     try:
         with Ticks(device):
-            return trained(engine, plan.job)
+            result = trained(engine, plan.job)
+        totals = engine._parts.gradients.totals
+        return result, any(totals.takes(unit) for unit in range(len(engine._parts.layouts)))
     finally:
         engine.destroy(remove=True)
 
 
-def check(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = draw(random.Random(seed))
+def check(plan: Plan, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether gradients were added up on the device."""
     if plan.pieces:
         small_pieces(monkeypatch)
     expected = run(plan.job, ("none", "none"), folder / "plain")
     device = LateDevice(seed, plan.lateness)
     device.spare = DeviceRoom(plan.spare, 0)
     use_device(monkeypatch, device)
-    found = carry_out(plan, seed, folder / "late", device)
+    found, added = carry_out(plan, seed, folder / "late", device)
     assert device.broken == [], plan
     assert_same(expected, found, str(plan))
+    return added
 
 
 @pytest.mark.parametrize("seed", range(16))
 def test_a_random_plan(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(seed, tmp_path, monkeypatch)
+    check(draw(random.Random(seed)), seed, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(500, 508))
+def test_a_random_plan_that_adds_up_on_the_device(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(seed)
+    plan = draw(chance)
+    while plan.placement == ("none", "none"):
+        plan = draw(chance)
+    accumulation = chance.choice([2, 3, 4])
+    plan = plan._replace(job=plan.job._replace(accumulation=accumulation), device=30.0)
+    assert check(plan, seed, tmp_path, monkeypatch), plan
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(16, 216))
 def test_many_random_plans(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(seed, tmp_path, monkeypatch)
+    check(draw(random.Random(seed)), seed, tmp_path, monkeypatch)

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 import offload
 from offload.sizes import GIB, MIB
 from tests import models
-from tests.oracle import PLACEMENTS, Job, Result, assert_same, config, room_for, run, start, train_step
+from tests.oracle import PLACEMENTS, Job, Result, assert_same, config, room_for, run, start, train_step, trained
 
 pytestmark = pytest.mark.gpu
 
@@ -201,6 +201,30 @@ def test_what_lives_on_the_gpu_is_updated_there(tmp_path: Path) -> None:
     units = range(len(engine._parts.layouts))
     assert all(engine._parts.gradients.stays(unit) for unit in units)
     engine.destroy(remove=True)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+def test_what_the_gpu_adds_up_has_the_bits_of_the_hosts_sums(placement: tuple[str, str], tmp_path: Path) -> None:
+    """And leaves it once: with four micro-batches the GPU copies fewer bytes away."""
+    job, found, copied = JOB._replace(accumulation=4, steps=4), list[Result](), list[int]()
+    for name, room in (("host", room_for(job, 3)), ("gpu", 1 << 28)):
+        engine = start(job, placement, tmp_path / name, **GPU, device_memory=room)
+        totals, device = engine._parts.gradients.totals, engine._parts.held.device
+        assert all(totals.takes(unit) == (name == "gpu") for unit in range(len(engine._parts.layouts)))
+        nbytes, real = [0], device.download
+
+        def counted(target: Any, source: Any, *given: Any, nbytes: Any = nbytes, real: Any = real) -> Any:
+            nbytes[0] += source.nbytes
+            return real(target, source, *given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device, "download", counted)
+            found.append(trained(engine, job))
+        copied.append(nbytes[0])
+        engine.destroy(remove=True)
+    assert_same(*found)
+    assert copied[1] < 0.6 * copied[0]
 
 
 @pytest.mark.usefixtures("deterministic")

@@ -123,59 +123,61 @@ def _drop(_: object) -> None:
     """
 
 
-def _steps(engine: offload.Engine, first: int) -> dict[int, float]:
-    return {step: train_step(engine, JOB, step) for step in range(first, STEPS)}
+def _steps(engine: offload.Engine, job: Job, first: int) -> dict[int, float]:
+    return {step: train_step(engine, job, step) for step in range(first, STEPS)}
 
 
-def _moments(folder: Path, **options: Any) -> int:
-    engine = start(JOB, ("nvme", "nvme"), folder, **options)
+def _moments(job: Job, folder: Path, **options: Any) -> int:
+    engine = start(job, ("nvme", "nvme"), folder, **options)
     interrupt = Interrupt(-1)
-    train_step(engine, JOB, 0)
-    _run(interrupt, lambda: train_step(engine, JOB, 1))
+    train_step(engine, job, 0)
+    _run(interrupt, lambda: train_step(engine, job, 1))
     engine.destroy(remove=True)
     return interrupt.seen
 
 
-def _interrupted(interrupt: Interrupt, folder: Path, expected: dict[int, float], **options: Any) -> str | None:
+def _interrupted(
+    job: Job, interrupt: Interrupt, folder: Path, expected: dict[int, float], **options: Any
+) -> str | None:
     """Interrupt the second or third step and go on; what was wrong, or None."""
-    engine = start(JOB, ("nvme", "nvme"), folder, **options)
+    engine = start(job, ("nvme", "nvme"), folder, **options)
     try:
-        train_step(engine, JOB, 0)
+        train_step(engine, job, 0)
         with contextlib.suppress(EngineFailed):
-            _run(interrupt, lambda: [train_step(engine, JOB, step) for step in (1, 2)])
+            _run(interrupt, lambda: [train_step(engine, job, step) for step in (1, 2)])
         engine.zero_grad()
-        found = _steps(engine, engine.global_steps)
+        found = _steps(engine, job, engine.global_steps)
         stopped = False
     except EngineFailed:
         stopped = True
     finally:
         engine.destroy()
     if stopped:
-        engine = start(JOB, ("nvme", "nvme"), folder, resume="must")
+        engine = start(job, ("nvme", "nvme"), folder, resume="must")
         engine.zero_grad()  # the first call, which restores the generators: the loss seeds them itself
-        found = _steps(engine, engine.global_steps)
+        found = _steps(engine, job, engine.global_steps)
         engine.destroy()
     wrong = {step: value for step, value in found.items() if value != expected[step]}
     return f"{interrupt.at} at {interrupt.where}: {'resumed' if stopped else 'went on'} with {wrong}" if wrong else None
 
 
-def _whole(folder: Path) -> dict[int, float]:
-    engine = start(JOB, ("nvme", "nvme"), folder)
-    found = _steps(engine, 0)
+def _whole(job: Job, folder: Path) -> dict[int, float]:
+    engine = start(job, ("nvme", "nvme"), folder)
+    found = _steps(engine, job, 0)
     engine.destroy(remove=True)
     return found
 
 
-def _try(seed: int, count: int, folder: Path, **options: Any) -> None:
+def _try(seed: int, count: int, folder: Path, job: Job = JOB, **options: Any) -> None:
     threads = threading.active_count()
-    expected, moments = _whole(folder / "whole"), _moments(folder / "moments", **options)
+    expected, moments = _whole(job, folder / "whole"), _moments(job, folder / "moments", **options)
     chance = random.Random(seed)
     wrong = []
     for trial in range(count):
         at = chance.randrange(1, 2 * moments)
         interrupt = Interrupt(at)
         try:
-            wrong.append(_interrupted(interrupt, folder / str(trial), expected, **options))
+            wrong.append(_interrupted(job, interrupt, folder / str(trial), expected, **options))
         except Exception as error:
             wrong.append(f"{at} at {interrupt.where}: {type(error).__name__} {error}")
     wrong = [words for words in wrong if words]
@@ -221,6 +223,11 @@ def test_interrupts(tmp_path: Path) -> None:
 def test_interrupts_on_a_device_with_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_device(monkeypatch, LateDevice(0, 0.5))
     _try(0, 40, tmp_path)
+
+
+def test_interrupts_where_the_device_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_device(monkeypatch, LateDevice(0, 0.5))
+    _try(0, 40, tmp_path, job=JOB._replace(accumulation=2), device_memory=1 << 20)
 
 
 def test_interrupts_beside_a_time_line(tmp_path: Path) -> None:

@@ -340,6 +340,29 @@ def test_smart_tells_what_a_drive_is_rated_for() -> None:
     assert ask.rated_bytes({"nvme_smart_health_information_log": log | {"percentage_used": 0}}) is None
 
 
+def test_what_is_added_up_on_a_gpu_leaves_it_with_the_last_micro_batch() -> None:
+    """Beside a backward that is long; and the totals have their bytes of the device's budget."""
+    small, machine = from_count(10**9, 16, 2048), described("H200", 128 * GIB)
+    numel = small.layouts[3].trainable_stop
+    alone = timing.backward(timing.forward(small, machine, 1), [0] * len(small.layouts), machine, False)
+    for bus, longer in ((1e15, False), (1e9, True)):
+        slow = machine._replace(download=bus)
+        planned = plan(small, slow, Load(1, 4), weights="cpu", states="cpu")
+        totals = dict(planned.memory.placement.added)
+        assert len(totals) == len(small.layouts) and totals[3] == 4 * numel
+        *some, last = timing.backwards(timing.forward(small, slow, 1), planned.memory, slow, planned.load)
+        assert len(some) == 3 and some[0] == some[1] == some[2]
+        mine = next(index for index, each in enumerate(alone) if each.unit == 3)
+        added = alone[mine].seconds + 10 * numel / machine.elementwise
+        assert some[0][mine].seconds == pytest.approx(added)
+        assert last[mine].seconds == pytest.approx(4 * numel / bus if longer else added)
+    assert planned.memory.total.device == planned.memory.device
+    once = plan(small, machine, Load(1, 1), weights="cpu", states="cpu")
+    assert not once.memory.placement.added
+    tight = plan(small, machine, Load(1, 4), weights="cpu", states="cpu", device_memory=int(1e9))
+    assert not tight.memory.placement.added, "weights come first"
+
+
 def test_each_unit_is_updated_where_it_lives() -> None:
     """On the GPU where its gradient stays there too; else its states go to the host and come back."""
     small, machine = from_count(10**9, 16, 2048), described("H200", 128 * GIB)

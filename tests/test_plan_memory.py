@@ -138,6 +138,26 @@ def test_two_more_where_gradients_spill() -> None:
         settle(layouts, planning.settings(host_memory=roomy.least_host - 4096), Room(GIB, GIB, None))
 
 
+@pytest.mark.parametrize("weights", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("room", [None, 10, 30, 50, 100])
+def test_totals_of_gradients_are_in_the_devices_column(weights: str, room: int | None) -> None:
+    """As far as there is room beyond weights; without a number there is none before a first step."""
+    layouts, count = blocks(8, 1 << 20), 8 << 20
+    budget = None if room is None else room * MIB
+    if weights == "none" and room == 10:
+        budget = 2 * count
+    content = planning.settings(weights, "cpu", device_memory=budget, accumulation=2)
+    memory = settle(layouts, content, Room(GIB, GIB, None), 2)
+    rows, added = {row.name: row for row in memory.rows}, dict(memory.placement.added)
+    assert memory.total.device == memory.device and memory.device == (budget or memory.device)
+    assert rows["grad"].device == sum(added.values()) == 4 * MIB * len(added) and rows["grad"].host == 4 * count
+    moving = 0 if weights == "none" else 2 * count + 2 * MIB
+    fixed = 2 * count if weights == "none" else 0
+    assert len(added) == (0 if budget is None else min(8, max(0, budget - fixed - moving) // (4 * MIB)))
+    grown = memory.placement.grown(memory.placement.device_need.most - memory.device)
+    assert len(grown.added) == (8 if budget is None else len(added))
+
+
 def test_a_drive_without_room_for_two_slots_takes_one() -> None:
     layouts, count = blocks(8, 1 << 20), 8 << 20
     memory = settle(layouts, planning.settings(), Room(GIB, GIB, 20 * count))

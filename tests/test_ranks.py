@@ -141,26 +141,28 @@ def test_same_bits_where_each_rank_is_late_by_itself(units: int, ranks: RankPool
         assert_same(expected, late)
 
 
-def train_where_all_is_on_the_device(job: Job, folder: Path) -> Result:
-    """On a device beside the host, where parts of gradients are added, and updated, by its own kernel."""
+def train_on_a_late_device(job: Job, folder: Path, placement: tuple[str, str]) -> Result:
+    """On a device beside the host, where parts of gradients are added, and updated if all is there."""
     from offload.engine import initialize
     from tests.late_device import LateDevice
 
     real, device = initialize.open_device, LateDevice(rank_and_size()[0], 0.5)
     initialize.open_device = lambda _: device  # type: ignore[assignment]
     try:
-        result = train(job, ("none", "none"), folder, device_memory=1 << 24)
+        result = train(job, placement, folder, device_memory=1 << 24)
     finally:
         initialize.open_device = real
     assert device.broken == []
     return result
 
 
-def test_same_bits_where_all_is_on_a_device_beside_the_host(ranks: RankPool, tmp_path: Path) -> None:
-    job = JOBS["gpt2"]._replace(steps=3, dtype="bf16", accumulation=2)
+@pytest.mark.parametrize("name", ["gpt2", "mixture"])
+def test_same_bits_on_a_device_beside_the_host(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    job = JOBS[name]._replace(steps=3, dtype="bf16", accumulation=3)
     expected = ranks.run(train, job, DISK, tmp_path / "disk")[0]
-    for late in ranks.run(train_where_all_is_on_the_device, job, tmp_path / "late"):
-        assert_same(expected, late)
+    for placement in (("none", "none"), ("nvme", "nvme")):
+        for late in ranks.run(train_on_a_late_device, job, tmp_path / "-".join(placement), placement):
+            assert_same(expected, late)
 
 
 def meet_outside(folder: Path, room: int) -> list[float]:

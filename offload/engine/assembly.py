@@ -184,10 +184,13 @@ def _gradients(
             for unit, homes in enumerate(plan.placement.homes)
             if homes.get(State.GRAD) is Tier.DEVICE
         }
+        totals = {unit: arena.keep(nbytes).view(dtype) for unit, nbytes in plan.placement.added}
         if plan.ranks is None or rounds is None or not any(trainable):
-            return Gradients(plan.layouts, trainable, host, dtype, spill, on_device)
+            return Gradients(plan.layouts, trainable, host, dtype, spill, on_device, totals)
         made = plan.mode.weight_dtype  # what a backward makes
-        return ReducedGradients(plan.layouts, trainable, host, dtype, spill, on_device, arena, made, plan.ranks, rounds)
+        return ReducedGradients(
+            plan.layouts, trainable, host, dtype, spill, on_device, totals, arena, made, plan.ranks, rounds
+        )
     except BaseException:
         if spill is not None:
             spill.close()

@@ -1,6 +1,7 @@
 """The device's memory beside the arena, which activations take: what they leave free, and what to say when it ends.
 
-first step ─► what torch keeps now is what activations took ─► the arena grows into what they have left free
+first step ─► what torch keeps now is what activations took ─► the arena grows into what they have left free:
+              room for all units, and beyond that for gradients that are added up there
 """
 
 from __future__ import annotations
@@ -27,24 +28,31 @@ _MARGIN = 256 * MIB
 def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
     """Bytes that an arena of `nbytes` takes after the first step, of the `room` that this has left.
 
-    Half as much as its activations took stays free beside them, for sequences that are longer. Less than the largest
-    unit is not worth it.
+    Half as much as its activations took stays free beside them, for sequences that are longer; as much again where
+    totals of gradients would take it, which help less than weights. Less than the largest unit is not worth it.
     """
     free = min(need.most - nbytes, room.free - room.kept // 2 - _MARGIN) // PAGE * PAGE
-    return free if free >= need.unit > 0 else 0
+    if nbytes + free > need.weights:
+        totals = need.added(min(nbytes + free, nbytes + room.free - room.kept - _MARGIN))
+        free = need.weights - nbytes + sum(each for _, each in totals)
+    return free if free >= max(need.unit, PAGE) else 0
 
 
-def grow(pager: Pager, need: DeviceNeed, device: Device) -> None:
-    """Let the arena take what the first step has left free. Between steps."""
+def grow(pager: Pager, need: DeviceNeed, device: Device) -> dict[int, torch.Tensor]:
+    """Let the arena take what the first step has left free. Between steps.
+
+    Returns memory for totals of gradients, (nbytes,) uint8 each, by unit.
+    """
     before, room = pager.arena.nbytes, device.room()
     nbytes = growth(before, need, room)
     if not nbytes:
-        return
+        return {}
+    added = need.added(before + nbytes)
     try:
-        pager.grow_device(nbytes)
+        memory = pager.grow_device(nbytes, [each for _, each in added])
     except BudgetError as error:  # somebody else was faster
         logger.info("the device budget stays %s: %s", format_size(before), error)
-        return
+        return {}
     logger.info(
         "device memory grows from %s to %s: beside the activations of the first step, which took %s at most, %s were "
         'free. "device_memory" in the "offload" block sets another size',
@@ -53,6 +61,7 @@ def grow(pager: Pager, need: DeviceNeed, device: Device) -> None:
         format_size(room.kept),
         format_size(room.free),
     )
+    return {unit: each for (unit, _), each in zip(added, memory, strict=True)}
 
 
 @contextlib.contextmanager

@@ -109,6 +109,7 @@ class Engine(Facts):
         if parts.updater is not None:
             parts.weights.apply, parts.weights.settle = self._edit, parts.bindings.settle
             parts.gradients.settle = self._await_updates
+            parts.gradients.is_last = lambda: self._micro.is_last(self._choices.accumulation)
         parts.weights.several_ranks = parts.rounds is not None
         parts.arena.give_cache = self._give_cache
         self._looking = Looking(parts)
@@ -239,8 +240,8 @@ class Engine(Facts):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context for micro-batches that do not end a step: each backward in it is one, `step()` never updates.
 
-        It changes no result and no traffic: each gradient leaves its rank's device as it comes, and is added there
-        where its partition lies, so there is nothing that could wait for the last micro-batch.
+        It changes no result. Ranks add each gradient up as it comes, in it as outside of it; what a GPU has room for is
+        added up there, in it as outside of it, and leaves for the host with the last micro-batch.
         """
         self._check()
         return self._micro.no_sync()
@@ -427,7 +428,8 @@ class Engine(Facts):
             self._boundary.end_step()
         if self._is_first_step:
             self._is_first_step = False
-            grow(self._parts.pager, self._choices.device_need, self._parts.held.device)
+            memory = grow(self._parts.pager, self._choices.device_need, self._parts.held.device)
+            self._parts.gradients.add_up_in(memory)
         self._state.ended()
         if self._parts.meter is not None:
             self._parts.meter.end_step(self._boundary.stepped())

@@ -65,5 +65,5 @@ def lease_budgets(parts: Partitions, placement: Placement) -> Budgets:
     raised = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.raised)
     return Budgets(
         placement.classes.weights + placement.classes.cache - raised,
-        placement.device_nbytes - home_nbytes(parts, placement.homes, Tier.DEVICE),
+        placement.moving_nbytes - home_nbytes(parts, placement.homes, Tier.DEVICE),
     )

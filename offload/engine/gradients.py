@@ -4,9 +4,10 @@
                                                            └► a staging buffer ─► added into the lease
 
 A unit's lease is its own, or a window of what waits on DISK (see `spill`). The gradients of a unit that lives on the
-device altogether stay there and are added there. The squares of a gradient that is stored as it comes are summed on the
-device before it leaves; those of a sum are summed where it is made: so no gradient is read again for the norm, whose
-bits are the same everywhere. On a GPU without CuPy the host makes all sums, and all goes through staging buffers.
+device altogether stay there and are added there. Those of other units are added up there over the micro-batches, as far
+as there is room, and leave with the last (see `totals`). The squares of what is stored as it comes are summed on the
+device before it leaves, those of a sum that the host makes on the host: so none is read again for the norm, whose
+bits are the same everywhere. On a GPU without CuPy the host sums all squares, and all goes through staging buffers.
 
 Where the host can address the device's memory all of this is one pass, in the thread of the backward.
 """
@@ -25,6 +26,7 @@ from offload.engine.downloads import Downloads
 from offload.engine.layout import UnitLayout
 from offload.engine.placement import CHUNK
 from offload.engine.spill import Spill
+from offload.engine.totals import Totals
 from offload.kernels import cuda
 from offload.swapper.host import HostArena, Lease
 from offload.swapper.store import Future
@@ -59,12 +61,18 @@ class Gradients:
         dtype: torch.dtype,
         spill: Spill | None,
         on_device: Mapping[int, torch.Tensor] = {},
+        totals: Mapping[int, torch.Tensor] = {},
     ) -> None:
         """`spill` has the units whose gradients wait on DISK, `on_device` memory of those that wait there, (numel,) of
-        `dtype`; the others get a lease each."""
+        `dtype`; the others get a lease each. `totals` is memory as well, of those that are added up there and leave."""
         self.dtype = dtype
         self.spill = spill
         self._on_device = on_device
+        self.totals = Totals(totals)
+        self.is_last: Callable[[], bool] = lambda: False
+        """Whether the backward under way is known to be the last of its step."""
+        self._leaving = False
+        """Whether a total may be on its way that is still there: where an interrupt came between."""
         self.downloads: Downloads | None = None
         """Bring what the host cannot address; None where it can."""
         self._layouts = layouts
@@ -81,6 +89,10 @@ class Gradients:
             lease = arena.homes.take(len(part) * dtype.itemsize) if kept else None
             assert lease is not None or not kept, "the class of homes was sized for every gradient that has one"
             self._memory.append(None if lease is None else lease.tensor(dtype))
+
+    def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
+        """Have memory of the device, (nbytes,) uint8, for the totals of more units. Between steps."""
+        self.totals.have({unit: each.view(self.dtype) for unit, each in memory.items()})
 
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Store the first gradient of a parameter, add any further one."""
@@ -104,16 +116,39 @@ class Gradients:
             self._keep(unit, segment, first, values)
         elif self.downloads is None:
             self._accumulate(unit, segment, first, values, self._is_new(unit, segment, first))
+        elif self._is_added_up(unit, segment, first):
+            self._add_up(self.downloads, unit, segment, first, values)
         else:
-            self._send(self.downloads, unit, segment, first, values)
+            self._send(self.downloads, unit, segment, first, values, self._is_new(unit, segment, first))
 
     def _is_new(self, unit: int, segment: int, first: int) -> bool:
         """Whether no gradient was stored there since the last step."""
         return (segment, first) not in self._squares[unit]
 
-    def _send(self, downloads: Downloads, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        """Let `values`, on the device, come to where they are stored or added."""
-        new = self._is_new(unit, segment, first)
+    def _is_added_up(self, unit: int, segment: int, first: int) -> bool:
+        """Whether a gradient is for the total on the device: not where that has left, nor where it would at once."""
+        if self.totals.has(unit, (segment, first)):
+            return True
+        return self.totals.takes(unit) and self._is_new(unit, segment, first) and not self.is_last()
+
+    def _add_up(self, downloads: Downloads, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        """Add `values` to the total on the device, which leaves where nothing more will come."""
+        if self._leaving:
+            downloads.drain()
+            self._leaving = False
+        self.totals.add(unit, (segment, first), self._start(unit, segment, first), values)
+        if self.is_last():
+            self._leave(downloads, unit, segment, first)
+
+    def _leave(self, downloads: Downloads, unit: int, segment: int, first: int) -> None:
+        """Let the total of a stretch come to where it waits for its update. It is stored, so twice does no harm."""
+        self._leaving = True
+        self._send(downloads, unit, segment, first, self.totals.values(unit, (segment, first)), True)
+        self.totals.left(unit, (segment, first))
+        self._leaving = False
+
+    def _send(self, downloads: Downloads, unit: int, segment: int, first: int, values: torch.Tensor, new: bool) -> None:
+        """Let `values`, on the device, come to where they are stored, if `new`, or added."""
         if new and values.element_size() > self.dtype.itemsize:
             values = values.to(self.dtype)  # as it would be stored; less to copy
         summed = downloads.sums and new and values.dtype == self.dtype
@@ -131,7 +166,10 @@ class Gradients:
         downloads.send(title, values, target, receive)
         # Only now: what an interrupt has kept from leaving is not there. The other thread may have come first.
         for chunk, value in zip(chunks, squares, strict=True):
-            self._squares[unit].setdefault((segment, first + chunk), value)
+            if summed:
+                self._squares[unit][segment, first + chunk] = value
+            else:
+                self._squares[unit].setdefault((segment, first + chunk), value)
 
     def _keep(self, unit: int, segment: int, first: int, values: torch.Tensor, add: bool = True) -> None:
         """Store or add `values` on the device. What is added is rounded once, as the host's kernel has it."""
@@ -175,6 +213,7 @@ class Gradients:
 
     def known(self) -> Known:
         """What a step is decided on. Waits for what is on its way from the device."""
+        self._bring_totals()
         self._fetch_squares()
         total = 0.0
         for squares in self._squares:
@@ -183,6 +222,13 @@ class Gradients:
                 assert isinstance(value, float)
                 total += value
         return Known(total, self._present())
+
+    def _bring_totals(self, unit: int | None = None, segment: int | None = None) -> None:
+        """Let the totals of a unit's segment leave the device, or all that still are there."""
+        for each, (position, first) in self.totals.stretches():
+            if unit in (None, each) and segment in (None, position):
+                assert self.downloads is not None
+                self._leave(self.downloads, each, position, first)
 
     def _fetch_squares(self) -> None:
         """Make numbers of what the device summed. Blocks until all gradients are here: a step must know its norm."""
@@ -205,7 +251,10 @@ class Gradients:
             self.downloads.drain()
 
     def _present(self) -> list[set[int]]:
-        return [{segment for segment, _ in squares} for squares in self._squares]
+        return [
+            {segment for segment, _ in squares} | self.totals.segments(unit)
+            for unit, squares in enumerate(self._squares)
+        ]
 
     def has(self, unit: int, segment: int) -> bool:
         """Whether this rank was given a gradient of this parameter since the last step."""
@@ -213,6 +262,7 @@ class Gradients:
 
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Fill `values`, (n,) on the CPU, with elements [first, first + n) of a segment: all that are this rank's."""
+        self._bring_totals(unit, segment)
         self._receive_all()
         start = self._start(unit, segment, first)
         if unit in self._on_device:
@@ -229,6 +279,7 @@ class Gradients:
         with self._lock:
             squares = self._squares[unit]
             self._squares[unit] = {key: squares[key] for key in squares if key[0] != segment}
+            self.totals.forget(unit, segment)
         if unit in self._on_device:
             self._keep(unit, segment, first, values, add=False)
         else:
@@ -240,6 +291,7 @@ class Gradients:
             self.spill.flush()
         with self._lock:
             for unit in units:
+                assert not self.totals.segments(unit), "all totals have left when the norm was known"
                 self._reading.add(unit)
                 self._squares[unit] = {}
 
@@ -278,6 +330,7 @@ class Gradients:
             self.spill.forget(unit)
         with self._lock:
             self._squares[unit] = {}
+            self.totals.forget(unit)
 
     def forget(self) -> None:
         """What `zero_grad` does."""

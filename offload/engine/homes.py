@@ -64,6 +64,8 @@ class Wish(NamedTuple):
     """Elements on the device at a time, beside those at home there (`stage3_max_live_parameters`)."""
     tile: int | None = None
     """Elements of a tile at most (`sub_group_size`)."""
+    accumulation: int = 1
+    """Micro-batches of a step."""
 
 
 def partitions(
@@ -124,6 +126,26 @@ def gradients_on_device(parts: Partitions, homes: Homes, room: int) -> Homes:
             found.append((unit, State.GRAD))
             room -= align_up(nbytes[State.GRAD])
     return with_home(homes, found, Tier.DEVICE)
+
+
+def to_add_up(parts: Partitions, homes: Homes) -> tuple[tuple[int, int], ...]:
+    """The units whose gradients leave the device, and the bytes in which it could add them up over the micro-batches.
+
+    Those that spill come first: each micro-batch would have them read and written again.
+    """
+    units = [unit for unit, row in enumerate(homes) if row.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE]
+    units.sort(key=lambda unit: homes[unit][State.GRAD] is not Tier.DISK)
+    return tuple((unit, align_up(parts.nbytes[unit][State.GRAD])) for unit in units)
+
+
+def that_fit(totals: Iterable[tuple[int, int]], room: int) -> tuple[tuple[int, int], ...]:
+    """Those of `totals`, units and bytes, that `room` is enough for, one after the other."""
+    found: list[tuple[int, int]] = []
+    for unit, nbytes in totals:
+        if nbytes <= room:
+            found.append((unit, nbytes))
+            room -= nbytes
+    return tuple(found)
 
 
 _DOWN = (

@@ -41,6 +41,12 @@ class MicroBatches:
             return False
         return self.count >= accumulation if self._told is None else self._told
 
+    def is_last(self, accumulation: int) -> bool:
+        """Whether the backward that runs now is known to be the last before a boundary."""
+        if self._no_sync:
+            return False
+        return self.count + 1 >= accumulation if self._told is None else self._told
+
     def tell(self, is_boundary: bool | None) -> None:
         """Have the user's word count, until another or None comes."""
         if is_boundary is not None and not isinstance(is_boundary, bool):

@@ -20,6 +20,8 @@ from offload.engine.homes import (
     differences,
     gradients_on_device,
     home_nbytes,
+    that_fit,
+    to_add_up,
     to_raise,
     ways_down,
     with_home,
@@ -78,6 +80,14 @@ class DeviceNeed(NamedTuple):
     """What it may grow to, once a step has shown what activations leave free."""
     unit: int
     """The largest unit that comes and goes."""
+    weights: int
+    """All that the units need, so that none has to go: what is beyond is for `totals`."""
+    totals: tuple[tuple[int, int], ...] = ()
+    """Units whose gradients may be added up there, and the bytes of each; whom it helps most is first."""
+
+    def added(self, nbytes: int) -> tuple[tuple[int, int], ...]:
+        """Those of `totals` that an arena of `nbytes` has room for."""
+        return that_fit(self.totals, nbytes - self.weights)
 
 
 class Placement(NamedTuple):
@@ -89,6 +99,8 @@ class Placement(NamedTuple):
     classes: Classes
     device_nbytes: int
     device_need: DeviceNeed
+    added: tuple[tuple[int, int], ...]
+    """Units whose gradients are added up on the device and leave it once a step, and bytes of the arena for each."""
     tile_numel: int
     tile_buffers: int
     """Tiles that are read, computed or written at a time."""
@@ -108,6 +120,16 @@ class Placement(NamedTuple):
     def spilled(self) -> tuple[int, ...]:
         """The units whose gradients wait on DISK."""
         return tuple(unit for unit, row in enumerate(self.homes) if row.get(State.GRAD) is Tier.DISK)
+
+    @property
+    def moving_nbytes(self) -> int:
+        """Bytes of the device arena that have no total of a gradient."""
+        return self.device_nbytes - sum(nbytes for _, nbytes in self.added)
+
+    def grown(self, nbytes: int) -> Placement:
+        """With so much more of the device, as after a first step."""
+        device_nbytes = self.device_nbytes + nbytes
+        return self._replace(device_nbytes=device_nbytes, added=self.device_need.added(device_nbytes))
 
     def tiers(self, *states: State) -> str:
         """Where these states are, in words: "disk", or "host and disk"."""
@@ -192,6 +214,7 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
         classes,
         device_nbytes,
         device_need,
+        device_need.added(device_nbytes),
         *_tiles(parts, mode, homes, classes.tiles),
         _window_nbytes(parts, homes) // parts.gradient_dtype.itemsize,
         tuple(notices),
@@ -369,6 +392,10 @@ def _cacheable(parts: Partitions, homes: Homes, weights: int) -> int:
 def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, homes: Homes) -> tuple[int, DeviceNeed]:
     """Bytes of the device arena at first, and what it needs: homes, units that come and go, gradients to be reduced."""
     fixed, largest = _device_fixed(parts, homes), _largest_moving(parts, homes)
+    whole = max(_DEVICE_UNITS * largest, sum(_moving(parts, homes)) + largest)
+    live = whole if wish.live is None else max(largest, align_up(wish.live * mode.weight_dtype.itemsize))
+    weights = min(whole, live)
+    totals = to_add_up(parts, homes) if wish.accumulation > 1 and not machine.host_addressable else ()
     in_host = with_home(homes, ((unit, State.GRAD) for unit, row in enumerate(homes) if State.GRAD in row), Tier.HOST)
     least = _device_fixed(parts, in_host) + largest
     if wish.device_memory is not None:
@@ -378,15 +405,16 @@ def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, hom
             least,
             "it must hold the states at home there, the largest unit and, with several ranks, twice its gradients",
         )
-        room = most = max(0, wish.device_memory // PAGE * PAGE - fixed)
+        room = max(0, wish.device_memory // PAGE * PAGE - fixed)
+        if wish.live is not None:
+            beside = sum(nbytes for _, nbytes in that_fit(totals, room - weights))
+            room = min(room, max(live, weights + beside))
+        most = room
     else:
-        room = most = _DEVICE_UNITS * largest
+        room = most = min(_DEVICE_UNITS * largest, live)
         if not machine.host_addressable:
-            most = max(room, sum(_moving(parts, homes)) + largest)
-    if wish.live is not None:
-        live = max(largest, align_up(wish.live * mode.weight_dtype.itemsize))
-        room, most = min(room, live), min(most, live)
-    return fixed + room, DeviceNeed(least, fixed + most, largest)
+            most = weights + sum(nbytes for _, nbytes in totals)
+    return fixed + room, DeviceNeed(least, fixed + most, largest, fixed + weights, totals)
 
 
 def _device_spare(parts: Partitions, wish: Wish, machine: Machine, homes: Homes) -> int:

@@ -113,7 +113,7 @@ def decide(
         process_memory().needed_bytes,
         device_kernels,
     )
-    placement = place(parts, mode, wish_of(config), machine)
+    placement = place(parts, mode, wish_of(config, batch.accumulation), machine)
     on_disk = placement.on_disk
     if ranks is not None:
         on_disk = any(ranks.share(on_disk))
@@ -155,8 +155,8 @@ def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
     )
 
 
-def wish_of(config: Config) -> Wish:
-    """What the config asks of homes and memory."""
+def wish_of(config: Config, accumulation: int = 1) -> Wish:
+    """What the config asks of homes and memory, for steps of so many micro-batches."""
     zero, offload = config.zero_optimization, config.offload
     param, optimizer = zero.offload_param, zero.offload_optimizer
     return Wish(
@@ -169,6 +169,7 @@ def wish_of(config: Config) -> Wish:
         zero.stage3_param_persistence_threshold,
         zero.stage3_max_live_parameters,
         zero.sub_group_size,
+        accumulation,
     )
 
 

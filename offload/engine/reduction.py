@@ -38,12 +38,13 @@ class ReducedGradients(Gradients):
         dtype: torch.dtype,
         spill: Spill | None,
         on_device: Mapping[int, torch.Tensor],
+        totals: Mapping[int, torch.Tensor],
         device_arena: DeviceArena,
         bucket_dtype: torch.dtype,
         ranks: Ranks,
         rounds: Rounds,
     ) -> None:
-        super().__init__(layouts, parts, arena, dtype, spill, on_device)
+        super().__init__(layouts, parts, arena, dtype, spill, on_device, totals)
         self._ranks, self._rounds = ranks, rounds
         nbytes = max(layout.trainable_stop for layout in layouts) * bucket_dtype.itemsize
         self._bucket, self._received = (device_arena.keep(nbytes).view(bucket_dtype) for _ in range(2))

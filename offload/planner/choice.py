@@ -84,7 +84,7 @@ def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memo
     kept = beside_weights(memory, shape, load)
     room = DeviceRoom(hardware.gpu_memory - memory.device - kept, kept)
     more = growth(memory.device, memory.placement.device_need, room)
-    return memory._replace(placement=memory.placement._replace(device_nbytes=memory.device + more))
+    return memory._replace(placement=memory.placement.grown(more))
 
 
 def _check_activations(shape: Shape, hardware: Hardware, load: Load, memory: Memory) -> None:

@@ -123,7 +123,7 @@ def settle(
     config = load_config(content)
     mode = mode_of(config, "adam" if config.optimizer is None else rule_name(config.optimizer))
     parts = partitions(layouts, mode, gradient_dtype(config, mode, accumulation), 0, world_size)
-    wish = wish_of(config)
+    wish = wish_of(config, accumulation)
     machine = Machine(room.host, room.device, room.device == 0, bool(config.drives), 0, device_kernels=room.device > 0)
     placement = place(parts, mode, wish, machine)
     slots, must = wanted_slots(config, placement.on_disk, parts)
@@ -184,6 +184,8 @@ def _states(memory: Memory) -> list[Row]:
     rows = []
     for state in State:
         at = dict.fromkeys(Tier, 0)
+        if state is State.GRAD:
+            at[Tier.DEVICE] = sum(nbytes for _, nbytes in placement.added)
         for nbytes, homes in zip(parts.nbytes, placement.homes, strict=True):
             if state in nbytes and (state is State.GRAD or homes[state] is not Tier.DISK):
                 at[homes[state]] += align_up(nbytes[state])
@@ -202,6 +204,6 @@ def _working(memory: Memory) -> list[Row]:
         Row("weights on their way", host=classes.weights),
         Row("weights kept (cache)", host=classes.cache - raised),
         Row("gradients on their way", host=classes.gradients + classes.staging),
-        Row("layers in use", device=memory.device - home_nbytes(parts, placement.homes, Tier.DEVICE)),
+        Row("layers in use", device=placement.moving_nbytes - home_nbytes(parts, placement.homes, Tier.DEVICE)),
     ]
     return [row for row in rows if any(row[1:])]

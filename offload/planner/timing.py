@@ -5,13 +5,15 @@ compute of a use  =  flops / matmul + bytes of weights / weights + bytes / eleme
 its backward      =  products again for what comes in, and once more for weights that train, + 2 bytes / elementwise
 of an embedding   =  bytes of its gradient / fresh, and as much again for each other use of it, to sum them
 gradient of a unit:  beside the backward's compute on a GPU, after it where the CPU computes
+added up on a GPU:   (2 * bytes of its total + bytes of its gradient) / elementwise; the total leaves with the last
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from offload.engine.forecast import lease_budgets, limits, unit_sizes, update_costs
@@ -117,13 +119,36 @@ def forward(shape: Shape, hardware: Hardware, batch: int) -> list[Pass]:
     return found
 
 
-def backward(first: Sequence[Pass], parts_numel: Sequence[int], hardware: Hardware, recompute: bool) -> list[Pass]:
-    """The uses of its backward; a gradient leaves with the last use of its unit."""
+def backwards(first: Sequence[Pass], memory: Memory, hardware: Hardware, load: Load) -> list[list[Pass]]:
+    """The uses of the backward of each micro-batch of a step."""
+    numels, totals = memory.parts.trainable_numel, dict(memory.placement.added)
+    last = backward(first, numels, hardware, load.recompute, totals)
+    if load.accumulation == 1:
+        return [last]
+    return [backward(first, numels, hardware, load.recompute, totals, leave=False)] * (load.accumulation - 1) + [last]
+
+
+def backward(
+    first: Sequence[Pass],
+    parts_numel: Sequence[int],
+    hardware: Hardware,
+    recompute: bool,
+    totals: Mapping[int, int] = {},
+    leave: bool = True,
+) -> list[Pass]:
+    """The uses of its backward; a gradient leaves with the last use of its unit.
+
+    `totals` are bytes of those that are added up on the device, by unit; they `leave` with the last micro-batch.
+    """
     last = {each.unit: position for position, each in reversed(list(enumerate(first)))}
     found: list[Pass] = []
     for position, each in reversed(list(enumerate(first))):
         seconds = each.backward + (each.seconds if recompute else 0.0)
-        if last[each.unit] == position:
+        if last[each.unit] == position and each.unit in totals:
+            nbytes = totals[each.unit]
+            seconds += (2 * nbytes + _ITEMSIZE * parts_numel[each.unit]) / hardware.elementwise
+            seconds = max(seconds, nbytes / hardware.download) if leave else seconds
+        elif last[each.unit] == position:
             seconds = _with_gradient(seconds, parts_numel[each.unit], hardware)
         if each.lookup and found:  # its weights are not fetched for it
             found[-1] = found[-1]._replace(seconds=found[-1].seconds + seconds)
@@ -169,8 +194,8 @@ def _updated(memory: Memory, hardware: Hardware) -> float:
 def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, steps: int = 3) -> Timing:
     """Play a step. Raises `BudgetError` where what is in use at a time has no room on the device."""
     first = forward(shape, hardware, load.batch)
-    second = backward(first, memory.parts.trainable_numel, hardware, load.recompute)
-    passes = [TimedUse(each.unit, each.seconds) for each in (*first, *second)] * load.accumulation
+    second = backwards(first, memory, hardware, load)
+    passes = [TimedUse(each.unit, each.seconds) for back in second for each in (*first, *back)]
     shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts)
     costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
     rates = rates_of(memory, hardware)
@@ -188,7 +213,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, steps:
     )
     compute = sum(each.seconds for each in passes)
     busy = _busy(found, costs, rates, compute, hardware)
-    least = formula(first, second, load.accumulation, memory, costs, rates)
+    least = formula(first, second, memory, costs, rates)
     limit = _limit(found, compute, busy)
     return Timing(found.seconds, compute, least, busy, limit, found.waited, found.moved, load.tokens(shape), found)
 
@@ -227,8 +252,7 @@ def _limit(found: Simulation, compute: float, busy: dict[str, float]) -> str:
 
 def formula(
     first: Sequence[Pass],
-    second: Sequence[Pass],
-    accumulation: int,
+    second: Sequence[Sequence[Pass]],
     memory: Memory,
     costs: Sequence[UpdateCost | None],
     rates: simulate_machine.Rates,
@@ -248,8 +272,8 @@ def formula(
         longest = max(longest, passed + left)
         left -= each.seconds
     reads = _weights_on_disk(memory) / rates.read if rates.read else 0.0
-    forwards, backwards = (sum(each.seconds for each in some) for some in (first, second))
-    rest = accumulation * max(backwards, reads) + (accumulation - 1) * max(forwards, reads)
+    again = [*second, *[first] * (len(second) - 1)]
+    rest = sum(max(sum(each.seconds for each in one), reads) for one in again)
     kernel = sum(cost.numel for cost in costs if cost is not None) / rates.kernel if rates.on_cpu else 0.0
     return longest + rest + kernel
 
@@ -276,9 +300,9 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
 
     def hidden(batch: int) -> bool:
         first = forward(shape, hardware, batch)
-        second = backward(first, memory.parts.trainable_numel, hardware, load.recompute)
-        compute = load.accumulation * sum(each.seconds for each in (*first, *second))
-        return formula(first, second, load.accumulation, memory, costs, rates) <= _NEAR * compute
+        second = backwards(first, memory, hardware, load)
+        compute = sum(each.seconds for each in (*first * load.accumulation, *chain(*second)))
+        return formula(first, second, memory, costs, rates) <= _NEAR * compute
 
     batch = 1
     while not hidden(batch):

@@ -306,10 +306,13 @@ class Pager:
     def _nbytes(self, unit: int) -> int:
         return self._entries[unit].size.nbytes
 
-    def grow_device(self, nbytes: int) -> None:
-        """Have `nbytes` more of device memory. Between steps; raises `BudgetError` where they are not free."""
+    def grow_device(self, nbytes: int, kept: Sequence[int] = ()) -> list[torch.Tensor]:
+        """Have `nbytes` more of device memory. Between steps; raises `BudgetError` where they are not free.
+
+        Of them stretches of `kept` bytes each are for the caller alone: returns these, uint8.
+        """
         with self.lock:
-            self._slices.grow(nbytes)
+            return self._slices.grow(nbytes, kept)
 
     def begin(self, kind: Kind) -> None:
         """A forward begins: one of a step, or one by itself."""

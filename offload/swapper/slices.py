@@ -117,11 +117,16 @@ class Slices:
         floor = Floor(*self._floor, largest)
         return find_place(space, entry.size.nbytes, self._droppable(), self._table.trace, floor, beyond)
 
-    def grow(self, nbytes: int) -> None:
-        """Have so much more room on the device."""
-        stretch = self._arena.grow(nbytes)
-        if self._floor is not None and stretch[1] - stretch[0] > self._floor[1] - self._floor[0]:
-            self._floor = stretch
+    def grow(self, nbytes: int, kept: Sequence[int]) -> list[torch.Tensor]:
+        """Have so much more room on the device; its end, in stretches of `kept` bytes each, is no unit's."""
+        start, stop = self._arena.grow(nbytes)
+        pieces = []
+        for each in kept:
+            stop -= each
+            pieces.append(self._arena.take_at(stop, each))
+        if self._floor is not None and stop - start > self._floor[1] - self._floor[0]:
+            self._floor = start, stop
+        return [self._arena.view(piece) for piece in pieces]
 
     def _droppable(self) -> list[Block]:
         return [Block(e.index, e.slice.offset, e.slice.nbytes) for e in self._idle() if e.slice is not None]
