@@ -42,8 +42,8 @@ class DeviceArena:
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch)
-        except torch.OutOfMemoryError as error:
+            return self._device.allocate(nbytes)
+        except (torch.OutOfMemoryError, OSError) as error:
             raise BudgetError(
                 f"{self._device.torch} has not {format_size(nbytes)} free in one piece for the device budget: {error}; "
                 f'lower "device_memory" in the "offload" block, or move homes to cpu or nvme'

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from offload.aio import prefer_node
+from offload.aio import aligned_empty, prefer_node
 from offload.sizes import GIB, PAGE, align_up, format_size
 
 logger = logging.getLogger("offload")
@@ -83,6 +83,13 @@ class Device:
     def room(self) -> DeviceRoom:
         """What of its memory is not in use; nothing where it has none but the host's."""
         return DeviceRoom(0, 0)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8 of its memory. Raises torch's error, or `OSError`, where that is not free."""
+        # On 2 MiB pages, as the host arena: a step of 1B parameters that are all here takes an eighth less.
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(aligned_empty(nbytes), dtype=torch.uint8)
 
     def register(self, memory: torch.Tensor) -> int:
         """Prepare `memory`, (nbytes,) uint8 of `aligned_empty` that nobody has touched yet, for copies.
@@ -180,6 +187,9 @@ class CudaDevice(Device):
         limit = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # torch 2.6 cannot say
         free = min(free, int(limit(self.torch) * total) - reserved)
         return DeviceRoom(max(free, 0), reserved - torch.cuda.memory_allocated(self.torch))
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
 
     def register(self, memory: torch.Tensor) -> int:
         """Lay `memory` on the NUMA node of the GPU and pin it; one warning where CUDA refuses a part of it."""
