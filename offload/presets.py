@@ -82,7 +82,7 @@ def check_name(name: str) -> None:
 def check_positions(config: Any, seq_len: int) -> None:
     """Raise `ConfigError` where a model of this config has no places for so many tokens."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and seq_len > longest:
+    if longest is not None and 0 < longest < seq_len:  # XLNet says -1 for any number
         raise ConfigError(f"--seq-len {seq_len} is more than the {longest} positions that this model has")
 
 

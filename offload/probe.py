@@ -30,7 +30,7 @@ from offload.info import machine as about_machine
 from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.swapper.device import open_device
 
-_VERSION = 3
+_VERSION = 4
 _ROUNDS = 5
 _NUMEL = 1 << 24
 _TILE = 1 << 20

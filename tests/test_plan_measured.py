@@ -74,7 +74,8 @@ def test_the_rates_come_to_what_was_timed(
     found = measured.measured(machine, shape, Load(3), BF16)
     assert layers == [4]
     assert measured.compute_seconds(shape, found, 3) == pytest.approx(2.5)
-    assert "with 4 of 4 layers, 2.5 s" in found.measured
+    assert found.measured is not None and found.measured[:3] == (4, 4, 2.5)
+    assert found.measured.by_probe_seconds == measured.compute_seconds(shape, machine, 3)
     same = ("matmul", "weights", "fresh", "elementwise", "measured")
     assert found._replace(**{name: getattr(machine, name) for name in same}) == machine, "nothing else has changed"
 
@@ -91,7 +92,7 @@ def test_a_model_without_room_is_measured_in_part(
         assert layers[-1] == taken, more
         part = from_name(shape.name, TOKENS, layers=taken)
         assert measured.compute_seconds(part, found, 1) == pytest.approx(1.0)
-    with pytest.raises(ConfigError, match=r"one layer of .* give a smaller --batch-size or --seq-len"):
+    with pytest.raises(ConfigError, match=r"the least of .* give a smaller --batch-size or --seq-len"):
         measured.measured(machine._replace(ram=least - 1000), shape, Load(1), BF16)
 
 
@@ -104,6 +105,41 @@ def test_a_model_that_would_take_long_is_measured_in_part(
     rates = {name: getattr(machine, name) / slow for name in ("matmul", "weights", "fresh", "elementwise")}
     measured.measured(machine._replace(**rates), shape, Load(1), BF16)
     assert 1 <= layers[-1] < 4
+
+
+def test_what_is_free_now_counts(
+    shape: Shape, machine: Hardware, taking: Callable[[float], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan may be for more memory than there is (--ram)."""
+    layers = taking(1.0)
+    one = from_name(shape.name, TOKENS, layers=1)
+    monkeypatch.setattr(measured, "free_host_memory", lambda: 2 * measured._nbytes(one, 1, BF16))
+    measured.measured(machine, shape, Load(1), BF16)
+    assert layers == [1]
+
+
+def test_one_layer_that_takes_long_is_run(
+    tmp_path: Path, machine: Hardware, taking: Callable[[float], list[int]]
+) -> None:
+    layers = taking(1.0)
+    single = from_name(save_config(tmp_path / "single", layers=1), TOKENS)
+    rates = {name: getattr(machine, name) / 1e9 for name in ("matmul", "weights", "fresh", "elementwise")}
+    measured.measured(machine._replace(**rates), single, Load(1), BF16)
+    assert layers == [1]
+
+
+def test_a_model_that_cannot_be_cut_is_run_where_it_fits(
+    tmp_path: Path, machine: Hardware, taking: Callable[[float], list[int]]
+) -> None:
+    transformers.MambaConfig(hidden_size=32, num_hidden_layers=4, vocab_size=128, state_size=4).save_pretrained(
+        tmp_path
+    )
+    layers = taking(1.0)
+    mamba = from_name(str(tmp_path), TOKENS)
+    measured.measured(machine, mamba, Load(1), BF16)
+    assert layers == [4]
+    with pytest.raises(ConfigError, match=r"too large to be run as a whole.*cannot cut .*leave out --measure"):
+        measured.measured(machine._replace(ram=1000), mamba, Load(1), BF16)
 
 
 def test_layers_of_two_kinds_are_cut_together(tmp_path: Path) -> None:
@@ -163,11 +199,14 @@ def test_the_command_says_what_was_measured(probed: None, tmp_path: Path) -> Non
     done = plan("--model", name, "--measure", "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
-    assert "with 2 of 2 layers" in told["machine"]["measured"]
+    assert (told["machine"]["measured"]["layers"], told["machine"]["measured"]["of"]) == (2, 2)
     plain = json.loads(plan("--model", name, "--json").stdout)
     assert plain["machine"]["measured"] is None
     assert plain["tiers"] == told["tiers"], "bytes do not depend on it"
-    assert "measured: forward and backward" in plan("--model", name, "--measure").stdout
+    assert (
+        "measured: forward and backward of a micro-batch with 2 of 2 layers"
+        in plan("--model", name, "--measure").stdout
+    )
 
 
 def test_only_a_model_on_this_machine_can_be_measured(probed: None, tmp_path: Path) -> None:

@@ -73,14 +73,14 @@ def planned(model: Model, machine: Described, step: Step, file: Path | None = No
     of = shape(model, step.sequence, DTYPES[dtype], units)
     if content is None:
         load = Load(step.batch or 1, step.accumulation or 1)
-        on = measured(on, of, load, DTYPES[dtype]) if measure else on
+        on = measured(on, of, load, DTYPES[dtype], units) if measure else on
         options: dict[str, Any] = {"dtype": dtype, "durability": step.durability or "auto"}
         if machine.gpu is None and on.drives and not machine.drives:
             options["paths"] = [drive.name for drive in on.drives]
         return choice.choose(of, on, load, step.recompute, **options)
     sizes = resolve_batch(load_config(content), 1)
     load = Load(step.batch or sizes.micro, step.accumulation or sizes.accumulation, bool(step.recompute))
-    on = measured(on, of, load, DTYPES[dtype]) if measure else on
+    on = measured(on, of, load, DTYPES[dtype], units) if measure else on
     return choice.plan(of, on, load, content)
 
 

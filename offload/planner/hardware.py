@@ -64,6 +64,18 @@ class Drive(NamedTuple):
     """None where nobody knows."""
 
 
+class Measured(NamedTuple):
+    """A forward and backward of one micro-batch of a model, run on the machine."""
+
+    layers: int
+    of: int
+    """Layers that the model has."""
+    seconds: float
+    """The mean of some passes, since a training has slow moments too."""
+    by_probe_seconds: float
+    """What the probe's rates come to for the same layers."""
+
+
 class Hardware(NamedTuple):
     """All that a prediction counts with. Rates are of a second."""
 
@@ -96,8 +108,8 @@ class Hardware(NamedTuple):
     drives: tuple[Drive, ...]
     assumed: tuple[str, ...]
     """Sentences: what was neither measured nor given."""
-    measured: str = ""
-    """What was measured of the model itself, in words."""
+    measured: Measured | None = None
+    """What the rates of compute were scaled to; None where they are the probe's own."""
 
     @property
     def on_cpu(self) -> bool:
@@ -218,6 +230,8 @@ def probed(found: Probed, free_host: int, folders: Sequence[str] = ()) -> Hardwa
     drives = tuple(map(_drive, measured))
     gpu_memory = int(_USABLE_RAM * found.machine["gpu_memory_bytes"])
     assumed = ["nothing else runs on the machine"]
+    if not gpu:
+        assumed.append(f"each use of a unit is handed its weights in {_HANDED_SECONDS * 1e3:.1f} ms")
     if gpu:
         assumed.append(f"{_USABLE_RAM:.0%} of the GPU's memory is free; its optimizer moves what elementwise work does")
     return Hardware(

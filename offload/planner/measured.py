@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from offload.engine.placement import free_host_memory
 from offload.errors import ConfigError
-from offload.planner.hardware import Hardware
+from offload.planner.hardware import Hardware, Measured
 from offload.planner.shape import Shape, config_of, from_name, model_of
 from offload.planner.timing import Load, activations, backward, forward
 from offload.presets import said
@@ -30,31 +32,29 @@ _PASSES = range(3, 16)
 """The least that are counted, and the most."""
 
 
-class Run(NamedTuple):
-    """What was timed."""
-
-    layers: int
-    of: int
-    seconds: float
-    """Of a forward and backward of one micro-batch: the mean, since a training has slow moments too."""
-
-
-def measured(hardware: Hardware, shape: Shape, load: Load, dtype: torch.dtype) -> Hardware:
+def measured(hardware: Hardware, shape: Shape, load: Load, dtype: torch.dtype, units: Sequence[str] = ()) -> Hardware:
     """The same machine, its rates of compute such that they come to what the model takes on it.
 
-    `shape` is that of a preset or a folder, in `dtype`. Takes up to some minutes, and half of the memory that is free.
-    Raises `ConfigError` where not even one layer has room, or the model cannot be run.
+    `shape` is that of a preset or a folder, in `dtype` and cut into `units`. Takes up to some minutes, and half of the
+    memory that is free. Raises `ConfigError` where not even one layer has room, or the model cannot be run.
     """
-    part, run = measure(hardware, shape, load, dtype)
+    layers = int(config_of(shape.name).get_text_config().num_hidden_layers)
+    part, taken = _that_fits(hardware, shape, layers, load, dtype, units)
+    config = config_of(shape.name) if part is shape else config_of(shape.name, taken)
+    try:
+        seconds = _seconds(config, load.batch, shape.sequence, dtype, _device(hardware))
+    except Exception as error:  # whatever a model's own code raises
+        raise ConfigError(
+            f"cannot run {shape.name} to measure it ({type(error).__name__}: {said(error)}); leave out --measure"
+        ) from error
     predicted = compute_seconds(part, hardware, load.batch)
-    slower = run.seconds / predicted
+    slower = seconds / predicted
     return hardware._replace(
         matmul=hardware.matmul / slower,
         weights=hardware.weights / slower,
         fresh=hardware.fresh / slower,
         elementwise=hardware.elementwise / slower,
-        measured=f"forward and backward of a micro-batch with {run.layers} of {run.of} layers, {run.seconds:.3g} s; by "
-        f"the probe's rates {predicted:.3g} s",
+        measured=Measured(taken, layers, seconds, predicted),
     )
 
 
@@ -66,40 +66,55 @@ def compute_seconds(shape: Shape, hardware: Hardware, batch: int) -> float:
     return sum(each.seconds for each in (*first, *second))
 
 
-def measure(hardware: Hardware, shape: Shape, load: Load, dtype: torch.dtype) -> tuple[Shape, Run]:
-    """Run the model, or so many of its layers as fit: what was run, and what it took."""
-    config = config_of(shape.name)
-    layers = int(config.get_text_config().num_hidden_layers)
-    room = int(_SHARE * (hardware.ram if hardware.on_cpu else hardware.gpu_memory))
-    one = shape if layers == 1 else _of(shape, 1, dtype)
-    least, most = (
-        (_nbytes(each, load.batch, dtype), compute_seconds(each, hardware, load.batch)) for each in (one, shape)
-    )
-    if least[0] > room:
+def _that_fits(
+    hardware: Hardware, shape: Shape, layers: int, load: Load, dtype: torch.dtype, units: Sequence[str]
+) -> tuple[Shape, int]:
+    """The model if all of it fits, which is `shape`; else so many of its layers as do."""
+    most = (int(_SHARE * _free(hardware)), _PASS_SECONDS)
+
+    def takes(each: Shape) -> tuple[float, float]:
+        return _nbytes(each, load.batch, dtype), compute_seconds(each, hardware, load.batch)
+
+    whole = takes(shape)
+    if whole[0] <= most[0] and (whole[1] <= most[1] or layers == 1):
+        return shape, layers
+    one = _of(shape, 1, dtype, units)
+    least = takes(one)
+    if one.parameters >= shape.parameters or least[0] > most[0]:
         raise ConfigError(
-            f"one layer of {shape.name} takes {format_size(least[0])} to run, and {format_size(room)} may be taken: "
-            f"give a smaller --batch-size or --seq-len, or leave out --measure"
+            f"the least of {shape.name} that can be run takes {format_size(int(least[0]))}, and "
+            f"{format_size(most[0])} may be taken: give a smaller --batch-size or --seq-len, or leave out --measure"
         )
-    taken = min(_that_fit(layers, *ends) for ends in zip(least, most, (room, _PASS_SECONDS), strict=True))
-    part = shape if taken == layers else _of(shape, taken, dtype)
-    device = torch.device("cpu" if hardware.on_cpu else "cuda")
+    taken = min(_layers_within(layers, *each) for each in zip(least, whole, most, strict=True))
+    return (shape, layers) if taken == layers else (_of(shape, taken, dtype, units), taken)
+
+
+def _of(shape: Shape, layers: int, dtype: torch.dtype, units: Sequence[str]) -> Shape:
     try:
-        seconds = _seconds(config_of(shape.name, taken), load.batch, shape.sequence, dtype, device)
-    except Exception as error:  # whatever a model's own code raises
+        return from_name(shape.name, shape.sequence, dtype, units, layers)
+    except ConfigError as error:
         raise ConfigError(
-            f"cannot run {shape.name} to measure it ({type(error).__name__}: {said(error)}); leave out --measure"
+            f"{shape.name} is too large to be run as a whole, and a part of it cannot be: {error}; leave out --measure"
         ) from error
-    return part, Run(taken, layers, seconds)
 
 
-def _of(shape: Shape, layers: int, dtype: torch.dtype) -> Shape:
-    return from_name(shape.name, shape.sequence, dtype, layers=layers)
-
-
-def _that_fit(layers: int, one: float, all_of_them: float, room: float) -> int:
+def _layers_within(layers: int, one: float, all_of_them: float, room: float) -> int:
     """Of so many equal layers, how many come to at most `room`; one at least."""
     each = (all_of_them - one) / max(layers - 1, 1)
-    return layers if all_of_them <= room else max(1, min(layers, 1 + int((room - one) / each)))
+    if all_of_them <= room or each <= 0:
+        return layers
+    return max(1, min(layers, 1 + int((room - one) / each)))
+
+
+def _free(hardware: Hardware) -> int:
+    """Bytes that are free where the model will run, whatever machine is planned for."""
+    if hardware.on_cpu:
+        return min(hardware.ram, free_host_memory())
+    return min(hardware.gpu_memory, torch.cuda.mem_get_info()[0])
+
+
+def _device(hardware: Hardware) -> torch.device:
+    return torch.device("cpu" if hardware.on_cpu else "cuda")
 
 
 def _nbytes(shape: Shape, batch: int, dtype: torch.dtype) -> int:

@@ -32,7 +32,7 @@ def as_json(planned: Planned, advice: Advice, asked: Asked) -> dict[str, Any]:
             "ram": planned.hardware.ram,
             "drives": [{"name": d.name, "read": d.read, "write": d.write} for d in planned.hardware.drives],
             "assumed": list(planned.hardware.assumed),
-            "measured": planned.hardware.measured or None,
+            "measured": None if planned.hardware.measured is None else planned.hardware.measured._asdict(),
         },
         "config": dict(planned.content),
         "tiers": [row._asdict() for row in (*memory.rows, memory.total)],
@@ -115,8 +115,18 @@ def lines(planned: Planned, advice: Advice, asked: Asked) -> list[str]:
         *(["what to change first:"] if advice.changes else []),
         *(f"  {each.words}: {each.gain:.2f} times the tokens a second" for each in advice.changes[:4]),
         *_untold(planned, advice),
-        *([f"measured: {planned.hardware.measured}"] if planned.hardware.measured else []),
+        *_measured(planned),
         "assumed: " + "; ".join(planned.hardware.assumed),
+    ]
+
+
+def _measured(planned: Planned) -> list[str]:
+    found = planned.hardware.measured
+    if found is None:
+        return []
+    return [
+        f"measured: forward and backward of a micro-batch with {found.layers} of {found.of} layers, "
+        f"{_seconds(found.seconds)}; by the probe's rates {_seconds(found.by_probe_seconds)}"
     ]
 
 

@@ -202,10 +202,19 @@ def config_of(name: str, layers: int | None = None) -> Any:
     text = config.get_text_config()
     text.use_cache = False
     if layers is not None:
-        text.num_hidden_layers = layers
-        if getattr(text, "layer_types", None):  # one word for each layer
-            text.layer_types = text.layer_types[:layers]
+        try:
+            _cut(text, layers)
+        except Exception as error:  # a config whose layers follow from something else
+            raise ConfigError(
+                f"cannot cut {name} to {layers} layers ({type(error).__name__}: {said(error)})"
+            ) from error
     return config
+
+
+def _cut(text: Any, layers: int) -> None:
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):  # one word for each layer
+        text.layer_types = text.layer_types[:layers]
 
 
 def model_of(config: Any, dtype: torch.dtype) -> Any:
