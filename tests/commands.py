@@ -31,5 +31,6 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def losses(log: Path) -> list[float]:
-    """Of each step so far."""
-    return [json.loads(line)["loss"] for line in log.read_text().splitlines()] if log.exists() else []
+    """Of each step so far; a line that is being written does not count yet."""
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]
