@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from offload.aio import aligned_empty
 from offload.engine.placement import free_host_memory
 from offload.errors import ConfigError
 from offload.planner.hardware import Hardware, Measured
@@ -132,6 +133,8 @@ def _seconds(config: Any, batch: int, sequence: int, dtype: torch.dtype, device:
         model.train()
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(_drop)
+            if device.type == "cpu":
+                parameter.data = _as_in_training(parameter.data)
         taken: list[float] = []
         while len(taken) <= _PASSES[0] or (len(taken) <= _PASSES[-1] and sum(taken) < _ENOUGH_SECONDS):
             start = time.perf_counter()
@@ -140,6 +143,12 @@ def _seconds(config: Any, batch: int, sequence: int, dtype: torch.dtype, device:
                 torch.cuda.synchronize(device)  # it is what is measured
             taken.append(time.perf_counter() - start)
     return statistics.fmean(taken[1:])
+
+
+def _as_in_training(values: torch.Tensor) -> torch.Tensor:
+    """The same values on 2 MiB pages, where training has its weights: products of large ones are faster from there."""
+    memory = torch.frombuffer(aligned_empty(values.nbytes), dtype=values.dtype) if values.numel() else values
+    return memory.view(values.shape).copy_(values)
 
 
 def _drop(parameter: torch.Tensor) -> None:
