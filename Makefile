@@ -6,20 +6,24 @@ BIN := $(VENV)/bin
 NATIVE := $(wildcard offload/*/native/*.cpp offload/*/native/*.h)
 NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h)
 
-.PHONY: help train test check format docs mutants sanitize
+.PHONY: help train test test-all check format docs mutants sanitize
 # Tests at a time: more memory and more of the drive each.
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1 \t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1 \t/' | expand -t 16
 
 train: $(VENV)/.hf ## Train a 3.5M-parameter model from swap files, in a few minutes
 	$(BIN)/offload train
 
-test: $(VENV)/.dev ## Run the tests
+test: $(VENV)/.dev ## Run the tests: each promise once, samples of large grids
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+test-all: $(VENV)/.dev ## Run every case of every test, the slow ones too, then the mutants: hours
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --whole -m 'slow or not slow'
+	$(BIN)/python -m tests.mutants
 
 check: $(VENV)/.dev ## Format and lint without changing anything: ruff, mypy, clang-format
 	$(BIN)/ruff format --check .

@@ -18,15 +18,24 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
-from hypothesis import settings
 
 import offload
 from offload.aio import BACKENDS, IoQueue
 from offload.aio.backend import refusals
 from offload.swapper.host import process_memory
+from tests import sampling
 
-settings.register_profile("offload", deadline=None)  # a machine may be busy
-settings.load_profile("offload")
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    sampling.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    sampling.configure(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    sampling.select(config, items)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,96 @@
+"""How much of a large grid one run of the tests takes: a sample by seed, or with `--whole` all of it.
+
+    @pytest.mark.sample(6)              six of the cases of a parametrized test
+    @settings(max_examples=examples(300))   a fifth of hypothesis' examples
+
+The sample of a test depends on its name and `--sample-seed` alone, so every run with the same seed has the same tests.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Mapping, Sequence
+
+import pytest
+from hypothesis import settings
+
+SHARE = 5
+"""One of so many examples of hypothesis is tried without `--whole`."""
+_LEAST_EXAMPLES = 10
+
+_whole = False
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Add `--whole` and `--sample-seed` to pytest."""
+    parser.addoption("--whole", action="store_true", help="run every case of the large grids, not a sample of them")
+    parser.addoption("--sample-seed", type=int, default=0, metavar="N", help="draw other samples of the large grids")
+
+
+def configure(config: pytest.Config) -> None:
+    """Take the options, before any test module is imported."""
+    global _whole
+    _whole = config.getoption("whole")
+    # A machine may be busy, so no example has a deadline. The sample is the same each time, the whole is not.
+    settings.register_profile("sample", deadline=None, derandomize=True, max_examples=examples(100))
+    settings.register_profile("whole", deadline=None)
+    settings.load_profile("whole" if _whole else "sample")
+
+
+def examples(whole: int) -> int:
+    """Return how many examples of hypothesis to try where `whole` are tried with `--whole`."""
+    return whole if _whole else max(whole // SHARE, min(whole, _LEAST_EXAMPLES))
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the cases of tests marked `sample` that are not in their sample."""
+    if _whole or _are_named(config):
+        return
+    grids: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") is not None:
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {id(item) for item in items} - {id(item) for grid in grids.values() for item in grid}
+    for name, grid in grids.items():
+        mark = grid[0].get_closest_marker("sample")
+        assert mark is not None
+        chosen = sample([_case(item) for item in grid], mark.args[0], f"{name} {config.getoption('sample_seed')}")
+        kept |= {id(grid[index]) for index in chosen}
+    dropped = [item for item in items if id(item) not in kept]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if id(item) in kept]
+
+
+def sample(cases: Sequence[Mapping[str, Hashable]], count: int, seed: str) -> list[int]:
+    """Draw `count` cases of a grid such that as many values as possible of each parameter occur.
+
+    Args:
+        cases: The value (or the index of the value) of each parameter, case by case.
+        count: How many to draw; all where there are no more.
+        seed: Equal seeds draw equal cases.
+
+    Returns:
+        Indices into `cases`, in ascending order.
+    """
+    order = list(range(len(cases)))
+    random.Random(seed).shuffle(order)
+    seen: set[tuple[str, Hashable]] = set()
+    chosen: list[int] = []
+    while order and len(chosen) < count:
+        best = max(order, key=lambda index: len(set(cases[index].items()) - seen))  # the first of equals
+        order.remove(best)
+        chosen.append(best)
+        seen |= set(cases[best].items())
+    return sorted(chosen)
+
+
+def _case(item: pytest.Item) -> Mapping[str, Hashable]:
+    """Return the index of each parameter's value; a test without parameters has none."""
+    callspec = getattr(item, "callspec", None)
+    return {} if callspec is None else dict(callspec.indices)
+
+
+def _are_named(config: pytest.Config) -> bool:
+    """Tell whether the command line names a single test, which is then run as it is."""
+    return any("::" in argument for argument in config.args)
