@@ -23,10 +23,19 @@ from hypothesis import settings
 import offload
 from offload.aio import BACKENDS, IoQueue
 from offload.aio.backend import refusals
+from offload.engine import dtype_choice
 from offload.swapper.host import process_memory
+
+dtype_choice.warned.update(("bf16", "fp16"))  # else one test has a warning more, on some machines
 
 settings.register_profile("offload", deadline=None)  # a machine may be busy
 settings.load_profile("offload")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What this machine has kept of itself neither decides a test nor is changed by one, also in other processes."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)
