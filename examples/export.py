@@ -22,7 +22,8 @@ import offload
 
 def train(folder: str) -> None:
     """Four steps; what they have committed stays in ./swap/export."""
-    config = CONFIG | {"offload": {"nvme_path": "./swap", "run": "export", "durability": "step"}}
+    run = {"nvme_path": "./swap", "run": "export", "durability": "step"}
+    config = offload.auto_dtype(CONFIG | {"offload": run})
     model = offload.load_pretrained(AutoModelForCausalLM, folder, config)
     data = Sums(AutoTokenizer.from_pretrained(folder))
     engine, _, loader, _ = offload.initialize(model=model, config=config, training_data=data)

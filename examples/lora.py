@@ -27,7 +27,7 @@ def main() -> None:
     folder = sys.argv[1] if len(sys.argv) > 1 else tiny_model.make()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
-    config = CONFIG | {"offload": {"nvme_path": "./swap", "run": "lora"}}
+    config = offload.auto_dtype(CONFIG | {"offload": {"nvme_path": "./swap", "run": "lora"}})
     base = offload.load_pretrained(AutoModelForCausalLM, folder, config)
     settings = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(base, settings)

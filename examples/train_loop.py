@@ -18,7 +18,7 @@ import offload
 CONFIG = {
     "train_micro_batch_size_per_gpu": 8,
     "gradient_accumulation_steps": 2,
-    "bf16": {"enabled": True},
+    "bf16": {"enabled": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
     "zero_optimization": {
         "stage": 3,
@@ -39,8 +39,8 @@ class Model(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=torch.bfloat16)
         hidden = self.embedding(ids)
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=hidden.dtype)
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask, is_causal=True)
         return self.head(hidden)
@@ -57,8 +57,9 @@ def batch(step: int) -> torch.Tensor:
 def main(steps: int = 20) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.manual_seed(0)
+    config = offload.auto_dtype(CONFIG)  # bf16 where this machine multiplies it as fast as fp32
     try:
-        engine, _, _, _ = offload.initialize(model=Model(), config=CONFIG)
+        engine, _, _, _ = offload.initialize(model=Model(), config=config)
     except offload.StoreError as error:  # the run has ended, or another process has it
         raise SystemExit(str(error)) from None
     while engine.global_steps < steps:

@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
+import offload
 from offload.hf import OffloadTrainer
 
 CONFIG = {
@@ -51,14 +52,16 @@ def model() -> Any:
 
 
 def main() -> None:
+    folder = Path("./trainer-output")
+    last = get_last_checkpoint(folder) if folder.is_dir() else None
     args = transformers.TrainingArguments(
-        output_dir="./trainer-output",
+        output_dir=str(folder),
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         num_train_epochs=6,
         learning_rate=3e-3,
         warmup_steps=4,
-        bf16=True,
+        bf16=offload.auto_dtype(CONFIG, last)["bf16"]["enabled"],  # where it is as fast as fp32
         logging_steps=6,
         save_steps=12,
         save_total_limit=2,
@@ -67,8 +70,7 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(),
     )
     trainer = OffloadTrainer(model=model(), args=args, train_dataset=Bytes(), offload_config=CONFIG)
-    folder = Path(args.output_dir)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if folder.is_dir() else None)
+    trainer.train(resume_from_checkpoint=last)
     trainer.save_model("./trainer-output/final")
     loaded = transformers.AutoModelForCausalLM.from_pretrained("./trainer-output/final")
     print(f"saved: {sum(parameter.numel() for parameter in loaded.parameters()):,} parameters in {loaded.dtype}")

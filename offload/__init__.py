@@ -23,6 +23,7 @@ from offload.engine.calls import (
     safe_set_local_optimizer_state,
     unregister_external_parameter,
 )
+from offload.engine.dtype_choice import auto_dtype
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
 from offload.engine.pretrained import load_pretrained
@@ -59,6 +60,7 @@ __all__ = [
     "StoreError",
     "UsageError",
     "__version__",
+    "auto_dtype",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",

@@ -79,7 +79,7 @@ def plan(
     config: Annotated[
         Path | None, typer.Option(help="DeepSpeed JSON file to plan for. [default: homes that fit]")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. [default: bf16]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. [default: as train; described: bf16]")] = None,
     durability: Annotated[str | None, typer.Option(help="auto, step or none. [default: auto]")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences of a micro-batch. [default: 1]")] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,

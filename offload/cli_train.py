@@ -90,7 +90,11 @@ NvmePath = Annotated[
     _option(_PLACES, "Folder for swap files, one for each drive; may repeat. [default: ./swap]", metavar="PATH"),
 ]
 WeightDtype = Annotated[
-    Literal["bf16", "fp16", "fp32"] | None, _option(_PLACES, "Dtype of the weights. [default: bf16]")
+    Literal["auto", "bf16", "fp16", "fp32"] | None,
+    _option(
+        _PLACES,
+        "Dtype of the weights; auto: bf16 where this machine multiplies it as fast as fp32, else fp32. [default: auto]",
+    ),
 ]
 HostMemory = Annotated[
     str | None, _option(_PLACES, "Host budget, as 16GiB. [default: what is needed, at most 80 % of free]")

@@ -19,6 +19,7 @@ from torch import nn
 
 from offload import probe, text
 from offload.config import Config, load_config, resolve_batch
+from offload.engine.dtype_choice import settle
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
 from offload.engine.json_lines import check_log, cut_log
@@ -40,7 +41,7 @@ from offload.records import find_data, read_records
 from offload.rows import Rows, encode, encode_text, notices, pack
 from offload.swapper.store import run_status
 from offload.swapper.timeline import path_of
-from offload.train_options import Options, check, keep, merge
+from offload.train_options import Options, check, chooses_dtype, keep, merge
 
 
 class StepReport(NamedTuple):
@@ -128,6 +129,10 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         return done
     going_on = _goes_on(config)
     check_save(options.save, may_be_there=going_on)
+    if chooses_dtype(content):
+        content, choice = settle(content)
+        if choice is not None:
+            say(choice)
     torch.manual_seed(config.offload.seed)
     model, source = build_model(options.model, folder, content)
     check_model(model, options.seq_len, batches.largest_id)

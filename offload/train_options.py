@@ -62,7 +62,7 @@ def merge(file: Mapping[str, Any] | None, options: Options) -> tuple[dict[str, A
     """One config out of a config file's content and what was typed; and a line for each key that was overruled.
 
     Without a file the defaults of the command count; with one, what it does not say means what it means in DeepSpeed,
-    but for the learning rate, which may be "auto" or absent.
+    but for the learning rate, which may be "auto" or absent, and for bf16.enabled "auto", which is --dtype auto.
     """
     merged: dict[str, Any] = json.loads(json.dumps(dict(file or {})))
     lines: list[str] = []
@@ -75,7 +75,7 @@ def merge(file: Mapping[str, Any] | None, options: Options) -> tuple[dict[str, A
     if options.dtype is not None:
         _merge_dtype(merged, options.dtype, lines)
     elif file is None:
-        _set(merged, ("bf16", "enabled"), True)
+        _set(merged, ("bf16", "enabled"), "auto")
     _merge_paths(merged, list(options.nvme_path), lines)
     _merge_batch(merged, options.batch_size, lines)
     _merge_schedule(merged, options.steps)
@@ -107,16 +107,19 @@ def _merge_paths(merged: dict[str, Any], typed: list[str], lines: list[str]) -> 
 
 
 def _merge_dtype(merged: dict[str, Any], typed: str, lines: list[str]) -> None:
-    """--dtype stands for the blocks of all modes."""
-    for mode in ("bf16", "bfloat16", "fp16"):
-        before, wish = _get(merged, (mode, "enabled")), typed == {"bfloat16": "bf16"}.get(mode, mode)
+    """--dtype stands for the blocks of all modes; auto leaves bf16 open."""
+    bf16 = "bfloat16" if "bfloat16" in merged else "bf16"
+    wishes: dict[str, bool | str] = {bf16: "auto" if typed == "auto" else typed == "bf16", "fp16": typed == "fp16"}
+    for mode, wish in wishes.items():
+        before = _get(merged, (mode, "enabled"))
         if before not in (None, "auto", wish):
             lines.append(f"--dtype {typed} overrules {mode}.enabled {_words(before)}")
-        if before is not None:
-            _set(merged, (mode, "enabled"), wish)
-    if "bfloat16" not in merged:
-        _set(merged, ("bf16", "enabled"), typed == "bf16")
-    _set(merged, ("fp16", "enabled"), typed == "fp16")
+        _set(merged, (mode, "enabled"), wish)
+
+
+def chooses_dtype(merged: Mapping[str, Any]) -> bool:
+    """Whether a merged config leaves it to the machine: by default, by --dtype auto or by bf16.enabled "auto"."""
+    return any(_get(merged, (mode, "enabled")) == "auto" for mode in ("bf16", "bfloat16"))
 
 
 def _merge_batch(merged: dict[str, Any], typed: int | None, lines: list[str]) -> None:

@@ -22,8 +22,11 @@ import torch
 import offload
 from offload.aio import BACKENDS, IoQueue
 from offload.aio.backend import refusals
+from offload.engine import dtype_choice
 from offload.swapper.host import process_memory
 from tests import sampling
+
+dtype_choice.warned.update(("bf16", "fp16"))  # else one test has a warning more, on some machines
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,6 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     sampling.select(config, items)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What this machine has kept of itself neither decides a test nor is changed by one, also in other processes."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)

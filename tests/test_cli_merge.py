@@ -9,7 +9,7 @@ import pytest
 
 from offload.config import load_config, resolve_batch
 from offload.errors import ConfigError
-from offload.train_options import Options, merge
+from offload.train_options import Options, chooses_dtype, merge
 
 FILE: dict[str, Any] = {
     "train_batch_size": 32,
@@ -29,7 +29,7 @@ def test_defaults_without_a_file() -> None:
     content, lines = merge(None, Options())
     config = load_config(content)
     assert lines == ()
-    assert (config.weight_tier, config.optimizer_tier, config.dtype) == ("nvme", "nvme", "bf16")
+    assert (config.weight_tier, config.optimizer_tier) == ("nvme", "nvme") and chooses_dtype(content)
     assert config.drives == ("./swap",)
     assert resolve_batch(config, 1) == (8, 1, 8)
     assert config.optimizer is not None and config.optimizer.params.lr == 3e-4
@@ -100,6 +100,18 @@ def test_dtype_stands_for_every_mode(block: str) -> None:
     assert lines == (f"--dtype fp32 overrules {block}.enabled true",)
     assert load_config(content).dtype == "fp32"
     assert load_config(merge({block: {"enabled": True}}, Options(dtype="bf16"))[0]).dtype == "bf16"
+    content, lines = merge({block: {"enabled": True}}, Options(dtype="auto"))
+    assert lines == (f"--dtype auto overrules {block}.enabled true",)
+    assert chooses_dtype(content) and load_config(content).dtype == "fp32"
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16"])
+def test_the_machine_chooses_the_dtype_where_that_is_asked_for(name: str) -> None:
+    """Without a file, by the option, or by the file's "auto"; a file without a word is fp32, as in DeepSpeed."""
+    assert chooses_dtype(merge({name: {"enabled": "auto"}}, Options())[0])
+    assert chooses_dtype(merge({}, Options(dtype="auto"))[0])
+    for file, typed in (({}, None), (FILE, None), ({name: {"enabled": "auto"}}, "bf16"), (None, "fp32")):
+        assert not chooses_dtype(merge(file, Options(dtype=typed))[0])
 
 
 @pytest.mark.parametrize(

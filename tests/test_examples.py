@@ -21,6 +21,13 @@ def run(name: str, folder: Path) -> str:
     return done.stdout
 
 
+def saved_in(said: str) -> str:
+    """The dtype of the saved weights, which is the machine's choice."""
+    found = re.search(r"parameters in torch\.(bfloat16|float32)\n", said)
+    assert found, said
+    return found[1]
+
+
 def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", run("train_loop.py", tmp_path))]
     assert len(losses) == 20 and losses[-1] < losses[0] - 1
@@ -29,18 +36,18 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
 def test_the_trainer(tmp_path: Path) -> None:
     said = run("trainer.py", tmp_path)
     losses = [float(loss) for loss in re.findall(r"'loss': '([0-9.]+)'", said)]
-    assert losses[-1] < losses[0] - 1 and "parameters in torch.bfloat16" in said
+    assert losses[-1] < losses[0] - 1 and (saved := saved_in(said))
     assert not any(path.is_file() for path in (tmp_path / "swap").rglob("*")), "its checkpoints are what is kept"
     assert len(list((tmp_path / "trainer-output").glob("checkpoint-*"))) == 2
     again = run("trainer.py", tmp_path)  # goes on from its last checkpoint, which is its end
-    assert "'loss'" not in again and "parameters in torch.bfloat16" in again
+    assert "'loss'" not in again and saved_in(again) == saved
 
 
 def test_fine_tuning_from_a_folder(tmp_path: Path) -> None:
     run("tiny_model.py", tmp_path)
     said = run("finetune.py", tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", said)]
-    assert len(losses) == 36 and losses[-1] < losses[0] - 2 and "parameters in torch.bfloat16" in said
+    assert len(losses) == 36 and losses[-1] < losses[0] - 2 and saved_in(said)
     assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "finetuned").iterdir()}
 
 

@@ -19,7 +19,9 @@ class Bf16(Block):
     TUNING = words_of("immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states")
     INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
-    enabled: bool = Field(False, description="whether the mode is on")
+    enabled: bool = Field(
+        False, description='whether the mode is on; "auto": off, but for `offload train` and `offload.auto_dtype`'
+    )
     auto_cast: bool = Field(False, description=_AUTO_CAST)
 
 

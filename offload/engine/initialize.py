@@ -21,6 +21,7 @@ from offload.config import Config, effective, load_config, resolve_batch
 from offload.engine import optimizer_choice, schedule_choice
 from offload.engine.assembly import assemble
 from offload.engine.description import about, describe
+from offload.engine.dtype_choice import warn_if_slow
 from offload.engine.engine import Engine
 from offload.engine.loader import Loader, check_length, load
 from offload.engine.loss_scale import LossScaler
@@ -127,6 +128,7 @@ def _initialize(
         )
     engine = _build(plan, model, chosen, schedule, loader)
     if plan.rank == 0:
+        warn_if_slow(loaded, device.torch, plan.resume)
         for notice in (effective(loaded, batch, plan.world_size), *engine.notices):
             logger.info(notice)
         logger.debug("the whole config: %s", json.dumps(engine.config, indent=2))

@@ -399,6 +399,44 @@ def meet_others() -> None:
         ) from error
 
 
+def as_the_first(decide: Callable[[], Any], to: str) -> Any:
+    """What `decide` returns on rank 0, as JSON tells it, on every rank; all call it. A process alone decides itself.
+
+    Ranks on machines of different kinds would decide differently. Raises `RankError` where rank 0 has ended before.
+    """
+    meet_others()
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return decide()
+    store = _store()
+    if dist.get_rank() == 0:
+        try:
+            store.set("decided", json.dumps(decide()))
+        except Exception as error:
+            store.set("end/0", f"{type(error).__name__}: {error}")
+            raise
+    began = noticed = time.monotonic()
+    while not _is_there(store, "decided", to):
+        now = time.monotonic()
+        if now - noticed > _NOTICE:
+            noticed = now
+            logger.warning("rank %d has waited %.0f s for rank 0 to %s", dist.get_rank(), now - began, to)
+        time.sleep(0.01 if now - began < 1 else 0.2)
+    return json.loads(store.get("decided"))
+
+
+def _is_there(store: Any, key: str, to: str) -> bool:
+    """Whether rank 0 has set `key`; raises `RankError` where it has ended in place of that."""
+    try:
+        if store.check([key]):
+            return True
+        ended = store.get("end/0").decode() if store.check(["end/0"]) else None
+    except RuntimeError as error:  # the store's own process is gone, which is rank 0 where no launcher has it
+        ended = str(error)
+    if ended is None:
+        return False
+    raise RankError(f"rank 0 has ended before it could {to}: {ended}")
+
+
 def join_ranks(device: Device) -> Ranks | None:
     """The ranks of this run, which are those of torch's default process group; None where this process is alone."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -24,6 +24,7 @@ from offload.planner.hardware import Hardware, described, parse_drive, parse_rat
 from offload.planner.measured import measured
 from offload.planner.shape import Shape, from_count, from_name
 from offload.planner.timing import Load
+from offload.precision import choose
 from offload.probe import kept
 from offload.sizes import format_size, parse_size
 from offload.swapper.states import DTYPES
@@ -68,7 +69,7 @@ def planned(model: Model, machine: Described, step: Step, file: Path | None = No
         raise ConfigError("--measure runs the model on this machine: it needs --model, and no --gpu")
     content = None if file is None else read_json(file)
     on = hardware(machine)
-    dtype = step.dtype or (load_config(content).dtype if content is not None else "bf16")
+    dtype = step.dtype or (load_config(content).dtype if content is not None else _dtype(machine, on))
     units = load_config(content).offload.units if content is not None else ()
     of = shape(model, step.sequence, DTYPES[dtype], units)
     if content is None:
@@ -82,6 +83,11 @@ def planned(model: Model, machine: Described, step: Step, file: Path | None = No
     load = Load(step.batch or sizes.micro, step.accumulation or sizes.accumulation, bool(step.recompute))
     on = measured(on, of, load, DTYPES[dtype], units) if measure else on
     return choice.plan(of, on, load, content)
+
+
+def _dtype(machine: Described, on: Hardware) -> str:
+    """What a run would take by default: on this machine as `offload train` chooses, on a described one bf16."""
+    return "bf16" if machine.gpu is not None else choose(torch.device("cpu" if on.on_cpu else "cuda")).dtype
 
 
 def _check(step: Step, file: Path | None) -> None:

@@ -1,0 +1,347 @@
+"""bf16 or fp32: whichever the machine multiplies faster, the same at each start, and what a run was begun in."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import offload
+from offload import precision, probe
+from offload.cli import app
+from offload.config import load_config
+from offload.engine import dtype_choice
+from offload.errors import RankError
+from offload.planner import ask
+from offload.precision import Rates
+from offload.presets import PRESETS
+from offload.swapper.store import look
+from tests import models
+from tests.oracle import config, start, train_step
+from tests.rank_pool import pool, rank_and_size
+
+FAST, SLOW = Rates(2e11, 1e11), Rates(7e9, 5e10)
+OPEN = {"train_batch_size": 1, "bf16": {"enabled": "auto"}, "offload": {"device": "cpu"}}
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder and a cache of one's own, and a default model of 0.2M."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tiny = PRESETS["gpt2-tiny"]
+    monkeypatch.setitem(PRESETS, "gpt2-tiny", tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64}))
+    (tmp_path / "text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
+    level = logging.getLogger("offload").level
+    yield
+    logging.getLogger("offload").setLevel(level)
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, found: Rates) -> None:
+    """From here on the processor is of that speed, and nobody was warned of it."""
+    monkeypatch.setattr(precision, "rates", lambda half: found)
+    monkeypatch.setattr(dtype_choice, "warned", set())
+
+
+# -- the decision --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "dtype"), [(FAST, "bf16"), (Rates(1e11, 1e11), "bf16"), (Rates(0.99e11, 1e11), "fp32"), (SLOW, "fp32")]
+)
+def test_bf16_is_chosen_where_it_is_at_least_as_fast(found: Rates, dtype: str) -> None:
+    assert precision.decide(found) == dtype
+
+
+def test_the_choice_of_fp32_is_told_in_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, SLOW)
+    line = "fp32: this processor multiplies it 7.1 times as fast as bf16 (50 and 7.0 Gflop/s in a thread)"
+    assert precision.choose(torch.device("cpu")) == ("fp32", line)
+    machine(monkeypatch, FAST)
+    assert precision.choose(torch.device("cpu")) == ("bf16", None)
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(True, "bf16"), (False, "fp32")])
+def test_a_gpu_is_not_measured(native: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(precision, "rates", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation: asked.append(including_emulation) or native
+    )
+    chosen = precision.choose(torch.device("cuda", 0))
+    assert chosen.dtype == dtype and asked == [False], "what is emulated does not count"
+    assert ("Tesla T4" in (chosen.line or "")) is not native
+
+
+# -- measured, and kept --------------------------------------------------------------------------------
+
+
+def test_this_processor_is_measured_and_threads_stay_as_they_were() -> None:
+    before = torch.get_num_threads()
+    found = precision.measure("bf16")
+    assert min(found) > 1e6 and torch.get_num_threads() == before
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was measured, each time with another result."""
+    done: list[str] = []
+
+    def measure(half: str) -> Rates:
+        done.append(half)
+        return Rates(1e9 * len(done), 1e9)
+
+    monkeypatch.setattr(precision, "measure", measure)
+    return done
+
+
+def test_it_is_measured_once(measured: list[str]) -> None:
+    assert precision.rates("bf16") == precision.rates("bf16") == Rates(1e9, 1e9)
+    assert precision.rates("fp16") == precision.rates("fp16") == Rates(2e9, 1e9)
+    assert precision.rates("bf16") == Rates(1e9, 1e9) and measured == ["bf16", "fp16"]
+    assert precision.kept_at().is_file() and precision.kept_at().parent == probe.kept_at().parent
+
+
+@pytest.mark.parametrize("limit", precision._LIMITS)
+def test_limits_of_instructions_are_another_machine(
+    limit: str, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = precision.rates("bf16")
+    monkeypatch.setenv(limit, "avx2")
+    assert precision.rates("bf16") != before
+    monkeypatch.delenv(limit)
+    assert precision.rates("bf16") == before and len(measured) == 2
+
+
+@pytest.mark.parametrize("what", ["_cpuinfo", "torch"])
+def test_another_processor_or_torch_is_measured_anew(
+    what: str, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = precision.rates("bf16")
+    if what == "torch":
+        monkeypatch.setattr(torch, "__version__", "9.9")
+    else:
+        monkeypatch.setattr(precision, "_cpuinfo", lambda: "model name : A\nflags : fpu avx2\n\nmodel name : A\n")
+        other = precision.rates("bf16")
+        monkeypatch.setattr(precision, "_cpuinfo", lambda: "model name : A\nflags : fpu avx512_bf16\n")
+        assert precision.rates("bf16") != other, "a guest's processor may have any name"
+    assert precision.rates("bf16") != before
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"version": 1, "products": 3}', '{"version": 0, "products": {}}', "KEY"]
+)
+def test_what_is_damaged_is_measured_anew(content: str, measured: list[str]) -> None:
+    precision.rates("bf16")
+    kept = json.loads(precision.kept_at().read_text())
+    broken = {"version": 1, "products": {key: [0, "x"] for key in kept["products"]}}
+    precision.kept_at().write_text(json.dumps(broken) if content == "KEY" else content)
+    assert precision.rates("bf16") == precision.rates("bf16") == Rates(2e9, 1e9)
+
+
+def test_where_nothing_can_be_kept_each_asks_the_machine(measured: list[str], tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    assert precision.rates("bf16") != precision.rates("bf16")
+
+
+# -- a config that leaves it open ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("found", "dtype"), [(FAST, "bf16"), (SLOW, "fp32")])
+@pytest.mark.parametrize(
+    "said", [{}, {"bf16": {"enabled": "auto"}}, {"bfloat16": {"enabled": "auto"}}, {"bf16": None}, {"bf16": {}}]
+)
+def test_an_open_config_gets_what_the_machine_is_fast_in(
+    said: dict[str, Any], found: Rates, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, found)
+    content = {"offload": {"device": "cpu"}, **said}
+    before = json.dumps(content)
+    chosen = offload.auto_dtype(content)
+    assert load_config(chosen).dtype == dtype and json.dumps(content) == before
+    assert offload.auto_dtype(chosen) == chosen, "it is settled"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"bf16": {"enabled": True}},
+        {"bf16": {"enabled": False}},
+        {"fp16": {"enabled": True}, "bf16": {"enabled": "auto"}},
+        {"torch_autocast": {"enabled": True}, "bf16": {"enabled": "auto"}},
+    ],
+)
+def test_what_a_config_says_stays(said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "rates", None)
+    assert offload.auto_dtype(said) == said
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16", "fp32"])
+def test_a_run_and_a_checkpoint_keep_the_dtype_that_they_have(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = models.GPT2._replace(dtype=mode)
+    engine = start(job, ("nvme", "nvme"), tmp_path / "swap")
+    train_step(engine, job, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.destroy()
+    rest = {key: value for key, value in config(job, ("nvme", "nvme"), tmp_path / "swap").items() if key[-2:] != "16"}
+    going_on = rest | {"offload": rest["offload"] | {"resume": "auto"}}
+    for found, here in ((FAST, "bf16"), (SLOW, "fp32")):
+        machine(monkeypatch, found)
+        for chosen in (offload.auto_dtype(going_on), offload.auto_dtype(rest, tmp_path / "saved")):
+            assert load_config(chosen).dtype == mode
+        for begins in (rest, going_on | {"offload": going_on["offload"] | {"run": "another"}}):
+            assert load_config(offload.auto_dtype(begins)).dtype == here
+    again = offload.initialize(model=job.model(), config=offload.auto_dtype(going_on))[0]
+    assert again.global_steps == 1
+    again.destroy(remove=True)
+
+
+def _on_its_own_machine(fail: bool) -> Any:
+    rank, _ = rank_and_size()
+
+    def rates(half: str) -> Rates:
+        if fail and rank == 0:
+            raise OSError("no such processor")
+        return (FAST, SLOW)[rank]
+
+    before, precision.rates = precision.rates, rates
+    try:
+        return offload.auto_dtype(OPEN)["bf16"]["enabled"]
+    except (OSError, RankError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        precision.rates = before
+
+
+def test_ranks_on_machines_of_different_kinds_decide_alike() -> None:
+    with pool(2) as ranks:
+        assert ranks.run(_on_its_own_machine, False) == [True, True]
+        first, other = ranks.run(_on_its_own_machine, True)
+        assert first == "OSError: no such processor"
+        assert other == f"RankError: rank 0 has ended before it could choose the dtype: {first}"
+        assert ranks.run(_on_its_own_machine, False) == [True, True]
+
+
+# -- what was chosen by hand ---------------------------------------------------------------------------
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if "products" in each.getMessage()]
+
+
+def begin(folder: Path, dtype: str, **more: Any) -> None:
+    content = config(models.GPT2._replace(dtype=dtype), ("none", "cpu"), folder) | more
+    offload.initialize(model=models.gpt2(), config=content)[0].destroy(remove=True)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_slow_dtype_is_warned_of_once(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine(monkeypatch, SLOW)
+    for _ in range(2):
+        begin(tmp_path, dtype)
+    begin(tmp_path, "fp32")
+    cure = f'give --dtype fp32, or leave the block "{dtype}" out of the config'
+    assert warnings_of(caplog) == [f"{dtype} products are 7.1 times slower than fp32 on this processor: {cure}"]
+    assert caplog.records[0].levelno == logging.WARNING and caplog.records[0].name == "offload"
+
+
+def test_autocast_is_warned_of_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine(monkeypatch, SLOW)
+    begin(tmp_path, "fp32", torch_autocast={"enabled": True, "dtype": "bf16"})
+    (said,) = warnings_of(caplog)
+    assert 'leave the block "torch_autocast" out' in said
+
+
+@pytest.mark.parametrize("found", [FAST, Rates(1e11, 1.4e11)])
+def test_a_dtype_that_is_fast_enough_is_not(
+    found: Rates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine(monkeypatch, found)
+    begin(tmp_path, "bf16")
+    assert warnings_of(caplog) == []
+
+
+# -- the command ---------------------------------------------------------------------------------------
+
+
+def train(*arguments: str) -> str:
+    small = ("--text", "text.py", "--batch-size", "2", "--seq-len", "32", "--device", "cpu")
+    done = CliRunner().invoke(app, ["train", *small, *arguments])
+    assert done.exit_code == 0, done.output
+    return str(done.output)
+
+
+def mode_of(run: str) -> str:
+    manifest = look.look(Path("swap", run, "rank0")).manifest
+    assert manifest is not None
+    return str(manifest.spec.fingerprint["mode"])
+
+
+def test_train_chooses_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, FAST)
+    said = train("--steps", "1")
+    assert said.startswith("bf16 on cpu: ")
+    machine(monkeypatch, SLOW)
+    said = train("--steps", "1")
+    assert said.startswith("fp32: this processor multiplies it 7.1 times as fast") and "\nfp32 on cpu: " in said
+
+
+def test_train_keeps_what_is_typed_and_what_a_file_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine(monkeypatch, SLOW)
+    assert train("--steps", "1", "--dtype", "bf16").startswith("bf16 on cpu: ")
+    assert len(warnings_of(caplog)) == 1
+    for content, dtype in (({"enabled": True}, "bf16"), ({"enabled": False}, "fp32"), (None, "fp32")):
+        Path("ds.json").write_text(json.dumps({"bf16": content}))
+        assert train("--steps", "1", "--config", "ds.json").startswith(f"{dtype} on cpu: ")
+    machine(monkeypatch, FAST)
+    assert train("--steps", "1", "--config", "ds.json").startswith("fp32 on cpu: "), "as in DeepSpeed"
+    Path("ds.json").write_text(json.dumps({"bf16": {"enabled": "auto"}}))
+    assert train("--steps", "1", "--config", "ds.json").startswith("bf16 on cpu: ")
+
+
+@pytest.mark.parametrize(("there", "here", "dtype"), [(FAST, SLOW, "bf16"), (SLOW, FAST, "fp32")])
+def test_a_run_that_goes_on_elsewhere_stays_as_it_is(
+    there: Rates, here: Rates, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine(monkeypatch, there)
+    train("--steps", "2", "--keep", "--resume", "auto")
+    machine(monkeypatch, here)
+    for resume, steps in (("auto", "3"), ("must", "4")):
+        said = train("--steps", steps, "--keep", "--resume", resume)
+        assert f"{dtype} on cpu: " in said and "going on after step" in said and mode_of("default") == dtype
+    assert [line.partition(": ")[2] for line in warnings_of(caplog)] == [
+        "a run that goes on keeps its dtype; begin another in fp32, or go on with it on another machine"
+    ] * (dtype == "bf16")
+    assert f"{'fp32' if dtype == 'bf16' else 'bf16'} on cpu: " in train("--steps", "1", "--run", "another")
+
+
+@pytest.mark.parametrize(("found", "dtype"), [(FAST, "bf16"), (SLOW, "fp32")])
+def test_a_plan_of_this_machine_is_of_what_train_would_take(
+    found: Rates, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, found)
+    drive = probe.DriveRates(".", "/dev/some", 2e9, 1e9, 1.5e9)
+    of_probe = probe.Rates(2e10, 1e10, 1e9, 2e9, 5e9, 5e9, 1e11, 1e10, 4e9, 1e10)
+    here = probe.Probed(probe._machine(torch.device("cpu")), of_probe, (drive,), "2026-01-01", 1.0)
+    monkeypatch.setattr(ask, "kept", lambda: here)
+    for machine_of, mode in (((), dtype), (("--gpu", "24GB"), "bf16"), (("--dtype", "fp16"), "fp16")):
+        target = f"{mode}{len(machine_of)}.json"
+        done = CliRunner().invoke(app, ["plan", "--model", "gpt2-tiny", *machine_of, "--write", target])
+        assert done.exit_code == 0, done.output
+        assert load_config(target).dtype == mode
