@@ -26,7 +26,7 @@ from offload.planner.shape import Shape, from_count, from_name
 from offload.planner.timing import Load
 from offload.probe import kept
 from offload.sizes import format_size, parse_size
-from offload.swapper.states import DTYPES
+from offload.swapper.modes import DTYPES
 
 _DURABILITIES = ("auto", "step", "none")
 
