@@ -85,8 +85,18 @@ _MODULE_OF = {
 }
 """Where each public name is. `__all__` and what a type checker reads, below, have the same: a test compares."""
 
-_PARTS = ("aio", "config", "engine", "errors", "kernels", "planner", "schedules", "sizes", "swapper")
-"""Modules that are there, with a dot, after `import offload` alone."""
+_PARTS = {
+    "aio": "offload.aio",
+    "config": "offload.config",
+    "engine": "offload.engine.initialize",
+    "errors": "offload.errors",
+    "kernels": "offload.kernels",
+    "planner": "offload.planner.estimates",
+    "schedules": "offload.schedules",
+    "sizes": "offload.sizes",
+    "swapper": "offload.engine.initialize",
+}
+"""Modules that are there, with a dot, after `import offload` alone; and what to import so that what is in them is."""
 
 if TYPE_CHECKING:
     from offload import schedules
@@ -133,6 +143,7 @@ else:
     def __getattr__(name: str) -> object:
         """What `name` stands for, from then on without this call."""
         if name in _PARTS:
+            import_module(_PARTS[name])
             return import_module(f"{__name__}.{name}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
