@@ -1,50 +1,14 @@
 """Train PyTorch models larger than the GPU and larger than the RAM, from NVMe.
 
 engine, optimizer, loader, scheduler = offload.initialize(model=model, config="ds_config.json")
+
+`import offload` is light: what a name stands for is imported with its first use, and torch with it.
 """
 
 from __future__ import annotations
 
-from offload import schedules
-from offload.engine.birth import init
-from offload.engine.calls import (
-    register_external_parameter,
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
-    safe_set_local_optimizer_state,
-    unregister_external_parameter,
-)
-from offload.engine.dtype_choice import auto_dtype
-from offload.engine.engine import Engine
-from offload.engine.initialize import initialize
-from offload.engine.pretrained import load_pretrained
-from offload.engine.weights import gathered
-from offload.errors import (
-    BudgetError,
-    ConfigError,
-    EngineFailed,
-    IoError,
-    NumericsError,
-    OffloadError,
-    RankError,
-    StoreError,
-    UsageError,
-)
-from offload.planner.estimates import (
-    estimate_zero2_model_states_mem_needs_all_cold,
-    estimate_zero2_model_states_mem_needs_all_live,
-    estimate_zero3_model_states_mem_needs_all_cold,
-    estimate_zero3_model_states_mem_needs_all_live,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -85,3 +49,110 @@ __all__ = [
     "schedules",
     "unregister_external_parameter",
 ]
+
+_MODULE_OF = {
+    "BudgetError": "offload.errors",
+    "ConfigError": "offload.errors",
+    "Engine": "offload.engine.engine",
+    "EngineFailed": "offload.errors",
+    "IoError": "offload.errors",
+    "NumericsError": "offload.errors",
+    "OffloadError": "offload.errors",
+    "RankError": "offload.errors",
+    "StoreError": "offload.errors",
+    "UsageError": "offload.errors",
+    "auto_dtype": "offload.engine.dtype_choice",
+    "estimate_zero2_model_states_mem_needs_all_cold": "offload.planner.estimates",
+    "estimate_zero2_model_states_mem_needs_all_live": "offload.planner.estimates",
+    "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.estimates",
+    "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.estimates",
+    "gathered": "offload.engine.weights",
+    "init": "offload.engine.birth",
+    "initialize": "offload.engine.initialize",
+    "load_pretrained": "offload.engine.pretrained",
+    "register_external_parameter": "offload.engine.calls",
+    "safe_get_full_fp32_param": "offload.engine.calls",
+    "safe_get_full_grad": "offload.engine.calls",
+    "safe_get_full_optimizer_state": "offload.engine.calls",
+    "safe_get_local_fp32_param": "offload.engine.calls",
+    "safe_get_local_grad": "offload.engine.calls",
+    "safe_get_local_optimizer_state": "offload.engine.calls",
+    "safe_set_full_fp32_param": "offload.engine.calls",
+    "safe_set_full_grad": "offload.engine.calls",
+    "safe_set_full_optimizer_state": "offload.engine.calls",
+    "safe_set_local_fp32_param": "offload.engine.calls",
+    "safe_set_local_grad": "offload.engine.calls",
+    "safe_set_local_optimizer_state": "offload.engine.calls",
+    "unregister_external_parameter": "offload.engine.calls",
+}
+"""Where each public name is. `__all__` and what a type checker reads, below, have the same: a test compares."""
+
+_PARTS = {
+    "aio": "offload.aio",
+    "config": "offload.config",
+    "engine": "offload.engine.initialize",
+    "errors": "offload.errors",
+    "kernels": "offload.kernels",
+    "planner": "offload.planner.estimates",
+    "schedules": "offload.schedules",
+    "sizes": "offload.sizes",
+    "swapper": "offload.engine.initialize",
+}
+"""Modules that are there, with a dot, after `import offload` alone; and what to import so that what is in them is."""
+
+if TYPE_CHECKING:
+    from offload import schedules
+    from offload.engine.birth import init
+    from offload.engine.calls import (
+        register_external_parameter,
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_get_local_fp32_param,
+        safe_get_local_grad,
+        safe_get_local_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_grad,
+        safe_set_local_optimizer_state,
+        unregister_external_parameter,
+    )
+    from offload.engine.dtype_choice import auto_dtype
+    from offload.engine.engine import Engine
+    from offload.engine.initialize import initialize
+    from offload.engine.pretrained import load_pretrained
+    from offload.engine.weights import gathered
+    from offload.errors import (
+        BudgetError,
+        ConfigError,
+        EngineFailed,
+        IoError,
+        NumericsError,
+        OffloadError,
+        RankError,
+        StoreError,
+        UsageError,
+    )
+    from offload.planner.estimates import (
+        estimate_zero2_model_states_mem_needs_all_cold,
+        estimate_zero2_model_states_mem_needs_all_live,
+        estimate_zero3_model_states_mem_needs_all_cold,
+        estimate_zero3_model_states_mem_needs_all_live,
+    )
+else:
+
+    def __getattr__(name: str) -> object:
+        """What `name` stands for, from then on without this call."""
+        if name in _PARTS:
+            import_module(_PARTS[name])
+            return import_module(f"{__name__}.{name}")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_MODULE_OF[name]), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *_PARTS})

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from offload.errors import BudgetError, ConfigError, OffloadError
 from offload.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 BAD_INPUT, FAILED = 2, 1
 
@@ -48,6 +50,9 @@ def info(
 
     Example: offload info /mnt/nvme
     """
+    from rich.console import Console
+    from rich.table import Table
+
     from offload import info as about
 
     found = about.facts([*(paths or ()), *(nvme_path or ())])
@@ -87,6 +92,8 @@ def bench_io(
 
     Example: offload bench io /mnt/nvme --size 4GiB --block-size 2MiB --depth 32
     """
+    from rich.console import Console
+
     from offload.bench import io
     from offload.info import machine
 
@@ -136,6 +143,8 @@ def bench_adam(
 
     Example: offload bench adam --numel 250M --threads 1 --threads 2
     """
+    from rich.console import Console
+
     from offload.bench import adam
     from offload.info import machine
 
@@ -200,6 +209,8 @@ def bench_swap(
 
     Example: offload bench swap /mnt/nvme --units 32 --unit-size 400MiB --compute-ms 100 --compute-ms 400
     """
+    from rich.console import Console
+
     from offload.bench import swap, swap_figures, swap_plan
     from offload.info import machine
 
@@ -239,6 +250,8 @@ def bench_swap(
 
 
 def _swap_table(rows: Sequence[Any]) -> Table:
+    from rich.table import Table
+
     table = Table(box=None)
     for name in ("ms/unit", "step", "compute", "I/O", "exposed", "hidden", "hidden %", "efficiency", "B/param"):
         table.add_column(name, justify="right")
@@ -255,6 +268,8 @@ def _swap_table(rows: Sequence[Any]) -> Table:
 
 
 def _adam_table(rows: list[Any]) -> Table:
+    from rich.table import Table
+
     table = Table("", "weights", "gradients", "threads", "isa", "ms", "GB/s", "of probe", "Mparam/s", box=None)
     for row in rows:
         table.add_row(
@@ -297,6 +312,8 @@ def tune(
 
     Example: offload tune /mnt/nvme --config ds_config.json
     """
+    from rich.console import Console
+
     from offload import tune as tuning
     from offload.aio import IoQueue
     from offload.config import load_config, read_json
@@ -324,6 +341,8 @@ def tune(
 
 
 def _tell_tuned(console: Console, found: Any) -> None:
+    from rich.table import Table
+
     table = Table("block", "depth", "read GB/s", "write GB/s", box=None)
     for trial in found.trials:
         name = format_size(trial.block_bytes)
@@ -350,6 +369,8 @@ def _check_plot(path: Path | None) -> None:
 
 
 def _rows_table(rows: list[Any]) -> Table:
+    from rich.table import Table
+
     table = Table("op", "backend", "block", "depth", "GB/s", "of fio", "CPU s/GB", "p50 ms", "p99 ms", box=None)
     for row in rows:
         table.add_row(

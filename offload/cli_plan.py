@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from offload.cli_machine import BAD_INPUT, FAILED, Json, errors, parse_count, signals, telling
 from offload.sizes import parse_size
@@ -33,6 +31,9 @@ def probe(
 
     Example: offload probe /mnt/nvme
     """
+    from rich.console import Console
+    from rich.table import Table
+
     from offload import probe as probing
 
     console = Console(stderr=json_output, highlight=False)
@@ -103,6 +104,9 @@ def plan(
 
     Example: offload plan --parameters 13B --layers 40 --gpu 24GB --ram 64GB --drive 7GB/s,4GB/s
     """
+    from rich.console import Console
+    from rich.table import Table
+
     from offload.planner import ask, choice, report
 
     console = Console(stderr=json_output, highlight=False, markup=False)

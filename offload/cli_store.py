@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from offload.cli_machine import BAD_INPUT, FAILED, Json, errors, signals
 from offload.errors import StoreError, UsageError
 from offload.sizes import format_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _DAMAGED = 1
 _SHOWN = 20
@@ -47,6 +48,8 @@ def verify(path: Saved, json_output: Json = False) -> None:
     Ends with 0 where all is whole, 1 where something is damaged, 2 where there is nothing that can be verified, or a
     process holds it. Example: offload verify /mnt/nvme/my-run
     """
+    from rich.console import Console
+
     from offload.aio import IoQueue
     from offload.verification import open_checking
 
@@ -81,6 +84,8 @@ def export(
 
     Example: offload export /mnt/nvme/my-run ./my-model --dtype bf16
     """
+    from rich.console import Console
+
     from offload.aio import IoQueue
     from offload.export import check_target, make_plan, open_source, read_nbytes, shard_size
     from offload.export import export as write
@@ -160,6 +165,8 @@ def _bar(console: Console, nbytes: int) -> Iterator[Callable[[int], None]]:
     if not console.is_terminal:
         yield lambda _: None
         return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
     columns = (BarColumn(30), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=nbytes)

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand
 
 from offload.cli_machine import Json
-from offload.cli_run import Training
 
 Home = Literal["none", "cpu", "nvme"]
 _MODEL, _DATA, _STEPS = "Model", "Data", "Steps"
@@ -178,6 +176,10 @@ def train(
     signal.
     """
     typed = {name: value for name, value in locals().items() if name != "json_output"}
+    from rich.console import Console
+
+    from offload.cli_run import Training
+
     rank = int(os.environ.get("RANK", "0"))  # of torchrun; the first one speaks for all
     console = Console(stderr=json_output, highlight=False, soft_wrap=True, quiet=rank > 0)
     Training(console, json_output and rank == 0).go(_options(typed, rank))

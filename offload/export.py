@@ -16,7 +16,7 @@ from offload.engine.model_folder import arriving, check_room, copy_tokenizer, to
 from offload.engine.model_write import Files, Plan, make_plan, notices, read_nbytes, shard_size, stream
 from offload.engine.source import Source, StoreSource
 from offload.errors import StoreError
-from offload.swapper.states import dtype_name
+from offload.swapper.modes import dtype_name
 from offload.swapper.store import Queue
 
 __all__ = ["Exported", "check_target", "export", "make_plan", "open_source", "read_nbytes", "shard_size"]

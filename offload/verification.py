@@ -1,4 +1,7 @@
-"""`offload verify`: every byte of a run's last commit, or of a checkpoint, compared with its checksum."""
+"""`offload verify`: every byte of a run's last commit, or of a checkpoint, compared with its checksum.
+
+Of a run without torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 
 from offload.aio import StripedFile
 from offload.engine.checkpoint_files import find, progress_file, read_manifest, wrong_files
-from offload.engine.checkpoint_load import compare_bytes, look
 from offload.engine.source import lock_and_look, ranks_of
 from offload.errors import IoError, StoreError
 from offload.sizes import format_size
@@ -168,6 +170,8 @@ class CheckpointChecking:
 
     def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> CheckpointReport:
         """Read and compare all, or say why nothing of it can be loaded."""
+        from offload.engine.checkpoint_load import compare_bytes, look
+
         path, manifest = self._path, self._manifest
         wrong = [Wrong(str(path / name), reason) for name, reason in wrong_files(path, manifest).items()]
         nbytes = 0

@@ -47,7 +47,8 @@ def found(name: str) -> Any:
         except ModuleNotFoundError:
             continue
         for part in parts[count:]:
-            value = inspect.getattr_static(value, part)
+            # A module gives its names when they are asked for; a property must not be.
+            value = getattr(value, part) if isinstance(value, ModuleType) else inspect.getattr_static(value, part)
         return value
     raise AssertionError(f"there is no {name}")
 

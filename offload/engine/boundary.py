@@ -23,7 +23,7 @@ from offload.engine.training_state import TrainingState
 from offload.engine.updater import UnitUpdate, Updater
 from offload.engine.weighing import with_ratios
 from offload.errors import NumericsError, UsageError
-from offload.swapper.states import LAMB
+from offload.swapper.modes import LAMB
 
 logger = logging.getLogger("offload")
 

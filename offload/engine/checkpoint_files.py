@@ -7,6 +7,8 @@
 
 A folder is a checkpoint by what its manifest says of itself, never by the names in it alone: others have files named
 `manifest.json` too, the swap files of a run among them. How a folder comes and goes is `checkpoint_folder`.
+
+Needs no torch to look at one.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.aio import crc32c
-from offload.engine.layout import UnitLayout
-from offload.engine.tensor_file import Tensor
 from offload.errors import StoreError, UsageError
-from offload.swapper.states import Mode, State
+from offload.swapper.states import State
 from offload.swapper.store.look import is_rank
+
+if TYPE_CHECKING:
+    from offload.engine.layout import UnitLayout
+    from offload.engine.tensor_file import Tensor
+    from offload.swapper.modes import Mode
 
 FORMAT = 1
 MANIFEST, LATEST = "manifest.json", "latest"
@@ -106,6 +111,8 @@ def tensor_name(unit: int, state: State) -> str:
 
 def tensors_of(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, frozen: bool) -> dict[str, Tensor]:
     """What every rank's file of states holds, in this order; without frozen weights only where `frozen` is false."""
+    from offload.engine.tensor_file import Tensor
+
     found: dict[str, Tensor] = {}
     for unit, layout in enumerate(layouts):
         trainable = layout.trainable_stop // world_size

@@ -33,7 +33,8 @@ from offload.engine.packed import Kept
 from offload.engine.progress import Progress
 from offload.engine.tensor_file import Place, read_header
 from offload.errors import IoError, StoreError
-from offload.swapper.states import MODES, Mode, State
+from offload.swapper.modes import MODES, Mode
+from offload.swapper.states import State
 from offload.swapper.store import Future, Queue
 
 CLIENT_STATE = "client_state"

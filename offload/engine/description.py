@@ -13,7 +13,7 @@ from torch import nn
 
 from offload.engine.layout import Segment, UnitLayout, with_kept
 from offload.engine.packed import Kept
-from offload.swapper.states import Mode
+from offload.swapper.modes import Mode
 
 
 def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> dict[str, Any]:

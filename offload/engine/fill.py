@@ -19,8 +19,9 @@ from offload.engine.ranks import Ranks
 from offload.engine.updater import Resident
 from offload.swapper.arena import DeviceArena
 from offload.swapper.host import HostArena
+from offload.swapper.modes import Mode
 from offload.swapper.residency import Tier
-from offload.swapper.states import Mode, State
+from offload.swapper.states import State
 from offload.swapper.store import Future
 
 

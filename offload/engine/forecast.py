@@ -13,11 +13,12 @@ from offload.engine.layout import UnitLayout
 from offload.engine.placement import Placement
 from offload.sizes import align_up
 from offload.swapper.entry import UnitSize
+from offload.swapper.modes import Mode
 from offload.swapper.policy import Limits
 from offload.swapper.residency import Tier
 from offload.swapper.simulate import Budgets
 from offload.swapper.simulate_updater import UpdateCost
-from offload.swapper.states import Mode, State
+from offload.swapper.states import State
 
 
 def unit_sizes(

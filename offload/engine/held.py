@@ -12,9 +12,10 @@ from offload.engine.updater import Resident
 from offload.swapper.device import Device
 from offload.swapper.entry import UnitSize
 from offload.swapper.host import Lease
+from offload.swapper.modes import Mode
 from offload.swapper.pager import Pager
 from offload.swapper.residency import Tier
-from offload.swapper.states import Mode, State
+from offload.swapper.states import State
 from offload.swapper.store import Future, Store
 
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from offload.engine.placeholder import place_of
 from offload.engine.rules import RULES, Rule
 from offload.errors import UsageError
-from offload.swapper.states import ADAM, TORCH
+from offload.swapper.modes import ADAM, TORCH
 
 _OTHER_GROUPS = (
     "parameters cannot be added to the optimizer after offload.initialize, nor taken from it: give it all parameters "

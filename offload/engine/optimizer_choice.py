@@ -14,7 +14,7 @@ from offload.engine.packed import Kept
 from offload.engine.rules import RULES, rule_of
 from offload.engine.torch_steps import find_kept
 from offload.errors import ConfigError
-from offload.swapper.states import ADAM, TORCH
+from offload.swapper.modes import ADAM, TORCH
 
 
 def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_parameters: Any) -> Optimizer:

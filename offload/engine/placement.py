@@ -31,8 +31,9 @@ from offload.kernels.lamb import BLOCK as LAMB_BLOCK
 from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.swapper.arena import check_budget
 from offload.swapper.host import TILE_BUFFERS, Classes
+from offload.swapper.modes import ADAM, LAMB, TORCH, Mode
 from offload.swapper.residency import Tier
-from offload.swapper.states import ADAM, LAMB, TORCH, Mode, State
+from offload.swapper.states import State
 from offload.swapper.store import StoreSpec
 
 STAGING_BUFFERS = 3

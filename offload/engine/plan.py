@@ -26,8 +26,9 @@ from offload.kernels import cuda
 from offload.sizes import format_size
 from offload.swapper.device import Device
 from offload.swapper.host import process_memory
+from offload.swapper.modes import DTYPES, MOMENTS, PRECISIONS, TORCH, Mode, dtype_name
 from offload.swapper.residency import Tier
-from offload.swapper.states import DTYPES, MOMENTS, PRECISIONS, TORCH, Mode, State, dtype_name
+from offload.swapper.states import State
 from offload.swapper.store import Shortage, find_shortage, other_runs, run_status
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}

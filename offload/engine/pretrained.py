@@ -27,7 +27,7 @@ from offload.engine.placeholder import Paged
 from offload.engine.pretrained_names import Named, Source, name_tensors
 from offload.engine.progress import persistent_buffers
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
-from offload.swapper.states import DTYPES
+from offload.swapper.modes import DTYPES
 
 logger = logging.getLogger("offload")
 

@@ -9,7 +9,7 @@ import torch
 
 from offload import kernels
 from offload.engine.torch_steps import TorchStep
-from offload.swapper.states import ADAM, LAMB, TORCH
+from offload.swapper.modes import ADAM, LAMB, TORCH
 
 _UNKNOWN = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
 """Options of torch's optimizers that the kernels do not know."""

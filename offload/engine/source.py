@@ -8,12 +8,9 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from offload.engine.checkpoint_files import refuse_rank
-from offload.engine.progress import Progress
 from offload.errors import IoError, StoreError
 from offload.swapper.states import State
 from offload.swapper.store import Compared, Queue, bytes_of, rank_folders
@@ -22,6 +19,9 @@ from offload.swapper.store.look import Commit, Found, is_rank, look
 from offload.swapper.store.manifest import Manifest, Place
 from offload.swapper.store.record import last_of_all
 from offload.swapper.store.sums import Passages
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Reading(Protocol):
@@ -59,6 +59,8 @@ class StoreSource:
     """
 
     def __init__(self, run: Path, queue: Queue) -> None:
+        from offload.engine.progress import Progress
+
         self._queue = queue
         self._open = contextlib.ExitStack()
         try:

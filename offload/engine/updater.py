@@ -31,9 +31,10 @@ from offload.sizes import align_up
 from offload.swapper.device import Device
 from offload.swapper.entry import UnitSize
 from offload.swapper.host import HostArena, Lease
+from offload.swapper.modes import LAMB, Mode
 from offload.swapper.pager import Pager
 from offload.swapper.residency import Tier
-from offload.swapper.states import LAMB, Mode, State
+from offload.swapper.states import State
 from offload.swapper.store import Future, Store
 from offload.swapper.timeline import OFF, Row, Timeline
 

@@ -27,7 +27,7 @@ from offload.planner.timing import Load
 from offload.precision import choose
 from offload.probe import kept
 from offload.sizes import format_size, parse_size
-from offload.swapper.states import DTYPES
+from offload.swapper.modes import DTYPES
 
 _DURABILITIES = ("auto", "step", "none")
 

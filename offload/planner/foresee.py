@@ -18,7 +18,7 @@ from offload.planner.hardware import Hardware, probed
 from offload.planner.shape import from_training
 from offload.planner.timing import Load
 from offload.probe import Probed
-from offload.swapper.states import DTYPES
+from offload.swapper.modes import DTYPES
 
 
 def foresee(

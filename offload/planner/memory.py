@@ -19,8 +19,9 @@ from offload.engine.plan import gradient_dtype, mode_of, wanted_slots, wish_of
 from offload.engine.units import Units
 from offload.errors import ConfigError
 from offload.sizes import align_up
+from offload.swapper.modes import Mode
 from offload.swapper.residency import Tier
-from offload.swapper.states import Mode, State
+from offload.swapper.states import State
 
 PATH = "/mnt/nvme"
 """Where the swap files of a machine that is not there would lie."""

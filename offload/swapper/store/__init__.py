@@ -19,6 +19,7 @@ the other one counts. docs/store-format.md is for who reads it without us.
 | file | what it is |
 |---|---|
 | `record.py` | the commit record, 4096 bytes |
+| `blob.py` | all else that a step is made of; what of it needs no torch, without |
 | `manifest.py` | what lies where, and whether two stores are of one run |
 | `sums.py` | checksums of stretches, and comparing what is read with them |
 | `drives.py` | how much each drive takes |

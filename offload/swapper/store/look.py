@@ -9,24 +9,23 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import safetensors.torch
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.aio import StripedFile, crc32c
 from offload.aio.stripes import Layout
 from offload.errors import StoreError
 from offload.sizes import PAGE
 from offload.swapper.store import sums
+from offload.swapper.store.blob import Blob
 from offload.swapper.store.folder import FILES, read_whole
 from offload.swapper.store.manifest import Manifest, read_manifest
 from offload.swapper.store.record import FORMAT_VERSION, Record, read_records
 from offload.swapper.store.sums import Key, Slot
-from offload.swapper.store.written import WRITTEN, read_written
+from offload.swapper.store.written import read_written
 
-SUMS, MANIFEST = "store.sums", "store.manifest"
-"""What the store adds to a blob."""
+if TYPE_CHECKING:
+    import torch
+
 _TRIES = 3
 """A commit that is made while a live store is looked at makes its parts differ: then it is looked at again."""
 
@@ -45,23 +44,23 @@ class Commit(NamedTuple):
     """A commit record whose checksum is right, and its blob."""
 
     record: Record
-    blob: Mapping[str, torch.Tensor] | None
-    """All that it holds; None where it is not the one that the record means."""
+    blob: Blob | None
+    """None where it is not the one that the record means."""
 
     @property
     def contents(self) -> dict[str, torch.Tensor]:
         """What was committed, without what the store adds."""
-        return {name: value for name, value in (self.blob or {}).items() if name not in (SUMS, MANIFEST, WRITTEN)}
+        return {} if self.blob is None else self.blob.contents()
 
     @property
     def table(self) -> dict[Key, Slot]:
         """The checksums of the slots that it names."""
-        return {} if self.blob is None else sums.unpack(self.blob[SUMS])
+        return {} if self.blob is None else sums.unpack(self.blob.sums)
 
     @property
     def written(self) -> tuple[list[int], float | None]:
         """Bytes written to each drive up to it, and what a drive is rated for; none where they were not counted."""
-        return read_written((self.blob or {}).get(WRITTEN))
+        return read_written(None if self.blob is None else self.blob.written)
 
 
 class Found(NamedTuple):
@@ -164,7 +163,7 @@ def _look(folder: Path) -> Found:
     manifest: Manifest | None = None
     for commit in commits:
         if commit.blob is not None and manifest is None:
-            manifest = Manifest.unpack(bytes(commit.blob[MANIFEST].numpy()), f"{folder}/blob.{commit.record.blob}")
+            manifest = Manifest.unpack(commit.blob.manifest, f"{folder}/blob.{commit.record.blob}")
     if manifest is None:
         with contextlib.suppress(StoreError):  # said below, with those of the other drives
             manifest = read_manifest(folder / "manifest.json")
@@ -211,12 +210,12 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
     return commits, wrong
 
 
-def read_blob(folder: Path, record: Record) -> dict[str, torch.Tensor] | None:
+def read_blob(folder: Path, record: Record) -> Blob | None:
     """What a record's blob holds; None where it is not the one that the record means."""
     data = (_bytes(folder / f"blob.{record.blob}") or b"")[: record.blob_nbytes]
     if len(data) != record.blob_nbytes or crc32c(data) != record.blob_crc:
         return None
-    return safetensors.torch.load(data)
+    return Blob(data)
 
 
 def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:

@@ -6,9 +6,7 @@ import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.errors import StoreError
 from offload.swapper.store.folder import FILES, Lock, holder, read_whole, remove_files
@@ -17,6 +15,9 @@ from offload.swapper.store.manifest import read_manifest
 from offload.swapper.store.record import was_committed
 from offload.swapper.store.requests import Queue
 from offload.swapper.store.store import Store
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RunStatus(NamedTuple):

@@ -14,17 +14,14 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import safetensors.torch
-import torch
+from typing import TYPE_CHECKING, Any
 
 from offload.aio import Bandwidth, Priority, StripedFile, bandwidths, crc32c
 from offload.aio.stripes import whole_weights
 from offload.errors import IoError, StoreError
 from offload.sizes import MIB, PAGE, format_size
 from offload.swapper.states import State
-from offload.swapper.store import sums
+from offload.swapper.store import blob, sums
 from offload.swapper.store.check import first_damage
 from offload.swapper.store.clone import clone_range
 from offload.swapper.store.drives import Shortage, find_shortage, shares
@@ -38,12 +35,15 @@ from offload.swapper.store.folder import (
     write_durably,
     write_in_place,
 )
-from offload.swapper.store.look import MANIFEST, SUMS, place_of, read_blob
+from offload.swapper.store.look import place_of, read_blob
 from offload.swapper.store.manifest import Manifest, StoreSpec, compare, read_manifest
 from offload.swapper.store.record import MAX_UNITS, Record, Records, read_records, was_committed
 from offload.swapper.store.requests import Compared, Future, Queue, bytes_of
 from offload.swapper.store.sums import Key, Passages, Slot, Stretch
-from offload.swapper.store.written import WRITTEN, Written
+from offload.swapper.store.written import Written
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("offload")
 
@@ -190,10 +190,10 @@ class Store:
         try:
             found = read_records(self._commit_path)
             record = self._newest(found) if at is None else self._record_at(at, found.valid)
-            contents = read_blob(self.folders[0], record)
-            if contents is None:
+            held = read_blob(self.folders[0], record)
+            if held is None:
                 raise self._damaged_blob(record)
-            self._open_files(record, contents)
+            self._open_files(record, held)
             for later in found.valid:
                 if later.serial > record.serial:
                     # What it names is about to be overwritten: it must never be found again.
@@ -203,11 +203,10 @@ class Store:
             self._suspect.unlink(missing_ok=True)
             self.durable = record
             self.newest = list(record.slots)
-            self._sums = sums.unpack(contents.pop(SUMS))
-            self.written.go_on(contents.pop(WRITTEN, None))
+            self._sums = sums.unpack(held.sums)
+            self.written.go_on(held.written)
             self._unproven = {key: {each.start for each in stretches} for key, stretches in self._sums.items()}
-            del contents[MANIFEST]
-            return contents
+            return held.contents()
         except BaseException:
             self.close()
             raise
@@ -233,16 +232,16 @@ class Store:
                     f"{len(self.newest)}; choose another run name, or remove it with `offload rm "
                     f"{self.folders[0].parent}`"
                 )
-            contents = read_blob(self.folders[0], record)
-            if contents is None:
+            held = read_blob(self.folders[0], record)
+            if held is None:
                 wrong.append(f"blob.{record.blob} of epoch {record.epoch} is damaged")
                 continue
             if record is records[0] and not doubtful:
                 return record
-            self._open_files(record, contents)
+            self._open_files(record, held)
             assert self._file is not None
             damage = first_damage(
-                self._file, self._queue, self._places, record.slots, sums.unpack(contents[SUMS]), self.spec.title
+                self._file, self._queue, self._places, record.slots, sums.unpack(held.sums), self.spec.title
             )
             self._file.close()
             self._file = None
@@ -271,9 +270,9 @@ class Store:
             f"these folders are not of one run"
         )
 
-    def _open_files(self, record: Record, contents: Mapping[str, torch.Tensor]) -> None:
+    def _open_files(self, record: Record, held: blob.Blob) -> None:
         """Find the manifest, compare it, open the states on all drives."""
-        copy = Manifest.unpack(bytes(contents[MANIFEST].numpy()), f"{self.folders[0]}/blob.{record.blob}")
+        copy = Manifest.unpack(held.manifest, f"{self.folders[0]}/blob.{record.blob}")
         compare(self.spec, copy.spec, self.folders[0])
         if len(copy.weights) != len(self.folders):
             raise StoreError(
@@ -426,16 +425,14 @@ class Store:
         assert self._file is not None and self._manifest is not None
         self._file.sync()
         which = 0 if self.durable is None else 1 - self.durable.blob
-        manifest = torch.frombuffer(bytearray(self._manifest.pack()), dtype=torch.uint8)
-        more = {SUMS: sums.pack(self._sums), MANIFEST: manifest, WRITTEN: self.written.pack()}
-        blob = safetensors.torch.save({**contents, **more})
-        self._reserve_blobs(len(blob) + self._more_sums())
-        write_in_place(self.folders[0] / f"blob.{which}", blob)
+        data = blob.pack(contents, sums.pack(self._sums), self._manifest.pack(), self.written.pack())
+        self._reserve_blobs(len(data) + self._more_sums())
+        write_in_place(self.folders[0] / f"blob.{which}", data)
         serial = 1 if self.durable is None else self.durable.serial + 1
-        record = Record(serial, epoch, tuple(self.newest), which, len(blob), crc32c(blob), time.time_ns())
+        record = Record(serial, epoch, tuple(self.newest), which, len(data), crc32c(data), time.time_ns())
         write_in_place(self._commit_path, record.pack(), which * PAGE)
         self.durable = record
-        self.written.add(0, len(blob) + PAGE)  # the next commit holds these
+        self.written.add(0, len(data) + PAGE)  # the next commit holds these
         if serial == 1:
             self._forget_end()
 

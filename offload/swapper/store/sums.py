@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from offload.aio import crc32c_joined, crc32c_of_zeros
 from offload.swapper.states import State
 from offload.swapper.store.manifest import Place
 
+if TYPE_CHECKING:
+    import torch
+
 STATES = tuple(state for state in State if state is not State.GRAD)
 """A row of a packed table names a state by its place here."""
 
 
-ROW_NBYTES = 5 * 8
+_ROW = struct.Struct("<5q")
+ROW_NBYTES = _ROW.size
 
 
 class Stretch(NamedTuple):
@@ -88,14 +91,16 @@ def _border(slot: Sequence[Stretch], at: int) -> int | None:
 
 def pack(table: Mapping[Key, Slot]) -> torch.Tensor:
     """(stretches, 5) int64: unit, place of the state in `STATES`, start, nbytes, crc."""
+    import torch
+
     rows = [(unit, STATES.index(state), *stretch) for (unit, state), slot in table.items() for stretch in slot]
     return torch.tensor(rows, dtype=torch.int64).view(-1, 5)
 
 
-def unpack(rows: torch.Tensor) -> dict[Key, Slot]:
-    """The table that was packed."""
+def unpack(rows: bytes) -> dict[Key, Slot]:
+    """The table whose bytes were packed."""
     table: dict[Key, list[Stretch]] = {}
-    for unit, state, start, nbytes, crc in rows.tolist():
+    for unit, state, start, nbytes, crc in _ROW.iter_unpack(rows):
         table.setdefault((unit, STATES[state]), []).append(Stretch(start, nbytes, crc))
     return {key: tuple(slot) for key, slot in table.items()}
 

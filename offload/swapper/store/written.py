@@ -13,14 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from offload.sizes import format_decimal
 
 logger = logging.getLogger("offload")
-
-WRITTEN = "store.written"
-"""What a blob calls it."""
 
 
 class DriveWrites(NamedTuple):
@@ -89,22 +84,22 @@ class Written:
 
     # -- in a commit --------------------------------------------------------------------------------
 
-    def pack(self) -> torch.Tensor:
+    def pack(self) -> bytes:
         """What a blob holds of it."""
         rated = None if self.rating is None else self.rating.nbytes
         facts = {"bytes": [each.life_bytes for each in self.drives()], "rated_bytes": rated}
-        return torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+        return json.dumps(facts).encode()
 
-    def go_on(self, packed: torch.Tensor | None) -> None:
+    def go_on(self, packed: bytes | None) -> None:
         """Go on from what a commit holds; from nothing where it is older than these counts."""
         before = read_written(packed)[0]
         if len(before) == len(self._before):
             self._before = before
 
 
-def read_written(packed: torch.Tensor | None) -> tuple[list[int], float | None]:
+def read_written(packed: bytes | None) -> tuple[list[int], float | None]:
     """What `pack` gave: bytes by drive, and what each is rated for, if that was said."""
     if packed is None:
         return [], None
-    facts = json.loads(bytes(packed.numpy()))
+    facts = json.loads(packed)
     return list(facts["bytes"]), facts["rated_bytes"]

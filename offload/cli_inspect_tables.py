@@ -1,0 +1,162 @@
+"""What `offload inspect` has found, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from offload.sizes import format_decimal, format_size
+
+
+def tables(found: Mapping[str, Any]) -> list[Table | str]:
+    """Of a folder, by its kind."""
+    kind = found["kind"]
+    if kind == "nvme_path":
+        return [_runs_table(found["runs"])] if found["runs"] else [escape(f"there are no runs in {found['path']}")]
+    if kind == "checkpoints":
+        return [_checkpoints_table(found)]
+    if kind == "checkpoint":
+        return [_checkpoint_table(found)]
+    return [_run_table(found), *(_rank_table(rank) for rank in found["ranks"])]
+
+
+def _runs_table(runs: list[dict[str, Any]]) -> Table:
+    table = Table("run", "model", "mode", "ranks", "last commit", "on disk", "held by", "", box=None)
+    for run in runs:
+        model = run["model"]
+        newest = [rank["commits"][0] for rank in run["ranks"] if rank["commits"]]
+        last = min(newest, key=lambda commit: int(commit["serial"]), default=None)
+        table.add_row(
+            escape(run["run"]),
+            "" if model is None else escape(f"{model['class']}, {model['parameters']:,}"),
+            run["mode"] or "",
+            str(run["world_size"] or ""),
+            "" if last is None else f"epoch {last['epoch']}, {_age(last['age_seconds'])} ago",
+            format_size(run["allocated_bytes"]),
+            escape(", ".join(sorted({rank["holder"] for rank in run["ranks"] if rank["holder"]}))),
+            escape(_state(run)),
+        )
+    return table
+
+
+def _state(run: Mapping[str, Any]) -> str:
+    words = []
+    if run["finished"] is not None:
+        words.append(f"finished at step {run['finished'].get('steps', '?')}")
+    words += sorted(
+        {f"format {r['other_format'].split(',')[0].split()[-1]}" for r in run["ranks"] if r["other_format"]}
+    )
+    if any(rank["damaged"] for rank in run["ranks"]):
+        words.append("damaged")
+    if run["leftovers"]:
+        words.append("leftovers")
+    return ", ".join(words)
+
+
+def _run_table(run: Mapping[str, Any]) -> Table:
+    table = Table(show_header=False, box=None)
+    model = run["model"]
+    rows: list[tuple[str, str]] = [("run", run["path"])]
+    if model is not None:
+        rows += [
+            ("model", _model(model)),
+            ("mode", run["mode"]),
+            ("ranks", str(run["world_size"])),
+            ("slots", f"{run['slots']}{'' if run['slots'] == 2 else ': written in place, nothing is committed'}"),
+            ("drives", ", ".join(run["drives"])),
+            ("made by", f"offload {run['made_by']}"),
+        ]
+    rows.append(("on disk", format_size(run["allocated_bytes"])))
+    if run["finished"] is not None:
+        note = run["finished"]
+        rows.append(("finished", f"at step {note.get('steps', '?')}, {note.get('date', 'date unknown')}"))
+    if run["missing_ranks"]:
+        rows.append(("not here", f"rank {', '.join(map(str, run['missing_ranks']))}: lost, or on another machine"))
+    rows += [("left over", path) for path in run["leftovers"]]
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    return table
+
+
+def _rank_table(rank: Mapping[str, Any]) -> Table:
+    table = Table(show_header=False, box=None, title=f"rank {rank['rank']}", title_justify="left")
+    rows = [("held by", rank["holder"] or "nobody")]
+    if rank["other_format"]:
+        rows.append(("other format", rank["other_format"]))
+    if rank["drive"]:
+        rows.append(("part", f"drive {rank['drive']}; the commits lie on the first"))
+    for commit in rank["commits"]:
+        words = f"epoch {commit['epoch']}, {commit['time']}, {_age(commit['age_seconds'])} ago, blob {commit['blob']}"
+        rows.append((f"commit {commit['serial']}", f"{words} ({format_size(commit['blob_bytes'])})"))
+    if not rank["commits"] and not rank["drive"] and not rank["other_format"]:
+        rows.append(("commits", "none"))
+    if rank["states"]:
+        rows.append(("states", ", ".join(rank["states"])))
+    rows += [(("on drive"), f"{format_size(d['allocated_bytes'])} in {d['path']}") for d in rank["drives"]]
+    for drive, nbytes in zip(rank["drives"], rank["written_bytes"], strict=False):
+        rated = rank["rated_bytes"]
+        share = "" if rated is None else f", {nbytes / rated:.2%} of the {format_decimal(rated)} it is rated for"
+        rows.append(("written", f"{format_decimal(nbytes)} to {drive['path']} in the life of the run{share}"))
+    rows += [("damaged", f"{wrong['path']}: {wrong['reason']}") for wrong in rank["damaged"]]
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    return table
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _checkpoints_table(found: Mapping[str, Any]) -> Table:
+    table = Table("checkpoint", "epoch", "model", "mode", "ranks", "size", "saved", "", box=None)
+    for each in found["checkpoints"]:
+        words = ["latest"] if each["tag"] == found["latest"] else []
+        words += ["damaged"] if each["damaged"] else []
+        table.add_row(
+            escape(each["tag"]),
+            "" if each["epoch"] is None else str(each["epoch"]),
+            "" if each["model"] is None else escape(f"{each['model']['class']}, {each['model']['parameters']:,}"),
+            each["mode"] or "",
+            str(each["world_size"] or ""),
+            format_size(each["bytes"]),
+            "" if each["age_seconds"] is None else f"{_age(each['age_seconds'])} ago",
+            ", ".join(words),
+        )
+    by = found["saved_to_by"]
+    for kind, then in (("leftovers", "the next save removes it"), ("set_aside", "the next save gives it its name")):
+        for path in found[kind]:
+            said = f"left over; {then}" if by is None else f"of a save that is under way, or left over: {by}"
+            table.add_row(escape(Path(path).name), *[""] * 6, escape(said))
+    return table
+
+
+def _checkpoint_table(found: Mapping[str, Any]) -> Table:
+    table = Table(show_header=False, box=None)
+    rows = [("checkpoint", found["path"])]
+    if found["model"] is not None:
+        frozen = "" if found["frozen_weights"] else ", without those that are frozen"
+        rows += [
+            ("epoch", str(found["epoch"])),
+            ("saved", f"{found['created']}, {_age(found['age_seconds'])} ago"),
+            ("model", f"{_model(found['model'])}{frozen}"),
+            ("mode", found["mode"]),
+            ("ranks", str(found["world_size"])),
+            ("made by", f"offload {found['made_by']}"),
+        ]
+    rows.append(("size", format_size(found["bytes"])))
+    rows += [("damaged", f"{wrong['path']}: {wrong['reason']}") for wrong in found["damaged"]]
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    return table
+
+
+def _model(model: Mapping[str, Any]) -> str:
+    trained = "" if model["trainable"] == model["parameters"] else f", {model['trainable']:,} of them trained"
+    return f"{model['class']}, {model['parameters']:,} parameters{trained}, {model['units']} units"
