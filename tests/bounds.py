@@ -5,7 +5,7 @@
     roundings       how many lie behind a number of a training step
     step_error      what the numbers of a step may differ by, relative to the size of what is added
     path            how far a rule can have moved a tensor
-    same_training   asserts that two runs of one job are the same but for roundings
+    same_training   asserts that two runs of one job are the same but for roundings; same_losses, same_weights: of parts
 
 Processors, instruction sets, ranks and splits of a batch add the same numbers in other orders, so that each sum is
 rounded otherwise. One rounding is at most `unit` of its value and spread evenly within that: its deviation is
@@ -13,10 +13,10 @@ rounded otherwise. One rounding is at most `unit` of its value and spread evenly
 probabilistic rounding error analysis, 2019), and two runs to `sqrt(2)` times as much: `sqrt(2 n / 3)` units. Six
 deviations, which chance exceeds once in 10**9, are `5 sqrt(n)` units.
 
-A rule of an optimizer divides a gradient by what its own size is, so the direction of a step has the gradient's
-relative error, and the weights are apart by that share of the way that they have gone. It is stated for tensors, by their
-2-norms: one element may have a gradient of nothing but noise. What a real fault changes is no such share: a wrong beta,
-a clip that is missing, a gradient that is dropped or a decay that is left out change at least a hundredth of the way.
+A rule of an optimizer divides a gradient by its own size, so the direction of a step has the gradient's relative
+error, and the weights are apart by that share of the way that they have gone. It is stated for tensors, by their
+2-norms: one element may have a gradient of nothing but noise. A real fault changes more than such a share;
+`tests/test_bounds.py` has those that are seen.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POSITIONS = 512
 
 def unit(dtype: str = "fp32") -> float:
     """The largest relative error of one rounding to the nearest: half the spacing of numbers at one."""
-    return float(torch.finfo(DTYPES[dtype]).eps) / 2
+    return float(torch.finfo({**DTYPES, "fp64": torch.float64}[dtype]).eps) / 2
 
 
 def sum_error(terms: float, dtype: str = "fp32") -> float:
@@ -98,30 +98,41 @@ def path(job: Job, weight: torch.Tensor, norms: Sequence[float] = ()) -> float:
     return job.lr * job.steps * weight.numel() ** 0.5
 
 
-def sign_error(job: Job, numel: int, steps: int) -> float:
-    """What signs that are taken in `steps` steps come to.
+def sign_error(job: Job, numel: int, reordered: bool) -> float:
+    """What the signs of directions come to.
 
     A direction within its error of zero may have either sign, and goes lr to one side or to the other. Directions
-    are spread about zero, so it is a share of them that is no larger than the error; or one of them.
+    are spread about zero, so it is a share of them that is no larger than the error; or one of them. Lion takes signs
+    in each step. So do rules that divide a gradient by its size, in their first step, when there is no other gradient;
+    but where nothing was added in another order yet (not `reordered`) those are the same.
     """
+    steps = job.steps if job.optimizer == "Lion" else int(reordered and job.optimizer != "SGD")
     return 2 * job.lr * (steps * max(step_error(job) * numel, 1.0)) ** 0.5
 
 
 def weight_error(job: Job, weight: torch.Tensor, norms: Sequence[float] = (), reordered: bool = False) -> float:
-    """What a weight differs by after training: its share of the way, signs, a rounding in each step, its own last bit.
-
-    Lion takes signs. So do rules that divide a gradient by its size in their first step, when there is no other;
-    but where nothing was added in another order yet (not `reordered`) those gradients are the same.
-    """
+    """What a weight differs by after training: its share of the way, signs, a rounding a step, its own last bit."""
     last = unit(job.dtype) if job.dtype != "fp32" else 0.0
-    signs = job.steps if job.optimizer == "Lion" else int(reordered and job.optimizer != "SGD")
     found = step_error(job) * path(job, weight, norms) + 2 * (job.steps * unit() + last) * norm(weight)
-    return found + sign_error(job, weight.numel(), signs)
+    return found + sign_error(job, weight.numel(), reordered)
+
+
+def likely_error(job: Job, weight: torch.Tensor, norms: Sequence[float] = (), reordered: bool = False) -> float:
+    """The share of one tensor in what all weights of a model differ by.
+
+    Over so many numbers the root of the mean square is their deviation, of which two are allowed, not six. A 16-bit
+    weight rounds to the neighbour, 2 units away, where its master is within its error of the edge: a share of
+    the weights that is the error by the 2 units, so that the mean square is the product of both.
+    """
+    signs = sign_error(job, weight.numel(), reordered)
+    master = step_error(job) / 3 * path(job, weight, norms) + 2 * job.steps * unit() * norm(weight) + signs
+    last = 2 * unit(job.dtype) * norm(weight) if job.dtype != "fp32" else 0.0
+    return float(master**2 + master * last) ** 0.5
 
 
 def norm(tensor: torch.Tensor) -> float:
     """The 2-norm, in fp64."""
-    return float(tensor.double().norm())
+    return float(tensor.detach().double().norm())
 
 
 def near(mine: float, theirs: float, error: float) -> bool:
@@ -136,6 +147,22 @@ def same_numbers(mine: Sequence[float], theirs: Sequence[float], error: float) -
         assert near(one, other, error), f"step {step}: {one} and {other}, {abs(one - other):.1e} apart, not {error:.1e}"
 
 
+def same_losses(mine: Sequence[float], theirs: Sequence[float], job: Job) -> None:
+    """Assert that the losses of two runs of `job` are the same but for roundings."""
+    same_numbers(mine, theirs, loss_error(job))
+
+
+def same_norms(mine: Sequence[float], theirs: Sequence[float], job: Job) -> None:
+    """Assert that the norms of the gradients of two runs of `job` are the same but for roundings."""
+    same_numbers(mine, theirs, norm_error(job))
+
+
+def same_tensor(mine: torch.Tensor, theirs: torch.Tensor, error: float, scale: torch.Tensor | None = None) -> None:
+    """Assert that two tensors differ by `error` times the norm of `scale`, or else of `theirs`."""
+    apart, allowed = norm(mine.double() - theirs.double()), error * norm(theirs if scale is None else scale)
+    assert apart <= allowed, f"{apart:.2e} apart, roundings come to {allowed:.2e}"
+
+
 def same_weights(
     mine: Mapping[str, torch.Tensor],
     theirs: Mapping[str, torch.Tensor],
@@ -148,15 +175,18 @@ def same_weights(
     `reordered`: the runs add in other orders from the first step on. `norms` of the gradients are for SGD.
     """
     with torch.device("meta"):
-        names = [name for name, _ in job.model().named_parameters()]
-    for name in names:
-        expected, found = (without_key_bias(name, each[name].double()) for each in (theirs, mine))
+        trained = [name for name, p in job.model().named_parameters() if p.requires_grad]
+    squares = [0.0, 0.0]
+    for name in trained:
+        expected, found = (without_key_bias(name, each[name].detach().double()) for each in (theirs, mine))
         apart, allowed = norm(found - expected), weight_error(job, expected, norms, reordered)
         assert apart <= allowed, f"{name}: {apart:.2e} apart, roundings come to {allowed:.2e}"
+        squares = [squares[0] + apart**2, squares[1] + likely_error(job, expected, norms, reordered) ** 2]
+    assert squares[0] <= squares[1], f"all: {squares[0] ** 0.5:.2e} apart, roundings come to {squares[1] ** 0.5:.2e}"
 
 
 def same_training(mine: Result, plain: Result, job: Job, reordered: bool = False) -> None:
     """Assert that two runs of `job` have the same losses, norms and weights but for roundings."""
-    same_numbers(mine.losses, plain.losses, loss_error(job))
-    same_numbers(mine.norms, plain.norms, norm_error(job))
+    same_losses(mine.losses, plain.losses, job)
+    same_norms(mine.norms, plain.norms, job)
     same_weights(mine.weights, plain.weights, job, plain.norms, reordered)

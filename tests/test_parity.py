@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from tests import bounds, models
-from tests.oracle import plain_loop, run
+from tests.oracle import PlainEngine, plain_loop, run, start, train_step
+from tests.test_safe_get_set import STATES, Found, everything, everything_of_torch, same_but_for_roundings
+
+pytestmark = pytest.mark.numeric
 
 DISK = ("nvme", "nvme")
 
@@ -31,6 +34,29 @@ def test_bf16_follows_the_loop_with_fp32_masters(tmp_path: Path) -> None:
     plain = plain_loop(job)
     assert min(plain.norms) > job.clip, "the clip shall act at every step"
     bounds.same_training(run(job, DISK, tmp_path), plain, job)
+
+
+def test_a_step_in_bf16_has_the_masters_and_moments_of_fp32(tmp_path: Path) -> None:
+    """From the same state gradients are the same: a step is off by fp32's roundings, and those of bf16 hide nothing."""
+    job = models.GPT2._replace(dtype="bf16", accumulation=4, clip=0.5)
+    engine, plain = start(job, DISK, tmp_path), PlainEngine(job)
+    for step in range(3):
+        train_step(engine, job, step)
+        train_step(plain, job, step)
+        found = everything(engine.module)
+        same_but_for_roundings(found, everything_of_torch(plain), job._replace(dtype="fp32", steps=1))
+        _copy(found, plain)
+    engine.destroy(remove=True)
+
+
+def _copy(found: Found, plain: PlainEngine) -> None:
+    """Give the plain loop the states that were found."""
+    with torch.no_grad():
+        for (name, _), master in zip(plain.module.named_parameters(), plain._masters, strict=True):
+            master.copy_(found[f"{name} master"])
+            for state in STATES:
+                plain.optimizer.state[master][state].copy_(found[f"{name} {state}"])
+    plain._round()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
