@@ -6,14 +6,14 @@ BIN := $(VENV)/bin
 NATIVE := $(wildcard offload/*/native/*.cpp offload/*/native/*.h)
 NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h)
 
-.PHONY: help train test test-all check format docs mutants sanitize
+.PHONY: help train test test-all test-avx2 check format docs mutants sanitize
 # Tests at a time: more memory and more of the drive each.
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1 \t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1 \t/' | expand -t 20
 
 train: $(VENV)/.hf ## Train a 3.5M-parameter model from swap files, in a few minutes
 	$(BIN)/offload train
@@ -24,6 +24,14 @@ test: $(VENV)/.dev ## Run the tests: each promise once, samples of large grids
 test-all: $(VENV)/.dev ## Run every case of every test, the slow ones too, then the mutants: hours
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --whole -m 'slow or not slow'
 	$(BIN)/python -m tests.mutants
+
+# torch, oneDNN, MKL and our kernels each choose an instruction set of their own. Processes that tests start inherit it.
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OFFLOAD_ISA=avx2
+
+test-avx2: $(VENV)/.dev ## Run the tests of arithmetic as a processor with no more than AVX2 would
+	@if grep -qw avx2 /proc/cpuinfo; then \
+		$(AVX2) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'numeric and not slow'; \
+	else echo "make test-avx2: this processor has no AVX2, so there is nothing to limit; nothing was run"; fi
 
 check: $(VENV)/.dev ## Format and lint without changing anything: ruff, mypy, clang-format
 	$(BIN)/ruff format --check .

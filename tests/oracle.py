@@ -59,6 +59,8 @@ class Job(NamedTuple):
     """Of the optimizer, beside lr and weight decay."""
     loss_scale: float = 256.0
     """In fp16."""
+    logits: float = 1.0
+    """The size of the largest, about: what a loss is a difference of (`tests.bounds`)."""
 
 
 class Result(NamedTuple):

@@ -69,6 +69,7 @@ def by_engine(folder: Path, home: str = DISK, accumulation: int = 2, **blocks: A
 
 @pytest.mark.works("Trainers", "Accelerate's loop: `accumulate`, `backward`, `clip_grad_norm_`", "right")
 @pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.numeric
 def test_the_loop_equals_accelerates_own(accumulation: int, tmp_path: Path) -> None:
     """Accumulation with a rest at the end, clip, schedule, shuffle."""
     mine = by_engine(tmp_path, accumulation=accumulation)

@@ -16,7 +16,7 @@ import offload
 from offload import kernels
 from offload.engine.checkpoint_files import checkpoints
 from offload.errors import StoreError
-from tests import models
+from tests import bounds, models
 from tests.oracle import PLACEMENTS, Job, assert_same_tensors, config, run, start, train_step, weights_of
 
 DISK, CPU, NONE = ("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")
@@ -96,6 +96,7 @@ def test_with_one_slot_with_commits_now_and_then_and_with_a_cache(options: dict[
     goes_on(models.DROPOUT._replace(dtype="bf16", steps=4), DISK, DISK, tmp_path, options, options)
 
 
+@pytest.mark.numeric
 def test_units_may_be_cut_otherwise(tmp_path: Path) -> None:
     """The same parameters in other units, by their names."""
     job = models.DROPOUT._replace(steps=4, dtype="bf16")
@@ -107,7 +108,7 @@ def test_units_may_be_cut_otherwise(tmp_path: Path) -> None:
     losses += [train_step(engine, job, step) for step in range(2, 4)]
     manifest = checkpoints(tmp_path / "saved")["global_step2"]
     assert units != len(manifest.layout["units"])
-    assert losses == pytest.approx(whole.losses, rel=1e-3), "the norm's sum has another order"
+    bounds.same_losses(losses, whole.losses, job)  # the norm's sum has another order
     engine.destroy(remove=True)
 
 

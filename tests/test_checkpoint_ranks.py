@@ -14,7 +14,7 @@ import offload
 from offload.engine import checkpoint_load, checkpoint_save
 from offload.errors import IoError, RankError, StoreError, UsageError
 from offload.swapper.states import State
-from tests import models
+from tests import bounds, models
 from tests.oracle import Job, assert_same_tensors, config, weights_of
 from tests.rank_pool import RankPool, pool, rank_and_size, start
 from tests.test_ranks import JOBS
@@ -108,6 +108,7 @@ def checkpoint_pieces(*arguments: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["gpt2", "mixture", "adapters"])
 @pytest.mark.parametrize("more", [True, False], ids=["1 to 2", "2 to 1"])
+@pytest.mark.numeric
 def test_another_number_of_ranks(name: str, more: bool, ranks: RankPool, tmp_path: Path) -> None:
     """Weights and moments are equal exactly after the load; the steps after it as near as another order of sums is."""
     job = JOBS[name]._replace(lr=3e-4)
@@ -120,10 +121,10 @@ def test_another_number_of_ranks(name: str, more: bool, ranks: RankPool, tmp_pat
     one, other = values(tmp_path / "saved"), values(tmp_path / "again")
     assert_same_tensors(one, other)
     for after, loaded, client_state, notices in results:
-        assert after == pytest.approx(losses, rel=1e-5, abs=1e-6) and client_state == {"rank": 0}
+        bounds.same_losses(after, losses, job)
+        assert client_state == {"rank": 0}
         assert any("dropout draws other numbers" in notice for notice in notices)
-        for key, expected in weights.items():
-            torch.testing.assert_close(loaded[key], expected, rtol=0, atol=1e-5)
+        bounds.same_weights(loaded, weights, job, reordered=True)
 
 
 def fails_on_one(folder: Path) -> str:

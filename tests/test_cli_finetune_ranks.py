@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import bounds
 from tests.commands import begin, finish, losses
 from tests.folders import MARKING_TEMPLATE, make_folder, write_lines
 
@@ -22,6 +23,7 @@ def train(folder: Path, run: str, *options: str, ranks: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("options", "file"), [((), "model"), (("--lora", "r=4"), "adapter_model")])
+@pytest.mark.numeric
 def test_two_ranks_train_as_one(tmp_path: Path, options: tuple[str, ...], file: str) -> None:
     make_folder(tmp_path / "model", MARKING_TEMPLATE)
     lines = [
@@ -30,7 +32,8 @@ def test_two_ranks_train_as_one(tmp_path: Path, options: tuple[str, ...], file: 
     ]
     write_lines(tmp_path / "data.jsonl", lines)
     two, one = (train(tmp_path, name, *options, ranks=ranks) for name, ranks in (("two", 2), ("one", 1)))
-    assert two == pytest.approx(one, rel=2e-3)  # a mean of means, over rows that are nearly all learned
+    # Beside roundings to bf16: a mean of means, over rows that are nearly all learned.
+    bounds.same_numbers(two, one, 2 * bounds.unit("bf16"))
     mine, theirs = (load_file(tmp_path / f"{name}-out" / f"{file}.safetensors") for name in ("two", "one"))
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():

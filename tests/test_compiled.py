@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import models
+from tests import bounds, models
 from tests.oracle import Job, plain_loop, room_for, run, start, train_step
 from tests.test_modules import DISK, MEMORY, WIDTH, Layers
 
@@ -60,13 +60,14 @@ def _nothing_compiled_yet() -> Iterator[None]:
         pytest.param(CompiledByInductor, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.numeric
 def test_compiled_blocks(model: Callable[[], nn.Module], dtype: str, tmp_path: Path) -> None:
     job = Job(model, models.mixture_loss, dtype=dtype)
     on_disk = run(job, DISK, tmp_path / "disk", device_memory=room_for(job, 2))
     torch.compiler.reset()
     assert on_disk.losses == run(job, MEMORY, tmp_path / "memory").losses
     eager = plain_loop(job._replace(model=Eager))
-    assert on_disk.losses == pytest.approx(eager.losses, rel=1e-4 if dtype == "fp32" else 2e-3)
+    bounds.same_losses(on_disk.losses, eager.losses, job)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,7 +14,7 @@ from torch.nn import functional
 import offload
 from offload.swapper.states import State
 from offload.swapper.store import Store
-from tests import models
+from tests import bounds, models
 from tests.oracle import Job, assert_same, assert_same_tensors, plain_loop, room_for, run, start, train_step, weights_of
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
@@ -192,22 +192,16 @@ def test_more_experts_that_nobody_visits_move_no_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("model", [Model, FusedModel])
+@pytest.mark.numeric
 def test_as_pytorch_whatever_the_routing(model: type[Model], accumulation: int, dtype: str, tmp_path: Path) -> None:
     job = JOB._replace(model=model, dtype=dtype, accumulation=accumulation)
     in_memory = run(job, MEMORY, tmp_path / "memory")
     assert_same(in_memory, run(job, DISK, tmp_path / "disk", device_memory=room_for(job, 3)))
     plain = plain_loop(job)
-    assert in_memory.losses == pytest.approx(plain.losses, rel=1e-5 if dtype == "fp32" else 2e-3)
-    assert in_memory.norms == pytest.approx(plain.norms, rel=1e-4 if dtype == "fp32" else 5e-2)
-    for name, weight in plain.weights.items():
-        torch.testing.assert_close(
-            in_memory.weights[name],
-            weight,
-            rtol=1e-4 if dtype == "fp32" else 1e-2,
-            atol=1e-5 if dtype == "fp32" else 4e-3,
-        )
+    bounds.same_training(in_memory, plain, job)
 
 
+@pytest.mark.numeric
 def test_decay_of_what_no_token_visits(tmp_path: Path) -> None:
     """A module has no gradient: it stays. A part of a parameter has a gradient of zeros: it decays, as in torch."""
     for model, stays in ((Model, True), (FusedModel, False)):
@@ -217,7 +211,8 @@ def test_decay_of_what_no_token_visits(tmp_path: Path) -> None:
         last = run(job, DISK, tmp_path / model.__name__, device_memory=room_for(job, 3)).weights
         name, of_it = (f"layers.0.experts.{NEVER}.0.weight", ...) if stays else ("layers.0.up", NEVER)
         shrunk = (1 - job.lr * job.weight_decay) ** (0 if stays else job.steps)
-        torch.testing.assert_close(last[name][of_it], first[name][of_it] * shrunk, rtol=1e-5, atol=0)
+        error = bounds.sum_error(job.steps)  # a rounding in each step
+        torch.testing.assert_close(last[name][of_it], first[name][of_it] * shrunk, rtol=error, atol=0)
         assert stays == torch.equal(last[name][of_it], first[name][of_it])
 
 
@@ -248,6 +243,7 @@ def mixtral(implementation: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.numeric
 def test_mixtral_with_an_expert_that_no_token_visits(implementation: str, tmp_path: Path) -> None:
     """The router and the fused experts of transformers, which have a gradient of zeros for it."""
     job = Job(partial(mixtral, implementation), models.language_loss, steps=4)
@@ -261,6 +257,5 @@ def test_mixtral_with_an_expert_that_no_token_visits(implementation: str, tmp_pa
     assert losses == in_memory.losses
     assert_same_tensors(weights, in_memory.weights)
     plain = plain_loop(job)
-    assert losses == pytest.approx(plain.losses, rel=1e-5)
-    for name, weight in plain.weights.items():
-        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
+    bounds.same_losses(losses, plain.losses, job)
+    bounds.same_weights(weights, plain.weights, job)

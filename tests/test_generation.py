@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import models
+from tests import bounds, models
 from tests.oracle import Job, room_for, run, start
 
 DISK = ("nvme", "nvme")
@@ -15,6 +15,7 @@ DISK = ("nvme", "nvme")
 
 @pytest.mark.works("Graphs", "`generate` with a KV cache, in the middle of accumulation", "right")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.numeric
 def test_generation_in_the_middle_of_accumulation(dtype: str, tmp_path: Path) -> None:
     job = models.GPT2._replace(dtype=dtype, accumulation=2)
     engine = start(job, DISK, tmp_path / "generating", device_memory=room_for(job, 2))
@@ -36,7 +37,7 @@ def test_generation_in_the_middle_of_accumulation(dtype: str, tmp_path: Path) ->
             engine.step()
         losses.append(loss)
     engine.destroy(remove=True)
-    assert losses == pytest.approx(run(job, DISK, tmp_path / "plain").losses, rel=1e-6)
+    bounds.same_numbers(losses, run(job, DISK, tmp_path / "plain").losses, bounds.sum_error(2))  # a mean of two
 
 
 @pytest.mark.works("Graphs", "`generate` of an encoder and decoder: T5", "right")

@@ -17,6 +17,8 @@ from offload import kernels
 from offload.errors import ConfigError
 from offload.kernels import AdamWStep, _native, settings
 
+pytestmark = pytest.mark.numeric
+
 NUMEL = 150_001  # five chunks of the team, the last one odd
 ISAS = _native.supported_isas()
 

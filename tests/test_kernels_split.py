@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from offload import kernels
 
+pytestmark = pytest.mark.numeric
+
 # +0, smallest and largest denormal, smallest normal, 1, tie, odd tie, either side of a tie, largest
 # finite, inf; each also negated. The last three are NaNs.
 EDGES = [0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001]

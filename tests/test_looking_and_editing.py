@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import offload
 from offload.engine.placeholder import Paged, PagedAlias
 from offload.errors import UsageError
-from tests import models
+from tests import bounds, models
 from tests.oracle import Job, PlainEngine, assert_same_tensors, room_for, run, start, train_step
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
@@ -269,6 +269,7 @@ def _rows(area: str, names: Any, outcome: str) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", _rows("Looking at weights and editing them, between steps", ACTIONS, "right"))
+@pytest.mark.numeric
 def test_the_same_as_of_an_ordinary_model(name: str, dtype: str, tmp_path: Path) -> None:
     job = models.GPT2._replace(dtype=dtype)
     action = ACTIONS[name]
@@ -276,8 +277,11 @@ def test_the_same_as_of_an_ordinary_model(name: str, dtype: str, tmp_path: Path)
     assert (losses, value) == _round(job, action, MEMORY, tmp_path / "memory")
     if dtype == "fp32":  # in bf16 an edit of the plain model would not reach its masters
         expected, theirs = _train_round(PlainEngine(job), job, action)
-        assert losses == pytest.approx(expected, rel=1e-5, abs=1e-4)
-        assert _flat(value) == pytest.approx(_flat(theirs), rel=1e-4, abs=1e-4)
+        # The last is a sum of all weights, of either sign: its error is that of the way that they all went.
+        bounds.same_losses(losses[:-1], expected[:-1], job)
+        apart = bounds.step_error(job) * job.lr * job.steps * sum(p.numel() for p in job.model().parameters())
+        assert losses[-1] == pytest.approx(expected[-1], rel=0, abs=apart)
+        assert _flat(value) == pytest.approx(_flat(theirs), rel=bounds.norm_error(job), abs=apart)
 
 
 def _flat(value: Any) -> list[float]:
@@ -287,6 +291,7 @@ def _flat(value: Any) -> list[float]:
 
 
 @pytest.mark.works("Looking at weights and editing them, between steps", "hooks of the user on parameters", "right")
+@pytest.mark.numeric
 def test_hooks_on_parameters(tmp_path: Path) -> None:
     job = models.GPT2
 
@@ -296,7 +301,7 @@ def test_hooks_on_parameters(tmp_path: Path) -> None:
         return [*seen, train_step(engine, job, 0)]
 
     engine = start(job, DISK, tmp_path, device_memory=room_for(job, 2))
-    assert action(engine) == pytest.approx(action(PlainEngine(job)), rel=1e-5)
+    bounds.same_losses(action(engine), action(PlainEngine(job)), job)
     engine.destroy(remove=True)
 
 
@@ -501,6 +506,7 @@ def test_an_edit_is_committed(dtype: str, placement: tuple[str, str], tmp_path: 
     cut.destroy(remove=True)
 
 
+@pytest.mark.numeric
 def test_an_edit_in_the_middle_of_accumulation(tmp_path: Path) -> None:
     """Gradients that were added stay, as in torch."""
     job = models.GPT2._replace(accumulation=2)
@@ -519,5 +525,5 @@ def test_an_edit_in_the_middle_of_accumulation(tmp_path: Path) -> None:
         return losses
 
     engine = start(job, DISK, tmp_path, device_memory=room_for(job, 2))
-    assert loop(engine) == pytest.approx(loop(PlainEngine(job)), rel=1e-5)
+    bounds.same_losses(loop(engine), loop(PlainEngine(job)), job)
     engine.destroy(remove=True)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests import models
+from tests import bounds, models
 from tests.oracle import Job, assert_same, plain_loop, room_for, run, start, train_step
 from tests.test_placements import image_loss
 
@@ -516,14 +516,15 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("case", "dtype"), ROWS)
+@pytest.mark.numeric
 def test_same_bits_and_as_pytorch(case: Case, dtype: str, tmp_path: Path) -> None:
     job = case.job._replace(dtype=dtype)
     in_memory = run(job, MEMORY, tmp_path / "memory", **case.options)
     on_disk = run(job, DISK, tmp_path / "disk", device_memory=room_for(job, case.units), **case.options)
     assert_same(in_memory, on_disk, "in memory and on disk")
     plain = plain_loop(job)
-    assert in_memory.losses == pytest.approx(plain.losses, rel=1e-5 if dtype == "fp32" else 2e-3)
-    assert in_memory.norms == pytest.approx(plain.norms, rel=1e-4 if dtype == "fp32" else 5e-2, abs=1e-6)
+    bounds.same_losses(in_memory.losses, plain.losses, job)
+    bounds.same_norms(in_memory.norms, plain.norms, job)
 
 
 class Clamped(Layers):

@@ -19,6 +19,7 @@ from offload.errors import ConfigError
 from offload.language_model import APART, make_ready, without_cache
 from offload.records import Chat, Completion, Record, Text
 from offload.rows import Document, Rows, encode, notices, pack
+from tests import bounds
 from tests.folders import MARKING_TEMPLATE, PLAIN_TEMPLATE, llama_config, tokenizer
 from tests.models import DECODER, gpt2
 
@@ -132,6 +133,7 @@ def test_what_cannot_be_learned_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("make", [gpt2, lambda: transformers.LlamaForCausalLM(llama_config())])
+@pytest.mark.numeric
 def test_a_row_is_learned_as_its_documents_are_alone(make: Any) -> None:
     """The oracle: each document in a forward of its own."""
     torch.manual_seed(0)
@@ -153,7 +155,7 @@ def test_a_row_is_learned_as_its_documents_are_alone(make: Any) -> None:
         learned = torch.from_numpy(document.learned)[1:]
         loss = functional.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="none")
         sums, count = sums + loss[learned].sum(), count + int(learned.sum())
-    torch.testing.assert_close(together, sums / count, rtol=1e-5, atol=1e-5)
+    bounds.same_tensor(together, sums / count, bounds.sum_error(bounds.roundings(model)))
 
 
 SMALL = {**DECODER, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -169,6 +171,7 @@ ITS_OWN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", sorted(APART))
+@pytest.mark.numeric
 def test_documents_of_a_row_do_not_see_each_other(family: str) -> None:
     config = transformers.AutoConfig.for_model(family, **ITS_OWN.get(family, SMALL))
     torch.manual_seed(0)
@@ -183,7 +186,7 @@ def test_documents_of_a_row_do_not_see_each_other(family: str) -> None:
         ]
         alone = model(second, use_cache=False).logits
     assert torch.equal(*found)
-    torch.testing.assert_close(found[0], alone, rtol=1e-5, atol=1e-5)
+    bounds.same_tensor(found[0], alone, bounds.sum_error(bounds.roundings(model)))
 
 
 def test_where_they_would_each_has_a_row_of_its_own() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import offload
 from offload.engine import looking
 from offload.errors import UsageError
-from tests import models
+from tests import bounds, models
 from tests.faults import die
 from tests.oracle import (
     Job,
@@ -91,6 +91,20 @@ def differences(one: Found, other: Found, same: Callable[..., bool] = torch.equa
     ]
 
 
+def same_but_for_roundings(found: Found, expected: Found, job: Job, reordered: bool = False) -> None:
+    """Assert that masters are as `tests.bounds` says, and gradients and moments as sums and squares of sums are."""
+    assert found.keys() == expected.keys()
+    share = bounds.norm_error(job) + 2 * bounds.step_error(job)
+    for name, value in found.items():
+        parameter, what = name.rsplit(" ", 1)
+        if value is None or expected[name] is None:
+            assert value is expected[name], name
+            continue
+        mine, theirs = (models.without_key_bias(parameter, each[name]) for each in (found, expected))
+        error = bounds.weight_error(job, theirs, reordered=reordered)
+        assert bounds.norm(mine - theirs) <= (error if what == "master" else share * bounds.norm(theirs)), name
+
+
 def little_room(job: Job, placement: tuple[str, str]) -> dict[str, Any]:
     """Two units at a time on the device, where that is not their home."""
     return {} if "none" in placement else {"device_memory": room_for(job, 2)}
@@ -122,6 +136,7 @@ def a_round(engine: Any, job: Job, look: Callable[[], Found]) -> list[Found]:
 
 @pytest.mark.parametrize(("name", "dtype"), [("GPT2", "bf16"), ("MIXTURE", "fp32"), ("MIXTURE", "bf16")])
 @pytest.mark.works(AREA, "`safe_get_full_fp32_param`, `_grad`, `_optimizer_state`", "right")
+@pytest.mark.numeric
 def test_the_same_everywhere_and_as_in_torch(name: str, dtype: str, tmp_path: Path) -> None:
     """A tied weight, frozen ones, parameters that no loss reaches and scalars are among them."""
     job = getattr(models, name)._replace(dtype=dtype)
@@ -136,11 +151,8 @@ def test_the_same_everywhere_and_as_in_torch(name: str, dtype: str, tmp_path: Pa
         for moment, (mine, other) in enumerate(zip(first, found, strict=True)):
             assert differences(mine, other) == [], f"{placement}, moment {moment}"
     assert first is not None
-    rtol, atol = (1e-4, 1e-6) if dtype == "fp32" else (0.05, 2e-3)
     for mine, other in zip(first, theirs, strict=True):
-        unlike = differences(mine, other, lambda a, b: torch.allclose(a, b, rtol=rtol, atol=atol))
-        # The gradient of a key's bias is 0 but for rounding, which Adam makes lr times its sign of.
-        assert [name for name in unlike if not name.endswith("c_attn.bias master")] == []
+        same_but_for_roundings(mine, other, job._replace(steps=3))
 
 
 @pytest.mark.works(AREA, "`safe_get_local_*`, `safe_set_local_*`", "right")
@@ -221,6 +233,7 @@ def test_a_read_takes_what_it_reads_and_nothing_else(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.numeric
 def test_a_gradient_is_that_of_the_step_so_far(tmp_path: Path) -> None:
     """As in torch: divided by the accumulation, added up, not clipped, gone after the step."""
     job = models.GPT2._replace(accumulation=2, clip=1e-3)
@@ -230,7 +243,7 @@ def test_a_gradient_is_that_of_the_step_so_far(tmp_path: Path) -> None:
     for micro in range(2):
         for each in (engine, plain):
             each.backward(job.loss(each, 0, micro))
-        torch.testing.assert_close(offload.safe_get_full_grad(mine), theirs.grad, rtol=1e-4, atol=1e-7)
+        bounds.same_tensor(offload.safe_get_full_grad(mine), theirs.grad, bounds.norm_error(job))
         engine.step()
     assert offload.safe_get_full_grad(mine) is None
     engine.backward(job.loss(engine, 1, 0))
@@ -279,6 +292,7 @@ def edited_round(engine: Any, job: Job, edit: Callable[[Any], None]) -> list[flo
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.works(AREA, "`safe_set_full_fp32_param`, `safe_set_full_optimizer_state`", "right")
+@pytest.mark.numeric
 def test_training_goes_on_from_what_was_set(dtype: str, tmp_path: Path) -> None:
     """The same bits in every placement, and what torch does with the same moments and weights."""
     job = models.MIXTURE._replace(dtype=dtype)
@@ -290,7 +304,8 @@ def test_training_goes_on_from_what_was_set(dtype: str, tmp_path: Path) -> None:
         engine.destroy(remove=True)
         first = first or found
         assert found[0] == first[0] and differences(found[1], first[1]) == [], placement
-    assert first is not None and first[0] == pytest.approx(expected, rel=1e-5 if dtype == "fp32" else 2e-3)
+    assert first is not None and len(first[0]) == len(expected)
+    bounds.same_losses(first[0], expected, job)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -318,6 +333,7 @@ def test_what_was_set_is_read(dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("placement", [DISK, MEMORY])
 @pytest.mark.works(AREA, "`safe_set_full_grad`", "right")
+@pytest.mark.numeric
 def test_a_gradient_that_is_set_is_stepped_with(placement: tuple[str, str], tmp_path: Path) -> None:
     """Norm, clip and later backwards see it; also where there was none before, as in torch."""
     job = models.MIXTURE._replace(clip=0.5)
@@ -336,9 +352,9 @@ def test_a_gradient_that_is_set_is_stepped_with(placement: tuple[str, str], tmp_
                 theirs.grad = torch.full(theirs.shape, 0.01) if theirs.grad is None else theirs.grad * 2
             for each in (engine, plain):
                 each.step()
-        assert engine.get_global_grad_norm() == pytest.approx(plain.get_global_grad_norm(), rel=1e-5)
-    for mine, theirs in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
-        torch.testing.assert_close(offload.safe_get_full_fp32_param(mine), theirs.detach(), rtol=1e-4, atol=1e-6)
+        bounds.same_norms([engine.get_global_grad_norm()], [plain.get_global_grad_norm()], job)
+    masters = {name: offload.safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+    bounds.same_weights(masters, dict(plain.module.named_parameters()), job._replace(steps=2))
     engine.destroy(remove=True)
 
 

@@ -13,11 +13,13 @@ from torch.nn import functional
 
 import offload
 from offload.errors import UsageError
-from tests import models
+from tests import bounds, models
 from tests.oracle import Job, PlainEngine, assert_same_tensors, config, small_pieces, start, weights_of
 
 DISK = ("nvme", "nvme")
 STEPS, BETA = 5, 0.5
+LOGITS = 32.0
+"""What a loss is of here: log-probabilities of the 32 tokens of a row, added, over the smaller losses of advantages."""
 
 
 class Critic(nn.Module):
@@ -123,6 +125,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
+@pytest.mark.numeric
 def test_as_pytorch_and_resumed(name: str, tmp_path: Path) -> None:
     step, jobs = LOOPS[name]
     plain = [as_plain(job) for job in jobs]
@@ -131,12 +134,12 @@ def test_as_pytorch_and_resumed(name: str, tmp_path: Path) -> None:
     engines = begin(jobs, tmp_path / "whole")
     assert sum(engine.host_memory for engine in engines) <= BUDGET
     losses = [step(engines, number) for number in range(STEPS)]
-    assert losses == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    assert engines[0].get_global_grad_norm() == pytest.approx(plain[0].get_global_grad_norm(), rel=1e-3)
+    worst = jobs[0]._replace(logits=LOGITS)
+    bounds.same_losses(losses, expected, worst)
+    bounds.same_norms([engines[0].get_global_grad_norm()], [plain[0].get_global_grad_norm()], worst)
     weights = end(engines)
-    for mine, theirs in zip(weights, plain, strict=True):
-        for key, value in getattr(theirs, "module", theirs).state_dict().items():
-            torch.testing.assert_close(mine[key], value, rtol=1e-3, atol=1e-4)
+    for job, mine, theirs in zip(jobs, weights, plain, strict=True):
+        bounds.same_weights(mine, getattr(theirs, "module", theirs).state_dict(), job._replace(steps=2 * STEPS))
 
     first = begin(jobs, tmp_path / "parts")
     found = [step(first, number) for number in range(3)]
@@ -160,6 +163,7 @@ def test_as_pytorch_and_resumed(name: str, tmp_path: Path) -> None:
 @pytest.mark.works(
     "Engines and processes", "an engine without trainable parameters, with the config of one that trains", "right"
 )
+@pytest.mark.numeric
 def test_an_inference_engine_has_no_states(tmp_path: Path) -> None:
     """Libraries give the reference the policy's config, with its optimizer, schedule, clip and accumulation."""
     given = config(REFERENCE._replace(accumulation=4), DISK, tmp_path, run="reference")
@@ -175,7 +179,7 @@ def test_an_inference_engine_has_no_states(tmp_path: Path) -> None:
     assert engine.get_global_grad_norm() is None and engine.global_steps == 0
     with torch.no_grad():
         loss = JOB.loss(engine, 0, 0)
-        assert float(loss) == pytest.approx(float(JOB.loss(trained, 0, 0)), rel=1e-6)
+        bounds.same_losses([float(loss)], [float(JOB.loss(trained, 0, 0))], JOB)
     with pytest.raises(UsageError, match="does not depend on any trainable parameter"):
         engine.backward(JOB.loss(engine, 0, 0))
     for each in (engine, trained):

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from offload.hf import Accelerator
-from tests import models
+from tests import bounds, models
 from tests.oracle import assert_same_tensors
 from tests.rank_pool import RankPool, pool, rank_and_size
 from tests.test_trainer_checkpoints import Break
@@ -40,10 +40,11 @@ def train(folder: Path, until: int = 0, resume: bool = False, **changed: Any) ->
         return result(mine)
 
 
+@pytest.mark.numeric
 def test_two_ranks_give_what_one_gives(two: RankPool, tmp_path: Path) -> None:
     one = train(tmp_path / "one", save_strategy="no")
     mine, other = two.run(train, tmp_path / "two")
-    assert_close(mine, one)
+    assert_close(mine, one, reordered=True)
     assert_same(mine._replace(logs=[]), other._replace(logs=[]))
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "out" / "checkpoint-6").state_dict()
     assert_same_tensors(saved, mine.weights)
@@ -96,7 +97,9 @@ def accelerated(folder: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.numeric
 def test_accelerate_on_two_ranks(two: RankPool, tmp_path: Path) -> None:
     one = accelerated(tmp_path / "one")
     mine, other = two.run(accelerated, tmp_path / "two")
-    assert mine == other == pytest.approx(one, rel=1e-5)
+    assert mine == other
+    bounds.same_losses(mine, one, models.GPT2)

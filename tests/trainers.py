@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from offload.hf import OffloadTrainer
-from tests import models
-from tests.oracle import assert_same_tensors
+from tests import bounds, models
+from tests.oracle import Job, assert_same_tensors
 
 LOGGED = ("loss", "grad_norm", "learning_rate")
 MEMORY, DISK = "none", "nvme"
@@ -129,14 +129,18 @@ def assert_same(left: Run, right: Run) -> None:
     assert_same_tensors(left.weights, right.weights)
 
 
-def assert_close(mine: Run, theirs: Run, bound: float = 1e-5) -> None:
-    """Within the bound that `test_parity` states for fp32."""
+def as_job(logs: Sequence[dict[str, float]], model: Any, dtype: str = "fp32") -> Job:
+    """What was trained, for the bounds of it: the largest rate in each step."""
+    return Job(model, lambda *_: torch.zeros(()), len(logs), lr=max(log["learning_rate"] for log in logs), dtype=dtype)
+
+
+def assert_close(mine: Run, theirs: Run, model: Any = models.gpt2, reordered: bool = False) -> None:
+    """The same but for roundings, as `tests.bounds` has them for fp32."""
+    job = as_job(theirs.logs, model)
     assert len(mine.logs) == len(theirs.logs)
     for one, other in zip(mine.logs, theirs.logs, strict=True):
         assert one.keys() == other.keys() and one["learning_rate"] == other["learning_rate"]
         for key in one.keys() - {"learning_rate"}:
-            assert abs(one[key] - other[key]) <= bound * abs(other[key]), (key, one, other)
+            bounds.same_numbers([one[key]], [other[key]], bounds.norm_error(job))
     assert mine.weights.keys() == theirs.weights.keys()
-    for name, value in theirs.weights.items():
-        expected, found = models.without_key_bias(name, value), models.without_key_bias(name, mine.weights[name])
-        assert float((found - expected).abs().max()) <= bound * float(expected.abs().max()), name
+    bounds.same_weights(mine.weights, theirs.weights, job, reordered=reordered)
