@@ -7,23 +7,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from tests import warm
 
 _TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "-m", "--", "offload")
 
 
-def begin(folder: Path, *arguments: str, ranks: int = 1) -> subprocess.Popen[str]:
+def begin(folder: Path, *arguments: str, ranks: int = 1) -> subprocess.Popen[str] | warm.Process:
     """`offload` with these arguments in this folder; `finish` waits for it."""
-    return subprocess.Popen(
-        [sys.executable, *(_TORCHRUN if ranks == 2 else ("-m", "offload")), *arguments],
-        cwd=folder,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    if ranks == 1:
+        return warm.begin(["-m", "offload", *arguments], cwd=folder, env=environment, **streams)
+    command = [sys.executable, *_TORCHRUN, *arguments]
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, **streams)
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def finish(process: subprocess.Popen[str] | warm.Process) -> str:
     """What it said; it must end well."""
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said

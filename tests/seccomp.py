@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 CALLS = {
     "io_setup": {"x86_64": 206, "aarch64": 0},
@@ -40,7 +40,7 @@ FILTER_ALL = FILTER.replace("def refuse(", "def refuse_all(").replace(
 
 def run_python(code: str, tmp_path: Path) -> str:
     """What `code` prints in a process of its own, in `tmp_path`."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = warm.python(code, cwd=tmp_path)
     if done.stderr.strip() == "no seccomp":
         pytest.skip("no seccomp filters here")
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from offload.aio import DirectFile, IoQueue, Priority, StripedFile, aligned_empty, crc32c
+from tests.sampling import examples
 
 MIB = 1 << 20
 LONGEST = 64 * MIB
@@ -61,7 +62,12 @@ def _buffer(request: Request) -> memoryview:
     return aligned_empty(request.nbytes + request.skew)[request.skew :]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
 @given(
     requests,
     st.integers(1, 40),

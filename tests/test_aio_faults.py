@@ -16,6 +16,7 @@ import pytest
 
 from offload.aio import DirectFile, IoFuture, IoQueue, aligned_empty
 from offload.errors import IoError, UsageError
+from tests import warm
 from tests.mounts import disk, mounted
 
 MIB = 1 << 20
@@ -212,7 +213,7 @@ with DirectFile({str(tmp_path / "file")!r}, create=True) as file, IoQueue({backe
 signal.setitimer(signal.ITIMER_REAL, 0)
 print("right")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = warm.python(code, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "right\n", "")
 
 
@@ -226,8 +227,8 @@ with DirectFile({str(tmp_path / "file")!r}, create=True) as file, IoQueue({backe
     while True:
         queue.write(file, 0, buffer).wait()
 """
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+    child = warm.begin(["-c", code], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
     child.send_signal(signal.SIGTERM)
     assert child.wait(timeout=30) == -signal.SIGTERM
     child.stdout.close()

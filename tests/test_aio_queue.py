@@ -7,7 +7,6 @@ import fcntl
 import os
 import random
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 
 from offload.aio import DirectFile, IoQueue, Priority, aligned_empty
 from offload.errors import IoError, UsageError
+from tests import warm
 
 SIZES = [0, 1, 511, 4095, 4096, 4097, 12289, (1 << 20) + 1, 3 << 20]
 OFFSETS = [0, 1, 4095, 4096, 8191]
@@ -156,7 +156,7 @@ with DirectFile({str(tmp_path / "file")!r}, create=True) as file, IoQueue({backe
     except OSError as error:
         print(error.errno)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = warm.python(code)
     assert done.stdout.strip() == str(errno.EFBIG) and done.stderr == ""
 
 
@@ -321,7 +321,7 @@ threads = [threading.Thread(target=work, args=(index,)) for index in range(6)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = warm.python(code, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -368,7 +368,7 @@ try:
 except ConfigError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = warm.python(code, timeout=60)
     assert done.returncode == 0 and "no more threads may be started" in done.stdout, done.stderr
 
 
@@ -485,7 +485,7 @@ file, queue = DirectFile({str(path)!r}, create=True), IoQueue({backend!r}, threa
 for index in range(64):
     queue.write(file, index << 20, bytes([index]) * (1 << 20))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = warm.python(code)
     assert done.returncode == 0 and done.stderr == ""
     data = path.read_bytes()
     assert len(data) == 64 << 20 and all(data[index << 20] == index for index in range(64))
@@ -528,9 +528,7 @@ for drop in (False, True):
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 print(future.wait())
 """
-    # Python 3.12 and later warn of what this is about.
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = warm.python(code, timeout=60)  # without the warning of Python 3.12 and later of what this is about
     assert (done.stdout.strip(), done.stderr) == (f"7\n7\n{64 << 20}", "")
 
 
@@ -547,7 +545,7 @@ for _ in range(4):
     threading.Thread(target=work, daemon=True).start()
 time.sleep(0.1)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = warm.python(code, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -563,7 +561,7 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
+    done = warm.python(code, timeout=30)
     assert done.stdout.strip() == "interrupted" and done.returncode == 0
 
 

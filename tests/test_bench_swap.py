@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from offload.bench.swap_figures import Rates, Row, Turn, find_limit, in_words, m
 from offload.bench.swap_plan import Plan, make_plan
 from offload.cli import app
 from offload.errors import ConfigError
+from tests import warm
 
 MIB = 1 << 20
 UNITS, UNIT_BYTES = 32, 1 << 18
@@ -190,12 +190,13 @@ def test_an_error_in_a_step_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert os.listdir(tmp_path) == ["mine"] and (tmp_path / "mine").read_bytes() == b"kept"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize("after", [0.0, 1.0])
 def test_a_signal_leaves_no_file(tmp_path: Path, number: signal.Signals, after: float) -> None:
-    command = [sys.executable, "-m", "offload", "bench", "swap", str(tmp_path)]
+    command = ["-m", "offload", "bench", "swap", str(tmp_path)]
     command += ["--units", "8", "--unit-size", "1MiB", "--compute-ms", "20", "--rounds", "1000"]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = warm.begin(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not list(tmp_path.iterdir()):
         assert child.poll() is None
         time.sleep(0.02)

@@ -23,6 +23,7 @@ from tests.oracle import (
     start,
     trained,
 )
+from tests.sampling import examples
 from tests.trees import TREES, Tree, job_of, room
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of torch, with a frozen embedding
@@ -79,7 +80,7 @@ def check(tree: Tree, where: tuple[str, str], more: int, root: Path) -> None:
 
 
 @pytest.mark.timeout(1200)  # shrinking what fails takes longer than finding it
-@settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=_HEALTH)
+@settings(max_examples=examples(40), deadline=None, derandomize=True, database=None, suppress_health_check=_HEALTH)
 @given(tree=TREES, where=st.sampled_from(PLACEMENTS), more=st.sampled_from([0, 4096, 20_000, 100_000, 10_000_000]))
 def test_any_budget(tree: Tree, where: tuple[str, str], more: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     check(tree, where, more, tmp_path_factory.getbasetemp())

@@ -10,7 +10,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from typer.testing import CliRunner
 from offload.cli import app
 from offload.cli_run import Signals, Stopped
 from offload.presets import PRESETS
+from tests import warm
 
 STEPS = 40
 ARGUMENTS = ("--batch-size", "2", "--seq-len", "32", "--device", "cpu", "--log", "log")
@@ -122,12 +122,10 @@ def test_stopped_within_a_window_of_commits(number: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_process_that_is_stopped(number: int) -> None:
     """The real command, in a process of its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "offload.cli", "train", "--text", "text.py", "--steps", "100000", *ARGUMENTS],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    process = warm.begin(
+        ["-m", "offload", "train", "--text", "text.py", "--steps", "100000", *ARGUMENTS],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
     while process.poll() is None and not (Path("log").exists() and Path("log").stat().st_size):
         time.sleep(0.005)

@@ -7,8 +7,6 @@ import errno
 import gc
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import torch
 from offload.aio import IoQueue
 from offload.deepnvme import aio_handle
 from offload.errors import IoError, UsageError
+from tests import warm
 
 DTYPES = [
     torch.uint8,
@@ -416,7 +415,8 @@ for index in range(300):
     assert handle.async_pwrite(tensor, {str(tmp_path)!r} + f"/{{index}}") == 0
 assert handle.wait() == 300
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = warm.python(code)
+    assert done.returncode == 0, done.stderr
     assert all((tmp_path / str(index)).stat().st_size == 400_000 for index in range(300))
 
 
@@ -436,7 +436,7 @@ from offload.deepnvme import aio_handle
 handle = aio_handle()
 handle.async_pwrite(torch.ones(32 << 20, dtype=torch.uint8), {str(tmp_path / "file")!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = warm.python(code)
     assert (done.stdout, done.stderr) == ("", "")
     assert content(tmp_path / "file").sum() == 32 << 20
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import warm
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RUN_HERE = {"train_loop", "trainer", "tiny_model", "finetune", "lora", "export", "resume"}
@@ -16,7 +16,7 @@ def test_every_example_is_run_here() -> None:
 
 
 def run(name: str, folder: Path) -> str:
-    done = subprocess.run([sys.executable, EXAMPLES / name], cwd=folder, capture_output=True, text=True, check=False)
+    done = warm.run([EXAMPLES / name], cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -28,6 +28,7 @@ from offload.kernels import (
 from offload.kernels import settings as kernel_settings
 from offload.kernels.steps import RULES
 from tests import bounds
+from tests.sampling import examples
 
 pytestmark = pytest.mark.numeric
 
@@ -192,7 +193,7 @@ def test_lion_moves_by_the_sign_alone() -> None:
 segment_lists = st.lists(st.integers(0, 70_000), min_size=2, max_size=8, unique=True).map(sorted)
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(deadline=None, max_examples=examples(30), derandomize=True)
 @given(
     segment_lists,
     st.lists(st.integers(0, 70_000), max_size=4).map(sorted),
@@ -232,7 +233,7 @@ def test_no_cut_shows(
     assert same(whole, parts)
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=examples(60), derandomize=True)
 @given(
     st.lists(
         st.tuples(*[st.floats(width=32, allow_nan=False)] * 3, st.floats(0, width=32, allow_nan=False)),

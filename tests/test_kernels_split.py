@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import kernels
+from tests.sampling import examples
 
 pytestmark = pytest.mark.numeric
 
@@ -60,7 +61,7 @@ def test_every_weight_with_several_low_halves() -> None:
         check(from_bits(high | low))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=70))
 def test_any_pattern(bits: list[int]) -> None:
     check(from_bits(bits))

@@ -6,8 +6,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import offload
 from offload.errors import UsageError
-from tests import models
+from tests import models, warm
 from tests.faults import LateQueue, use_queue
 from tests.oracle import Job, assert_same_tensors, config, room_for, run, start, train_step, weights_of
 
@@ -369,7 +367,7 @@ def test_a_process_ends_cleanly_after_destroy(tmp_path: Path) -> None:
         "train_step(engine, models.MIXTURE, 0)\n"
         "engine.destroy(remove=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = warm.python(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

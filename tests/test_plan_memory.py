@@ -22,6 +22,7 @@ from offload.planner.memory import Memory, Room, layouts_of, settle
 from offload.sizes import GIB, MIB
 from offload.swapper.residency import Tier
 from offload.swapper.states import State
+from tests.sampling import examples
 
 
 class Net(nn.Module):
@@ -78,7 +79,7 @@ def plan(case: Case) -> Memory:
     return memory
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(cases())
 def test_bytes_add_up_and_are_those_of_the_run(case: Case) -> None:
     folder = Path(tempfile.mkdtemp(prefix="offload-plan"))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 import offload
 from offload.errors import StoreError
 from offload.swapper.store import run_status
-from tests import models
+from tests import models, warm
 from tests.oracle import Job, assert_same, assert_same_tensors, config, kill_and_resume, run, start, train_step
 from tests.test_modules import Layers
 
@@ -195,7 +193,7 @@ def test_an_exit_without_destroy_commits(tmp_path: Path) -> None:
         f"engine = start(models.GPT2, ('nvme', 'nvme'), Path({str(tmp_path)!r}))\n"
         "train_step(engine, models.GPT2, 0); train_step(engine, models.GPT2, 1)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = warm.python(code)
     assert done.returncode == 0, done.stderr
     assert "offload rm" in done.stderr, "it says how to go on"
     engine = start(models.GPT2, DISK, tmp_path, resume="must")

@@ -33,6 +33,7 @@ from offload.swapper.simulate_updater import UpdateCost
 from offload.swapper.states import State
 from tests import models
 from tests.oracle import Job, small_pieces, start, train_step
+from tests.sampling import examples
 from tests.test_placements import room_for
 from tests.test_spill import least_host_memory
 
@@ -103,7 +104,7 @@ rates = st.none() | st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(cases(), st.integers(2, 60), st.integers(0, 40), rates, st.booleans(), st.integers(1, 4))
 def test_every_run_ends_within_its_budgets(
     case: Case, host: int, more: int, rates: Rates | None, overlap: bool, steps: int
@@ -128,7 +129,7 @@ def test_every_run_ends_within_its_budgets(
         assert found.moved.weights_read >= first_reads
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(cases(), st.integers(2, 60), st.integers(0, 40), rates, st.booleans())
 def test_the_thread_that_runs_the_model_computes_or_waits(
     case: Case, host: int, more: int, rates: Rates | None, overlap: bool
@@ -142,7 +143,7 @@ def test_the_thread_that_runs_the_model_computes_or_waits(
     assert all(before.end <= after.start + 1e-9 for before, after in itertools.pairwise(computing))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(cases(), st.integers(2, 60), st.integers(0, 40), st.booleans())
 def test_with_room_for_everything_no_weights_are_read_and_with_less_never_fewer_bytes(
     case: Case, host: int, more: int, overlap: bool

@@ -5,10 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import os
 import signal
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +23,7 @@ from offload.engine.facts import IoBytes
 from offload.errors import ConfigError, EngineFailed
 from offload.presets import PRESETS
 from offload.swapper.timeline import OFF, Row, Timeline, path_of
-from tests import models
+from tests import models, warm
 from tests.faults import LateQueue, use_queue
 from tests.late_device import LateDevice, use_device
 from tests.oracle import (
@@ -329,16 +326,7 @@ train_step(engine, JOB, 0)
     ids=["an exception", "Ctrl-C", "no destroy"],
 )
 def test_it_is_written_at_the_end_of_the_process(ends: str, code: int, tmp_path: Path) -> None:
-    root = str(Path(__file__).parents[1])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT.format(ends)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = warm.python(_SCRIPT.format(ends), cwd=tmp_path, timeout=120)
     assert done.returncode == code, done.stderr
     content = read(tmp_path / "trace.json")
     assert "step 1" in names(content, Row.COMPUTE) and "commit of step 1" in names(content, Row.COMMITS)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests import bounds
 from tests.oracle import assert_same, plain_loop, run
+from tests.sampling import examples
 from tests.trees import TREES, Tree, job_of, room, unclipped
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
@@ -44,7 +45,7 @@ def check_in_a_folder(tree: Tree, root: Path) -> None:
 
 @pytest.mark.works("Modules", "random trees of all these pieces, one hundred of them", "right")
 @pytest.mark.timeout(1200)  # shrinking what fails takes longer than finding it
-@settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=_HEALTH)
+@settings(max_examples=examples(100), deadline=None, derandomize=True, database=None, suppress_health_check=_HEALTH)
 @given(tree=TREES)
 @pytest.mark.numeric
 def test_trees(tree: Tree, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -33,7 +33,12 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
-_PRELOADED = ("transformers.models.gpt2.modeling_gpt2", "offload.cli", "offload.deepnvme")
+_PRELOADED = (
+    "transformers.models.gpt2.modeling_gpt2",
+    "offload.train",
+    "offload.bench.swap",
+    "offload.deepnvme",
+)
 _LENGTH = 8
 
 
