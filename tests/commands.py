@@ -7,27 +7,59 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from tests import warm
+from tests.rank_pool import free_port
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
 
 _TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "-m", "--", "offload")
 
 
-def begin(folder: Path, *arguments: str, ranks: int = 1) -> subprocess.Popen[str] | warm.Process:
-    """`offload` with these arguments in this folder; `finish` waits for it."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    if ranks == 1:
-        return warm.begin(["-m", "offload", *arguments], cwd=folder, env=environment, **streams)
-    command = [sys.executable, *_TORCHRUN, *arguments]
-    return subprocess.Popen(command, cwd=folder, env=environment, text=True, **streams)
+def begin(folder: Path, *arguments: str) -> warm.Process:
+    """Start `offload` with these arguments in this folder; `finish` waits for it."""
+    return warm.begin(
+        ["-m", "offload", *arguments], cwd=folder, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
-def finish(process: subprocess.Popen[str] | warm.Process) -> str:
-    """What it said; it must end well."""
-    said, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, said
+def begin_torchrun(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start `offload` on two ranks by torchrun, as a user does."""
+    return subprocess.Popen(
+        [sys.executable, *_TORCHRUN, *arguments],
+        cwd=folder,
+        env=_environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def begin_ranks(folder: Path, *arguments: str) -> list[warm.Process]:
+    """Start `offload` on two ranks without a launcher, which takes three imports of torch less."""
+    meeting = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [
+        warm.begin(
+            ["-m", "offload", *arguments],
+            cwd=folder,
+            env=_environment() | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+
+
+def finish(*processes: subprocess.Popen[str] | warm.Process) -> str:
+    """Return what they said, one after the other; each must end well."""
+    said = ""
+    for process in processes:
+        words, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, words
+        said += words or ""
     return said
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.commands import begin, finish, losses
 from tests.folders import MARKING_TEMPLATE, make_folder, write_lines
 
@@ -15,7 +15,7 @@ TRAIN = "train --model model --data chats.jsonl --seq-len 64 --batch-size 2 --de
 ADAPTERS = ("--lora", "r=4,dropout=0.1,targets=all-linear")
 
 
-def start(folder: Path, run: str, *options: str) -> subprocess.Popen[str]:
+def start(folder: Path, run: str, *options: str) -> warm.Process:
     return begin(folder, *TRAIN, "--run", run, "--log", f"{run}.jsonl", "--save", f"{run}-out", *options)
 
 

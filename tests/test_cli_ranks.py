@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import begin, finish, losses
+from tests.commands import begin, begin_ranks, begin_torchrun, finish, losses
 
 TRAIN = ("train", "--dtype", "fp32", "--seq-len", "32", "--batch-size", "4", "--lr", "3e-4")
 
@@ -22,7 +22,7 @@ def text(tmp_path: Path) -> Path:
 
 def test_two_ranks_train_as_one(text: Path) -> None:
     options = ("--text", "text.py", "--steps", "8")
-    said = finish(begin(text, *TRAIN, *options, "--nvme-path", "two", "--log", "two.jsonl", ranks=2))
+    said = finish(begin_torchrun(text, *TRAIN, *options, "--nvme-path", "two", "--log", "two.jsonl"))
     assert said.count("parameters") == 1 and said.count("median step") == 1, "one rank speaks"
     finish(begin(text, *TRAIN, *options, "--nvme-path", "one", "--log", "one.jsonl"))
     # gpt2-tiny has dropout, of which each rank draws its own: the first loss alone is of the same weights and rows
@@ -32,7 +32,7 @@ def test_two_ranks_train_as_one(text: Path) -> None:
 
 def test_a_killed_rank_ends_the_command_and_is_named(text: Path) -> None:
     options = ("--text", "text.py", "--steps", "100000", "--log", "log.jsonl")
-    ranks = begin(text, *TRAIN, *options, ranks=2)
+    ranks = begin_torchrun(text, *TRAIN, *options)
     while len(losses(text / "log.jsonl")) < 3:
         assert ranks.poll() is None, ranks.communicate()[0]
         time.sleep(0.05)
@@ -44,6 +44,6 @@ def test_a_killed_rank_ends_the_command_and_is_named(text: Path) -> None:
     assert "was killed or has crashed" in said, said
     done = len(losses(text / "log.jsonl"))
     more = ("--text", "text.py", "--steps", str(done + 2), "--log", "log.jsonl", "--resume", "auto")
-    said = finish(begin(text, *TRAIN, *more, ranks=2))
+    said = finish(*begin_ranks(text, *TRAIN, *more))
     assert "going on after step" in said
     assert len(losses(text / "log.jsonl")) == done + 2
