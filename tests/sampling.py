@@ -86,9 +86,10 @@ def sample(cases: Sequence[Mapping[str, Hashable]], count: int, seed: str) -> li
 
 
 def _case(item: pytest.Item) -> Mapping[str, Hashable]:
-    """Return the index of each parameter's value; a test without parameters has none."""
+    """Return the value of each parameter, an object by its identity; a test without parameters has none."""
     callspec = getattr(item, "callspec", None)
-    return {} if callspec is None else dict(callspec.indices)
+    values = {} if callspec is None else callspec.params
+    return {name: value if isinstance(value, str | int | float) else id(value) for name, value in values.items()}
 
 
 def _are_named(config: pytest.Config) -> bool:

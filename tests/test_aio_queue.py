@@ -61,6 +61,7 @@ def noise(nbytes: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("skew", [0, 1, 512], ids=lambda skew: f"address+{skew}")
 def test_any_size_offset_and_address(queue: IoQueue, folder: Path, skew: int) -> None:
     path = folder / "file"

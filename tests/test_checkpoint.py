@@ -57,6 +57,7 @@ def goes_on(
 # -- going on -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("one", "other"), [(DISK, DISK), (DISK, CPU), (CPU, NONE), (NONE, ("cpu", "nvme")), (("none", "cpu"), DISK)]

@@ -113,6 +113,7 @@ def goes_on(folder: Path, least: int, same_tag: bool) -> int:
     return step
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("moment", "same_tag"),
     [(moment, same) for moment in MOMENTS for same in (False, True) if same or moment not in _REPLACES],

@@ -35,6 +35,7 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return epochs
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "nvme"), ("nvme", "none"), ("cpu", "cpu")])
 @pytest.mark.parametrize("every", [2, 100])
 def test_the_same_bits(every: int, placement: tuple[str, str], tmp_path: Path) -> None:
@@ -89,6 +90,7 @@ def _die_after(folder: Path, placement: tuple[str, str], steps: int, writes: int
     engine.destroy()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("writes", [1, 6])
 @pytest.mark.parametrize(("steps", "committed"), [(1, 0), (3, 0), (5, 3), (6, 3)])
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "cpu")])

@@ -67,6 +67,7 @@ def runs(
     return train(JOB, placement, folder, device, **options), device
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_random_lateness_changes_no_bit(
     placement: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -182,6 +182,7 @@ IN_CREATE = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("point", IN_COMMIT)
 def test_in_a_commit(point: str, tmp_path: Path, whole: Result) -> None:
     where, counts = IN_COMMIT[point]
@@ -189,6 +190,7 @@ def test_in_a_commit(point: str, tmp_path: Path, whole: Result) -> None:
     resumed(tmp_path, EPOCH - 1 + counts, whole)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("point", [*IN_COMMIT, "when the first blob is reserved", "when both blobs are reserved"])
 def test_in_the_first_commit(point: str, tmp_path: Path, whole: Result) -> None:
     if point in IN_COMMIT:

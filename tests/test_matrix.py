@@ -107,6 +107,7 @@ def test_the_cover_has_each_pair() -> None:
     assert len(COVER) < 25 and len(COVER) + len(REST) == 7 * 3 * 3 * 2 * 2
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     "case", [*COVER, *(pytest.param(case, marks=pytest.mark.slow) for case in REST)], ids=lambda case: str(case)
 )

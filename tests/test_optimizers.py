@@ -51,6 +51,7 @@ def test_it_is_the_optimizer_of_torch(name: str, dtype: str, tmp_path: Path) -> 
     bounds.same_training(mine, plain, job)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", [name for name in JOBS if name != "AdamW"])
 def test_placements_have_the_same_bits(name: str, dtype: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.oracle import Job, assert_same, room_for, run
 JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT._replace(accumulation=2)}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", JOBS)
 def test_late_io(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

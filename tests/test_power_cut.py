@@ -434,6 +434,7 @@ def test_cut_again_and_again_and_again(room: Path) -> None:
 RANK = "drives/{}/run/rank0"
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "path",
     [

@@ -23,6 +23,7 @@ from tests.pretrained import CAUSAL, DISK, FAMILIES, SMALL, Plain, T, engine_of,
 pytestmark = pytest.mark.usefixtures("engines_end")
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_comes_and_goes(name: str, dtype: str, tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ JOBS = {
 # -- what one rank would do ---------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.numeric
 def test_as_one_rank_with_the_whole_batch(name: str, ranks: RankPool, tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def everywhere(job: Job, folder: Path) -> Result:
     return results[0]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TRIED)
 @pytest.mark.numeric
 def test_same_bits_in_some_placements(name: str, ranks: rank_pool.RankPool, tmp_path: Path) -> None:

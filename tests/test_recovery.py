@@ -119,6 +119,7 @@ def assert_nothing_left(engine: offload.Engine) -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("place", "kind"), ROWS)
 def test_training_goes_on(place: str, kind: str, dtype: str, tmp_path: Path) -> None:

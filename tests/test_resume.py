@@ -19,6 +19,7 @@ from tests.test_modules import Layers
 DISK = ("nvme", "nvme")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dtype", "placement", "late"), [("bf16", DISK, 0.0), ("fp32", ("cpu", "nvme"), 0.0), ("bf16", DISK, 0.02)]
 )

@@ -183,6 +183,7 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     return lr_scheduler.OneCycleLR(optimizer, max_lr=0.03, total_steps=20)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "setup",
     [

@@ -330,6 +330,7 @@ def uses_of(calls: list[tuple[str, int]]) -> list[Use]:
 JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT._replace(accumulation=2)}
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("more", [0, 20_000, 400_000, 2_000_000])
 @pytest.mark.parametrize("units", [2, 3])
 @pytest.mark.parametrize("name", JOBS)

@@ -166,6 +166,7 @@ def _plain(name: str, dtype: str, steps: int, clip: float = 0.0) -> dict[str, to
     return model.state_dict()
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_does_what_it_does_in_a_plain_loop_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
@@ -187,6 +188,7 @@ def test_with_a_clip_it_follows_the_plain_loop(dtype: str, tmp_path: Path) -> No
     bounds.same_weights(mine, plain, job)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["Adafactor", "Muon", "states of many kinds"])
 def test_placements_have_the_same_bits(name: str, dtype: str, tmp_path: Path) -> None:

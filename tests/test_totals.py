@@ -156,6 +156,7 @@ JOBS = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("accumulates", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("name", JOBS)
