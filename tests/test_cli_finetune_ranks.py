@@ -23,7 +23,6 @@ def train(folder: Path, run: str, *options: str, ranks: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("options", "file"), [((), "model"), (("--lora", "r=4"), "adapter_model")])
-@pytest.mark.numeric
 def test_two_ranks_train_as_one(tmp_path: Path, options: tuple[str, ...], file: str) -> None:
     make_folder(tmp_path / "model", MARKING_TEMPLATE)
     lines = [

@@ -314,7 +314,7 @@ def train_plainly(job: Job) -> Result:
     finally:
         for name in ("RANK", "WORLD_SIZE"):
             del os.environ[name]
-    return Result(losses, norms, {})
+    return Result(losses, norms, model.state_dict())
 
 
 def evaluate_alone(folder: Path) -> tuple[list[float], int]:
