@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from offload.cli_machine import BAD_INPUT, FAILED, Json, errors, parse_count, signals, telling
+from offload.cli_machine import BAD_INPUT, FAILED, Json, errors, parse_count, signals
+from offload.cli_progress import measuring
 from offload.sizes import parse_size
 
 
@@ -23,11 +24,13 @@ def probe(
         list[str] | None, typer.Argument(help="Folders for swap files, one for each drive. [default: .]")
     ] = None,
     device: Annotated[str, typer.Option(help="Where training will compute: auto, cpu, cuda.")] = "auto",
-    size: Annotated[str, typer.Option(help="Bytes of the file that is written and read on each drive.")] = "256MiB",
+    size: Annotated[
+        str, typer.Option(help="Bytes at most of the file that is written and read on each drive.")
+    ] = "256MiB",
     keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Keep the result for `offload plan`.")] = True,
     json_output: Json = False,
 ) -> None:
-    """Measure this machine, in under a minute: memory, drives, copies, optimizer, matrix products.
+    """Measure this machine, in under a minute: drives, memory, copies, matrix products and optimizer in each dtype.
 
     Example: offload probe /mnt/nvme
     """
@@ -44,16 +47,20 @@ def probe(
         probing.check_folders(paths or ["."])
         if keep:
             probing.check_kept()
-    with errors(FAILED), signals(), telling(console) as tell:
+    with errors(FAILED), signals(), measuring() as tell:
         found = probing.probe(paths or ["."], device, nbytes, tell)
         where = probing.keep(found) if keep else None
     if json_output:
+        for doubt in found.doubts:
+            console.print(f"warning: {doubt}", soft_wrap=True, markup=False)
         print(json.dumps(probing.as_json(found)), flush=True)
         return
     table = Table(show_header=False, box=None)
     for name, value in probing.lines(found):
         table.add_row(name, value)
     console.print(table, markup=False)
+    for doubt in found.doubts:
+        console.print(f"warning: {doubt}", soft_wrap=True, markup=False)
     console.print(f"measured in {found.seconds:.0f} s" + (f", kept in {where}" if where else ""), soft_wrap=True)
 
 

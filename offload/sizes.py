@@ -52,6 +52,14 @@ def format_decimal(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def format_count(number: float) -> str:
+    """How many of something, as people write it, with three digits: 100000000 -> '100M', 1234567 -> '1.23M'."""
+    for letter, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= 0.9995 * size:
+            return f"{float(f'{number / size:.3g}'):g}{letter}"
+    return f"{number:.0f}"
+
+
 def format_time(seconds: float) -> str:
     """Seconds for people, in the largest unit of which there are two: 475200 -> '5.5 days'."""
     for unit, length in (("years", 365.25 * 86400), ("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):

@@ -31,7 +31,7 @@ from bench.gpu.training import Waits, Watch, measure_steps
 from bench.gpu.work import PLACEMENTS, Work, config_for
 from offload.engine import initialize
 from offload.planner.memory import Room
-from offload.probe import Rates
+from offload.probe import DtypeRates, Rates
 from offload.sizes import GIB, MIB
 
 TIERS = ("none", "cpu", "nvme")
@@ -238,7 +238,7 @@ def test_the_profilers_events_are_told_apart() -> None:
 
 
 def test_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = Rates(*([1.0] * len(Rates._fields)))._replace(matmul=5e12, optimizer=2e9)
+    given = Rates(*[1.0] * 5, {"bf16": DtypeRates(5e12, 1.0, 1.0, 2e9, 1.0)})
     monkeypatch.setattr(rates_part, "measure_rates", lambda device: given)
     seen: list[dict[str, Any]] = []
     rates_part.rates(small(tmp_path), seen.append)

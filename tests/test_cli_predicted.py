@@ -22,7 +22,8 @@ from offload.presets import PRESETS, build
 from tests.folders import make_folder
 
 SMALL = ("--text", "text.py", "--batch-size", "2", "--seq-len", "32", "--device", "cpu")
-RATES = probe.Rates(2e10, 1e10, 1e9, 2e9, 5e9, 5e9, 1e11, 1e10, 4e9, 1e10)
+_OF = probe.DtypeRates(1e11, 1e10, 1e10, 1e9, 2e9)
+RATES = probe.Rates(2e10, 1e10, 5e9, 5e9, 4e9, dict.fromkeys(probe.DTYPES, _OF))
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def keep(folder: str = ".") -> None:
     """A probe of this machine, with rates of another."""
     drive = probe.DriveRates(str(Path(folder).resolve()), "/dev/some", 2e9, 1e9, 1.5e9)
-    probe.keep(probe.Probed(probe._machine(torch.device("cpu")), RATES, (drive,), "2026-01-01", 1.0))
+    probe.keep(probe.Probed(probe.machine_of(torch.device("cpu")), RATES, (drive,), "2026-01-01", 1.0))
 
 
 def call(*arguments: str) -> Any:

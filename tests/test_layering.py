@@ -37,6 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "machine": {"kernels", "engine", "swapper"},
     "info": {"errors", "sizes", "aio", "machine"},
     "bench": {"errors", "sizes", "aio", "kernels", "<root>"},
+    "cli_progress": set(),
+    "cli_signals": set(),
     "probe": {"errors", "sizes", "aio", "kernels", "swapper", "bench", "info"},
     "report": {"errors", "sizes"},
     "planner": {
@@ -63,10 +65,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli_machine": {"errors", "sizes", "config", "aio", "bench", "info", "tune", "<root>"},
     "cli_summary": {"sizes", "report"},
     "cli_report": {"errors", "report", "cli_machine"},
-    "cli_run": {"errors", "sizes", "config", "engine", "train", "cli_machine", "cli_summary"},
+    "cli_run": {"errors", "sizes", "config", "engine", "train", "cli_machine", "cli_signals", "cli_summary"},
     "cli_train": {"train_options", "cli_machine", "cli_run"},
     "cli": {"cli_machine", "cli_inspect", "cli_store", "cli_plan", "cli_report", "cli_train", "<root>"},
-    "cli_plan": {"errors", "sizes", "config", "cli_machine", "probe", "planner"},
+    "cli_plan": {"errors", "sizes", "config", "cli_machine", "cli_progress", "cli_signals", "probe", "planner"},
     "__init__": {"errors", "engine", "schedules", "planner"},
     "__main__": {"cli"},
 }

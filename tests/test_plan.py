@@ -75,7 +75,7 @@ def test_words() -> None:
     assert done.exit_code == 0, done.output
     for words in ("weights on", "tiles of the optimizer", "least that works", "NVMe limits", "what to change first"):
         assert words in done.stdout
-    assert "assumed:" in done.stdout and "1e+09 tokens take" in done.stdout and "rated 1200 TB" in done.stdout
+    assert "assumed:" in done.stdout and "1B tokens take" in done.stdout and "rated 1200 TB" in done.stdout
 
 
 def test_help_has_an_example() -> None:

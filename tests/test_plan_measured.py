@@ -18,7 +18,7 @@ from offload.planner import measured
 from offload.planner.hardware import Hardware, described
 from offload.planner.shape import Shape, from_name
 from offload.planner.timing import Load
-from offload.probe import Probed, Rates, keep
+from offload.probe import DTYPES, DtypeRates, Probed, Rates, keep
 from offload.sizes import GIB
 
 TOKENS = 16
@@ -187,7 +187,8 @@ def probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     about = about_machine() | {"name": "here", "gpu": None, "gpu_memory_bytes": 0}
-    keep(Probed(about, Rates(*(1e10,) * len(Rates._fields)), (), "2026-11-22", 1.0))
+    rates = Rates(*(1e10,) * 5, dict.fromkeys(DTYPES, DtypeRates(*(1e10,) * 5)))
+    keep(Probed(about, rates, (), "2026-11-22", 1.0))
 
 
 def plan(*arguments: str) -> Any:

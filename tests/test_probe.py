@@ -1,23 +1,31 @@
-"""`offload probe`: every rate of the machine once, kept for this machine and for no other."""
+"""`offload probe`: every rate of the machine once, within its seconds, kept for this machine and for no other."""
 
 from __future__ import annotations
 
+import functools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from offload import probe
 from offload.cli import app
+from offload.planner.hardware import probed
+from offload.probe import disturb, pace
+from offload.probe.pace import grown, in_turns
+
+SECONDS = 0.3
+"""So little that every size is the smallest; on any machine."""
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name, value in {"_NUMEL": 1 << 16, "_COPIED": 1 << 20, "_ROUNDS": 1}.items():
-        monkeypatch.setattr(probe, name, value)
+    monkeypatch.setattr(probe, "probe", functools.partial(probe.probe, seconds=SECONDS))
 
 
 def run(*arguments: str) -> Any:
@@ -28,17 +36,34 @@ def test_all_rates_are_measured_and_kept(tmp_path: Path) -> None:
     done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert all(value > 0 for value in found["rates"].values())
+    by_dtype = found["rates"].pop("by_dtype")
+    assert by_dtype.keys() == {"bf16", "fp32", "fp16"}
+    assert all(value > 0 for rates in (found["rates"], *by_dtype.values()) for value in rates.values())
     assert [drive["path"] for drive in found["drives"]] == [str(tmp_path)]
     assert all(found["drives"][0][name] > 0 for name in ("read", "write", "mixed"))
     kept = probe.kept()
-    assert kept is not None and probe.as_json(kept) == found
+    assert kept is not None and probe.as_json(kept) == json.loads(done.stdout)
     assert not list(tmp_path.glob(".offload-probe*")), "its file is gone"
 
 
 def test_words_say_where_it_is_kept(tmp_path: Path) -> None:
     done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu")
     assert done.exit_code == 0 and str(probe.kept_at().name) in done.stdout and "optimizer" in done.stdout
+
+
+def test_what_is_measured_is_told_line_by_line_where_there_is_no_terminal(tmp_path: Path) -> None:
+    done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu", "--json")
+    json.loads(done.stdout)
+    told = [line for line in done.stderr.splitlines() if line.startswith("measuring ")]
+    assert told[0] == f"measuring the drive of {tmp_path}" and len(told) == len(set(told)) > 10
+    for words in ("memory", "matrix products in bf16", "optimizer and gradients in fp32", "new memory"):
+        assert f"measuring {words}" in told
+
+
+def test_all_of_it_is_told_from_0_to_1(tmp_path: Path) -> None:
+    told: list[float] = []
+    probe.probe([str(tmp_path)] * 2, "cpu", 1 << 20, lambda _, done: told.append(done))
+    assert told[0] == 0 and told == sorted(set(told)) and 0.8 < told[-1] < 1
 
 
 def test_a_second_drive_joins_the_first(tmp_path: Path) -> None:
@@ -88,3 +113,127 @@ def test_a_cache_that_is_no_whole_path_does_not_count(tmp_path: Path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert probe.kept_at().parent == tmp_path / ".cache" / "offload"
+
+
+# -- seconds ------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """One on which a call of a size takes so many seconds for each unit of work, on a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        self.now, self.seconds, self.called = 0.0, seconds, list[float]()
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def call(self, work: float) -> Any:
+        def action() -> None:
+            self.called.append(work)
+            self.now += work * self.seconds
+
+        return action
+
+
+SIZES = (1.0, 8.0, 64.0, 512.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "size"), [(1.0, 1.0), (0.05, 1.0), (0.01, 8.0), (0.001, 64.0), (0.0001, 512.0), (1e-9, 512.0)]
+)
+def test_sizes_grow_until_a_call_takes_long_enough(
+    seconds: float, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch, seconds)
+    assert grown(SIZES, float, machine.call, 0.05) == size
+    assert machine.called == sorted(machine.called), "never a large one before a small one"
+    assert max(machine.called) * seconds <= max(2 * 0.05, seconds), "no call is much longer than it should be"
+
+
+@pytest.mark.parametrize("seconds", [10.0, 0.3, 1e-4])
+def test_rounds_end_with_their_seconds(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, seconds)
+    assert in_turns([machine.call(1.0), machine.call(2.0)], 1.0) == pytest.approx([seconds, 2 * seconds])
+    assert machine.now <= max(1.0 + 3 * seconds, 6 * seconds), "two rounds, or as many as fit"
+    assert len(machine.called) <= 2 * (pace._ROUNDS + 1)
+
+
+def test_a_slow_drive_has_a_shorter_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.aio.measure import Pass
+    from offload.probe import measure
+
+    moved: list[int] = []
+
+    def move(queue: Any, file: Any, buffer: memoryview, *_: Any) -> Pass:
+        moved.append(len(buffer))
+        time.sleep(0.02)
+        return Pass(len(buffer), len(buffer) / 1e6, 0.0)
+
+    monkeypatch.setattr(measure, "move", move)
+    monkeypatch.setattr(measure, "_REQUEST", 1 << 16)
+    found = probe.drive_rates(str(tmp_path), 1 << 22, seconds=0.05)
+    assert found.read == found.write == found.mixed == pytest.approx(1e6)
+    assert moved == [2 << 16] * 4, "one round of what was written in the seconds of the first write"
+
+
+# -- what runs beside ---------------------------------------------------------------------------------
+
+
+def test_two_figures_that_differ_are_told_with_the_cure() -> None:
+    words = lambda rate: f"{rate:g} GB/s"  # noqa: E731
+    assert disturb.apart("memory", 20.0, 17.0, words) == []
+    for first, last in ((20.0, 10.0), (10.0, 20.0)):
+        (told,) = disturb.apart("memory", first, last, words)
+        assert f"memory: {first:g} GB/s at the beginning" in told and f"{last:g} GB/s at its end" in told
+        assert "run `offload probe` again when nothing else runs" in told
+
+
+def test_cores_that_others_take_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, busy, mine = [0.0], [0.0], [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "process_time", lambda: mine[0])
+    monkeypatch.setattr(disturb, "_busy", lambda: busy[0])
+    monkeypatch.setattr(disturb, "_cores", lambda: {0, 1, 2, 3})
+    for of_all, of_mine, told in ((40.0, 39.0, 0), (40.0, 30.0, 1), (10.0, 1.0, 1), (20.0, 20.0, 0)):
+        clock[0] = busy[0] = mine[0] = 0.0
+        others = disturb.Others()
+        clock[0], busy[0], mine[0] = 10.0, of_all, of_mine
+        assert len(others.doubts()) == told
+    monkeypatch.setattr(disturb, "_busy", lambda: None)
+    assert disturb.Others().doubts() == [], "where nobody can tell"
+
+
+def test_what_ran_beside_is_kept_and_assumed_by_a_plan(tmp_path: Path) -> None:
+    done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu")
+    kept = probe.kept()
+    assert kept is not None
+    doubts = ("memory: 2 GB/s at the beginning of the probe, 1 GB/s at its end",)
+    probe.keep(kept._replace(doubts=doubts))
+    again = probe.kept()
+    assert again is not None and again.doubts == doubts
+    assert set(doubts) <= set(probed(again, 1 << 30).assumed)
+    assert done.stdout.count("warning: ") == len(kept.doubts)
+
+
+def test_a_plan_counts_with_the_rates_of_its_dtype(tmp_path: Path) -> None:
+    run(str(tmp_path), "--size", "1MiB", "--device", "cpu")
+    kept = probe.kept()
+    assert kept is not None
+    for name, dtype in probe.DTYPES.items():
+        on, of = probed(kept, 1 << 30, dtype=name), kept.rates.by_dtype[name]
+        assert (on.matmul, on.weights, on.elementwise, on.optimizer, on.gradient) == (
+            *(of.matmul, of.weights, of.elementwise),
+            *(of.optimizer, of.gradient),
+        )
+        assert on.itemsize == torch.empty(0, dtype=dtype).itemsize
+    cast = probed(kept, 1 << 30, dtype="fp32", autocast=True)
+    assert cast.matmul == kept.rates.by_dtype["bf16"].matmul and cast.itemsize == 4
+
+
+def test_in_a_terminal_it_is_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    from offload import cli_progress
+
+    monkeypatch.setattr(cli_progress, "Console", lambda **given: Console(**given, force_terminal=True, width=100))
+    done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu", "--json")
+    json.loads(done.stdout)
+    assert "━" in done.stderr and "memory" in done.stderr and "measuring " not in done.stderr

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
-from offload.sizes import GIB, align_up, format_size, parse_size
+from offload.sizes import GIB, align_up, format_count, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,19 @@ def test_what_is_no_size(text: object) -> None:
 
 def test_numbers_as_words() -> None:
     assert [format_size(n) for n in (0, 1023, 1536, 13314398618)] == ["0 B", "1023 B", "1.5 KiB", "12.4 GiB"]
+
+
+def test_counts_as_words() -> None:
+    counts = {
+        0: "0",
+        999: "999",
+        1000: "1k",
+        100_000_000: "100M",
+        1_234_567: "1.23M",
+        999_999_999: "1B",
+        2 * 10**12: "2T",
+    }
+    assert {number: format_count(number) for number in counts} == counts
 
 
 @given(st.integers(0, 2**60), st.integers(1, 2**30))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import torch
 
 from bench.gpu.work import Save, Work
 from bench.measure import seconds
-from offload.probe import drive_rates, measure_rates
+from offload.probe import Rates, drive_rates, measure_rates
 
 _OF_A_COPY = 8
 """The drive moves so many times the bytes of a copy, so that no cache of its own holds them."""
@@ -17,10 +18,17 @@ _PRODUCTS = 20
 
 def rates(work: Work, save: Save) -> None:
     """Matrix products, and all of `offload probe` of this device and of the folder's drive."""
-    found = {"plain_matmul": plain_matmul(work.device, work.rounds), **measure_rates(work.device)._asdict()}
+    found = {"plain_matmul": plain_matmul(work.device, work.rounds), **_flat(measure_rates(work.device))}
     save(found)
     drive = drive_rates(str(work.folder), _OF_A_COPY * work.copy_nbytes)
     save(found | {"drive": drive._asdict()})
+
+
+def _flat(measured: Rates) -> dict[str, Any]:
+    """Those of bf16, in which all of this trains."""
+    found = measured._asdict()
+    by_dtype = found.pop("by_dtype")
+    return {**found, **by_dtype["bf16"]._asdict()}
 
 
 def plain_matmul(device: torch.device, rounds: int) -> float:

@@ -24,6 +24,7 @@ from offload.kernels import AdamWStep, Partition, Segment, _native, settings
 STEP = AdamWStep(1e-4, 0.9, 0.999, 1e-8, 0.01, 11)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _TILE = 1 << 18
+_NOISE = 1 << 22
 
 
 class Case(NamedTuple):
@@ -89,7 +90,11 @@ def _like(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _noise(numel: int, scale: float) -> torch.Tensor:
-    return _like(numel, torch.float32).normal_(0, scale, generator=torch.Generator().manual_seed(0))
+    """In pieces: no call takes long, so that a signal is obeyed between them."""
+    values, generator = _like(numel, torch.float32), torch.Generator().manual_seed(0)
+    for start in range(0, numel, _NOISE):
+        values[start : start + _NOISE].normal_(0, scale, generator=generator)
+    return values
 
 
 def cases(dtypes: Sequence[str], grad_dtypes: Sequence[str], threads: Sequence[int], isas: Sequence[str]) -> list[Case]:

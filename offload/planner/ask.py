@@ -68,9 +68,10 @@ def planned(model: Model, machine: Described, step: Step, file: Path | None = No
     if measure and (model.name is None or machine.gpu is not None):
         raise ConfigError("--measure runs the model on this machine: it needs --model, and no --gpu")
     content = None if file is None else read_json(file)
-    on = hardware(machine)
-    dtype = step.dtype or (load_config(content).dtype if content is not None else _dtype(machine, on))
-    units = load_config(content).offload.units if content is not None else ()
+    config = None if content is None else load_config(content)
+    dtype = step.dtype or (config.dtype if config is not None else _dtype(machine))
+    on = hardware(machine, dtype, config is not None and config.torch_autocast.enabled)
+    units = config.offload.units if config is not None else ()
     of = shape(model, step.sequence, DTYPES[dtype], units)
     if content is None:
         load = Load(step.batch or 1, step.accumulation or 1)
@@ -85,9 +86,10 @@ def planned(model: Model, machine: Described, step: Step, file: Path | None = No
     return choice.plan(of, on, load, content)
 
 
-def _dtype(machine: Described, on: Hardware) -> str:
-    """What a run would take by default: on this machine as `offload train` chooses, on a described one bf16."""
-    return "bf16" if machine.gpu is not None else choose(torch.device("cpu" if on.on_cpu else "cuda")).dtype
+def _dtype(machine: Described) -> str:
+    """Return what a run takes by default: on a described machine bf16, on this one what `offload train` chooses."""
+    found = kept() if machine.gpu is None else None
+    return "bf16" if found is None else choose(torch.device("cuda" if found.machine["gpu"] else "cpu")).dtype
 
 
 def _check(step: Step, file: Path | None) -> None:
@@ -110,11 +112,11 @@ def shape(model: Model, sequence: int, dtype: torch.dtype, units: Sequence[str] 
         return from_name(model.name, sequence, dtype, units)
     if model.parameters is None or model.layers is None:
         raise ConfigError("expected a model: --model llama-7b, or --parameters 13B --layers 40")
-    return from_count(model.parameters, model.layers, sequence)
+    return from_count(model.parameters, model.layers, sequence, dtype.itemsize)
 
 
-def hardware(machine: Described) -> Hardware:
-    """The described machine, or the probed one with what was said of it."""
+def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) -> Hardware:
+    """The described machine, or the probed one with what was said of it, for weights of this dtype."""
     ram = None if machine.ram is None else parse_size(machine.ram)
     drives = tuple(map(parse_drive, machine.drives))
     memory = None if machine.memory is None else parse_rate(machine.memory)
@@ -122,7 +124,7 @@ def hardware(machine: Described) -> Hardware:
     if machine.gpu is not None:
         if machine.paths:
             raise ConfigError("--nvme-path is a drive of the probed machine; with --gpu describe drives by --drive")
-        return described(machine.gpu, ram, drives, memory, link)
+        return described(machine.gpu, ram, drives, memory, link, dtype, autocast)
     found = kept()
     if found is None:
         raise ConfigError(
@@ -131,7 +133,7 @@ def hardware(machine: Described) -> Hardware:
         )
     if memory is not None or link is not None:
         raise ConfigError("--memory-bandwidth and --pcie belong to a described machine; give --gpu too")
-    on = probed(found, free_host_memory() if ram is None else ram, machine.paths)
+    on = probed(found, free_host_memory() if ram is None else ram, machine.paths, dtype, autocast)
     return on._replace(drives=drives) if drives else on
 
 

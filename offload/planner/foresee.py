@@ -50,7 +50,8 @@ def _machine(found: Probed, config: Config, going_on: bool) -> Hardware:
             f"the run computes on {device.type}, and the probe was of another device: run `offload probe --device "
             f"{device.type}`"
         )
-    machine = probed(found, free_host_memory(), config.drives if config.wants_store else ())
+    drives = config.drives if config.wants_store else ()
+    machine = probed(found, free_host_memory(), drives, config.dtype, config.torch_autocast.enabled)
     if device.type == "cuda":
         machine = machine._replace(gpu_memory=int(torch.cuda.mem_get_info(device)[0]))
     if going_on:

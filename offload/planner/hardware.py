@@ -12,8 +12,10 @@ from offload.errors import ConfigError
 from offload.probe import DriveRates, Probed
 from offload.sizes import GIB, format_size, parse_size
 
-KERNEL_BYTES = 26
-"""That AdamW moves for each parameter in bf16: weight, residual and moments in and out, and the gradient in."""
+KERNEL_BYTES = {"bf16": 26, "fp32": 28, "fp16": 28}
+"""That AdamW moves for each parameter: weight, what makes a master of it, and moments in and out, and the gradient in;
+an fp16 weight goes out only."""
+_ITEMSIZES = {"bf16": 2, "fp32": 4, "fp16": 2}
 
 _MATMUL_SHARE = 0.5
 _DEVICE_SHARE = 0.7
@@ -31,7 +33,9 @@ class Gpu(NamedTuple):
     name: str
     memory: int
     flops: float
-    """Dense, bf16, sums in fp32, a second."""
+    """Dense, bf16 and fp16, sums in fp32, a second."""
+    flops_fp32: float
+    """The same in fp32, by its plain units: torch takes TF32 only where it is told to."""
     bandwidth: float
     """Of its own memory, bytes a second."""
     link: float
@@ -39,17 +43,19 @@ class Gpu(NamedTuple):
 
 
 GPUS = (
-    Gpu("RTX 3090", 24 * GIB, 71e12, 936e9, 25e9),
-    Gpu("RTX 4090", 24 * GIB, 165e12, 1008e9, 25e9),
-    Gpu("RTX 5090", 32 * GIB, 210e12, 1792e9, 50e9),
-    Gpu("RTX A6000", 48 * GIB, 155e12, 768e9, 25e9),
-    Gpu("L4", 24 * GIB, 121e12, 300e9, 25e9),
-    Gpu("L40S", 48 * GIB, 362e12, 864e9, 25e9),
-    Gpu("A100 40GB", 40 * GIB, 312e12, 1555e9, 25e9),
-    Gpu("A100 80GB", 80 * GIB, 312e12, 2039e9, 25e9),
-    Gpu("H100", 80 * GIB, 989e12, 3350e9, 50e9),
-    Gpu("H200", 141 * GIB, 989e12, 4800e9, 50e9),
+    Gpu("RTX 3090", 24 * GIB, 71e12, 35.6e12, 936e9, 25e9),
+    Gpu("RTX 4090", 24 * GIB, 165e12, 82.6e12, 1008e9, 25e9),
+    Gpu("RTX 5090", 32 * GIB, 210e12, 104.8e12, 1792e9, 50e9),
+    Gpu("RTX A6000", 48 * GIB, 155e12, 38.7e12, 768e9, 25e9),
+    Gpu("L4", 24 * GIB, 121e12, 30.3e12, 300e9, 25e9),
+    Gpu("L40S", 48 * GIB, 362e12, 91.6e12, 864e9, 25e9),
+    Gpu("A100 40GB", 40 * GIB, 312e12, 19.5e12, 1555e9, 25e9),
+    Gpu("A100 80GB", 80 * GIB, 312e12, 19.5e12, 2039e9, 25e9),
+    Gpu("H100", 80 * GIB, 989e12, 67e12, 3350e9, 50e9),
+    Gpu("H200", 141 * GIB, 989e12, 67e12, 4800e9, 50e9),
 )
+"""Of NVIDIA's data sheets and of its white papers of Ampere (GA102), Ada and Blackwell; H100 and H200 are those on SXM
+boards."""
 
 
 class Drive(NamedTuple):
@@ -77,15 +83,17 @@ class Measured(NamedTuple):
 
 
 class Hardware(NamedTuple):
-    """All that a prediction counts with. Rates are of a second."""
+    """All that a prediction counts with, for weights of one dtype. Rates are of a second."""
 
     name: str
+    dtype: str
+    """bf16, fp16 or fp32: what rates of products, elementwise work, optimizer and gradients are of."""
     gpu_memory: int
     """Bytes that training may take; 0 where the CPU computes."""
     ram: int
     """Bytes that training may take."""
     matmul: float
-    """Floating-point operations of matrix products in bf16."""
+    """Floating-point operations of matrix products."""
     weights: float
     """Bytes of weights that a product takes in, beside its operations."""
     fresh: float
@@ -110,6 +118,11 @@ class Hardware(NamedTuple):
     """Sentences: what was neither measured nor given."""
     measured: Measured | None = None
     """What the rates of compute were scaled to; None where they are the probe's own."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight, and of its gradient."""
+        return _ITEMSIZES[self.dtype]
 
     @property
     def on_cpu(self) -> bool:
@@ -181,13 +194,19 @@ def described(
     drives: Sequence[Drive] = (),
     memory: float | None = None,
     link: float | None = None,
+    dtype: str = "bf16",
+    autocast: bool = False,
 ) -> Hardware:
-    """A machine that need not be there. `memory` and `link` are bytes a second of RAM and of PCIe."""
+    """A machine that need not be there. `memory` and `link` are bytes a second of RAM and of PCIe.
+
+    With `autocast` fp32 weights are multiplied in bf16.
+    """
     if gpu is None:
         raise ConfigError("a described machine needs --gpu, such as 24GB or 'RTX 4090'")
     found, like = find_gpu(gpu)
     assumed = [] if like is None else [like]
-    assumed.append(f"matrix products reach {_MATMUL_SHARE:.0%} of {found.flops / 1e12:.0f} Tflop/s")
+    flops = found.flops_fp32 if dtype == "fp32" and not autocast else found.flops
+    assumed.append(f"matrix products reach {_MATMUL_SHARE:.0%} of {flops / 1e12:.0f} Tflop/s")
     assumed.append(f"other work on the GPU moves {_DEVICE_SHARE:.0%} of {found.bandwidth / 1e9:.0f} GB/s")
     if link is None:
         assumed.append(f"copies to and from the GPU move {found.link / 1e9:.0f} GB/s each way")
@@ -205,49 +224,56 @@ def described(
     bandwidth = memory or _RAM_BANDWIDTH
     return Hardware(
         found.name,
+        dtype,
         int(_USABLE_RAM * found.memory),
         int(_USABLE_RAM * ram),
-        _MATMUL_SHARE * found.flops,
+        _MATMUL_SHARE * flops,
         _DEVICE_SHARE * found.bandwidth,
         _DEVICE_SHARE * found.bandwidth,
         _DEVICE_SHARE * found.bandwidth,
         link or found.link,
         link or found.link,
         bandwidth,
-        _HOST_SHARE * bandwidth / KERNEL_BYTES,
-        _DEVICE_SHARE * found.bandwidth / KERNEL_BYTES,
-        _HOST_SHARE * bandwidth / 4,
+        _HOST_SHARE * bandwidth / KERNEL_BYTES[dtype],
+        _DEVICE_SHARE * found.bandwidth / KERNEL_BYTES[dtype],
+        _HOST_SHARE * bandwidth / (2 * _ITEMSIZES[dtype]),
         0.0,
         tuple(drives),
         tuple(assumed),
     )
 
 
-def probed(found: Probed, free_host: int, folders: Sequence[str] = ()) -> Hardware:
-    """The machine that was measured. `folders` choose among its drives, each once; by default the last one counts."""
-    rates, gpu = found.rates, found.machine["gpu"]
+def probed(
+    found: Probed, free_host: int, folders: Sequence[str] = (), dtype: str = "bf16", autocast: bool = False
+) -> Hardware:
+    """The machine that was measured. `folders` choose among its drives, each once; by default the last one counts.
+
+    With `autocast` fp32 weights are multiplied in bf16.
+    """
+    rates, of, gpu = found.rates, found.rates.by_dtype[dtype], found.machine["gpu"]
     measured = dict.fromkeys(_measured(found, each) for each in folders) if folders else found.drives[-1:]
     drives = tuple(map(_drive, measured))
     gpu_memory = int(_USABLE_RAM * found.machine["gpu_memory_bytes"])
-    assumed = ["nothing else runs on the machine"]
+    assumed = ["nothing else runs on the machine", *found.doubts]
     if not gpu:
         assumed.append(f"each use of a unit is handed its weights in {_HANDED_SECONDS * 1e3:.1f} ms")
     if gpu:
         assumed.append(f"{_USABLE_RAM:.0%} of the GPU's memory is free; its optimizer moves what elementwise work does")
     return Hardware(
         gpu or f"{found.machine['processor']}, {found.machine['cores']} cores",
+        dtype,
         gpu_memory,
         free_host,
-        rates.matmul,
-        rates.weights,
+        found.rates.by_dtype["bf16"].matmul if autocast else of.matmul,
+        of.weights,
         rates.fresh,
-        rates.elementwise,
+        of.elementwise,
         rates.upload,
         rates.download,
         rates.memory,
-        rates.optimizer,
-        rates.elementwise / KERNEL_BYTES if gpu else rates.optimizer,
-        rates.gradient,
+        of.optimizer,
+        of.elementwise / KERNEL_BYTES[dtype] if gpu else of.optimizer,
+        of.gradient,
         0.0 if gpu else _HANDED_SECONDS,
         drives,
         tuple(assumed),

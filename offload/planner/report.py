@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from offload.planner.choice import Advice, Planned
-from offload.planner.timing import hiding_tokens
-from offload.sizes import format_size, format_time
+from offload.planner.timing import Timing, hiding_tokens
+from offload.sizes import format_count, format_size, format_time
 
 YEAR = 365.25 * 24 * 3600
 _NAMES = {"grad": "gradient", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
@@ -78,7 +78,7 @@ def in_short(planned: Planned) -> str:
     timing = planned.timing
     return (
         f"predicted: {_seconds(timing.seconds)} a step, {timing.tokens_per_second:,.0f} tokens/s, "
-        f"{format_size(timing.moved.read)} read and {format_size(timing.moved.written)} written; {_words(timing.limit)}"
+        f"{format_size(timing.moved.read)} read and {format_size(timing.moved.written)} written; {_words(timing)}"
     )
 
 
@@ -152,21 +152,22 @@ def _of_time(planned: Planned) -> list[str]:
     busy = ", ".join(f"{name} {_seconds(value)}" for name, value in timing.busy.items() if value)
     waited = ", ".join(f"{name} {_seconds(value)}" for name, value in timing.waited._asdict().items() if value)
     told = [
-        f"a step takes {_seconds(timing.seconds)}, {timing.tokens_per_second:.0f} tokens a second; "
-        f"{_words(timing.limit)}",
-        f"  work: {busy}; waits: {waited or 'none'}; the order of a step allows {_seconds(timing.formula_seconds)}",
+        f"a step takes {_seconds(timing.seconds)}, {timing.tokens_per_second:,.0f} tokens a second; {_words(timing)}",
+        f"  work: {busy}; waits: {waited or 'none'}; the least that its order allows is "
+        f"{_seconds(timing.formula_seconds)}",
     ]
     enough = _hiding(planned)
     have = planned.load.batch * planned.shape.sequence
-    if timing.limit != "compute" and enough is not None and enough > have:
-        told.append(f"  from {enough} tokens in a micro-batch on, {have} now, all I/O could hide behind compute")
+    if not timing.hidden and enough is not None and enough > have:
+        told.append(f"  from {enough:,} tokens in a micro-batch on, {have:,} now, all I/O could hide behind compute")
     return told
 
 
-def _words(limit: str) -> str:
-    if limit == "budget":
-        return "the host budget limits: units wait for room"
-    return f"{limit} limits"
+def _words(timing: Timing) -> str:
+    share = f"{timing.limit_seconds / timing.seconds:.0%} of the step"
+    if timing.limit == "budget":
+        return f"the host budget limits ({share}: units wait for room)"
+    return f"{timing.limit} limits ({share})"
 
 
 def _of_drives(planned: Planned, asked: Asked) -> list[str]:
@@ -182,14 +183,15 @@ def _of_drives(planned: Planned, asked: Asked) -> list[str]:
         told.append(line)
     if asked.tokens is not None:
         seconds = _run_seconds(planned, asked.tokens)
-        told.append(f"{asked.tokens:.3g} tokens take {format_time(seconds)}, {asked.tokens / timing.tokens:.0f} steps")
+        steps = asked.tokens / timing.tokens
+        told.append(f"{format_count(asked.tokens)} tokens take {format_time(seconds)}, {steps:,.0f} steps")
     return told
 
 
 def _untold(planned: Planned, advice: Advice) -> list[str]:
     if advice.changes:
         return []
-    if planned.timing.limit == "compute":
+    if planned.timing.hidden:
         return ["nothing to change: compute limits"]
     return ["nothing that was tried is more than a twentieth faster"]
 

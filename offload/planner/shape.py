@@ -61,12 +61,16 @@ class Shape(NamedTuple):
 
 # -- from numbers -------------------------------------------------------------------------------------
 
-_SAVED, _TRAFFIC = 46, 440
-"""Bytes for each token and each element of the hidden size that a layer keeps, and moves: as Llama's, in bf16."""
+_LAYER = {2: (46, 440), 4: (85, 745)}
+"""Bytes for each token and each element of the hidden size that a layer keeps, and moves: as Llama's, whose norms and
+rotations are in fp32 in any case. By bytes of a weight."""
 
 
-def from_count(parameters: int, layers: int, sequence: int) -> Shape:
-    """A decoder of equal layers, with an embedding and a head of 32000 tokens that are not tied."""
+def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -> Shape:
+    """A decoder of equal layers, with an embedding and a head of 32000 tokens that are not tied.
+
+    Its weights and activations have `itemsize` bytes an element; the loss is of fp32 in any case.
+    """
     if parameters < 1 or layers < 1 or sequence < 1:
         raise ConfigError(
             f"expected parameters, layers and tokens of at least 1, got {parameters}, {layers}, {sequence}"
@@ -87,12 +91,13 @@ def from_count(parameters: int, layers: int, sequence: int) -> Shape:
     )
     tokens = sequence * hidden
     flops = 2.0 * inner * sequence + 4.0 * sequence * tokens
-    layer = (flops, float(_TRAFFIC * tokens), _SAVED * tokens, 2 * tokens)
+    saved, traffic = _LAYER[itemsize]
+    layer = (flops, float(traffic * tokens), saved * tokens, itemsize * tokens)
     logits = sequence * _VOCABULARY
     uses = (
-        Use(0, 0.0, 4.0 * tokens, 0, 8 * sequence, lookup=True),
+        Use(0, 0.0, 2.0 * itemsize * tokens, 0, 8 * sequence, lookup=True),
         *(Use(index, *layer) for index in range(1, layers + 1)),
-        Use(layers + 1, 2.0 * outer * sequence, 57.0 * logits, 4 * logits, 2 * tokens),
+        Use(layers + 1, 2.0 * outer * sequence, 57.0 * logits, 4 * logits, itemsize * tokens),
     )
     return Shape(f"{parameters / 1e9:.3g}B in {layers} layers", layouts, uses, 4 * logits, sequence)
 

@@ -32,7 +32,8 @@ Predictions of `offload plan`, made by `python -m offload.planner.table`; nothin
 {_RAM // GIB} GiB of RAM, drives that read 7 and write 5 GB/s, have 4 TB each and are rated for {_RATED} written.
 bf16, AdamW, every step durable where there are swap files. A step has {_ACCUMULATION} micro-batches, each of the
 largest power of two of sequences of {_SEQUENCE} tokens that fits, up to {_BATCHES[0]}. "drive life" is until all
-drives have been written what they are rated for, training day and night.
+drives have been written what they are rated for, training day and night. "limit" is what most of a step's seconds
+are spent on, and their share.
 
 Assumed: matrix products reach half of the published speed, other work 70 % of the GPU's memory bandwidth, host memory
 60, 150 and 250 GB/s beside the three GPUs. [How to read a plan](plan.md).
@@ -79,7 +80,7 @@ def card_rows() -> list[str]:
                 f"{timing.seconds:.0f} s",
                 f"{timing.compute_seconds:.0f} s",
                 f"{timing.tokens_per_second:.0f}",
-                timing.limit,
+                _limit(planned),
                 format_size(timing.moved.written),
                 _drive_life(planned, _CARD_TBW),
             )
@@ -116,10 +117,16 @@ def _row(billions: int, layers: int, gpu: str, bandwidth: float, drives: int) ->
         format_size(memory.stored + memory.spilled),
         f"{timing.seconds:.0f} s",
         f"{timing.tokens_per_second:.0f}",
-        timing.limit,
+        _limit(planned),
         _drive_life(planned, _TBW * drives),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def _limit(planned: Planned) -> str:
+    """What most of the step's seconds are spent on, and their share."""
+    timing = planned.timing
+    return f"{timing.limit} {timing.limit_seconds / timing.seconds:.0%}"
 
 
 def _drive_life(planned: Planned, endurance: float) -> str:

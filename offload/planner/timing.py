@@ -1,4 +1,4 @@
-"""A step before it is made: played by `simulate` with a machine's rates, and the formula that says what can be hidden.
+"""A step before it is made: played by `simulate` with a machine's rates, and from how many tokens on all I/O can hide.
 
 compute of a use  =  flops / matmul + bytes of weights / weights + bytes / elementwise, once more where recomputed,
                      + what it takes to hand the weights over where the CPU computes
@@ -11,12 +11,13 @@ added up on a GPU:   (2 * bytes of its total + bytes of its gradient) / elementw
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 from offload.engine.forecast import lease_budgets, limits, unit_sizes, update_costs
+from offload.planner.bound import least
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.shape import Shape
@@ -30,8 +31,6 @@ from offload.swapper.simulate_machine import Moved, Waited
 from offload.swapper.simulate_updater import UpdateCost
 from offload.swapper.states import State
 
-_ITEMSIZE = 2
-"""Of weights: the rates of products are those of bf16."""
 _NEAR = 1.05
 """Of a bound: a step within it has reached it."""
 _LIBRARIES = 32 * MIB
@@ -69,15 +68,22 @@ class Timing(NamedTuple):
     seconds: float
     compute_seconds: float
     formula_seconds: float
-    """Of section "What can be hidden": the least that the order of a step allows."""
+    """The least that it can take, see `bound`."""
     busy: dict[str, float]
     """Seconds of work by what does it: compute, PCIe, NVMe, DRAM (the optimizer's kernel)."""
     limit: str
-    """Which of them makes the step as long as it is, or "budget"."""
+    """Which of them most of the step's seconds are spent on, computing or waiting; or "budget"."""
+    limit_seconds: float
+    """Those of it."""
     waited: Waited
     moved: Moved
     tokens: int
     simulation: Simulation
+
+    @property
+    def hidden(self) -> bool:
+        """Whether all I/O is, but for a twentieth."""
+        return self.seconds <= _NEAR * self.compute_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -109,7 +115,7 @@ def forward(shape: Shape, hardware: Hardware, batch: int) -> list[Pass]:
     found, times = [], Counter(use.unit for use in shape.uses)
     for use in shape.uses:
         layout = shape.layouts[use.unit]
-        learning, nbytes = layout.trainable_stop / layout.numel, _ITEMSIZE * layout.numel
+        learning, nbytes = layout.trainable_stop / layout.numel, hardware.itemsize * layout.numel
         products = batch * use.flops / hardware.matmul + (nbytes / hardware.weights if use.flops else 0.0)
         other = batch * use.nbytes / hardware.elementwise
         made = times[use.unit] * learning * nbytes / hardware.fresh if use.lookup else 0.0
@@ -146,7 +152,7 @@ def backward(
         seconds = each.backward + (each.seconds if recompute else 0.0)
         if last[each.unit] == position and each.unit in totals:
             nbytes = totals[each.unit]
-            seconds += (2 * nbytes + _ITEMSIZE * parts_numel[each.unit]) / hardware.elementwise
+            seconds += (2 * nbytes + hardware.itemsize * parts_numel[each.unit]) / hardware.elementwise
             seconds = max(seconds, nbytes / hardware.download) if leave else seconds
         elif last[each.unit] == position:
             seconds = _with_gradient(seconds, parts_numel[each.unit], hardware)
@@ -159,7 +165,7 @@ def backward(
 
 def _with_gradient(seconds: float, numel: int, hardware: Hardware) -> float:
     kept = numel / hardware.gradient
-    return seconds + kept if hardware.on_cpu else max(seconds, kept, 2 * numel / hardware.download)
+    return seconds + kept if hardware.on_cpu else max(seconds, kept, hardware.itemsize * numel / hardware.download)
 
 
 def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
@@ -199,7 +205,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, steps:
     shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts)
     costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
     rates = rates_of(memory, hardware)
-    tile = max(memory.placement.tile_numel, max(memory.parts.trainable_numel) // _TILES_OF_A_UNIT)
+    tile = _tile_numel(memory)
     found = simulate(
         passes,
         unit_sizes(memory.layouts, memory.placement, shares, memory.mode),
@@ -213,9 +219,9 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, steps:
     )
     compute = sum(each.seconds for each in passes)
     busy = _busy(found, costs, rates, compute, hardware)
-    least = formula(first, second, memory, costs, rates)
-    limit = _limit(found, compute, busy)
-    return Timing(found.seconds, compute, least, busy, limit, found.waited, found.moved, load.tokens(shape), found)
+    bound = min(_least(first, second, memory, costs, rates), found.seconds)  # where both are one sum, by its rounding
+    limit = _limit(found, compute, hardware.on_cpu)
+    return Timing(found.seconds, compute, bound, busy, *limit, found.waited, found.moved, load.tokens(shape), found)
 
 
 def _busy(
@@ -236,65 +242,36 @@ def _busy(
     }
 
 
-def _limit(found: Simulation, compute: float, busy: dict[str, float]) -> str:
-    if found.seconds <= _NEAR * compute:
-        return "compute"
-    waited = found.waited
-    if waited.room >= max(waited.update, waited.read, waited.upload):
-        return "budget"
-    if waited.upload >= max(waited.update, waited.read):
-        return "PCIe" if busy["PCIe"] else "compute"
-    return "NVMe" if busy["NVMe"] >= busy["DRAM"] else "DRAM"
+def _limit(found: Simulation, compute: float, on_cpu: bool) -> tuple[str, float]:
+    """The step's seconds are those of compute, of waits, and on a CPU of what else its cores do meanwhile."""
+    waited, worked = found.waited, found.worked
+    updates = "DRAM" if worked.kernels > worked.reads + worked.writes else "NVMe"
+    rest = max(0.0, found.seconds - compute - sum(waited)) + waited.upload
+    spent: dict[str, float] = defaultdict(float, {"compute": compute, "budget": waited.room, "NVMe": waited.read})
+    spent[updates] += waited.update
+    spent["DRAM" if on_cpu else "PCIe"] += rest  # copies, beside the kernel where that takes the same cores
+    return max(spent.items(), key=lambda each: each[1])
 
 
-# -- the formula --------------------------------------------------------------------------------------
+def _tile_numel(memory: Memory) -> int:
+    """Elements of an update that are read, computed and written at a time, as it is played."""
+    return max(memory.placement.tile_numel, max(memory.parts.trainable_numel) // _TILES_OF_A_UNIT)
 
 
-def formula(
+def _least(
     first: Sequence[Pass],
     second: Sequence[Sequence[Pass]],
     memory: Memory,
     costs: Sequence[UpdateCost | None],
     rates: simulate_machine.Rates,
 ) -> float:
-    """max over k of (updates up to the k-th use + the first forward from the k-th use on) + the other passes.
-
-    Each further pass takes the larger of its compute and the reads of the weights that are on DISK. Where the CPU
-    computes, the kernel's time comes on top, since cores do one thing at a time.
-    """
-    updates = [_update_seconds(cost, rates) for cost in costs]
-    seen: set[int] = set()
-    passed, left, longest = 0.0, sum(each.seconds for each in first), 0.0
-    for each in first:
-        if each.unit not in seen:
-            seen.add(each.unit)
-            passed += updates[each.unit]
-        longest = max(longest, passed + left)
-        left -= each.seconds
-    reads = _weights_on_disk(memory) / rates.read if rates.read else 0.0
-    again = [*second, *[first] * (len(second) - 1)]
-    rest = sum(max(sum(each.seconds for each in one), reads) for one in again)
-    kernel = sum(cost.numel for cost in costs if cost is not None) / rates.kernel if rates.on_cpu else 0.0
-    return longest + rest + kernel
-
-
-def _update_seconds(cost: UpdateCost | None, rates: simulate_machine.Rates) -> float:
-    if cost is None:
-        return 0.0
-    read = cost.weight_nbytes + cost.state_nbytes + cost.gradient_nbytes
-    io = rates.drive_seconds(read, cost.written_nbytes) if read + cost.written_nbytes else 0.0
-    return io if rates.on_cpu else max(io, cost.numel / rates.kernel)
-
-
-def _weights_on_disk(memory: Memory) -> int:
-    """Bytes that a pass reads: weights at home on DISK less what has room in leases."""
-    homes = zip(memory.parts.nbytes, memory.placement.homes, strict=True)
-    nbytes = sum(row[State.WEIGHT] for row, home in homes if home[State.WEIGHT] is Tier.DISK)
-    return max(0, nbytes - lease_budgets(memory.parts, memory.placement).host)
+    """What `bound` says of a step of these passes."""
+    opening, *others = ([TimedUse(each.unit, each.seconds) for each in one] for back in second for one in (first, back))
+    return least(opening, others, memory, costs, rates, _tile_numel(memory))
 
 
 def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int | None:
-    """Tokens of a micro-batch from which the formula hides all but a twentieth; None where no number does."""
+    """Tokens of a micro-batch from which a step can hide all but a twentieth; None where no number does."""
     costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
     rates = rates_of(memory, hardware)
 
@@ -302,7 +279,7 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
         first = forward(shape, hardware, batch)
         second = backwards(first, memory, hardware, load)
         compute = sum(each.seconds for each in (*first * load.accumulation, *chain(*second)))
-        return formula(first, second, memory, costs, rates) <= _NEAR * compute
+        return _least(first, second, memory, costs, rates) <= _NEAR * compute
 
     batch = 1
     while not hidden(batch):

@@ -39,7 +39,7 @@ class Rates(NamedTuple):
         written = min(self.written, max(mixed / 2, mixed - self.read))
         return min(1.0, (mixed - written) / self.read), written / self.written
 
-    def drive_seconds(self, read: int, written: int) -> float:
+    def drive_seconds(self, read: float, written: float) -> float:
         """So many bytes, as much of both at once as can be."""
         alone = (read / self.read, written / self.written)
         if not all(alone):

@@ -1,0 +1,110 @@
+"""What a plan says of seconds: by the rates of its dtype, never below the least, limited by what takes most."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from offload.planner import choice, memory, timing
+from offload.planner.hardware import GPUS, Hardware, described, find_gpu, parse_drive
+from offload.planner.report import in_short
+from offload.planner.shape import Shape, from_count
+from offload.planner.timing import Load
+from offload.sizes import GIB
+
+HOMES = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
+
+
+def small(itemsize: int = 2) -> Shape:
+    return from_count(60_000_000, 6, 128, itemsize)
+
+
+def machine(on_cpu: bool, drive: str, dtype: str = "bf16", **rates: float) -> Hardware:
+    found = described("RTX 4090", 8 * GIB, [parse_drive(drive)], 30e9, dtype=dtype)
+    of_cpu = {
+        "gpu_memory": 0,
+        "matmul": 2e11,
+        "weights": 1e10,
+        "fresh": 4e9,
+        "elementwise": 1e10,
+        "handed_seconds": 4e-4,
+    }
+    return found._replace(**(of_cpu if on_cpu else {}) | rates)
+
+
+def planned(shape: Shape, on: Hardware, load: Load, homes: tuple[str, str], **options: int) -> choice.Planned:
+    return choice.plan(shape, on, load, memory.settings(*homes, dtype=on.dtype, batch=load.batch, **options))
+
+
+@pytest.mark.parametrize(("on_cpu", "homes"), list(itertools.product((True, False), HOMES)))
+def test_no_least_is_above_what_is_predicted(
+    on_cpu: bool, homes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound itself, without what cuts it off where both are one sum."""
+    found: list[float] = []
+    real = timing._least
+    monkeypatch.setattr(timing, "_least", lambda *given: found.append(real(*given)) or found[-1])
+    reached = 0
+    for drive, load, dtype in itertools.product(
+        ("5GB/s,3GB/s", "0.2GB/s", "0.05GB/s,0.5GB/s"),
+        (Load(1), Load(8), Load(1, 3), Load(2, 1, True)),
+        ("bf16", "fp32"),
+    ):
+        told = planned(small(4 if dtype == "fp32" else 2), machine(on_cpu, drive, dtype), load, homes).timing
+        assert found[-1] <= told.seconds * (1 + 1e-9), (drive, load, dtype)
+        reached += told.seconds <= 1.1 * found[-1]
+    assert reached >= 12, "it says something: half of the steps come near it"
+
+
+def test_a_step_that_mostly_computes_is_limited_by_compute() -> None:
+    """Whatever it waits for beside: on a CPU the kernel, of an update that is not ready the drive."""
+    on = machine(True, "5GB/s")
+    for homes in HOMES:
+        step = planned(small(), on, Load(8), homes).timing
+        assert step.compute_seconds > 0.5 * step.seconds and step.limit == "compute", homes
+        assert step.limit_seconds == step.compute_seconds
+
+
+def test_what_limits_is_what_most_of_the_seconds_are_spent_on() -> None:
+    shape = small()
+    for on, homes, limit in (
+        (machine(True, "0.05GB/s"), ("nvme", "nvme"), "NVMe"),
+        (machine(True, "5GB/s", optimizer=1e7), ("none", "none"), "DRAM"),
+        (machine(True, "5GB/s", optimizer=1e7), ("cpu", "nvme"), "DRAM"),
+        (machine(False, "5GB/s", upload=2e7), ("cpu", "cpu"), "PCIe"),
+    ):
+        told = planned(shape, on, Load(1), homes)
+        step = told.timing
+        assert step.limit == limit and step.compute_seconds < step.limit_seconds <= step.seconds * (1 + 1e-9)
+        assert f"{limit} limits ({step.limit_seconds / step.seconds:.0%} of the step)" in in_short(told)
+
+
+# -- dtypes -------------------------------------------------------------------------------------------
+
+
+def test_fp32_of_a_gpu_is_that_of_its_plain_units() -> None:
+    for gpu in (gpu for gpu in GPUS if find_gpu(gpu.name)[0] is gpu):
+        rates = {dtype: described(gpu.name, dtype=dtype).matmul for dtype in ("bf16", "fp16", "fp32")}
+        assert rates["bf16"] == rates["fp16"] == gpu.flops / 2 and rates["fp32"] == gpu.flops_fp32 / 2 < rates["bf16"]
+        assert described(gpu.name, dtype="fp32", autocast=True).matmul == rates["bf16"]
+    assert any("41 Tflop/s" in words or "83 Tflop/s" in words for words in described("4090", dtype="fp32").assumed)
+
+
+def test_weights_and_activations_of_fp32_have_four_bytes() -> None:
+    on = {dtype: machine(True, "5GB/s", dtype) for dtype in ("bf16", "fp32")}
+    for name, more in (("weights", 2.0), ("elementwise", 1.3)):
+        seconds = {
+            dtype: sum(each.seconds for each in timing.forward(small(of.itemsize), of._replace(**{name: 1e7}), 1))
+            for dtype, of in on.items()
+        }
+        assert seconds["fp32"] > more * 0.95 * seconds["bf16"], name
+    assert on["fp32"].optimizer == pytest.approx(on["bf16"].optimizer * 26 / 28)
+    assert on["fp32"].gradient == pytest.approx(on["bf16"].gradient / 2)
+
+
+def test_a_slow_dtype_makes_a_slow_step() -> None:
+    """A machine without bf16 units: a plan of fp32 knows nothing of how slow bf16 is there."""
+    slow = planned(small(), machine(True, "5GB/s", matmul=7e9), Load(1), ("cpu", "cpu"))
+    fast = planned(small(4), machine(True, "5GB/s", "fp32", matmul=1e11), Load(1), ("cpu", "cpu"))
+    assert slow.timing.seconds > 5 * fast.timing.seconds
