@@ -31,6 +31,7 @@ from offload.swapper.monitor import Monitor
 from offload.swapper.pager import Pager
 from tests.late_device import LateDevice, use_device
 from tests.oracle import Job, start, train_step
+from tests.sampling import examples
 
 STEPS = 5
 _OURS = str(Path(offload.__file__).parent)
@@ -217,21 +218,21 @@ def test_no_interrupt_leaves_the_lock_taken(call: str) -> None:
 
 @pytest.mark.works("Recovery", "Ctrl-C at any moment of a forward, a backward or a step", "right or refused")
 def test_interrupts(tmp_path: Path) -> None:
-    _try(0, 40, tmp_path)
+    _try(0, examples(40), tmp_path)
 
 
 def test_interrupts_on_a_device_with_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_device(monkeypatch, LateDevice(0, 0.5))
-    _try(0, 40, tmp_path)
+    _try(0, examples(40), tmp_path)
 
 
 def test_interrupts_where_the_device_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_device(monkeypatch, LateDevice(0, 0.5))
-    _try(0, 40, tmp_path, job=JOB._replace(accumulation=2), device_memory=1 << 20)
+    _try(0, examples(40), tmp_path, job=JOB._replace(accumulation=2), device_memory=1 << 20)
 
 
 def test_interrupts_beside_a_time_line(tmp_path: Path) -> None:
-    _try(0, 40, tmp_path, trace=str(tmp_path / "trace.json"))
+    _try(0, examples(40), tmp_path, trace=str(tmp_path / "trace.json"))
 
 
 @pytest.mark.slow

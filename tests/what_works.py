@@ -67,7 +67,8 @@ def page() -> str:
     marks = _Marks()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = pytest.main(
-            ["--collect-only", "-q", "-m", "", "-p", "no:randomly", str(Path(__file__).parent)], plugins=[marks]
+            ["--collect-only", "-q", "--whole", "-m", "", "-p", "no:randomly", str(Path(__file__).parent)],
+            plugins=[marks],
         )
     if code:
         raise SystemExit(f"the tests cannot be collected:\n{said.getvalue()}")
