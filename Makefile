@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard offload/*/native/*.cpp offload/*/native/*.h)
+PACKAGES := $(wildcard offload/*/__init__.py offload/*/*/__init__.py)
 NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h)
 
 .PHONY: help train test test-all test-avx2 check format docs mutants sanitize
@@ -56,8 +57,9 @@ mutants: $(VENV)/.dev ## Show that the tests notice faults put in on purpose
 sanitize: ## Run the native tests of I/O under sanitizers: addresses, undefined behaviour, threads
 	sh scripts/sanitize.sh
 
-# A stamp for each extra, so that nothing is installed twice. Python sources need no second install.
-$(VENV)/.hf $(VENV)/.dev: $(VENV)/.%: pyproject.toml CMakeLists.txt constraints.txt scripts/install.py $(NATIVE)
+# A stamp for each extra, so that nothing is installed twice. Python sources need no second install, but for a module that
+# has become a package: the editable install knows where each module was.
+$(VENV)/.hf $(VENV)/.dev: $(VENV)/.%: pyproject.toml CMakeLists.txt constraints.txt scripts/install.py $(NATIVE) $(PACKAGES)
 	$(PYTHON) scripts/preflight.py
 	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python scripts/install.py $*
