@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from offload.cli_machine import BAD_INPUT, FAILED, Json, errors, signals
+from offload.cli_machine import BAD_INPUT, FAILED, Json, errors
+from offload.cli_signals import signals
 from offload.errors import StoreError, UsageError
 from offload.sizes import format_size
 
