@@ -37,7 +37,7 @@ def begin(folder: Path, *arguments: str, code: str | None = None) -> subprocess.
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache")},
-        preexec_fn=default,  # noqa: PLW1509
+        preexec_fn=default,
     )
 
 
