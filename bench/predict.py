@@ -13,8 +13,6 @@ import contextlib
 import statistics
 from typing import Any
 
-import torch
-
 import offload
 from bench.measure import apart, median_ratio, options, random_ids, report, resident, seconds
 from bench.throttle import throttled
@@ -25,7 +23,7 @@ from offload.planner.measured import compute_seconds, measured
 from offload.planner.shape import Shape, from_name
 from offload.planner.timing import Load
 from offload.presets import build
-from offload.probe import probe
+from offload.probe import DTYPES, probe
 from offload.sizes import parse_size
 
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
@@ -37,6 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__, seq_len=256, rounds=3)
     parser.add_argument("--steps", type=int, default=4, help="that count, of each run")
     parser.add_argument("--placements", default=" ".join("/".join(homes) for homes in PLACEMENTS))
+    parser.add_argument("--dtype", default="bf16", choices=tuple(DTYPES), help="of the weights")
     parser.add_argument("--throttle", type=parse_size, help="bytes a second that the drive may read, and may write")
     given = parser.parse_args(arguments)
     with throttled(given.folder, given.throttle) if given.throttle else contextlib.nullcontext():
@@ -44,15 +43,18 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _rounds(given: argparse.Namespace) -> None:
-    shape, load = from_name(given.model, given.seq_len), Load(given.batch_size)
+    dtype = DTYPES[given.dtype]
+    shape, load = from_name(given.model, given.seq_len, dtype), Load(given.batch_size)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in given.placements.split()}
     for _ in range(given.rounds):
         for name, done in runs.items():
             weights, states = name.split("/")
             found = probe([str(given.folder)], "cpu")
-            done.append(_run(given, shape, load, (weights, states), probed(found, free_host_memory())))
+            done.append(
+                _run(given, shape, load, (weights, states), probed(found, free_host_memory(), dtype=given.dtype))
+            )
             report("predict, one run", {"placement": name, **done[-1]})
-    about = {"model": given.model, "tokens": load.tokens(shape), "throttle": given.throttle}
+    about = {"model": given.model, "dtype": given.dtype, "tokens": load.tokens(shape), "throttle": given.throttle}
     for name, of in runs.items():
         report("predict", {**about, "placement": name, **_summary(of)})
 
@@ -61,12 +63,13 @@ def _run(
     given: argparse.Namespace, shape: Shape, load: Load, homes: tuple[str, str], hardware: Hardware
 ) -> dict[str, Any]:
     """One placement: predicted twice, and measured."""
-    content = memory.settings(*homes, batch=given.batch_size, paths=[str(given.folder)])
+    content = memory.settings(*homes, dtype=given.dtype, batch=given.batch_size, paths=[str(given.folder)])
+    dtype = DTYPES[given.dtype]
     content["offload"] |= {"device": "cpu", "run": "bench-predict", "durability": "auto"}
     by_probe = choice.plan(shape, hardware, load, content)
-    before = apart(measured, hardware, shape, load, torch.bfloat16)
+    before = apart(measured, hardware, shape, load, dtype)
     came = apart(_train, given.model, given.batch_size, given.seq_len, given.steps, content)
-    after = apart(measured, hardware, shape, load, torch.bfloat16)
+    after = apart(measured, hardware, shape, load, dtype)
     by_model = [choice.plan(shape, model, load, content) for model in (before, after)]
     return {
         **came,

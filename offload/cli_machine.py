@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from offload.cli_signals import signals
 from offload.errors import BudgetError, ConfigError, OffloadError
 from offload.sizes import format_size, parse_size
 
@@ -153,7 +152,7 @@ def bench_adam(
         _check_plot(plot)
         count = parse_count(numel)
         wanted = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or ())
-    with errors(FAILED), telling(console) as tell:
+    with errors(FAILED), signals(), telling(console) as tell:
         found = adam.measure(count, wanted, rounds, tell)
     if json_output:
         print(json.dumps(adam.as_json(machine(), found)), flush=True)
@@ -394,21 +393,6 @@ def errors(code: int) -> Iterator[None]:
     except (OffloadError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(BAD_INPUT if isinstance(error, ConfigError | BudgetError) else code) from None
-
-
-@contextmanager
-def signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end what is inside as an exception does, so that its files are removed."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from offload.cli_machine import BAD_INPUT, FAILED, Json, errors, parse_count, signals
+from offload.cli_machine import BAD_INPUT, FAILED, Json, errors, parse_count
 from offload.cli_progress import measuring
+from offload.cli_signals import obeyed, signals
 from offload.sizes import parse_size
 
 
@@ -122,7 +123,11 @@ def plan(
         machine = ask.Described(gpu, ram, tuple(drive or ()), memory_bandwidth, pcie, tuple(nvme_path or ()))
         step = ask.Step(batch_size, seq_len, accumulation, recompute, dtype, durability)
         ask.check_target(write)
-        planned = ask.planned(shape_of, machine, step, config, measure)
+        if measure:
+            with obeyed("stopped; nothing was written"), measuring() as tell:
+                planned = ask.planned(shape_of, machine, step, config, measure, tell)
+        else:
+            planned = ask.planned(shape_of, machine, step, config)
         wanted = report.Asked(None if tokens is None else parse_count(tokens), ask.endurance(planned.hardware, tbw))
         advice = choice.advise(planned)
     with errors(FAILED):

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from offload.cli_machine import BAD_INPUT, FAILED, errors
+from offload.cli_signals import signals
 from offload.errors import ConfigError
 
 
@@ -48,7 +49,7 @@ def report(
         window = None if trace is None else read_window(trace)
         found = figures(steps, None if plan is None else read_plan(plan))
     if output is not None or not json_output:
-        with errors(FAILED):
+        with errors(FAILED), signals():
             _write(place, page(steps, found, window))
     if json_output:
         print(json.dumps(found, allow_nan=False))

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from offload import cli_summary
 from offload.cli_machine import BAD_INPUT, FAILED
+from offload.cli_signals import obeyed
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
 from offload.sizes import format_size
 
@@ -34,6 +35,9 @@ _LISTS = {
     "written_bytes": "written_bytes",
 }
 """The lists of `--json`, each of one field of the step reports."""
+
+
+_NOT_BEGUN = "stopped before the first step; what was committed before is as it was"
 
 
 class Stopped(KeyboardInterrupt):
@@ -106,9 +110,10 @@ class Training:
         try:
             with Signals() as signals:
                 try:
-                    job = prepare(
-                        options, self._read(options.config), lambda line: self.console.print(line, markup=False)
-                    )
+                    with obeyed(_NOT_BEGUN):
+                        job = prepare(
+                            options, self._read(options.config), lambda line: self.console.print(line, markup=False)
+                        )
                 except (ConfigError, BudgetError, StoreError, UsageError, OSError) as error:
                     _quit(error, BAD_INPUT)
                 if isinstance(job, Finished):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 
 from bench import checkpoint, predict, step
-from offload import probe
 
 
 def _figures(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
@@ -23,8 +23,7 @@ def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_NUMEL": 1 << 16, "_COPIED": 1 << 20, "_ROUNDS": 1}.items():
-        monkeypatch.setattr(probe, name, value)
+    monkeypatch.setattr(predict, "probe", functools.partial(predict.probe, seconds=0.3))
     sizes = ["--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "1", "--steps", "1"]
     predict.main([str(tmp_path), *sizes, "--placements", "nvme/nvme"])
     figures = _figures(capsys)

@@ -21,7 +21,7 @@ from offload.errors import ConfigError
 from offload.planner import choice
 from offload.planner.choice import Planned
 from offload.planner.hardware import Hardware, described, parse_drive, parse_rate, probed
-from offload.planner.measured import measured
+from offload.planner.measured import Tell, measured
 from offload.planner.shape import Shape, from_count, from_name
 from offload.planner.timing import Load
 from offload.precision import choose
@@ -62,8 +62,18 @@ class Step(NamedTuple):
     durability: str | None = None
 
 
-def planned(model: Model, machine: Described, step: Step, file: Path | None = None, measure: bool = False) -> Planned:
-    """The plan; with `measure` after the model was run for a moment. Raises `ConfigError` and `BudgetError`."""
+def planned(
+    model: Model,
+    machine: Described,
+    step: Step,
+    file: Path | None = None,
+    measure: bool = False,
+    tell: Tell = lambda *_: None,
+) -> Planned:
+    """The plan; with `measure` after the model was run for a moment, of which `tell` is told.
+
+    Raises `ConfigError` and `BudgetError`.
+    """
     _check(step, file)
     if measure and (model.name is None or machine.gpu is not None):
         raise ConfigError("--measure runs the model on this machine: it needs --model, and no --gpu")
@@ -75,14 +85,14 @@ def planned(model: Model, machine: Described, step: Step, file: Path | None = No
     of = shape(model, step.sequence, DTYPES[dtype], units)
     if content is None:
         load = Load(step.batch or 1, step.accumulation or 1)
-        on = measured(on, of, load, DTYPES[dtype], units) if measure else on
+        on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
         options: dict[str, Any] = {"dtype": dtype, "durability": step.durability or "auto"}
         if machine.gpu is None and on.drives and not machine.drives:
             options["paths"] = [drive.name for drive in on.drives]
         return choice.choose(of, on, load, step.recompute, **options)
     sizes = resolve_batch(load_config(content), 1)
     load = Load(step.batch or sizes.micro, step.accumulation or sizes.accumulation, bool(step.recompute))
-    on = measured(on, of, load, DTYPES[dtype], units) if measure else on
+    on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
     return choice.plan(of, on, load, content)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,18 @@ _ENOUGH_SECONDS = 10.0
 _PASSES = range(3, 16)
 """The least that are counted, and the most."""
 
+Tell = Callable[[str, float], None]
+"""Is told what is done next, and how much of all is done by then, from 0 to 1."""
 
-def measured(hardware: Hardware, shape: Shape, load: Load, dtype: torch.dtype, units: Sequence[str] = ()) -> Hardware:
+
+def measured(
+    hardware: Hardware,
+    shape: Shape,
+    load: Load,
+    dtype: torch.dtype,
+    units: Sequence[str] = (),
+    tell: Tell = lambda *_: None,
+) -> Hardware:
     """The same machine, its rates of compute such that they come to what the model takes on it.
 
     `shape` is that of a preset or a folder, in `dtype` and cut into `units`. Takes up to some minutes, and half of the
@@ -42,8 +52,9 @@ def measured(hardware: Hardware, shape: Shape, load: Load, dtype: torch.dtype, u
     layers = int(config_of(shape.name).get_text_config().num_hidden_layers)
     part, taken = _that_fits(hardware, shape, layers, load, dtype, units)
     config = config_of(shape.name) if part is shape else config_of(shape.name, taken)
+    tell(f"{taken} of {layers} layers of {shape.name}: building them", 0.0)
     try:
-        seconds = _seconds(config, load.batch, shape.sequence, dtype, _device(hardware))
+        seconds = _seconds(config, load.batch, shape.sequence, dtype, _device(hardware), tell)
     except Exception as error:  # whatever a model's own code raises
         raise ConfigError(
             f"cannot run {shape.name} to measure it ({type(error).__name__}: {said(error)}); leave out --measure"
@@ -124,7 +135,9 @@ def _nbytes(shape: Shape, batch: int, dtype: torch.dtype) -> int:
     return (shape.parameters + 2 * largest) * dtype.itemsize + activations(shape, Load(batch))
 
 
-def _seconds(config: Any, batch: int, sequence: int, dtype: torch.dtype, device: torch.device) -> float:
+def _seconds(
+    config: Any, batch: int, sequence: int, dtype: torch.dtype, device: torch.device, tell: Tell = lambda *_: None
+) -> float:
     """The mean of some passes, after the first one. Gradients are dropped as they come, as paging takes them away."""
     with torch.random.fork_rng():
         with device:
@@ -137,12 +150,19 @@ def _seconds(config: Any, batch: int, sequence: int, dtype: torch.dtype, device:
                 parameter.data = _as_in_training(parameter.data)
         taken: list[float] = []
         while len(taken) <= _PASSES[0] or (len(taken) <= _PASSES[-1] and sum(taken) < _ENOUGH_SECONDS):
+            tell(f"forward and backward, pass {len(taken) + 1}", _done(taken))
             start = time.perf_counter()
             model(input_ids=ids, labels=ids).loss.backward()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # it is what is measured
             taken.append(time.perf_counter() - start)
     return statistics.fmean(taken[1:])
+
+
+def _done(taken: Sequence[float]) -> float:
+    """How much of all passes these are: whichever ends them first."""
+    least = len(taken) / (_PASSES[0] + 1)
+    return min(least, max(sum(taken) / _ENOUGH_SECONDS, len(taken) / (_PASSES[-1] + 1)))
 
 
 def _as_in_training(values: torch.Tensor) -> torch.Tensor:
