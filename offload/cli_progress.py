@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 
 @contextmanager
 def measuring() -> Iterator[Callable[[str, float], None]]:
     """Tells what is measured next, and shows how much of all is done, from 0 to 1; on stderr, so that stdout has what
     was found and no more."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     if not console.is_terminal:
         yield lambda words, _: console.print(f"measuring {words}")

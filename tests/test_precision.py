@@ -21,6 +21,8 @@ from offload.errors import RankError
 from offload.planner import ask
 from offload.precision import Rates
 from offload.presets import PRESETS
+from offload.probe.measure import machine_of
+from offload.probe.rates import DTYPES, DtypeRates
 from offload.swapper.store import look
 from tests import models
 from tests.oracle import config, start, train_step
@@ -337,11 +339,12 @@ def test_a_plan_of_this_machine_is_of_what_train_would_take(
 ) -> None:
     machine(monkeypatch, found)
     drive = probe.DriveRates(".", "/dev/some", 2e9, 1e9, 1.5e9)
-    of_probe = probe.Rates(2e10, 1e10, 1e9, 2e9, 5e9, 5e9, 1e11, 1e10, 4e9, 1e10)
-    here = probe.Probed(probe._machine(torch.device("cpu")), of_probe, (drive,), "2026-01-01", 1.0)
+    each = DtypeRates(matmul=1e11, weights=1e10, elementwise=1e10, optimizer=1e9, gradient=2e9)
+    of_probe = probe.Rates(2e10, 1e10, 5e9, 5e9, 4e9, dict.fromkeys(DTYPES, each))
+    here = probe.Probed(machine_of(torch.device("cpu")), of_probe, (drive,), "2026-01-01", 1.0)
     monkeypatch.setattr(ask, "kept", lambda: here)
-    for machine_of, mode in (((), dtype), (("--gpu", "24GB"), "bf16"), (("--dtype", "fp16"), "fp16")):
-        target = f"{mode}{len(machine_of)}.json"
-        done = CliRunner().invoke(app, ["plan", "--model", "gpt2-tiny", *machine_of, "--write", target])
+    for described, mode in (((), dtype), (("--gpu", "24GB"), "bf16"), (("--dtype", "fp16"), "fp16")):
+        target = f"{mode}{len(described)}.json"
+        done = CliRunner().invoke(app, ["plan", "--model", "gpt2-tiny", *described, "--write", target])
         assert done.exit_code == 0, done.output
         assert load_config(target).dtype == mode
