@@ -229,11 +229,12 @@ def test_a_plan_counts_with_the_rates_of_its_dtype(tmp_path: Path) -> None:
 
 
 def test_in_a_terminal_it_is_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rich.console import Console
+    import rich.console
 
-    from offload import cli_progress
-
-    monkeypatch.setattr(cli_progress, "Console", lambda **given: Console(**given, force_terminal=True, width=100))
+    plain = rich.console.Console
+    monkeypatch.setattr(
+        rich.console, "Console", lambda **given: plain(**{**given, "force_terminal": True, "width": 100})
+    )
     done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu", "--json")
     json.loads(done.stdout)
     assert "━" in done.stderr and "memory" in done.stderr and "measuring " not in done.stderr
