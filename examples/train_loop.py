@@ -69,7 +69,7 @@ def main(steps: int = 20) -> None:
             loss = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
             engine.backward(loss)
             engine.step()
-        print(f"step {engine.global_steps}  loss {loss.item():.4f}")
+        print(f"step {engine.global_steps}  loss {loss.item():.4f}", flush=True)
     engine.destroy(remove=True)
 
 

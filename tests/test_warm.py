@@ -49,3 +49,9 @@ def test_ctrl_c_is_python_s() -> None:
 
 def test_the_command() -> None:
     assert warm.run(["-m", "offload", "--version"]).stdout.count(".") == 2
+
+
+def test_a_mutant_is_in_warm_processes_too() -> None:
+    """`tests` puts it in when it is imported, which must come before anything of ours is."""
+    code = "import sys; names = list(sys.modules); print(names.index('tests') < names.index('offload'))"
+    assert warm.python(code).stdout == "True\n"
