@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +15,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import offload
+from offload.engine.updater import Updater
 from offload.errors import EngineFailed
+from offload.swapper.store import Store
 
 STEPS = 6
 
@@ -85,6 +89,46 @@ def test_a_step_whose_schedule_was_interrupted_is_not_committed(when: str, leave
     seen += [train_step(again) for _ in range(2, STEPS)]
     again.destroy()
     assert seen == expected
+
+
+def test_a_worker_that_is_late_commits_no_step_before_its_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has looked for a commit, found no work, and lies asleep until the next step and its blob are there."""
+    late, delivered, commits = threading.Event(), threading.Event(), []
+    look, commit, deliver = Updater._commit, Store.commit, Updater.deliver_blob
+
+    def look_late(self: Updater) -> bool:
+        if late.is_set() and not self._busy and self._commit_epoch is None:
+            late.clear()
+            assert delivered.wait(60)
+        return look(self)
+
+    def deliver_and_say(self: Updater, blob: Any) -> None:
+        deliver(self, blob)
+        delivered.set()
+
+    def remember(self: Store, epoch: int, contents: Any) -> None:
+        commits.append((epoch, self.durable is None or self.newest != list(self.durable.slots)))
+        commit(self, epoch, contents)
+
+    monkeypatch.setattr(Updater, "_commit", look_late)
+    monkeypatch.setattr(Updater, "deliver_blob", deliver_and_say)
+    engine = begin(tmp_path, None)
+    train_step(engine)
+    engine._begin()  # as every call does: it gives the blob
+    engine._parts.updater.finish()
+    monkeypatch.setattr(Store, "commit", remember)
+    delivered.clear()
+    late.set()
+    while late.is_set():  # until the worker has looked
+        with engine._parts.pager.lock:
+            engine._parts.pager.notify()
+        time.sleep(0.001)
+    train_step(engine)
+    train_step(engine)
+    engine.destroy()
+    assert commits == [(2, True), (3, True)]
 
 
 def test_a_step_that_was_not_counted_stops_nothing(tmp_path: Path) -> None:

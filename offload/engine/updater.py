@@ -249,7 +249,7 @@ class Updater:
             with self.timeline.span(Row.WORKER, f"waits for writes of {self._title(self._writing[0].job)}"):
                 self._retire(wait=True)
             return True
-        if self._job is None and not self._queue and self._commit():
+        if self._job is None and self._commit():
             return True
         with self._pager.lock:
             idle = self._job is None and not self._queue
@@ -538,9 +538,11 @@ class Updater:
         self._pager.written(unit)
 
     def _commit(self) -> bool:
-        """Make the step durable if its blob is there; whether it was done."""
+        """Make the step durable if all of it is written and its blob is there; whether it was done."""
         with self._pager.lock:
-            if self._commit_epoch is None or self._blob is None:
+            # All three under one lock: an empty queue that was seen before may have been filled since, and the blob
+            # be that of the step that has not begun.
+            if self._queue or self._commit_epoch is None or self._blob is None:
                 return False
             epoch, blob = self._commit_epoch, self._blob
         assert self._store is not None

@@ -449,6 +449,13 @@ MUTANTS = (
         "tests/test_optimizers.py",
     ),
     Mutant(
+        "commit a step whose updates have not begun",
+        "offload.engine.updater",
+        "if self._queue or self._commit_epoch is None",
+        "if self._commit_epoch is None",
+        "tests/test_commit_moments.py",
+    ),
+    Mutant(
         "a state that is set is the weight",
         "offload.engine.updater",
         "self._set(tile, start, stop, edit.state,",
