@@ -41,6 +41,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sampling.select(config, items)
 
 
+def pytest_collection_finish() -> None:
+    """All that was imported stays: no collection of a test need look through it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What this machine has kept of itself neither decides a test nor is changed by one, also in other processes."""

@@ -1,10 +1,14 @@
 """Real processes that train together, over gloo.
 
-A pool is started once and given one piece of work after the other: importing torch takes longer than most of them.
+    pool            ranks of its own, for work that leaves something behind in them
+    shared_pool     the ranks of this process: started once, for all its tests that leave nothing behind
+
+A pool is given one piece of work after the other: importing torch takes longer than most of them.
 """
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 import socket
@@ -79,19 +83,29 @@ class RankPool:
 
         Ranks that wait for ever are killed then, and others started for the next call.
         """
+        if not self.alive():
+            self._start_anew()
         for pipe in self.pipes:
             pipe.send((function, arguments))
         deadline = time.monotonic() + PATIENCE
         waiting = [rank for rank, pipe in enumerate(self.pipes) if not pipe.poll(max(0.0, deadline - time.monotonic()))]
         if waiting:
-            for process in self.processes:
-                process.kill()
-            self._start()
+            self._start_anew()
         assert not waiting, f"ranks {waiting} have not come back from {function.__name__} within {PATIENCE} s"
         answers = [pipe.recv() for pipe in self.pipes]
         wrong = [f"rank {rank}: {answer}" for rank, (right, answer) in enumerate(answers) if not right]
         assert not wrong, "\n".join(wrong)
         return [answer for _, answer in answers]
+
+    def alive(self) -> bool:
+        """Tell whether every rank runs, as far as its process is concerned."""
+        return all(process.is_alive() for process in self.processes)
+
+    def _start_anew(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self._start()
 
     def close(self) -> None:
         """End the processes, also such as wait for each other for ever."""
@@ -110,6 +124,30 @@ def pool(size: int) -> Iterator[RankPool]:
         yield ranks
     finally:
         ranks.close()
+
+
+_shared: dict[int, RankPool] = {}
+"""By their size; daemons, which end with this process."""
+
+
+@contextmanager
+def shared_pool(size: int) -> Iterator[RankPool]:
+    """Lend the ranks that all tests of this process share; others are started where those no longer work together."""
+    ranks = _shared.get(size) or _shared.setdefault(size, RankPool(size))
+    try:
+        assert ranks.run(_count_ranks) == [size] * size
+    except (AssertionError, EOFError, OSError):
+        ranks._start_anew()
+    yield ranks
+
+
+def _count_ranks() -> int:
+    """Add up one of each rank: what shows that they reach each other."""
+    count = torch.ones(())
+    work = dist.all_reduce(count, async_op=True)
+    assert work is not None
+    work.wait(datetime.timedelta(seconds=20))
+    return int(count)
 
 
 def rank_and_size() -> tuple[int, int]:

@@ -315,7 +315,7 @@ import sys, threading, time
 from offload.aio import DirectFile, IoQueue, aligned_empty
 sys.setswitchinterval(1e-6)
 file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue({backend!r}, threads=2)
-end = time.monotonic() + 1
+end = time.monotonic() + 0.4
 def work(index):
     while time.monotonic() < end:
         queue.write(file, index << 16, aligned_empty(4096))

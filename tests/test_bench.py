@@ -5,10 +5,19 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from bench import checkpoint, predict, step
+from bench import checkpoint, measure, predict, step
+from tests.oracle import processes
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of their own, from one that has imported torch: their memory would not be a new one's."""
+    context = processes()
+    monkeypatch.setattr(measure, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
 
 
 def _figures(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:

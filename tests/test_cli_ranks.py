@@ -22,7 +22,7 @@ def text(tmp_path: Path) -> Path:
 
 def test_two_ranks_train_as_one(text: Path) -> None:
     options = ("--text", "text.py", "--steps", "3")
-    said = finish(begin_torchrun(text, *TRAIN, *options, "--nvme-path", "two", "--log", "two.jsonl"))
+    said = finish(*begin_ranks(text, *TRAIN, *options, "--nvme-path", "two", "--log", "two.jsonl"))
     assert said.count("parameters") == 1 and said.count("median step") == 1, "one rank speaks"
     finish(begin(text, *TRAIN, *options, "--nvme-path", "one", "--log", "one.jsonl"))
     # gpt2-tiny has dropout, of which each rank draws its own: the first loss alone is of the same weights and rows

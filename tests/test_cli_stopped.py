@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -19,29 +18,24 @@ import transformers
 
 from offload.cli_signals import obeyed, signals
 from offload.probe import DTYPES, DtypeRates, Probed, Rates, keep
+from tests import warm
 
 LONG = 240.0
 """Seconds that a process may take to begin, or to end: a slow machine that does much else."""
 
 
-def begin(folder: Path, *arguments: str, code: str | None = None) -> subprocess.Popen[str]:
+def begin(folder: Path, *arguments: str, code: str | None = None) -> warm.Process:
     """`offload` with these arguments, or some lines of Python, in a folder."""
-
-    def default() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the tests were begun with
-
-    return subprocess.Popen(
-        [sys.executable, *(("-m", "offload") if code is None else ("-c", code)), *arguments],
+    return warm.begin(
+        [*(("-m", "offload") if code is None else ("-c", code)), *arguments],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache")},
-        preexec_fn=default,
     )
 
 
-def stopped(process: subprocess.Popen[str], number: int) -> str:
+def stopped(process: warm.Process, number: int) -> str:
     """What it says after a signal, on stderr."""
     process.send_signal(number)
     try:
@@ -53,7 +47,7 @@ def stopped(process: subprocess.Popen[str], number: int) -> str:
     return errors
 
 
-def told(process: subprocess.Popen[str], words: str) -> None:
+def told(process: warm.Process, words: str) -> None:
     """Wait until it says so on stderr."""
     assert process.stderr is not None
     for line in process.stderr:
@@ -62,7 +56,7 @@ def told(process: subprocess.Popen[str], words: str) -> None:
     raise AssertionError(f"it ended with {process.wait()} and never said {words!r}")
 
 
-def there(process: subprocess.Popen[str], found: Callable[[], Any]) -> None:
+def there(process: warm.Process, found: Callable[[], Any]) -> None:
     end = time.monotonic() + LONG
     while not found():
         assert process.poll() is None, process.communicate()
@@ -70,6 +64,7 @@ def there(process: subprocess.Popen[str], found: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("at", ["the drive", "matrix products in bf16"])
 def test_a_probe(number: int, at: str, tmp_path: Path) -> None:
@@ -117,11 +112,12 @@ def keep_rates(folder: Path) -> None:
         keep(Probed(about, rates, (), "2026-11-22", 1.0))
 
 
-NATIVE = "hashlib.pbkdf2_hmac('sha256', b'a', b'b', 2**31 - 1)"
-"""A call of native code that takes minutes, without the interpreter's lock: no handler of Python's runs in it."""
+NATIVE = "[ctypes.CDLL(None).pthread_mutex_lock(mutex) for _ in range(2)]"
+"""A call of native code that never ends, without the interpreter's lock: no handler of Python's runs in it."""
+MUTEX = "import ctypes\nmutex = ctypes.create_string_buffer(64)\n"
 
 
-def script(lines: str) -> subprocess.Popen[str]:
+def script(lines: str) -> warm.Process:
     """A process of these lines, which have printed "ready"."""
     process = begin(Path.cwd(), code=lines)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -130,11 +126,13 @@ def script(lines: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("work", "words"), [(NATIVE, "stopped before the first step"), ("time.sleep(1000)", "")])
+@pytest.mark.parametrize(
+    ("work", "words"), [(NATIVE, "stopped before the first step"), ("time.sleep(1000)", "")], ids=["native", "sleep"]
+)
 def test_a_training_that_is_made_ready(work: str, words: str, number: int) -> None:
     """What it does before its first step may be one long call: weights are made, a text becomes tokens."""
     process = script(
-        "import hashlib, sys, time\n"
+        f"{MUTEX}import sys, time\n"
         "from offload import train\n"
         "from offload.cli import main\n"
         f"train.prepare = lambda *_: (print('ready', flush=True), {work})\n"
@@ -208,7 +206,7 @@ def threads_soon() -> list[threading.Thread]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_call_of_native_code_does_not_keep_a_signal_waiting(number: int) -> None:
     process = script(
-        "import hashlib\n"
+        f"{MUTEX}"
         "from offload.cli_signals import obeyed\n"
         f"with obeyed('stopped here'):\n    print('ready', flush=True)\n    {NATIVE}\n"
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from offload.config import load_config
+from tests import warm
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,10 +24,12 @@ def run_blocks(page: str, folder: Path) -> str:
     """What the blocks of shell and of Python have printed. One that fails ends it."""
     said = ""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    installed, forked = Path(sys.executable).parent, warm.commands(folder / "bin")
     for language, code in re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL):
-        command = ("bash", "-euo", "pipefail", "-c", code) if language == "bash" else (sys.executable, "-c", code)
+        command = ("bash", "-euo", "pipefail", "-c", code) if language == "bash" else (forked / "python", "-c", code)
         installs = code.startswith("pip install")
+        alone = installs or "kill" in code  # a signal must reach the command itself
+        path = f"{installed if alone else forked}:{installed}:{os.environ['PATH']}"
         dry = {"PIP_DRY_RUN": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0"} if installs else {}
         done = subprocess.run(
             command,

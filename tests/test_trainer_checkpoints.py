@@ -19,6 +19,7 @@ from tests import models
 from tests.oracle import assert_same_tensors
 from tests.trainers import (
     DISK,
+    FEW,
     MEMORY,
     Run,
     Texts,
@@ -30,12 +31,13 @@ from tests.trainers import (
     result,
     seeded,
     trainer,
+    unbroken,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")
 """What transformers 5.0 says of checkpoints that are quickly made."""
 
-SAVED = {"save_strategy": "steps", "save_steps": 4}
+SAVED = {"save_strategy": "steps", "save_steps": 2}
 
 
 class Break(transformers.TrainerCallback):
@@ -50,7 +52,7 @@ class Break(transformers.TrainerCallback):
 
 def broken_off(folder: Path, step: int, home: str = DISK, model: Any = models.gpt2_dropout, **changed: Any) -> None:
     """Train up to a step behind a checkpoint."""
-    with ended(trainer(folder, home, model, **SAVED | changed)) as mine:
+    with ended(trainer(folder, home, model, rows=FEW, **SAVED | changed)) as mine:
         mine.add_callback(Break(step))
         mine.train()
 
@@ -59,7 +61,7 @@ def resumed(
     folder: Path, checkpoint: Any = True, home: str = DISK, model: Any = models.gpt2_dropout, **changed: Any
 ) -> Run:
     """Go on from the last checkpoint, with a model that knows nothing of it."""
-    with ended(trainer(folder, home, model, **SAVED | changed)) as mine:
+    with ended(trainer(folder, home, model, rows=FEW, **SAVED | changed)) as mine:
         with torch.no_grad():
             for parameter in mine.model.parameters():
                 parameter.zero_()
@@ -73,43 +75,43 @@ def resumed(
 def test_resumed_is_the_unbroken_run(changed: dict[str, Any], tmp_path: Path) -> None:
     """With dropout and a shuffle, from the middle of an epoch."""
     whole = offloaded(tmp_path / "whole", model=models.gpt2_dropout, **changed)
-    broken_off(tmp_path / "broken", 5, **changed)
+    broken_off(tmp_path / "broken", 3, **changed)
     assert_same(whole, resumed(tmp_path / "broken", **changed))
 
 
 def test_resumed_between_two_epochs(tmp_path: Path) -> None:
-    whole = offloaded(tmp_path / "whole", model=models.gpt2_dropout)
-    changed = {"save_steps": 6}
-    broken_off(tmp_path / "broken", 7, **changed)
+    whole = unbroken(models.gpt2_dropout)
+    changed = {"save_steps": 3}
+    broken_off(tmp_path / "broken", 4, **changed)
     assert_same(whole, resumed(tmp_path / "broken", **changed))
 
 
 def test_resumed_where_states_lie_elsewhere(tmp_path: Path) -> None:
-    broken_off(tmp_path, 5)
-    runs = [resumed(tmp_path, str(tmp_path / "out" / "checkpoint-4"), home) for home in (DISK, MEMORY)]
+    broken_off(tmp_path, 3)
+    runs = [resumed(tmp_path, str(tmp_path / "out" / "checkpoint-2"), home) for home in (DISK, MEMORY)]
     assert_same(*runs)
 
 
 def test_the_configs_schedule_goes_on(tmp_path: Path) -> None:
     blocks = {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto"}}}
     whole = offloaded(tmp_path / "whole", blocks=blocks)
-    broken_off(tmp_path / "broken", 5, model=models.gpt2, blocks=blocks)
+    broken_off(tmp_path / "broken", 3, model=models.gpt2, blocks=blocks)
     assert_same(whole, resumed(tmp_path / "broken", model=models.gpt2, blocks=blocks))
 
 
 def test_transformers_loads_what_a_checkpoint_holds(tmp_path: Path) -> None:
-    with ended(trainer(tmp_path, **SAVED)) as mine:
+    with ended(trainer(tmp_path, rows=FEW, **SAVED)) as mine:
         mine.train()
         mine.save_model(str(tmp_path / "final"))
         weights = result(mine).weights
-    for folder in (tmp_path / "out" / "checkpoint-12", tmp_path / "final"):
+    for folder in (tmp_path / "out" / "checkpoint-6", tmp_path / "final"):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
         assert loaded.keys() == weights.keys()
         assert_same_tensors(loaded, weights)
-    names = {path.name for path in (tmp_path / "out" / "checkpoint-12").iterdir()}
+    names = {path.name for path in (tmp_path / "out" / "checkpoint-6").iterdir()}
     assert {
         "latest",
-        "global_step12",
+        "global_step6",
         "training_args.bin",
         "trainer_state.json",
         "rng_state.pth",
@@ -131,35 +133,37 @@ def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
             return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
     whole = offloaded(tmp_path / "whole", model=Plain)
-    broken_off(tmp_path, 5, model=Plain)
+    broken_off(tmp_path, 3, model=Plain)
     assert_same(whole, resumed(tmp_path, model=Plain))
-    saved = load_file(tmp_path / "out" / "checkpoint-12" / "model.safetensors")
+    saved = load_file(tmp_path / "out" / "checkpoint-6" / "model.safetensors")
     assert saved.keys() == whole.weights.keys()
     assert_same_tensors(saved, whole.weights)
 
 
 def test_few_checkpoints_are_left(tmp_path: Path) -> None:
-    with ended(trainer(tmp_path, save_strategy="steps", save_steps=2, save_total_limit=2)) as mine:
+    with ended(trainer(tmp_path, rows=FEW, save_strategy="steps", save_steps=2, save_total_limit=2)) as mine:
         mine.train()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-10", "checkpoint-12"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-4", "checkpoint-6"]
 
 
 def test_save_only_model_leaves_weights_to_begin_with(tmp_path: Path) -> None:
-    broken_off(tmp_path, 5, model=models.gpt2, save_only_model=True)
-    folder = tmp_path / "out" / "checkpoint-4"
+    broken_off(tmp_path, 3, model=models.gpt2, save_only_model=True)
+    folder = tmp_path / "out" / "checkpoint-2"
     assert not (folder / "latest").exists() and (folder / "model.safetensors").exists()
     logs = resumed(tmp_path, model=models.gpt2, save_only_model=True).logs
-    assert len(logs) == 12 and logs[4]["loss"] < 4.6, "the weights are those of the checkpoint, not zero"
+    assert len(logs) == 6 and logs[2]["loss"] < 4.6, "the weights are those of the checkpoint, not zero"
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     """The best is the one with the largest loss here: an early one. Its masters come back, not its bf16 weights."""
     best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    with ended(trainer(tmp_path, load_best_model_at_end=True, greater_is_better=True, bf16=True, **best)) as mine:
+    with ended(
+        trainer(tmp_path, rows=FEW, load_best_model_at_end=True, greater_is_better=True, bf16=True, **best)
+    ) as mine:
         mine.train()
         evaluated = {log["step"]: log["eval_loss"] for log in mine.state.log_history if "eval_loss" in log}
         step = max(evaluated, key=evaluated.__getitem__)
-        assert step != 12 and mine.evaluate()["eval_loss"] == evaluated[step]
+        assert step != 6 and mine.evaluate()["eval_loss"] == evaluated[step]
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / f"checkpoint-{step}").state_dict()
         weights = result(mine).weights
         master = offload.safe_get_full_fp32_param(mine.model.transformer.wpe.weight)
@@ -168,26 +172,26 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_the_stock_trainer_is_refused(tmp_path: Path) -> None:
-    stock = transformers.Trainer(model=seeded(), args=arguments(tmp_path, **SAVED), train_dataset=Texts())
-    stock.add_callback(Break(4))
+    stock = transformers.Trainer(model=seeded(), args=arguments(tmp_path, **SAVED), train_dataset=Texts(FEW))
+    stock.add_callback(Break(2))
     stock.train()
-    mine = trainer(tmp_path, **SAVED)
-    with pytest.raises(offload.StoreError, match=r"checkpoint-4 is a checkpoint of the stock Trainer"):
+    mine = trainer(tmp_path, rows=FEW, **SAVED)
+    with pytest.raises(offload.StoreError, match=r"checkpoint-2 is a checkpoint of the stock Trainer"):
         mine.train(resume_from_checkpoint=True)
     assert mine.engine is None, "nothing was touched"
 
 
 def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A kill in the middle of a save, or a copy that was not one."""
-    broken_off(tmp_path, 5)
-    checkpoint = tmp_path / "out" / "checkpoint-4"
+    broken_off(tmp_path, 3)
+    checkpoint = tmp_path / "out" / "checkpoint-2"
     for name in ("trainer_state.json", "scheduler.pt", "rng_state.pth"):
         whole = (checkpoint / name).read_bytes()
         for left in (None, b"", whole[: len(whole) // 2]):
             (checkpoint / name).unlink() if left is None else (checkpoint / name).write_bytes(left)
             if left is None and name == "rng_state.pth":
                 continue
-            with pytest.raises(StoreError, match=rf"checkpoint-4 has no whole {name}: .* from the checkpoint before"):
+            with pytest.raises(StoreError, match=rf"checkpoint-2 has no whole {name}: .* from the checkpoint before"):
                 resumed(tmp_path, checkpoint)
         (checkpoint / name).write_bytes(whole)
     (checkpoint / "rng_state.pth").unlink()
@@ -198,10 +202,10 @@ def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog:
 
 def test_swap_files_of_a_run_that_was_killed_are_no_obstacle(tmp_path: Path) -> None:
     """They hold no commit. What goes on is the Trainer's checkpoint."""
-    whole = offloaded(tmp_path / "whole", model=models.gpt2_dropout)
+    whole = unbroken(models.gpt2_dropout)
     swap, left = tmp_path / "swap", tmp_path / "left"
-    with ended(trainer(tmp_path, model=models.gpt2_dropout, **SAVED)) as first:
-        first.add_callback(Break(5))
+    with ended(trainer(tmp_path, model=models.gpt2_dropout, rows=FEW, **SAVED)) as first:
+        first.add_callback(Break(3))
         first.train()
         assert first.engine is not None and first.engine.resumable is None
         shutil.copytree(swap, left)
@@ -213,12 +217,12 @@ def test_swap_files_of_a_run_that_was_killed_are_no_obstacle(tmp_path: Path) -> 
 
 
 def test_an_engine_of_ones_own_loads_a_checkpoint(tmp_path: Path) -> None:
-    broken_off(tmp_path, 5)
+    broken_off(tmp_path, 3)
     config_of = config(tmp_path / "other", MEMORY) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     engine, *_ = offload.initialize(model=seeded(models.gpt2_dropout), config=config_of)
     try:
-        folder, _ = engine.load_checkpoint(tmp_path / "out" / "checkpoint-4", load_module_only=True)
-        assert folder is not None and Path(folder).name == "global_step4"
+        folder, _ = engine.load_checkpoint(tmp_path / "out" / "checkpoint-2", load_module_only=True)
+        assert folder is not None and Path(folder).name == "global_step2"
     finally:
         engine.destroy()
 
@@ -236,14 +240,14 @@ def test_of_a_trainer_of_ones_own(tmp_path: Path) -> None:
 
     def made(folder: Path) -> Mine:
         return Mine(
-            model=seeded(), args=arguments(folder, **SAVED), train_dataset=Texts(), offload_config=config(folder)
+            model=seeded(), args=arguments(folder, **SAVED), train_dataset=Texts(FEW), offload_config=config(folder)
         )
 
     with ended(made(tmp_path / "whole")) as mine:
         mine.train()
         whole = result(mine)
     with ended(made(tmp_path / "broken")) as mine:
-        mine.add_callback(Break(5))
+        mine.add_callback(Break(3))
         mine.train()
     with ended(made(tmp_path / "broken")) as mine:
         mine.train(resume_from_checkpoint=True)

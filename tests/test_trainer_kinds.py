@@ -14,6 +14,7 @@ from offload.hf import OffloadMixin
 from tests import bounds, models
 from tests.trainers import (
     CHECKPOINTING,
+    FEW,
     MEMORY,
     Texts,
     arguments,
@@ -26,13 +27,14 @@ from tests.trainers import (
     seeded,
     stock,
     trainer,
+    unbroken,
 )
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing:FutureWarning"
 )  # peft and trl ask for the old name
 
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 
 
 def lora() -> Any:
@@ -56,24 +58,24 @@ def evaluations(trainer: Any) -> list[float]:
 def test_evaluation_on_the_way(tmp_path: Path) -> None:
     """Losses of the evaluations are the stock ones, and those of the training are as without any."""
     theirs = transformers.Trainer(
-        model=seeded(), args=arguments(tmp_path / "stock", **EVALUATED), train_dataset=Texts(), eval_dataset=Texts(5)
+        model=seeded(), args=arguments(tmp_path / "stock", **EVALUATED), train_dataset=Texts(FEW), eval_dataset=Texts(5)
     )
     theirs.train()
-    with ended(trainer(tmp_path / "mine", **EVALUATED)) as mine:
+    with ended(trainer(tmp_path / "mine", rows=FEW, **EVALUATED)) as mine:
         mine.train()
-        assert_same(result(mine), offloaded(tmp_path / "without"))
+        assert_same(result(mine), unbroken())
         assert len(evaluations(mine)) == 3
         bounds.same_losses(evaluations(mine), evaluations(theirs), models.GPT2)
 
 
 def test_evaluation_before_training(tmp_path: Path) -> None:
-    with ended(trainer(tmp_path / "mine")) as mine:
+    with ended(trainer(tmp_path / "mine", rows=FEW)) as mine:
         before = mine.evaluate()["eval_loss"]
         engine = mine.engine
         assert before == pytest.approx(4.45, abs=0.1)
         mine.train()
         assert mine.engine is engine
-        assert_same(result(mine), offloaded(tmp_path / "other"))
+        assert_same(result(mine), unbroken())
         assert mine.evaluate()["eval_loss"] < before - 0.1
 
 
@@ -100,10 +102,10 @@ def test_a_callback_that_generates(tmp_path: Path) -> None:
             written.append(model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0))
             model.train()
 
-    with ended(trainer(tmp_path / "mine")) as mine:
+    with ended(trainer(tmp_path / "mine", rows=FEW)) as mine:
         mine.add_callback(Write)
         mine.train()
-        assert_same(result(mine), offloaded(tmp_path / "without"))
+        assert_same(result(mine), unbroken())
         plain = seeded()
         plain.load_state_dict(result(mine).weights)
         prompt = Texts()[0]["input_ids"][None, :4]
@@ -133,7 +135,7 @@ def test_predict_with_generate(tmp_path: Path) -> None:
                 generation_max_length=8,
                 **EVALUATED,
             ),
-            train_dataset=Pairs(),
+            train_dataset=Pairs(FEW),
             eval_dataset=Pairs(5),
             compute_metrics=lambda it: {"mean": float(it.predictions.mean())},
             **more,
@@ -158,23 +160,23 @@ def test_predict_with_generate(tmp_path: Path) -> None:
 @pytest.mark.works("Trainers", "LoRA by peft in a Trainer", "right")
 @pytest.mark.numeric
 def test_lora_equals_the_stock_trainer(tmp_path: Path) -> None:
-    mine = offloaded(tmp_path / "mine", model=lora)
+    mine = unbroken(lora)
     assert_close(mine, stock(tmp_path / "stock", model=lora), lora)
     assert_same(mine, offloaded(tmp_path / "memory", MEMORY, model=lora))
 
 
 def test_lora_saves_adapters_and_goes_on(tmp_path: Path) -> None:
-    whole = offloaded(tmp_path / "whole", model=lora)
-    saved = {"save_strategy": "steps", "save_steps": 4}
-    with ended(trainer(tmp_path, model=lora, **saved)) as mine:
+    whole = unbroken(lora)
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    with ended(trainer(tmp_path, model=lora, rows=FEW, **saved)) as mine:
         mine.train()
-    folder = tmp_path / "out" / "checkpoint-4"
+    folder = tmp_path / "out" / "checkpoint-2"
     assert (folder / "adapter_model.safetensors").exists() and not (folder / "model.safetensors").exists()
     assert sum(path.stat().st_size for path in folder.rglob("*.safetensors")) < 200_000, "frozen weights are not in it"
-    with ended(trainer(tmp_path, model=lora, **saved)) as mine:
+    with ended(trainer(tmp_path, model=lora, rows=FEW, **saved)) as mine:
         mine.train(resume_from_checkpoint=str(folder))
         assert_same(whole, result(mine))
-        loaded = peft.PeftModel.from_pretrained(seeded(), tmp_path / "out" / "checkpoint-12").state_dict()
+        loaded = peft.PeftModel.from_pretrained(seeded(), tmp_path / "out" / "checkpoint-6").state_dict()
         for name, value in result(mine).weights.items():
             assert torch.equal(loaded[name], value), name
 
@@ -184,7 +186,7 @@ def test_lora_loads_its_best_model(save_only_model: bool, tmp_path: Path) -> Non
     """The best is the one with the largest loss here: an early one."""
     best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     best |= {"load_best_model_at_end": True, "save_only_model": save_only_model, "greater_is_better": True}
-    with ended(trainer(tmp_path, model=lora, **best)) as mine:
+    with ended(trainer(tmp_path, model=lora, rows=FEW, **best)) as mine:
         mine.train()
         losses = evaluations(mine)
         assert max(losses) > losses[-1] + 1e-3
@@ -202,7 +204,7 @@ def test_sft_trainer_of_trl(tmp_path: Path) -> None:
     class OffloadSFTTrainer(OffloadMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
         pass
 
-    rows = [{"input_ids": Texts()[row]["input_ids"].tolist()} for row in range(22)]
+    rows = [{"input_ids": Texts()[row]["input_ids"].tolist()} for row in range(FEW)]
 
     def made(kind: Any, folder: Path, **more: Any) -> Any:
         args = arguments(folder, trl.SFTConfig, max_length=12, bf16=False, **{CHECKPOINTING: False})

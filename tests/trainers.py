@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +23,14 @@ CHECKPOINTING = "activation_checkpointing" if _NEWER else "gradient_checkpointin
 """The name of the argument, which has changed."""
 
 
+MANY, FEW = 22, 10
+"""Rows of two epochs of six steps and of three, the last of each with one micro-batch."""
+
+
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """`count` rows of 12 ids, of which a row is always the same."""
 
-    def __init__(self, count: int = 22) -> None:
+    def __init__(self, count: int = MANY) -> None:
         self._count = count
 
     def __len__(self) -> int:
@@ -36,7 +42,7 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **changed: Any) -> Any:
-    """Two epochs of six steps, the last of each with one micro-batch; clip, warm-up and decay act."""
+    """Two epochs of `MANY` or `FEW` rows; clip, warm-up and decay act."""
     usual: dict[str, Any] = {
         "output_dir": str(folder / "out"),
         "use_cpu": True,
@@ -97,27 +103,41 @@ def result(trainer: Any) -> Run:
     return Run(logs, {name: value.clone() for name, value in trainer.model.state_dict().items()})
 
 
-def stock(folder: Path, model: Any = models.gpt2, **changed: Any) -> Run:
+def stock(folder: Path, model: Any = models.gpt2, rows: int = FEW, **changed: Any) -> Run:
     """Train by transformers alone."""
-    trainer = transformers.Trainer(model=seeded(model), args=arguments(folder, **changed), train_dataset=Texts())
+    trainer = transformers.Trainer(model=seeded(model), args=arguments(folder, **changed), train_dataset=Texts(rows))
     trainer.train()
     return result(trainer)
 
 
-def offloaded(folder: Path, home: str = DISK, model: Any = models.gpt2, blocks: Any = None, **changed: Any) -> Run:
+def offloaded(
+    folder: Path, home: str = DISK, model: Any = models.gpt2, blocks: Any = None, rows: int = FEW, **changed: Any
+) -> Run:
     """Train by `OffloadTrainer`."""
-    with ended(trainer(folder, home, model, blocks, **changed)) as mine:
+    with ended(trainer(folder, home, model, blocks, rows, **changed)) as mine:
         mine.train()
         return result(mine)
 
 
+@functools.cache
+def unbroken(model: Any = models.gpt2) -> Run:
+    """What `offloaded` gives of a model and nothing else: trained once, for all tests that compare with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        return offloaded(Path(folder), model=model)
+
+
 def trainer(
-    folder: Path, home: str = DISK, model: Any = models.gpt2, blocks: Any = None, **changed: Any
+    folder: Path,
+    home: str = DISK,
+    model: Any = models.gpt2,
+    blocks: Any = None,
+    rows: int = MANY,
+    **changed: Any,
 ) -> OffloadTrainer:
     return OffloadTrainer(
         model=seeded(model),
         args=arguments(folder, **changed),
-        train_dataset=Texts(),
+        train_dataset=Texts(rows),
         eval_dataset=Texts(5),
         offload_config=config(folder, home, **blocks or {}),
     )
@@ -130,8 +150,9 @@ def assert_same(left: Run, right: Run) -> None:
 
 
 def as_job(logs: Sequence[dict[str, float]], model: Any, dtype: str = "fp32") -> Job:
-    """What was trained, for the bounds of it: the largest rate in each step."""
-    return Job(model, lambda *_: torch.zeros(()), len(logs), lr=max(log["learning_rate"] for log in logs), dtype=dtype)
+    """What was trained, for the bounds of it: the largest rate in each step. They look at the model often."""
+    once = functools.cache(model)
+    return Job(once, lambda *_: torch.zeros(()), len(logs), lr=max(log["learning_rate"] for log in logs), dtype=dtype)
 
 
 def assert_close(mine: Run, theirs: Run, model: Any = models.gpt2, reordered: bool = False) -> None:

@@ -191,7 +191,28 @@ def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return run(["-c", code], **options)
 
 
-_started: tuple[str, subprocess.Popen[bytes]] | None = None
+def commands(folder: Path) -> Path:
+    """Make `offload` and `python` in a folder to put on a shell's PATH: what they run is forked, in their own streams.
+
+    A signal to them is not one to what they run: who kills a command in a script needs the real one.
+    """
+    folder.mkdir()
+    for name, arguments in (("offload", "-m offload "), ("python", "")):
+        command = folder / name
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {__file__} run {_server()} {arguments}"$@"\n')
+        command.chmod(0o755)
+    return folder
+
+
+def _run_at(server: str, arguments: Sequence[str]) -> int:
+    """Run Python with these arguments, forked from a server of another process; returns what a shell would say."""
+    global _started
+    _started = server, None
+    status = begin(arguments).wait()
+    return 128 - status if status < 0 else status
+
+
+_started: tuple[str, subprocess.Popen[bytes] | None] | None = None
 """The socket of this process's server, and the server."""
 
 
@@ -326,4 +347,6 @@ def _become(request: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "run":
+        sys.exit(_run_at(sys.argv[2], sys.argv[3:]))
     _become(_serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

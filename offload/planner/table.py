@@ -21,6 +21,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "plan-table.md"
 MODELS = ((13, 40), (30, 60), (70, 80))
 _GPUS = (("RTX 4090", 60e9), ("A100 80GB", 150e9), ("H200", 250e9))
 """And the bandwidth of the host's memory beside each."""
+CASES = tuple((gpu, bandwidth, drives) for gpu, bandwidth in _GPUS for drives in (1, 4))
+"""The rows of a model."""
 _DRIVE, _TBW, _RAM = "7GB/s,5GB/s,4TB", 2400e12, 128 * GIB
 _SEQUENCE, _ACCUMULATION = 2048, 8
 _BATCHES = (16, 8, 4, 2, 1)
@@ -47,55 +49,50 @@ CARD_PAGE = PAGE.with_name("single-gpu-13b.md")
 _CARD, _CARD_DRIVE, _CARD_TBW, _CARD_BANDWIDTH = "RTX 4090", "7GB/s,5GB/s,2TB", 1200e12, 60e9
 _CARD_LOADS = ((Load(4, 8), "step"), (Load(4, 16), "step"), (Load(4, 8), "none"))
 """With what is durable."""
+CARD_CASES = tuple((ram, load, durability) for ram in (64, 128) for load, durability in _CARD_LOADS)
+"""The rows of the card's table: GB of RAM, load, durability."""
 
 
 def card_page(page: str) -> str:
     """`page` with the rows of today."""
     lines = page.splitlines(keepends=True)
-    at = [number for number, line in enumerate(lines) if _is_of_card(line)]
-    return "".join([*lines[: at[0]], *(f"{row}\n" for row in card_rows()), *lines[at[-1] + 1 :]])
+    at = [number for number, line in enumerate(lines) if is_of_card(line)]
+    rows = [f"{card_row(*case)}\n" for case in CARD_CASES]
+    return "".join([*lines[: at[0]], *rows, *lines[at[-1] + 1 :]])
 
 
-def _is_of_card(line: str) -> bool:
+def is_of_card(line: str) -> bool:
+    """Whether a line of the card's page is a row of its table."""
     return line.startswith(("| 64 GB |", "| 128 GB |"))
 
 
-def card_rows() -> list[str]:
-    """13B on one card of 24 GB, with one drive and 64 or 128 GB of RAM."""
+def card_row(ram: int, load: Load, durability: str) -> str:
+    """13B on one card of 24 GB, with one drive and `ram` GB of RAM."""
     shape = from_count(13 * 10**9, 40, _SEQUENCE)
-    rows = []
-    for ram in (64, 128):
-        hardware = described(_CARD, ram * GIB, [parse_drive(_CARD_DRIVE)], _CARD_BANDWIDTH)
-        for load, durability in _CARD_LOADS:
-            planned = choice.choose(shape, hardware, load, None, durability=durability)
-            memory, timing, zero = planned.memory, planned.timing, planned.memory.config.zero_optimization
-            cells = (
-                f"{ram} GB",
-                f"{load.batch} x {_SEQUENCE} x {load.accumulation}",
-                durability,
-                f"{zero.offload_param.device}, {zero.offload_optimizer.device}",
-                format_size(memory.device),
-                format_size(memory.host),
-                format_size(memory.stored + memory.spilled),
-                f"{timing.seconds:.0f} s",
-                f"{timing.compute_seconds:.0f} s",
-                f"{timing.tokens_per_second:.0f}",
-                _limit(planned),
-                format_size(timing.moved.written),
-                _drive_life(planned, _CARD_TBW),
-            )
-            rows.append(f"| {' | '.join(cells)} |")
-    return rows
+    hardware = described(_CARD, ram * GIB, [parse_drive(_CARD_DRIVE)], _CARD_BANDWIDTH)
+    planned = choice.choose(shape, hardware, load, None, durability=durability)
+    memory, timing, zero = planned.memory, planned.timing, planned.memory.config.zero_optimization
+    cells = (
+        f"{ram} GB",
+        f"{load.batch} x {_SEQUENCE} x {load.accumulation}",
+        durability,
+        f"{zero.offload_param.device}, {zero.offload_optimizer.device}",
+        format_size(memory.device),
+        format_size(memory.host),
+        format_size(memory.stored + memory.spilled),
+        f"{timing.seconds:.0f} s",
+        f"{timing.compute_seconds:.0f} s",
+        f"{timing.tokens_per_second:.0f}",
+        _limit(planned),
+        format_size(timing.moved.written),
+        _drive_life(planned, _CARD_TBW),
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def document() -> str:
     """The page."""
-    return _HEAD + "".join(f"{row}\n" for model in MODELS for row in rows(*model))
-
-
-def rows(billions: int, layers: int) -> list[str]:
-    """Those of one model."""
-    return [_row(billions, layers, *gpu, drives) for gpu in _GPUS for drives in (1, 4)]
+    return _HEAD + "".join(f"{row(model, *case)}\n" for model in MODELS for case in CASES)
 
 
 def machine(gpu: str, bandwidth: float, drives: int) -> Hardware:
@@ -103,7 +100,9 @@ def machine(gpu: str, bandwidth: float, drives: int) -> Hardware:
     return described(gpu, _RAM, [parse_drive(_DRIVE)] * drives, bandwidth)
 
 
-def _row(billions: int, layers: int, gpu: str, bandwidth: float, drives: int) -> str:
+def row(model: tuple[int, int], gpu: str, bandwidth: float, drives: int) -> str:
+    """One of a model (billions, layers), on a GPU with host memory of that bandwidth beside it, and so many drives."""
+    billions, layers = model
     planned = _largest(billions, layers, machine(gpu, bandwidth, drives))
     memory, timing = planned.memory, planned.timing
     zero = memory.config.zero_optimization
