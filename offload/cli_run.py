@@ -106,7 +106,8 @@ class Training:
         """Run, and end the process with the right code and words."""
         from offload.train import Finished, prepare
 
-        logging.getLogger("offload").setLevel(logging.WARNING)  # its notices are printed here
+        logging.getLogger("offload").setLevel(logging.WARNING)
+        logging.getLogger("offload.notices").setLevel(logging.ERROR)  # they are printed here
         try:
             with Signals() as signals:
                 try:

@@ -115,7 +115,7 @@ NAMED: dict[str, Any] = {
         ignore_unused_parameters legacy_stage1 load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint
         memory_efficient_linear override_module_apply stage3_module_granularity_threshold
         stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential log_trace_cache_warnings
-        enable_sanity_checks save_muon_momentum_buffer_in_memory zero_hpz_partition_size mics_shard_size
+        enable_sanity_checks save_muon_momentum_buffer_in_memory
         mics_hierarchical_params_gather cpu_offload_use_pin_memory""",
     ),
     "zero_optimization.overlap_comm": False,
@@ -126,19 +126,14 @@ NAMED: dict[str, Any] = {
         cpuadam_cores_perc""",
     ),
     **_each("aio.", "single_submit overlap_events use_gds"),
-    **_each("fp16.", "fp16_master_weights_and_grads fused_mode"),
-    **_each("bf16.", "immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states"),
+    "fp16.fused_mode": True,
+    "bf16.immediate_grad_update": True,
     "bf16.check_grad_overflow": False,
     "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],
-    **_each(
-        "activation_checkpointing.",
-        """partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints
-        synchronize_checkpoint_boundary profile""",
-    ),
-    **_each("checkpoint.", "load_universal use_node_local_storage parallel_write checkpoint_serialization writer"),
+    "activation_checkpointing.number_checkpoints": 4,
+    **_each("checkpoint.", "use_node_local_storage parallel_write checkpoint_serialization writer"),
     "optimizer.legacy_fusion": True,
     "optimizer.params.torch_adam": True,
-    "optimizer.params.fp32_optimizer_states": False,
 }
 REFUSED: dict[str, Any] = {
     "managed_gradient_accumulation": False,
@@ -160,6 +155,21 @@ REFUSED: dict[str, Any] = {
         "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param zenflow",
     ),
     "zero_optimization.leaf_module.name_suffixes": ["experts"],
+    "zero_optimization.zero_hpz_partition_size": 8,
+    "zero_optimization.mics_shard_size": 8,
+    "fp8": {"enabled": True},
+    "sequence_parallel_size": 2,
+    "tensor_parallel_size": 2,
+    "data_parallel_size": 2,
+    "fp16.fp16_master_weights_and_grads": True,
+    **_each("bf16.", "bf16_master_weights_and_grads bf16_optimizer_states"),
+    **_each(
+        "activation_checkpointing.",
+        """partition_activations contiguous_memory_optimization cpu_checkpointing synchronize_checkpoint_boundary
+        profile unheard_of""",
+    ),
+    "checkpoint.load_universal": True,
+    "optimizer.params.fp32_optimizer_states": False,
     "data_types.param_dtype": "bf16",
     "optimizer.params.max_grad_norm": 1.0,
     "optimizer.params.freeze_step": 10,
@@ -195,11 +205,48 @@ def test_honoured_without_a_word(key: str) -> None:
 @pytest.mark.parametrize("key", NAMED)
 def test_named_at_the_start(key: str) -> None:
     lines = load_config(content(key, NAMED[key])).notices
-    whole = key.partition(".")[0] if key.startswith(("activation_checkpointing", "checkpoint")) else key
-    assert any(re.search(rf"(^|[ ,]){re.escape(whole)}($|[ ,])", line) for line in lines), lines
+    named = "checkpoint.tag_validation" if key == "checkpoint" else key
+    assert any(re.search(rf"(^|[ ,]){re.escape(named)}($|[ ,])", line) for line in lines), lines
 
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(key)):
         load_config(content(key, REFUSED[key]))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sequence_parallel_size": 1, "tensor_parallel_size": 1},
+        {"zero_optimization": {"zero_hpz_partition_size": 1, "mics_shard_size": -1}},
+        {"fp8": {"enabled": False}, "compile": {"deepcompile": False}},
+        {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
+        {"checkpoint": {"load_universal": False}},
+    ],
+)
+def test_what_is_off_needs_no_word(given: dict[str, Any]) -> None:
+    assert load_config(given).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 100, "cuda_aware": False}}},
+            '"optimizer.type" OneBitAdam compresses what ranks send each other.*use AdamW or Lamb.*freeze_step',
+        ),
+        ({"optimizer": {"type": "ZeroOneAdam", "params": {"var_freeze_step": 1}}}, "ZeroOneAdam compresses"),
+        ({"optimizer": {"type": "Muon", "params": {"lr": 1}}}, r"Muon is an optimizer of DeepSpeed.*optimizer= to"),
+        ({"data_parallel_size": 4}, "the number of processes, which the launcher says"),
+        ({"compile": {"deepcompile": True}}, "torch.compile on the model"),
+        ({"hybrid_engine": {"enabled": True}}, "model.generate works under the engine"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "splits each layer over ranks"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "gradient_checkpointing_enable"),
+        ({"activation_checkpointing": {"partition": True}}, "activation_checkpointing.partition;"),
+    ],
+)
+def test_the_message_says_what_it_is_and_what_to_do(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_config(given)
+    assert "would change what is learned" not in str(caught.value)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 import threading
 from pathlib import Path
 
@@ -150,7 +148,7 @@ class Shared(nn.Module):
 def test_a_parameter_that_is_registered_twice_stays_one() -> None:
     with offload.init():
         model = Shared()
-    assert model.one.weight is model.other.weight is model.third.weight and model.one.weight.is_meta
+    assert model.one.weight is model.other.weight is model.third.weight
     assert len(list(model.parameters())) == 4
 
 
@@ -163,25 +161,6 @@ def test_copies_within_a_constructor_are_initialized_each(tmp_path: Path) -> Non
     weights = _weights(Job(encoder, models.language_loss), ("none", "none"), tmp_path)
     first, second = (weights[f"layers.{layer}.linear1.weight"] for layer in range(2))
     assert first.isfinite().all() and first.std() > 0 and not torch.equal(first, second)
-
-
-class Written(nn.Module):
-    """Its constructor writes into a weight of another module, where nothing will do it again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        nn.init.zeros_(self.layer.weight)
-
-
-def test_values_that_will_be_made_anew_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "offload"), offload.init():
-        Written()
-        models.gpt2()
-        models.Mixture()
-        nn.MultiheadAttention(8, 2)
-    assert caplog.text.count("will be made anew") == 1
-    assert re.search(r"test_init\.py:\d+ will be made", caplog.text)
 
 
 def test_a_model_without_weights_cannot_be_used() -> None:

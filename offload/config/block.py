@@ -16,6 +16,11 @@ def words_of(words: str) -> tuple[str, ...]:
 CHANGES_TRAINING = "would change what is learned and is not supported; remove it, or switch it off"
 
 
+def missing(what: str, instead: str = "remove it, or switch it off") -> str:
+    """Say what a key asks for that is not here, and what to do."""
+    return f"{what}, which is not supported; {instead}"
+
+
 class Block(BaseModel):
     """A block of the config; beside its fields it knows keys without effect and keys that it must refuse."""
 
@@ -32,6 +37,10 @@ class Block(BaseModel):
     """What to write where a value came in place of the block: the first key is that of the value."""
     OWN_AUTO: ClassVar[tuple[str, ...]] = ()
     """Fields in which "auto" is a value; in all others it means the default."""
+
+    @classmethod
+    def check(cls, content: Mapping[str, Any], path: str) -> None:
+        """Raise `ConfigError` where the block as a whole asks for what is not here, before its keys are looked at."""
 
 
 def inner_block(model: type[Block], name: str) -> type[Block] | None:

@@ -39,7 +39,7 @@ def document() -> str:
         [
             *tables,
             "## Accepted without effect\n\nThey tune what this library sizes by itself, or switch on what is not here "
-            "and would not change a bit; one line at the start names those that a file has:\n\n" + "\n".join(tuning),
+            "and would not change a bit; one warning at the start names those that a file has:\n\n" + "\n".join(tuning),
             "\n## Refused unless switched off\n\nWithout them training would be another one:\n\n" + "\n".join(refused),
             "",
         ]
@@ -51,6 +51,8 @@ def _section(title: str, model: type[Block]) -> str:
 
 
 def _table(model: type[Block]) -> str:
+    if not model.model_fields:
+        return "No key has an effect."
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in model.model_fields.items():
         block = isinstance(field.default, Block) or field.is_required()

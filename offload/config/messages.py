@@ -29,7 +29,8 @@ def homes_of(model: type[Block], key: str, path: str) -> str:
 def unknown_key(model: type[Block], near: str | None, homes: str, dotted: str) -> str:
     if homes:
         return f"unknown key {dotted}; did you mean {homes}?"
-    hint = f'did you mean "{near}"?' if near else f"remove it; keys with an effect are {', '.join(model.model_fields)}"
+    keys = f"; keys with an effect are {', '.join(model.model_fields)}" if model.model_fields else ""
+    hint = f'did you mean "{near}"?' if near else f"remove it{keys}"
     return f"unknown key {dotted}; {hint}"
 
 

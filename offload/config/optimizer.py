@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Literal
 import pydantic
 from pydantic import Field
 
-from offload.config.block import CHANGES_TRAINING, Block
+from offload.config.block import CHANGES_TRAINING, Block, missing
 from offload.config.values import Beta, Number, OptimizerType
+from offload.errors import ConfigError
 
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "Adam": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "adam_w_mode": True, "bias_correction": True},
@@ -32,7 +33,7 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
 class OptimizerParams(Block):
     """Hyperparameters, named as in torch.optim; those of the other types are errors."""
 
-    TUNING = ("torch_adam", "fp32_optimizer_states", "fused", "foreach", "capturable", "differentiable")
+    TUNING = ("torch_adam", "fused", "foreach", "capturable", "differentiable")
     REFUSED: ClassVar[dict[str, str]] = {
         "max_grad_norm": 'has another name in DeepSpeed files: "gradient_clipping", at top level',
         "amsgrad": CHANGES_TRAINING,
@@ -55,12 +56,19 @@ class OptimizerParams(Block):
     )
     adam_w_mode: bool | None = Field(None, description="Adam: true by default; false adds the decay to the gradient")
     bias_correction: Literal[True] | None = Field(None, description="Adam, AdamW, Lamb: only true")
+    fp32_optimizer_states: Literal[True] | None = Field(None, description="only true: moments are fp32")
     max_coeff: Number | None = Field(None, description="Lamb: bound of the trust ratio, default 10")
     min_coeff: Number | None = Field(None, description="Lamb: bound of the trust ratio, default 0.01")
     lr_decay: Number | None = Field(None, description="Adagrad: default 0")
     momentum: Number | None = Field(None, description="SGD: default 0, which keeps no moment")
     dampening: Number | None = Field(None, description="SGD: default 0")
     nesterov: bool | None = Field(None, description="SGD: default false; needs a momentum, and no dampening")
+
+
+_COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
+_OTHERS = ("muon", "muadam", "muadamw", "musgd")
+_ADAMW = "use AdamW or Lamb, without the keys of the compression (freeze_step, cuda_aware, comm_backend_name)"
+_PASS = "use AdamW, or pass an optimizer of torch as optimizer= to offload.initialize"
 
 
 class OptimizerBlock(Block):
@@ -71,6 +79,16 @@ class OptimizerBlock(Block):
 
     type: OptimizerType = Field("AdamW", description="Adam, AdamW, Lamb, Adagrad, Lion or SGD, in any case of letters")
     params: OptimizerParams = Field(OptimizerParams(), description="see below")
+
+    @classmethod
+    def check(cls, content: Mapping[str, Any], path: str) -> None:
+        name = str(content.get("type", "")).lower()
+        if name in _COMPRESSED:
+            raise ConfigError(
+                f'"{path}type" {content["type"]} {missing("compresses what ranks send each other", _ADAMW)}'
+            )
+        if name in _OTHERS:
+            raise ConfigError(f'"{path}type" {content["type"]} {missing("is an optimizer of DeepSpeed", _PASS)}')
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> OptimizerBlock:

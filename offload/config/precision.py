@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from offload.config.block import Block, words_of
+from offload.config.block import Block, missing, words_of
 from offload.config.values import DTYPE_NAMES, Count, Elements, Number, SumDtype, spelling
 
 _AUTO_CAST = "whether `engine(...)` casts floating-point inputs to the dtype of the weights"
@@ -16,7 +16,11 @@ _AUTO_CAST = "whether `engine(...)` casts floating-point inputs to the dtype of 
 class Bf16(Block):
     """bf16 weights with split fp32 masters."""
 
-    TUNING = words_of("immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states")
+    TUNING = words_of("immediate_grad_update check_grad_overflow")
+    REFUSED: ClassVar[dict[str, str]] = {
+        "bf16_master_weights_and_grads": missing("has no fp32 masters"),
+        "bf16_optimizer_states": missing("keeps the moments in bf16"),
+    }
     INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
     enabled: bool = Field(
@@ -28,7 +32,8 @@ class Bf16(Block):
 class Fp16(Block):
     """fp16 weights with fp32 masters, and a scaled loss."""
 
-    TUNING = words_of("fused_mode fp16_master_weights_and_grads")
+    TUNING = ("fused_mode",)
+    REFUSED: ClassVar[dict[str, str]] = {"fp16_master_weights_and_grads": missing("has no fp32 masters")}
     INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
     enabled: bool = Field(False, description="whether the mode is on")

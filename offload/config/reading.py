@@ -175,6 +175,7 @@ _OLD_SWITCHES = {
 
 def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, found: Found) -> dict[str, Any]:
     """What of `content` is for the fields of `model`: no defaults, and no key without effect; raises at a bad one."""
+    model.check(content, path)
     kept: dict[str, Any] = {}
     tuned = "enabled" not in model.model_fields or _is_on(content.get("enabled"))  # what is off needs no word
     for key, value in content.items():
@@ -182,7 +183,7 @@ def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, found: 
             continue
         name, dotted = model.OLD_NAMES.get(key, key), f"{path}{key}"
         if name in model.REFUSED:
-            if _is_on(value):
+            if _is_on(value) and not (name.endswith("_size") and value in (-1, 1)):
                 raise ConfigError(f'"{dotted}" {model.REFUSED[name]}')
         elif name in model.TUNING:
             found.tuning.extend([dotted] * tuned)

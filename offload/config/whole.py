@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from offload.config.block import CHANGES_TRAINING, Block, words_of
+from offload.config.block import CHANGES_TRAINING, Block, missing, words_of
+from offload.config.elsewhere import ActivationCheckpointing, Checkpoint
 from offload.config.monitors import CsvMonitor, TensorBoard, Wandb
 from offload.config.optimizer import OptimizerBlock
 from offload.config.ours import OffloadBlock
@@ -34,20 +35,34 @@ class Config(Block):
 
     TUNING = words_of("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer")
     UNSUPPORTED = words_of(
-        """dump_state log_level vocabulary_size timers comms_logger checkpoint prescale_gradients
-        gradient_predivide_factor communication_data_type sparse_gradients disable_allgather
-        seq_parallel_communication_data_type
-        seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting activation_checkpointing nebula
-        comet flops_profiler autotuning datastates_ckpt"""
+        """dump_state log_level vocabulary_size timers comms_logger prescale_gradients gradient_predivide_factor
+        communication_data_type sparse_gradients disable_allgather seq_parallel_communication_data_type
+        seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting nebula comet flops_profiler
+        autotuning datastates_ckpt"""
     )
-    REFUSED: ClassVar[dict[str, str]] = dict.fromkeys(
-        words_of(
-            """amp sparse_attention compression_training weight_quantization quantize_training data_efficiency
-            curriculum_learning elasticity progressive_layer_drop eigenvalue pipeline hybrid_engine expert_parallel
-            tensor_parallel compile zenflow"""
+    REFUSED: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            words_of(
+                """sparse_attention compression_training weight_quantization quantize_training data_efficiency
+                curriculum_learning elasticity progressive_layer_drop eigenvalue zenflow"""
+            ),
+            CHANGES_TRAINING,
         ),
-        CHANGES_TRAINING,
-    )
+        "amp": missing("is apex's mixed precision", 'set "bf16", "fp16" or "torch_autocast"'),
+        "fp8": missing("asks for matrix products in fp8", 'set "bf16"'),
+        "compile": missing("has DeepSpeed compile the model", "call torch.compile on the model, or remove it"),
+        "hybrid_engine": missing(
+            "has kernels of DeepSpeed generate", "model.generate works under the engine without it; remove it"
+        ),
+        "tensor_parallel": missing("splits each layer over ranks"),
+        "tensor_parallel_size": missing("splits each layer over ranks", "leave it out, or set it to 1"),
+        "expert_parallel": missing("splits experts over ranks"),
+        "pipeline": missing("splits the layers over ranks"),
+        "sequence_parallel_size": missing("splits each sequence over ranks", "leave it out, or set it to 1"),
+        "data_parallel_size": (
+            "is the number of processes, which the launcher says (torchrun --nproc-per-node); remove it"
+        ),
+    }
     OLD_NAMES: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
 
     train_batch_size: Count | None = Field(None, description="samples of a step on all ranks")
@@ -65,6 +80,8 @@ class Config(Block):
     scheduler: SchedulerBlock | None = Field(None, description="see below")
     bf16: Bf16 = Field(Bf16(), description="bf16 weights with split fp32 masters; older name: bfloat16")
     fp16: Fp16 = Field(Fp16(), description="fp16 weights with fp32 masters, and a scaled loss")
+    activation_checkpointing: ActivationCheckpointing = Field(ActivationCheckpointing(), description="see below")
+    checkpoint: Checkpoint = Field(Checkpoint(), description="see below")
     torch_autocast: TorchAutocast = Field(
         TorchAutocast(), description="fp32 weights, and torch's autocast round each forward"
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from offload.config.block import CHANGES_TRAINING, Block, words_of
+from offload.config.block import CHANGES_TRAINING, Block, missing, words_of
 from offload.config.values import Count, Elements, Names, Number, Paths, Size, Tier, Whole
 
 
@@ -63,15 +63,21 @@ class ZeroOptimization(Block):
         module_granularity_threshold stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params
         stage3_allgather_sequential allgather_sequential log_trace_cache_warnings enable_sanity_checks
         pipeline_loading_checkpoint elastic_checkpoint legacy_stage1 save_muon_momentum_buffer_in_memory
-        zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather cpu_offload_use_pin_memory"""
+        mics_hierarchical_params_gather cpu_offload_use_pin_memory"""
     )
-    REFUSED: ClassVar[dict[str, str]] = dict.fromkeys(
-        words_of(
-            """zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param
-            zenflow"""
+    REFUSED: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            words_of(
+                """zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
+                zeropp_loco_param zenflow"""
+            ),
+            CHANGES_TRAINING,
         ),
-        CHANGES_TRAINING,
-    )
+        "zero_hpz_partition_size": missing(
+            "keeps a second copy of the weights in each node", "leave it out, or set it to 1"
+        ),
+        "mics_shard_size": missing("partitions within groups of ranks", "leave it out, or set it to -1"),
+    }
 
     OLD_NAMES: ClassVar[dict[str, str]] = {
         name.removeprefix("stage3_"): name

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from offload.engine.placeholder import asks_for_no_element
-from offload.errors import UsageError
+from offload.errors import ConfigError, UsageError
 
 
 class Origin(Protocol):
@@ -40,8 +40,8 @@ class Origin(Protocol):
 
 class _Building(threading.local):
     depth = 0
-    lost: list[str] | None = None
-    """Where values were written that nothing will make again, while that is being noted."""
+    model = False
+    """Whether a model is being built, so that what its code writes by hand is kept."""
 
 
 _building = _Building()
@@ -58,13 +58,14 @@ def building() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noting_lost() -> Iterator[list[str]]:
-    """Note where a constructor writes values that its modules' own initialization does not make: "file:line"."""
-    outer, _building.lost = _building.lost, [] if _building.lost is None else _building.lost
+def building_a_model() -> Iterator[None]:
+    """What `building` does; a parameter that is written by hand, outside of an initializer, has these values."""
+    outer, _building.model = _building.model, True
     try:
-        yield _building.lost
+        with building():
+            yield
     finally:
-        _building.lost = outer
+        _building.model = outer
 
 
 def is_building() -> bool:
@@ -76,17 +77,32 @@ class Absent(nn.Parameter):
     """A parameter on meta that `initialize` gives its values: those of `origin`, or of its module's initialization."""
 
     origin: Origin | None = None
+    whole: Absent | None = None
+    """Of an alias or a view: the parameter that a write to it is a write to."""
+    is_part = False
+    """Whether this is a view, which may have other elements, or another order of them."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if not args and isinstance(kwargs.get("tensor"), Absent):  # functions of torch.nn.init
+            args = (kwargs.pop("tensor"),)
+        # Whatever torch.nn.init asks of a tensor, it sets all of it in the end.
+        if _building.model and sys._getframe(1).f_code.co_filename == nn.init.__file__ and isinstance(args[0], Absent):
+            if by_hand := _writer():
+                return func(_real(args[0], "torch.nn.init", by_hand, all_of_it=True), *args[1:], **kwargs)
         rule = _RULES.get(func)
         if rule is not None and isinstance(args[0], Absent):
             return rule(func, *args, **kwargs)
         if is_building() or asks_for_no_element(func) or func in _ALLOWED:
-            if _building.lost is not None and _writes(func):
-                _note(_building.lost)
-            return _plainly(func, *args, **kwargs)
+            if _building.model and _writes(func) and args and isinstance(args[0], Absent) and (by_hand := _writer()):
+                name, all_of_it = (
+                    func.__name__,
+                    func.__name__ in _OVERWRITES or getattr(func, "__module__", "") == nn.init.__name__,
+                )
+                return func(_real(args[0], name, by_hand, all_of_it), *args[1:], **kwargs)
+            result = _plainly(func, *args, **kwargs)
+            return _as_part(result, args[0]) if is_building() and args and isinstance(args[0], Absent) else result
         raise _refusal(getattr(func, "__name__", str(func)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -131,6 +147,10 @@ _TENSOR: Any = torch.Tensor  # of which the stubs say that its properties are te
 _ALLOWED = frozenset({_TENSOR.__repr__, _TENSOR.requires_grad_, torch._has_compatible_shallow_copy_type})
 
 
+_OVERWRITES = frozenset(
+    "normal_ uniform_ fill_ zero_ copy_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_".split()
+)
+"""What gives every element of a tensor a value that does not depend on the one before."""
 _INITIALIZERS = frozenset(
     "reset_parameters _reset_parameters _init_weights init_weights initialize_weights _initialize_weights".split()
 )
@@ -142,21 +162,57 @@ def _writes(func: Any) -> bool:
     return (name.endswith("_") and not name.endswith("__") and name != "requires_grad_") or name == "__setitem__"
 
 
-def _note(lost: list[str]) -> None:
-    """Note where a write comes from, unless an initializer makes it."""
-    where = ""
+def _writer() -> str | None:
+    """Where a write comes from, "file:line"; None where an initializer makes it, which will be called again."""
+    where = None
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         if code.co_name in _INITIALIZERS:
-            return
-        if not where and f"{os.sep}torch{os.sep}" not in code.co_filename and code.co_filename != __file__:
+            return None
+        if where is None and f"{os.sep}torch{os.sep}" not in code.co_filename and code.co_filename != __file__:
             where = f"{code.co_filename}:{frame.f_lineno}"
             if f"{os.sep}transformers{os.sep}" in where:
-                return  # whose models write everything in _init_weights as well
+                return None  # whose models write everything in _init_weights as well
         frame = frame.f_back
-    if where not in lost:
-        lost.append(where)
+    return where or "torch"
+
+
+def _real(tensor: Absent, name: str, where: str, all_of_it: bool) -> Any:
+    """Make the parameter real that `name` is about to write at `where`; returns what to give it in place of `tensor`.
+
+    Raises `ConfigError` where it does not set `all_of_it`, since what it would change is not there.
+    """
+    whole = _whole_of(tensor)
+    if not isinstance(whole, Absent):  # a write before has made it real
+        if tensor.is_part:
+            raise _refused_part(name, where)
+        return whole.data
+    if tensor.is_part or not all_of_it:
+        raise _refused_part(name, where)
+    empty = _plainly(torch.empty, whole.shape, dtype=whole.dtype, device="cpu")
+    torch.utils.swap_tensors(whole, nn.Parameter(empty, whole.requires_grad))
+    return whole if tensor is whole else whole.data
+
+
+def _whole_of(tensor: Absent) -> Any:
+    """The parameter that an alias is one of, which may have become real; a parameter itself."""
+    return tensor if tensor.whole is None else tensor.whole
+
+
+def _refused_part(name: str, where: str) -> ConfigError:
+    return ConfigError(
+        f"{where} changes a weight by {name}, whose values offload.init leaves for later: write it in reset_parameters "
+        f"(or _init_weights, in a model of transformers), or build this model outside of offload.init"
+    )
+
+
+def _as_part(result: Any, tensor: Absent) -> Any:
+    """A view of an absent parameter knows whose it is, so that no write to it is lost."""
+    if type(result) is torch.Tensor and result.is_meta and result._base is not None and result.dtype == tensor.dtype:
+        result = result.as_subclass(Absent)
+        result.whole, result.is_part = _whole_of(tensor), True
+    return result
 
 
 def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +236,9 @@ def _like(tensor: Absent, meta: torch.Tensor, requires_grad: bool) -> Absent:
 
 def _alias(func: Any, tensor: Absent) -> Absent:
     """`detach()` and `.data`: no elements are asked for yet."""
-    return _like(tensor, _plainly(_TENSOR.detach, tensor).as_subclass(torch.Tensor), False)
+    alias = _like(tensor, _plainly(_TENSOR.detach, tensor).as_subclass(torch.Tensor), False)
+    alias.whole, alias.is_part = _whole_of(tensor), tensor.is_part
+    return alias
 
 
 def _device(func: Any, tensor: Absent) -> torch.device:
@@ -202,9 +260,17 @@ def _set_data(func: Any, tensor: Absent, values: torch.Tensor) -> None:
 def _copy(func: Any, tensor: Absent, source: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_building():
         raise _refusal("copy_")
-    if _building.lost is not None:
-        _note(_building.lost)
+    absent = isinstance(source, torch.Tensor) and source.is_meta
+    if _building.model and not absent and (by_hand := _writer()):
+        return func(_real(tensor, "copy_", by_hand, all_of_it=True), source, *args, **kwargs)
     return _plainly(func, tensor, source, *args, **kwargs)
+
+
+def _is_meta(func: Any, tensor: Absent) -> bool:
+    """`load_state_dict` warns that copying to a tensor on meta does nothing; to this one it does."""
+    if _building.model and sys._getframe(2).f_code.co_name == "_load_from_state_dict":
+        return False
+    return bool(_plainly(func, tensor))
 
 
 def _convert(func: Any, tensor: Absent, *args: Any, **kwargs: Any) -> Any:
@@ -224,6 +290,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _TENSOR.data.__set__: _set_data,
     _TENSOR.device.__get__: _device,
     _TENSOR.copy_: _copy,
+    _TENSOR.is_meta.__get__: _is_meta,
     **{
         getattr(_TENSOR, name): _convert
         for name in "to half float double bfloat16 cpu cuda xpu".split()

@@ -9,10 +9,11 @@ that the weights do not depend on budgets, placements or the number of ranks. Th
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
+import sys
 import threading
 import traceback
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,13 +22,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload.engine.absent import Absent, building, is_building, noting_lost, origin_of
+from offload.engine.absent import Absent, building, building_a_model, origin_of
+from offload.engine.streaming import streaming
 from offload.errors import ConfigError
-
-logger = logging.getLogger("offload")
-
-_SHOWN = 3
-"""Places in a warning."""
 
 
 @contextlib.contextmanager
@@ -36,9 +33,10 @@ def init(config: Any = None) -> Iterator[None]:
 
     `config` is accepted as by `deepspeed.zero.Init` and is read by `initialize`. Modules whose class has no
     `reset_parameters` keep the values that their constructor gave them; those of transformers are initialized
-    by the model's `_init_weights`. What a constructor writes otherwise is lost, and a warning says where. Buffers and
-    other tensors are real. It may be nested, and counts for its thread. Raises `ConfigError` where a constructor
-    needs values that are not there.
+    by the model's `_init_weights`. Values that a parameter is given otherwise are kept, in memory: by `nn.init`,
+    `load_state_dict`, `module.weight = ...`, or as an argument of its module. `from_pretrained` of transformers reads a
+    local folder of safetensors as `load_pretrained` does. Buffers and other tensors are real. It may be nested, and
+    counts for its thread. Raises `ConfigError` where a constructor needs values that are not there, or changes them.
     """
     thread = threading.get_ident()
     seen = WeakTensorKeyDictionary()  # what became of a parameter that is registered again: it stays tied
@@ -47,14 +45,14 @@ def init(config: Any = None) -> Iterator[None]:
         if parameter is None or threading.get_ident() != thread or type(parameter) is not nn.Parameter:
             return parameter
         if parameter not in seen:
-            keep = parameter.is_meta or not _can_initialize(module)
+            keep = parameter.is_meta or not _can_initialize(module) or _is_given(module, name, parameter)
             seen[parameter] = None if keep else Absent(parameter.detach().to("meta"), parameter.requires_grad)
         found: nn.Parameter | None = seen[parameter]
         return parameter if found is None else found
 
     removal = register_module_parameter_registration_hook(register)
     try:
-        with building(), noting_lost() as lost:
+        with building_a_model(), streaming(config):
             yield
     except (RuntimeError, NotImplementedError) as error:
         if "meta" not in str(error).lower():
@@ -66,12 +64,26 @@ def init(config: Any = None) -> Iterator[None]:
         ) from error
     finally:
         removal.remove()
-    if lost and not is_building():
-        logger.warning(
-            "offload.init: values that are written at %s will be made anew by the modules' own initialization: write "
-            "them in reset_parameters (or _init_weights, in a model of transformers), or build without offload.init",
-            ", ".join(lost[:_SHOWN]) + (f" and {len(lost) - _SHOWN} more places" if len(lost) > _SHOWN else ""),
-        )
+
+
+def _is_given(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether somebody gives this parameter its values, who is not the constructor of `module` making room for it."""
+    if module._parameters.get(name) is not None:
+        return True
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code, known = frame.f_code, frame.f_locals
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if code.co_name == "__init__" and names and known.get(names[0]) is module:
+            return any(_same_memory(known.get(each), parameter) for each in names[1:])
+        frame = frame.f_back
+    return True
+
+
+def _same_memory(value: Any, parameter: nn.Parameter) -> bool:
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        return False
+    return value.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
 
 
 def _place_of(error: BaseException) -> str:
@@ -103,13 +115,19 @@ def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
     absent = {name: each for name, each in parameters.items() if each.is_meta and origin_of(each) is None}
     if not absent:
         return
+    made = {id(parameter) for parameter in absent.values()}
     for parameter in absent.values():
         real = nn.Parameter(torch.full_like(parameter, torch.nan, device="cpu"), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, real)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), building():
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would set the GPU's as well, and leave it so
         for module, initialize in _initializers(model, absent):
+            # A module sets all of its own parameters; those that have their values keep them.
+            own = [each for each in module.parameters(recurse=False) if not each.is_meta and id(each) not in made]
+            before = [each.clone() for each in own]
             initialize(module)
+            for parameter, values in zip(own, before, strict=True):
+                parameter.copy_(values)
     for name, parameter in absent.items():
         if parameter.numel() and bool(parameter.isnan().all()):
             raise ConfigError(

@@ -34,6 +34,7 @@ from offload.engine.progress import Progress, persistent_buffers
 from offload.engine.ranks import UNABLE, Ranks, join_ranks, meet_others, stay_away
 from offload.engine.watch import measure, watch
 from offload.errors import ConfigError, StoreError
+from offload.notices import tell
 from offload.swapper.device import Device, open_device
 from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.store import Rating, Store, StoreSpec, Written
@@ -120,7 +121,10 @@ def _initialize(
     kept = optimizer_choice.kept_by(chosen, model)
     plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept)
     schedule, notices = schedule_choice.choose(loaded.scheduler, lr_scheduler, chosen)
-    plan = plan._replace(notices=(*plan.notices, *notices, *chosen.notices()))
+    plan = plan._replace(notices=(*plan.notices, *_as_trained(loaded, plan.world_size), *notices, *chosen.notices()))
+    if optimizer is not None and loaded.optimizer is not None:
+        unused = f"the optimizer {loaded.optimizer.type} of the config is not used: optimizer= is given"
+        plan = plan._replace(notices=(*plan.notices, unused))
     loader = None
     if training_data is not None:
         loader = load(
@@ -129,11 +133,30 @@ def _initialize(
     engine = _build(plan, model, chosen, schedule, loader)
     if plan.rank == 0:
         warn_if_slow(loaded, device.torch, plan.resume)
-        for notice in (effective(loaded, batch, plan.world_size), *engine.notices):
-            logger.info(notice)
+        logger.info(effective(loaded, batch, plan.world_size))
+        for notice in engine.notices:
+            tell(notice)
         logger.debug("the whole config: %s", json.dumps(engine.config, indent=2))
     refuse_others()
     return Initialized(engine, chosen, loader, schedule)
+
+
+def _as_trained(config: Config, ranks: int) -> tuple[str, ...]:
+    """What is trained otherwise than older DeepSpeed would by this config."""
+    stage, clip = config.zero_optimization.stage, config.gradient_clipping
+    lines = (
+        (
+            "gradient_clipping" not in config.model_fields_set,
+            f"gradients are clipped to a global norm of {clip:g}, since the config does not say; "
+            f'"gradient_clipping": 0 leaves them as they are, as older DeepSpeed did',
+        ),
+        (
+            ranks > 1 and stage < 3,
+            f"ZeRO stage {stage} on {ranks} ranks is trained as stage 3: weights, gradients and states are "
+            f"partitioned; the numbers are the same",
+        ),
+    )
+    return tuple(line for holds, line in lines if holds)
 
 
 def _the_config(args: Any, config: Any, config_params: Any) -> Any:

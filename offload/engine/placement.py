@@ -28,6 +28,7 @@ from offload.engine.homes import (
 )
 from offload.errors import BudgetError
 from offload.kernels.lamb import BLOCK as LAMB_BLOCK
+from offload.notices import Remark
 from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.swapper.arena import check_budget
 from offload.swapper.host import TILE_BUFFERS, Classes
@@ -198,7 +199,7 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
         raised = to_raise(homes, parts, budget - sum(classes))
         higher = with_home(homes, raised, Tier.HOST)
         if moved := differences(parts, homes, higher):
-            notices.append(f"host memory of {format_size(budget)} has room for more: {moved}")
+            notices.append(Remark(f"host memory of {format_size(budget)} has room for more: {moved}"))
         homes = higher
         more = sum(align_up(parts.nbytes[unit][state]) for unit, state in raised)
         classes = classes._replace(cache=classes.cache + more)

@@ -23,6 +23,7 @@ from offload.engine.ranks import Ranks
 from offload.engine.units import Units, find_units
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.kernels import cuda
+from offload.notices import Remark
 from offload.sizes import format_size
 from offload.swapper.device import Device
 from offload.swapper.host import process_memory
@@ -386,8 +387,10 @@ def _leftovers(config: Config) -> tuple[str, ...]:
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     are = "other run that nobody holds takes" if len(found) == 1 else "other runs that nobody holds take"
     return (
-        f"{len(found)} {are} {format_size(sum(each.nbytes for each in found))}: "
-        f"{shown}{more}; `offload inspect {found[0].path.parent}` tells of them, `offload rm` deletes one",
+        Remark(
+            f"{len(found)} {are} {format_size(sum(each.nbytes for each in found))}: "
+            f"{shown}{more}; `offload inspect {found[0].path.parent}` tells of them, `offload rm` deletes one"
+        ),
     )
 
 
@@ -405,7 +408,7 @@ def summary(plan: Plan) -> str:
     stored = placement.store(plan.parts, plan.slots).nbytes
     clip = plan.config.gradient_clipping
     states = [state for state in plan.mode.states if state is not State.WEIGHT]
-    return (
+    return Remark(
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers(State.WEIGHT) or 'nothing'}, states on "
         f"{placement.tiers(*states) or 'nothing'}{', gradients on disk' if placement.spilled else ''}; host "
         f"{format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "

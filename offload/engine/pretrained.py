@@ -52,6 +52,7 @@ def load_pretrained(
     folder: str | os.PathLike[str],
     config: Any = None,
     *,
+    model_config: Any = None,
     ignore_mismatched_sizes: bool = False,
     output_loading_info: bool = False,
     **kwargs: Any,
@@ -60,8 +61,9 @@ def load_pretrained(
 
     `model_or_class` is a class of transformers (`AutoModelForCausalLM`, `LlamaForCausalLM`), which is built by the
     folder's config, on meta and in evaluation mode, as `from_pretrained` gives it; or a module, whose own weights are
-    let go of where the folder has them. `config` is the one for `initialize`. `kwargs` go to the config of the model:
-    `attn_implementation="eager"`, `num_labels=3`. With `output_loading_info` it returns (model, `LoadingInfo`).
+    let go of where the folder has them. `config` is the one for `initialize`; `model_config` is one of transformers, in
+    place of the folder's. `kwargs` go to the config of the model: `attn_implementation="eager"`, `num_labels=3`. With
+    `output_loading_info` it returns (model, `LoadingInfo`).
 
     The folder holds safetensors, one file or several with their index, as `save_pretrained` writes them. What is
     missing is initialized by the model's modules, and named in a warning, as is what the model has not. Raises
@@ -70,11 +72,13 @@ def load_pretrained(
     path = Path(folder).absolute()
     stored = stored_tensors(path)
     if isinstance(model_or_class, nn.Module):
-        if kwargs:
-            raise UsageError(f"{next(iter(kwargs))} is for a class that is to be built, and a module was given")
+        if kwargs or model_config is not None:
+            raise UsageError(
+                f"{next(iter(kwargs), 'model_config')} is for a class that is to be built, and a module was given"
+            )
         model = model_or_class
     else:
-        model = _build(model_or_class, path, config, kwargs)
+        model = _build(model_or_class, path, config, model_config, kwargs)
     _check_quantized(model, path)
     if any(isinstance(parameter, Paged) for parameter in model.parameters()):
         raise UsageError("this model is under an engine already; call load_pretrained before initialize")
@@ -89,7 +93,7 @@ def load_pretrained(
 # -- building -----------------------------------------------------------------------------------------
 
 
-def _build(model_class: Any, folder: Path, config: Any, kwargs: dict[str, Any]) -> nn.Module:
+def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dict[str, Any]) -> nn.Module:
     """A model of transformers on meta, by the folder's config."""
     if not (isinstance(model_class, type) and hasattr(model_class, "from_pretrained")):
         raise UsageError(f"load_pretrained expects a class of transformers or a torch.nn.Module, got {model_class!r}")
@@ -103,13 +107,15 @@ def _build(model_class: Any, folder: Path, config: Any, kwargs: dict[str, Any]) 
             f"{unfit[0]} is for from_pretrained: load_pretrained reads the files of one folder, and the config of the "
             f"engine says where weights go; leave it out"
         )
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
     dtype = _dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)))
     if config is not None and dtype is None:
         dtype = DTYPES[load_config(config).dtype]  # what its buffers are made in, as with from_pretrained
     try:
-        theirs, unused = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **kwargs)
+        unused = kwargs
+        if not isinstance(theirs, PretrainedConfig):  # a folder or a name, as from_pretrained takes it
+            theirs, unused = AutoConfig.from_pretrained(theirs or folder, return_unused_kwargs=True, **kwargs)
         _check_type(model_class, theirs, folder)
         theirs.name_or_path = str(folder)
         make: Any = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config")  # noqa: B009

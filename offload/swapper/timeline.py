@@ -33,6 +33,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from offload.errors import ConfigError
+from offload.notices import Remark
 
 logger = logging.getLogger("offload")
 
@@ -89,7 +90,9 @@ class Timeline:
 
     def __init__(self, path: Path, rank: int = 0, most: int = MOST_EVENTS) -> None:
         self.path = path
-        self.notices: tuple[str, ...] = (f"a time line is written to {path} at the end: see it at ui.perfetto.dev",)
+        self.notices: tuple[str, ...] = (
+            Remark(f"a time line is written to {path} at the end: see it at ui.perfetto.dev"),
+        )
         self._rank, self._most = rank, most
         self._pid = rank + 1  # viewers take process 0 for the idle one
         self._spans: list[Span] = []
