@@ -186,7 +186,7 @@ class Training:
     def _end(self, job: Any) -> None:
         """Commit what is complete, keep the store, say how to go on."""
         try:
-            job.engine.destroy()
+            job.engine.destroy(remove=False)
         except (OffloadError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
         if job.folder:

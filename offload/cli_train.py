@@ -100,8 +100,8 @@ HostMemory = Annotated[
 Device = Annotated[Literal["auto", "cpu", "cuda"] | None, _option(_PLACES, "Where to compute. [default: auto]")]
 RunName = Annotated[str | None, _option(_RUN, "Name of the run's folder in the nvme path. [default: default]")]
 ResumeRun = Annotated[
-    Literal["never", "auto", "must"] | None,
-    _option(_RUN, "Go on with the run of that name: never, auto or must. [default: never]"),
+    Literal["never", "auto", "must", "restart"] | None,
+    _option(_RUN, "Go on with the run of that name: never, auto or must; or restart it. [default: never]"),
 ]
 Durability = Annotated[
     str | None,

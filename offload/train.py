@@ -213,7 +213,7 @@ def _foreseen(
 
 def _goes_on(config: Config) -> bool:
     """Whether there is a run to go on with."""
-    wanted = config.offload.resume != "never" and bool(config.drives)
+    wanted = config.offload.resume in ("auto", "must") and bool(config.drives)
     return wanted and run_status(config.drives, config.offload.run).exists
 
 
@@ -238,7 +238,7 @@ def _claim(engine: Engine, folder: Path | None) -> None:
         try:
             check_save(folder, may_be_there=False)
         except ConfigError:
-            engine.destroy()
+            engine.destroy(remove=False)
             raise
         engine.client_state["save"] = str(folder.absolute())
 

@@ -49,8 +49,10 @@ class OffloadBlock(Block):
         description='step: every step survives a kill; {"every": 10}: every tenth; none: half the disk, no resume; '
         "auto: step where it fits",
     )
-    resume: Literal["never", "auto", "must"] = Field(
-        "never", description="whether to go on with the run that the swap files hold"
+    resume: Literal["never", "auto", "must", "restart"] = Field(
+        "never",
+        description="whether to go on with the run that the swap files hold; restart: begin anew in its place; never: "
+        "the same, but only where `destroy()` has closed it, and where it was killed an error",
     )
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = Field(
         0, description="seed of weights made by offload.init and of the loader"

@@ -81,7 +81,7 @@ def _with_dtype(content: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 def _of_run(config: Config) -> str | None:
     """The dtype of the run that `config` goes on with; None where it begins."""
     if (
-        config.offload.resume == "never"
+        config.offload.resume in ("never", "restart")
         or not config.drives
         or not run_status(config.drives, config.offload.run).exists
     ):

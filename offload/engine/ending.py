@@ -21,6 +21,7 @@ from torch import nn
 from offload.engine.parts import Parts, close_all
 from offload.engine.training_state import TrainingState
 from offload.errors import OffloadError, UsageError
+from offload.notices import tell
 from offload.swapper.store import Store
 
 logger = logging.getLogger("offload")
@@ -52,12 +53,12 @@ class Ending:
 
     # -- ways to end --------------------------------------------------------------------------------
 
-    def destroy(self, remove: bool) -> None:
+    def destroy(self, remove: bool | None) -> None:
         """See `Engine.destroy`."""
         if self._alive and os.getpid() == self._pid and not self._parts.pager.failed and not remove:
             if self._state.after_step_is_due:
                 self._state.of_the_user()  # while it can still be mended, and the last step be committed
-        self._end(remove, meet=True)
+        self._end(bool(remove), meet=True, keep=remove is False)
 
     def abandon(self, remove: bool) -> None:
         """Close without finishing anything: what `initialize` does when its last steps fail."""
@@ -76,8 +77,8 @@ class Ending:
         if self.resumable:
             self._say_what_is_kept(self.resumable)
 
-    def _end(self, remove: bool, meet: bool) -> None:
-        """`meet` says whether to wait for the other ranks."""
+    def _end(self, remove: bool, meet: bool, keep: bool = True) -> None:
+        """`meet` says whether to wait for the other ranks, `keep` whether a later start must not replace the run."""
         if self._closed or os.getpid() != self._pid:
             return
         finished = False
@@ -98,6 +99,8 @@ class Ending:
                 elif remove:
                     self._note_end()
                 finished = True
+                if not remove:
+                    self._leave(keep)
         finally:
             self._alive = False
             self._close(remove and finished)
@@ -115,6 +118,17 @@ class Ending:
         if state.edited or store.durable.epoch != state.global_steps:
             store.commit(state.global_steps, state.for_commit().pack())
             state.edited = False
+
+    def _leave(self, keep: bool) -> None:
+        """Say, on the first rank for all, what stays on the disk; note that it may go, unless it is to be kept."""
+        store = self._parts.store
+        if store is None or store.durable is None or self._parts.rank != 0 or not self.resumable:
+            return
+        if not keep:
+            store.note_closed({"steps": store.durable.epoch})
+        where = f"the run is left in {self.resumable}, at step {store.durable.epoch}"
+        goes = "the next start that does not resume it is refused" if keep else "the next start replaces it"
+        tell(f'{where}: "resume": "auto" goes on with it, {goes}; `offload rm {self.resumable}` deletes it')
 
     def _note_end(self) -> None:
         """Leave a note that the run has ended, which its first rank does for all."""

@@ -519,8 +519,11 @@ class Engine(Facts):
         """Go on from `progress`; see `TrainingState.restore`."""
         self.notices += tuple(self._state.restore(progress))
 
-    def destroy(self, remove: bool = False) -> None:
-        """Finish and commit what is complete, join every thread, close the store; `remove` deletes it.
+    def destroy(self, remove: bool | None = None) -> None:
+        """Finish and commit what is complete, join every thread, close the store.
+
+        What the store holds can be gone on with by `"resume": "auto"`. With `remove` it is deleted; with False, a later
+        start under the same name that does not resume it is refused; by default such a start replaces it, with a line.
 
         With several ranks it waits for the others to come here too, and serves them until then. Idempotent, and may be
         called again where it was interrupted. The model's parameters stay placeholders. Raises what finishing raised,

@@ -206,7 +206,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
                 progress = Progress.unpack(store.open(at))
                 _check_fits(progress, model, optimizer)
             else:
-                store.create(over=plan.resume)
+                store.create(over=plan.resume or plan.replace)
                 if plan.ranks is not None:  # the first commit says that nobody has anything of an earlier run any more
                     plan.ranks.share(None, "make its store")
         parts = assemble(plan, model, optimizer, queue, store, written, resume=progress is not None)

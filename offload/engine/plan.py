@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from offload.swapper.host import process_memory
 from offload.swapper.modes import DTYPES, MOMENTS, PRECISIONS, TORCH, Mode, dtype_name
 from offload.swapper.residency import Tier
 from offload.swapper.states import State
-from offload.swapper.store import Shortage, find_shortage, other_runs, run_status
+from offload.swapper.store import Shortage, find_removal, find_shortage, holder, other_runs, rank_folders, run_status
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 _SHOWN = 5
@@ -56,6 +57,8 @@ class Plan(NamedTuple):
     commit_every: int
     """Steps from one commit to the next; 0 where there is none."""
     resume: bool
+    replace: bool
+    """Whether a run of this name that is there goes."""
     device_kernels: bool
     """Whether the device has kernels of its own for AdamW and for sums of squares."""
     notices: tuple[str, ...]
@@ -119,7 +122,7 @@ def decide(
     on_disk = placement.on_disk
     if ranks is not None:
         on_disk = any(ranks.share(on_disk))
-    resume = _resume(config, on_disk)
+    resume, replaced = _resume(config, on_disk)
     if ranks is not None:
         resume = any(ranks.share(resume))
     slots, notices = _slots(config, on_disk, parts, resume, placement, ranks)
@@ -140,8 +143,16 @@ def decide(
         buffer_dtype,
         config.offload.commit_every if slots == 2 else 0,
         resume,
+        config.offload.resume == "restart" or bool(replaced),
         device_kernels,
-        (*config.notices, *placement.notices, *notices, *why_not, *(_leftovers(config) if rank == 0 else ())),
+        (
+            *config.notices,
+            *(replaced if rank == 0 else ()),
+            *placement.notices,
+            *notices,
+            *why_not,
+            *(_leftovers(config) if rank == 0 else ()),
+        ),
     )
 
 
@@ -315,35 +326,46 @@ def gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype
     return torch.float32 if accumulation > 1 else mode.weight_dtype
 
 
-def _resume(config: Config, on_disk: bool) -> bool:
-    """Whether to resume; raises `StoreError` where what lies there and what was asked for do not fit."""
+def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
+    """Whether to resume, and a line about the run that a start replaces.
+
+    Raises `StoreError` where what lies there and what was asked for do not fit.
+    """
     offload = config.offload
     if not config.drives or not (on_disk or offload.wants_store):
         if offload.resume == "must":
             raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
         if offload.resume == "auto" and config.drives and run_status(config.drives, offload.run).exists:
             if offload.durability == "auto":
-                return True  # with more memory than it had, or other homes: it goes on with its store
+                return True, ()  # with more memory than it had, or other homes: it goes on with its store
             raise StoreError(
                 f"{os.path.join(config.drives[0], offload.run)} holds a run, but this configuration keeps no "
                 f'store: give it the homes that the run had, or set "durability": "step", or choose another run name'
             )
-        return False
+        return False, ()
     status = run_status(config.drives, offload.run)
     folder = os.path.join(config.drives[0], offload.run)
-    if status.exists and offload.resume == "never":
-        raise StoreError(
-            f'{folder} holds a run that did not end; go on with it by --resume auto ("resume": "auto"), or delete it '
-            f"with `offload rm {folder}`, or choose another run name"
-        )
-    if status.finished is not None and not status.exists and offload.resume != "never":
+    if status.exists and offload.resume in ("never", "restart"):
+        if held := next((who for rank in rank_folders(Path(folder)) if (who := holder(rank))), None):
+            raise StoreError(f"{folder} is in use by {held}, and trains; wait for its end, or choose another run name")
+        if offload.resume == "never" and not status.closed:
+            raise StoreError(
+                f'{folder} holds a run that did not end; go on with it by --resume auto ("resume": "auto"), or start '
+                f'over by --resume restart ("resume": "restart"), or delete it with `offload rm {folder}`, or choose '
+                f"another run name"
+            )
+        size = format_size(find_removal(Path(folder)).nbytes)
+        how = "which was closed at its end" if status.closed else "which did not end"
+        keeps = '"resume": "auto" would go on with one, another run name keeps it'
+        return False, (f"the run in {folder} ({size}), {how}, is replaced; {keeps}",)
+    if status.finished is not None and not status.exists and offload.resume not in ("never", "restart"):
         raise StoreError(
             f"{folder} was finished at step {status.finished.get('steps')}, so nothing is left to resume; "
             f'choose another run name, or start over with "resume": "never" (--resume never)'
         )
     if not status.exists and offload.resume == "must":
         raise StoreError(f'"resume" is must, but {folder} holds no committed epoch')
-    return status.exists
+    return status.exists, ()
 
 
 def _slots(

@@ -4,6 +4,7 @@
     <drive>/<run>/rank<r>/manifest.json what lies where
     <first drive>/<run>/rank<r>/        commit, blob.0, blob.1, lock
     <first drive>/<run>/finished.json   after a run that ended: steps and date
+    <first drive>/<run>/closed.json     after a `destroy()` that said nothing of keeping: a start may replace the run
 
 Each unit has two slots, A and B, for all its states. An update reads the slot of the newest copy and writes the slot
 that the last durable record does not name. What is frozen of its weight is part of both and lies once: updates write
@@ -34,7 +35,7 @@ the other one counts. docs/store-format.md is for who reads it without us.
 """
 
 from offload.swapper.store.drives import Shortage, find_shortage
-from offload.swapper.store.folder import close_in_children
+from offload.swapper.store.folder import close_in_children, holder
 from offload.swapper.store.manifest import StoreSpec
 from offload.swapper.store.requests import Compared, Future, Queue, bytes_of
 from offload.swapper.store.run import find_removal, open_rank, other_runs, rank_folders, remove_run, run_status
@@ -55,6 +56,7 @@ __all__ = [
     "close_in_children",
     "find_removal",
     "find_shortage",
+    "holder",
     "open_rank",
     "other_runs",
     "rank_folders",

@@ -25,6 +25,8 @@ class RunStatus(NamedTuple):
 
     exists: bool
     finished: dict[str, Any] | None
+    closed: bool = False
+    """Whether it was closed at its end, and nobody asked to keep it."""
 
 
 def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
@@ -33,7 +35,8 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
     finished = folder / "finished.json"
     if not finished.is_file():
         # Where a commit was made of which no record is left, it must not be started over in silence: `open` says what.
-        return RunStatus(any(was_committed(rank) for rank in rank_folders(folder)), None)
+        exists = any(was_committed(rank) for rank in rank_folders(folder))
+        return RunStatus(exists, None, exists and (folder / "closed.json").is_file())
     # The note is the first thing that a removal does, and a start takes it away: what lies beside it is a remainder.
     try:
         note = json.loads(read_whole(finished))
@@ -56,7 +59,7 @@ class Removal(NamedTuple):
     """Those that are locked while a process has the run."""
     folders: tuple[Path, ...]
     files: tuple[Path, ...]
-    """finished.json and what a kill cut short."""
+    """finished.json, closed.json and what a kill cut short."""
     strangers: tuple[str, ...]
     """Names beside them that are not of the run: they stay."""
     nbytes: int
@@ -79,7 +82,8 @@ def find_removal(path: Path) -> Removal:
     for each in found:
         _check_drive(each)
     folders = tuple(folder for each in found for folder in each.folders[:1] + _mine(each))
-    files = (*sorted(path.glob("*.tmp")), *([note] if note.is_file() else []))
+    notes = [each for each in (note, path / "closed.json") if each.is_file()]
+    files = (*sorted(path.glob("*.tmp")), *notes)
     ours = {path.name for path in (*ranks, *files)}
     strangers = [name for name in _names(path) if name not in ours]
     for folder in folders:

@@ -49,6 +49,7 @@ logger = logging.getLogger("offload")
 
 _STRIPE_BYTES = 2 * MIB
 _END = "finished.json"
+_CLOSED = "closed.json"
 _LEAST_STRETCH = MIB // 4
 """Bytes of a state that have a checksum of their own, where there are many: smaller tiles share one."""
 
@@ -167,9 +168,11 @@ class Store:
             sync_folder(folder)
 
     def _forget_end(self) -> None:
-        """Take the note of an earlier run's end away, durably: from now on what lies here is a run."""
-        if self._end.exists():
-            self._end.unlink(missing_ok=True)
+        """Take the notes of an earlier run's end away, durably: from now on what lies here is a run."""
+        notes = [note for note in (self._end, self._end.with_name(_CLOSED)) if note.exists()]
+        for note in notes:
+            note.unlink(missing_ok=True)
+        if notes:
             sync_folder(self._end.parent)
 
     def newest_serial(self) -> int | None:
@@ -201,6 +204,7 @@ class Store:
             if self._commit_path.stat().st_size > 2 * PAGE:
                 os.truncate(self._commit_path, 2 * PAGE)
             self._suspect.unlink(missing_ok=True)
+            self._forget_end()  # from now on a kill leaves a run to go on with
             self.durable = record
             self.newest = list(record.slots)
             self._sums = sums.unpack(held.sums)
@@ -474,6 +478,10 @@ class Store:
         """Leave `finished.json` with `facts`: from now on what lies beside it is a remainder, which means nothing."""
         note = dict(facts, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
         write_durably(self._end, json.dumps(note).encode())
+
+    def note_closed(self, facts: Mapping[str, Any]) -> None:
+        """Leave `closed.json` with `facts`: the run can be gone on with, and a start that does not may replace it."""
+        write_durably(self._end.with_name(_CLOSED), json.dumps(facts).encode())
 
     def remove(self) -> None:
         """Delete the files, and close. Does nothing once it is closed."""
