@@ -83,6 +83,8 @@ def merge(file: Mapping[str, Any] | None, options: Options) -> tuple[dict[str, A
     if isinstance(zero, dict):
         zero.setdefault("stage", 3)
     merged.setdefault("optimizer", {}).setdefault("type", "AdamW")
+    if file is None:  # else the file decides, and where it does not, a line says what is done
+        merged.setdefault("gradient_clipping", 1.0)
     _merge_line(merged, lines)
     return merged, tuple(lines)
 

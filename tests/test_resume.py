@@ -107,7 +107,7 @@ def test_other_settings_are_said(tmp_path: Path) -> None:
 
 def test_a_leftover_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     engine = start(models.GPT2, DISK, tmp_path)
-    engine.destroy()
+    engine.destroy(remove=False)
     with pytest.raises(StoreError, match=r"--resume auto.*offload rm"):
         start(models.GPT2, DISK, tmp_path)
 

@@ -213,7 +213,10 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
         {"offload": {"device": "cuda:1"}},
         "offload.device should be 'auto', 'cpu' or 'cuda', got 'cuda:1'",
     ),
-    "a resume of true": ({"offload": {"resume": True}}, "offload.resume should be 'never', 'auto' or 'must', got True"),
+    "a resume of true": (
+        {"offload": {"resume": True}},
+        "offload.resume should be 'never', 'auto', 'must' or 'restart', got True",
+    ),
     # files
     "a block twice": (
         '{"fp16": {"enabled": true}, "zero_optimization": {}, "fp16": {"enabled": false}}',

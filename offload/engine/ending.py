@@ -125,7 +125,10 @@ class Ending:
         if store is None or store.durable is None or self._parts.rank != 0 or not self.resumable:
             return
         if not keep:
-            store.note_closed({"steps": store.durable.epoch})
+            try:
+                store.note_closed({"steps": store.durable.epoch})
+            except OSError:  # a full disk: what cannot be noted is kept
+                keep = True
         where = f"the run is left in {self.resumable}, at step {store.durable.epoch}"
         goes = "the next start that does not resume it is refused" if keep else "the next start replaces it"
         tell(f'{where}: "resume": "auto" goes on with it, {goes}; `offload rm {self.resumable}` deletes it')
