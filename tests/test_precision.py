@@ -26,7 +26,7 @@ from offload.probe.rates import DTYPES, DtypeRates
 from offload.swapper.store import look
 from tests import models
 from tests.oracle import config, start, train_step
-from tests.rank_pool import pool, rank_and_size
+from tests.rank_pool import rank_and_size, shared_pool
 
 FAST, SLOW = Rates(2e11, 1e11), Rates(7e9, 5e10)
 OPEN = {"train_batch_size": 1, "bf16": {"enabled": "auto"}, "offload": {"device": "cpu"}}
@@ -226,7 +226,7 @@ def _on_its_own_machine(fail: bool) -> Any:
 
 
 def test_ranks_on_machines_of_different_kinds_decide_alike() -> None:
-    with pool(2) as ranks:
+    with shared_pool(2) as ranks:
         assert ranks.run(_on_its_own_machine, False) == [True, True]
         first, other = ranks.run(_on_its_own_machine, True)
         assert first == "OSError: no such processor"
