@@ -94,7 +94,9 @@ def test_this_processor_is_measured_and_threads_stay_as_they_were() -> None:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was measured, each time with another result."""
+    """What was measured, each time with another result, by a processor without limits."""
+    for limit in precision._LIMITS:
+        monkeypatch.delenv(limit, raising=False)
     done: list[str] = []
 
     def measure(half: str) -> Rates:
