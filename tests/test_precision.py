@@ -114,6 +114,30 @@ def test_it_is_measured_once(measured: list[str]) -> None:
     assert precision.kept_at().is_file() and precision.kept_at().parent == probe.kept_at().parent
 
 
+@pytest.mark.parametrize(
+    "found", [[1, float("nan")], [1e-300, 1e300], [float("inf")] * 2, "52", [True, 1], {"5": 1, "3": 2}, [5e9], None]
+)
+def test_what_cannot_have_been_measured_is_measured_anew(found: Any, measured: list[str]) -> None:
+    expected = precision.rates("bf16")
+    content = json.loads(precision.kept_at().read_text())
+    content["products"] = dict.fromkeys(content["products"], found)
+    precision.kept_at().write_text(json.dumps(content))
+    assert precision.rates("bf16") == Rates(2e9, 1e9) != expected and measured == ["bf16", "bf16"]
+    assert precision.rates("bf16") == Rates(2e9, 1e9), "it is kept again"
+
+
+def test_a_file_that_is_no_json_and_one_that_cannot_be_replaced(measured: list[str]) -> None:
+    precision.kept_at().parent.mkdir(parents=True, exist_ok=True)
+    precision.kept_at().unlink(missing_ok=True)
+    precision.kept_at().write_text("[" * 200_000)
+    assert precision.rates("bf16") == Rates(1e9, 1e9)
+    precision.kept_at().unlink()
+    precision.kept_at().mkdir()
+    assert precision.rates("bf16") == Rates(2e9, 1e9)
+    assert [path.name for path in precision.kept_at().parent.iterdir()] == [precision.kept_at().name]
+    precision.kept_at().rmdir()
+
+
 @pytest.mark.parametrize("limit", precision._LIMITS)
 def test_limits_of_instructions_are_another_machine(
     limit: str, measured: list[str], monkeypatch: pytest.MonkeyPatch
