@@ -88,7 +88,9 @@ def plan(
     config: Annotated[
         Path | None, typer.Option(help="DeepSpeed JSON file to plan for. [default: homes that fit]")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. [default: as train; described: bf16]")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="auto, bf16, fp16 or fp32; auto: as train, bf16 where described. [default: auto]")
+    ] = None,
     durability: Annotated[str | None, typer.Option(help="auto, step or none. [default: auto]")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences of a micro-batch. [default: 1]")] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
@@ -121,7 +123,7 @@ def plan(
     with errors(BAD_INPUT):
         shape_of = ask.Model(model, None if parameters is None else parse_count(parameters), layers)
         machine = ask.Described(gpu, ram, tuple(drive or ()), memory_bandwidth, pcie, tuple(nvme_path or ()))
-        step = ask.Step(batch_size, seq_len, accumulation, recompute, dtype, durability)
+        step = ask.Step(batch_size, seq_len, accumulation, recompute, None if dtype == "auto" else dtype, durability)
         ask.check_target(write)
         if measure:
             with obeyed("stopped; nothing was written"), measuring() as tell:

@@ -135,14 +135,23 @@ def rates(half: str) -> Rates:
     """
     path, key = kept_at(), f"{half}: {_about()}"
     kept = _read(path)
-    with contextlib.suppress(KeyError, TypeError, ValueError):  # nothing of the kind, or not what `_keep` has written
-        found = Rates(*map(float, kept[key]))
-        if min(found) > 0:
-            return found
+    if (found := _as_rates(kept.get(key))) is not None:
+        return found
     found = measure(half)
     with contextlib.suppress(OSError):
         _keep(path, {**kept, key: [float(f"{rate:.3g}") for rate in found]})
     return found
+
+
+_SANE = (1e6, 1e16)
+"""Floating-point operations a second that a thread of a processor may reach: what is kept beyond is damage."""
+
+
+def _as_rates(kept: Any) -> Rates | None:
+    """What `_keep` has written; None for anything else."""
+    if not (isinstance(kept, list) and len(kept) == 2 and all(type(rate) in (int, float) for rate in kept)):
+        return None
+    return Rates(*map(float, kept)) if all(_SANE[0] <= rate <= _SANE[1] for rate in kept) else None
 
 
 def kept_at() -> Path:
@@ -173,7 +182,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         kept = content["products"] if content["version"] == _VERSION else {}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     return kept if isinstance(kept, dict) else {}
 
@@ -181,5 +190,9 @@ def _read(path: Path) -> dict[str, Any]:
 def _keep(path: Path, products: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(json.dumps({"version": _VERSION, "products": products}, indent=2) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    try:
+        new.write_text(json.dumps({"version": _VERSION, "products": products}, indent=2) + "\n", encoding="utf-8")
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

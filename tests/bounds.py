@@ -21,7 +21,8 @@ error, and the weights are apart by that share of the way that they have gone. I
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -62,9 +63,14 @@ def roundings(model: nn.Module, dtype: str = "fp32") -> int:
 
 def step_error(job: Job) -> float:
     """What the numbers of a step of `job` differ by, relative to the sizes of what is added."""
+    return sum_error(_roundings_of(job.model, job.dtype), job.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _roundings_of(make: Callable[[], nn.Module], dtype: str) -> int:
+    """Those of the model that `make` makes: a comparison asks once for each of its tensors."""
     with torch.device("meta"):
-        model = job.model()
-    return sum_error(roundings(model, job.dtype), job.dtype)
+        return roundings(make(), dtype)
 
 
 def loss_error(job: Job) -> float:

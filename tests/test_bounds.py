@@ -13,16 +13,17 @@ from torch import nn
 
 from tests import bounds, models
 from tests.oracle import Job, PlainEngine, Result, plain_loop, trained
+from tests.test_safe_get_set import GPT2
 
 pytestmark = pytest.mark.numeric
 
-ADAM = models.GPT2._replace(accumulation=2, clip=0.5)
+ADAM = GPT2._replace(accumulation=2, clip=0.5)
 RULES = {
-    "AdamW": models.GPT2,
-    "Lamb": models.GPT2._replace(optimizer="Lamb", lr=1e-2),
-    "Lion": models.GPT2._replace(optimizer="Lion", lr=1e-4),
-    "Adagrad": models.GPT2._replace(optimizer="Adagrad", lr=1e-2),
-    "momentum": models.GPT2._replace(optimizer="SGD", lr=0.1, params=(("momentum", 0.9),), weight_decay=0.0),
+    "AdamW": GPT2,
+    "Lamb": GPT2._replace(optimizer="Lamb", lr=1e-2),
+    "Lion": GPT2._replace(optimizer="Lion", lr=1e-4),
+    "Adagrad": GPT2._replace(optimizer="Adagrad", lr=1e-2),
+    "momentum": GPT2._replace(optimizer="SGD", lr=0.1, params=(("momentum", 0.9),), weight_decay=0.0),
 }
 
 
@@ -103,7 +104,7 @@ FAULTS: dict[str, Job] = {
     "decay of Adam": ADAM._replace(optimizer="Adam"),
     "no clip": ADAM._replace(clip=0.0),
     "a clip that is a hundredth off": ADAM._replace(clip=0.505),
-    "a bias without its gradient": ADAM._replace(model=functools.partial(drops, BIAS, models.gpt2)),
+    "a bias without its gradient": ADAM._replace(model=functools.partial(drops, BIAS, GPT2.model)),
     "one micro-batch of two": ADAM._replace(accumulation=1),
     "one step less": ADAM._replace(steps=ADAM.steps - 1),
 }

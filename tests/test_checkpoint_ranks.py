@@ -14,9 +14,9 @@ import offload
 from offload.engine import checkpoint_load, checkpoint_save
 from offload.errors import IoError, RankError, StoreError, UsageError
 from offload.swapper.states import State
-from tests import bounds, models
+from tests import bounds
 from tests.oracle import Job, assert_same_tensors, config, weights_of
-from tests.rank_pool import RankPool, pool, rank_and_size, start
+from tests.rank_pool import RankPool, rank_and_size, shared_pool, start
 from tests.test_ranks import JOBS
 
 DISK, CPU = ("nvme", "nvme"), ("cpu", "cpu")
@@ -24,7 +24,7 @@ DISK, CPU = ("nvme", "nvme"), ("cpu", "cpu")
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    with pool(2) as two:
+    with shared_pool(2) as two:
         yield two
 
 
@@ -131,7 +131,7 @@ def test_another_number_of_ranks(name: str, more: bool, ranks: RankPool, tmp_pat
 
 def fails_on_one(folder: Path) -> str:
     """Rank 1 cannot write; afterwards both train on, and save."""
-    job = models.GPT2._replace(loss=JOBS["gpt2"].loss)
+    job = JOBS["gpt2"]
     engine = start(job, DISK, folder / "run")
     train(engine, job, range(1))
     engine.save_checkpoint(folder / "saved")
@@ -167,7 +167,7 @@ def test_an_error_on_one_rank_is_an_error_on_all(ranks: RankPool, tmp_path: Path
 
 def one_is_wrong(folder: Path) -> list[str]:
     """What only rank 1 asks for cannot be; each time both are told, and go on together."""
-    job = models.GPT2._replace(loss=JOBS["gpt2"].loss)
+    job = JOBS["gpt2"]
     engine = start(job, CPU, folder / "run")
     rank, told = rank_and_size()[0], []
     right: dict[str, Any] = {"save_dir": folder / "saved", "tag": "one"}
@@ -204,7 +204,7 @@ def test_nothing_of_a_save_is_left_for_any_rank_to_see(ranks: RankPool, tmp_path
 
 
 def names_after_saves(folder: Path) -> list[str]:
-    engine = start(models.GPT2._replace(loss=JOBS["gpt2"].loss), CPU, folder / "run")
+    engine = start(JOBS["gpt2"], CPU, folder / "run")
     seen: set[str] = set()
     for _ in range(5):
         engine.save_checkpoint(folder / "saved")
@@ -215,7 +215,7 @@ def names_after_saves(folder: Path) -> list[str]:
 
 
 def one_saves_alone(folder: Path, what: str) -> str:
-    job = models.GPT2._replace(loss=JOBS["gpt2"].loss)
+    job = JOBS["gpt2"]
     engine = start(job, CPU, folder / "run")
     rank = rank_and_size()[0]
     try:
@@ -243,7 +243,7 @@ def test_ranks_that_do_other_things_are_told(what: str, ranks: RankPool, tmp_pat
 
 def damaged_on_one(folder: Path) -> str:
     """Each rank compares a share of the files: what one finds, both are told, and nothing has changed."""
-    job = models.GPT2._replace(loss=JOBS["gpt2"].loss)
+    job = JOBS["gpt2"]
     engine = start(job, DISK, folder / "run")
     train(engine, job, range(2))
     weights, told = weights_of(engine), ""
@@ -258,7 +258,7 @@ def damaged_on_one(folder: Path) -> str:
 
 
 def test_damage_is_told_to_all(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(save_at_two, models.GPT2._replace(loss=JOBS["gpt2"].loss), tmp_path, DISK)
+    ranks.run(save_at_two, JOBS["gpt2"], tmp_path, DISK)
     path = tmp_path / "saved" / "global_step2" / "states.rank1.safetensors"
     data = bytearray(path.read_bytes())
     data[-5000] ^= 1

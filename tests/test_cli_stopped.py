@@ -43,7 +43,7 @@ def stopped(process: warm.Process, number: int) -> str:
     finally:
         process.kill()
     assert process.returncode == 128 + number, (said, errors)
-    assert "Traceback" not in errors and not said
+    assert errors is not None and "Traceback" not in errors and not said
     return errors
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import offload
 from offload.aio import DirectFile
@@ -14,11 +17,19 @@ from offload.swapper.store import Store
 from offload.swapper.store.record import read_records
 from tests import models
 from tests.faults import die, die_after_writes
-from tests.oracle import assert_same, assert_same_tensors, dies, run, start, train_step, weights_of
+from tests.oracle import Result, assert_same, assert_same_tensors, dies, run, start, train_step, weights_of
 
 DISK = ("nvme", "nvme")
 JOB = models.DROPOUT._replace(dtype="bf16", steps=8, accumulation=2)
+ONE_MICRO = JOB._replace(accumulation=1)
 EVERY = {"durability": {"every": 3}}
+
+
+@functools.cache
+def each_step(placement: tuple[str, str]) -> Result:
+    """What a run gives that commits each step: trained once, for all tests that compare with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(JOB, placement, Path(folder), durability="step")
 
 
 def recorded_epochs(folder: Path) -> list[int]:
@@ -40,8 +51,8 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("every", [2, 100])
 def test_the_same_bits(every: int, placement: tuple[str, str], tmp_path: Path) -> None:
     """From the second update of a window on, a slot is read and written in place."""
-    each_step = run(JOB, placement, tmp_path / "step", durability="step")
-    assert_same(each_step, run(JOB, placement, tmp_path / "every", durability={"every": every}), "each step and every")
+    mine = run(JOB, placement, tmp_path / "every", durability={"every": every})
+    assert_same(each_step(placement), mine, "each step and every")
 
 
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "cpu")])
@@ -98,7 +109,7 @@ def test_a_kill_loses_the_steps_since_the_last_commit(
     placement: tuple[str, str], steps: int, committed: int, writes: int, tmp_path: Path
 ) -> None:
     dies(_die_after, tmp_path / "cut", placement, steps, writes, EVERY)
-    whole = run(JOB, placement, tmp_path / "whole", durability="step")
+    whole = each_step(placement)
     engine = start(JOB, placement, tmp_path / "cut", resume="must", **EVERY)
     assert engine.global_steps == committed
     losses = [train_step(engine, JOB, step) for step in range(committed, JOB.steps)]
@@ -127,11 +138,20 @@ def _train_with_edits(engine: offload.Engine, steps: range) -> list[float]:
     return losses
 
 
+@functools.cache
+def edited_in_memory() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of all steps with their edits, and the weights: in memory, where nothing is committed."""
+    engine = start(JOB, ("none", "none"), Path())
+    try:
+        return _train_with_edits(engine, range(8)), weights_of(engine)
+    finally:
+        engine.destroy()
+
+
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "nvme")])
 def test_edits_in_a_window(placement: tuple[str, str], tmp_path: Path, commits: list[int]) -> None:
     """They belong to the next commit, or to that of `destroy`; one that has no step behind it too."""
-    memory = start(JOB, ("none", "none"), tmp_path / "memory")
-    expected = _train_with_edits(memory, range(8))
+    expected, _ = edited_in_memory()
     engine = start(JOB, placement, tmp_path / "disk", **EVERY)
     losses = _train_with_edits(engine, range(5))
     _edit(engine, 0.25)  # then another process goes on: it must find it
@@ -143,7 +163,6 @@ def test_edits_in_a_window(placement: tuple[str, str], tmp_path: Path, commits: 
     assert_same_tensors(found, edited)
     assert losses == expected[:5]
     engine.destroy(remove=True)
-    memory.destroy()
 
 
 def _die_after_edits(folder: Path) -> None:
@@ -157,9 +176,7 @@ def _die_after_edits(folder: Path) -> None:
 
 
 def test_a_kill_takes_edits_of_the_window_with_it(tmp_path: Path) -> None:
-    memory = start(JOB, ("none", "none"), tmp_path / "memory")
-    expected = _train_with_edits(memory, range(8))
-    weights = memory.module.state_dict()
+    expected, weights = edited_in_memory()
     dies(_die_after_edits, tmp_path / "disk")
     engine = start(JOB, DISK, tmp_path / "disk", resume="must", **EVERY)
     assert engine.global_steps == 3
@@ -167,24 +184,28 @@ def test_a_kill_takes_edits_of_the_window_with_it(tmp_path: Path) -> None:
     found = engine.module.state_dict()
     assert_same_tensors(found, weights)
     engine.destroy(remove=True)
-    memory.destroy()
 
 
 # -- a forward that is given up -----------------------------------------------------------------------
+
+
+@functools.cache
+def losses_in_memory(edited: bool) -> list[float]:
+    """Of eight steps, with or without an edit before the sixth."""
+    engine, losses = start(ONE_MICRO, ("none", "none"), Path()), []
+    for step in range(ONE_MICRO.steps):
+        if edited and step == 5:
+            _edit(engine, 0.01)
+        losses.append(train_step(engine, ONE_MICRO, step))
+    engine.destroy()
+    return losses
 
 
 @pytest.mark.parametrize("edited", [False, True])
 @pytest.mark.parametrize("durability", ["step", {"every": 3}], ids=str)
 def test_ctrl_c_in_a_forward_and_another_process(durability: Any, edited: bool, tmp_path: Path) -> None:
     """The commit of the end is of the moment after the last step: what the forward has drawn since is drawn again."""
-    job = JOB._replace(accumulation=1)
-    memory = start(job, ("none", "none"), tmp_path / "memory")
-    expected = []
-    for step in range(job.steps):
-        if edited and step == 5:
-            _edit(memory, 0.01)
-        expected.append(train_step(memory, job, step))
-    memory.destroy()
+    job, expected = ONE_MICRO, losses_in_memory(edited)
     engine = start(job, DISK, tmp_path / "disk", durability=durability)
     losses = [train_step(engine, job, step) for step in range(5)]
     if edited:
@@ -209,7 +230,7 @@ def _interrupt(*_: object) -> None:
 
 def test_another_window_at_a_resume(tmp_path: Path, commits: list[int]) -> None:
     """How often is no property of the store."""
-    whole = run(JOB, DISK, tmp_path / "whole")
+    whole = each_step(DISK)
     losses, done = [], 0
     del commits[:]
     for steps, durability in ((2, "step"), (3, {"every": 4}), (3, "step")):

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from tests import warm
 
@@ -26,11 +33,6 @@ def saved_in(said: str) -> str:
     found = re.search(r"parameters in torch\.(bfloat16|float32)\n", said)
     assert found, said
     return found[1]
-
-
-def test_a_loop_of_ones_own(tmp_path: Path) -> None:
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", run("train_loop.py", tmp_path))]
-    assert len(losses) == 20 and losses[-1] < losses[0] - 1
 
 
 def test_the_trainer(tmp_path: Path) -> None:
@@ -62,6 +64,26 @@ def test_taking_the_weights_out(tmp_path: Path) -> None:
     assert "exported: torch.float32, loss" in run("export.py", tmp_path)
 
 
-def test_going_on_after_a_kill(tmp_path: Path) -> None:
-    said = run("resume.py", tmp_path)
+def test_a_loop_of_ones_own_goes_on_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loops that it starts, kills and follows are forked processes; the last is the one that nobody kills."""
+    followed: list[dict[int, str]] = []
+
+    def begin(arguments: list[str | Path], cwd: Path, text: bool, **streams: int) -> warm.Process:
+        assert arguments == [sys.executable, EXAMPLES / "train_loop.py"] and text
+        return warm.begin(arguments[1:], cwd=cwd.absolute(), **streams)
+
+    def follow(process: warm.Process, **how: Any) -> dict[int, str]:
+        followed.append(example["follow"](process, **how))
+        return followed[-1]
+
+    monkeypatch.chdir(tmp_path)
+    example = runpy.run_path(str(EXAMPLES / "resume.py"))
+    popen = SimpleNamespace(Popen=begin, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+    example["main"].__globals__.update(subprocess=popen, follow=follow)
+    example["main"]()
+    said = capsys.readouterr().out
     assert "ended with step 20" in said and "each loss is that of the unbroken run: True" in said
+    losses = [float(loss) for loss in followed[2].values()]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 1

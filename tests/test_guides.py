@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests import warm
 
 GUIDES = Path(__file__).parents[1] / "docs" / "guides"
 BLOCKS = [
@@ -15,9 +21,22 @@ BLOCKS = [
 ]
 
 
+_run = subprocess.run
+
+
+def run(arguments: Sequence[str], check: bool = False, **options: Any) -> Any:
+    """As `subprocess.run`, but a command of Python's is forked."""
+    if options or arguments[0] != sys.executable:
+        return _run(arguments, check=check, **options)
+    done = warm.run(arguments[1:])
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
 @pytest.mark.parametrize("code", BLOCKS)
 def test_the_block_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", run)
     for drive in ("drive_a", "drive_b"):
         Path(drive).mkdir()
     exec(compile(code, "a guide", "exec"), {})

@@ -14,7 +14,8 @@ import transformers
 import offload
 from offload.presets import build
 from offload.sizes import MIB
-from tests.oracle import DiskBytes, Job, config, least_host_memory, peak_memory, train_step
+from tests.oracle import DiskBytes, Job, config, least_host_memory, train_step
+from tests.test_memory_report import forked
 
 ALLOWANCE = 512 * MIB
 BATCH, LENGTH = 1, 64
@@ -79,8 +80,8 @@ def _train(job: Job, folder: str) -> dict[str, float]:
 def test_peak_and_bytes_are_the_formula(model: Callable[[], torch.nn.Module], tmp_path: Path) -> None:
     """Peak: the plain loop less its weights and gradients, plus both budgets, plus 512 MiB. Bytes: 26 a parameter."""
     job = Job(model, loss, steps=4, dtype="bf16")
-    parameters, plain = peak_memory(_plain_forward_and_backward, job)
-    mine, peak = peak_memory(_train, job, str(tmp_path))
+    parameters, plain = forked(_plain_forward_and_backward, job)
+    mine, peak = forked(_train, job, str(tmp_path))
     assert mine["parameters"] == parameters
     # The plain model was fp32 for a moment: its peak has at least 4 bytes for each parameter.
     base = plain - 4 * parameters
@@ -107,7 +108,7 @@ def test_peak_and_bytes_are_the_formula(model: Callable[[], torch.nn.Module], tm
 )
 def test_bytes_of_a_step(weights: str, options: dict[str, Any], expected: int, tmp_path: Path) -> None:
     """By the kernel's own count of what this process has read and written, for each parameter."""
-    job = Job(narrow, loss, steps=10, dtype="bf16")
+    job = Job(narrow, loss, steps=6, dtype="bf16")
     if options.get("host_memory") == "least":
         options = {"host_memory": least_host_memory(job, tmp_path), "device_memory": "2MiB"}
     with offload.init(None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import offload
 from offload.aio import aligned_empty, resident_bytes
 from offload.sizes import MIB, align_up
 from tests import models
-from tests.oracle import Job, peak_memory, start, train_step
+from tests.oracle import Job, _measured, processes, start, train_step
 
 TOLERANCE = 64 * MIB
 """What may be resident beside base and budgets: activations of one layer, libraries that come with the first step."""
@@ -31,8 +32,28 @@ def loss(model: torch.nn.Module, step: int, micro: int) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
+def forked(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
+    """Call `function` in a process that has imported torch and done nothing yet: its result and peak RSS in bytes.
+
+    As `peak_memory` does, in a tenth of the time. Its peak begins with what it has at its start.
+    """
+    receiver, sender = processes().Pipe(duplex=False)
+    process = processes().Process(target=_measured, args=(function, arguments, sender))
+    process.start()
+    sender.close()
+    try:
+        value, peak = receiver.recv()
+    except EOFError as error:
+        raise AssertionError("the measured process died") from error
+    finally:
+        process.join()
+        receiver.close()
+    return value, peak
+
+
 def _train(folder: str, homes: tuple[str, str]) -> dict[str, Any]:
     job = Job(middle, loss, steps=3, dtype="bf16")
+    models.language_loss(models.gpt2().bfloat16(), 0, 0).backward()  # its libraries come with it
     engine = start(job, homes, Path(folder))
     for step in range(job.steps):
         train_step(engine, job, step)
@@ -45,7 +66,7 @@ def _train(folder: str, homes: tuple[str, str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("homes", [("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")], ids=lambda homes: homes[0])
 def test_it_adds_up_to_rss(homes: tuple[str, str], tmp_path: Path) -> None:
-    found = peak_memory(_train, str(tmp_path), homes)[0]
+    found = forked(_train, str(tmp_path), homes)[0]
     host = found["report"]["host"]
     assert sum(nbytes for name, nbytes in host.items() if name != "rss") == host["rss"]
     assert abs(host["rss"] - found["rss"]) < 2 * MIB

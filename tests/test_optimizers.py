@@ -11,7 +11,7 @@ import torch
 
 import offload
 from offload.errors import ConfigError, StoreError, UsageError
-from tests import bounds, models
+from tests import bounds
 from tests.oracle import (
     Job,
     assert_same,
@@ -24,12 +24,14 @@ from tests.oracle import (
     start,
     train_step,
 )
+from tests.test_safe_get_set import GPT2
+from tests.test_safe_get_set import MIXTURE as THREE_BLOCKS
 
 pytestmark = pytest.mark.numeric
 
 DISK = ("nvme", "nvme")
 SOME = (DISK, ("cpu", "cpu"), ("none", "nvme"), ("none", "none"))
-MIXTURE = models.MIXTURE._replace(steps=4)
+MIXTURE = THREE_BLOCKS._replace(steps=4)
 JOBS = {
     "AdamW": MIXTURE,
     "Adam": MIXTURE._replace(optimizer="Adam", weight_decay=0.0, params=(("betas", (0.8, 0.95)),)),
@@ -59,7 +61,7 @@ def test_placements_have_the_same_bits(name: str, dtype: str, tmp_path: Path) ->
 
 
 def test_fp16_has_the_same_bits_in_all_placements(tmp_path: Path) -> None:
-    same_bits(models.GPT2._replace(dtype="fp16", steps=3), tmp_path)
+    same_bits(GPT2._replace(dtype="fp16", steps=3), tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

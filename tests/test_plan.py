@@ -378,3 +378,7 @@ def test_each_unit_is_updated_where_it_lives() -> None:
     part = rate("none", "none", device_memory=int(13e9))
     assert gone < part < there, "gradients of some units have room there"
     assert gone < on_host, "states that live on the GPU are no gain for an update on the host"
+
+
+def test_auto_is_the_dtype_that_it_takes_by_itself() -> None:
+    assert found(*COUNT, *MACHINE, "--dtype", "auto") == found(*COUNT, *MACHINE)

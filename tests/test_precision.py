@@ -26,7 +26,7 @@ from offload.probe.rates import DTYPES, DtypeRates
 from offload.swapper.store import look
 from tests import models
 from tests.oracle import config, start, train_step
-from tests.rank_pool import pool, rank_and_size
+from tests.rank_pool import rank_and_size, shared_pool
 
 FAST, SLOW = Rates(2e11, 1e11), Rates(7e9, 5e10)
 OPEN = {"train_batch_size": 1, "bf16": {"enabled": "auto"}, "offload": {"device": "cpu"}}
@@ -94,7 +94,9 @@ def test_this_processor_is_measured_and_threads_stay_as_they_were() -> None:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was measured, each time with another result."""
+    """What was measured, each time with another result, by a processor without limits."""
+    for limit in precision._LIMITS:
+        monkeypatch.delenv(limit, raising=False)
     done: list[str] = []
 
     def measure(half: str) -> Rates:
@@ -110,6 +112,30 @@ def test_it_is_measured_once(measured: list[str]) -> None:
     assert precision.rates("fp16") == precision.rates("fp16") == Rates(2e9, 1e9)
     assert precision.rates("bf16") == Rates(1e9, 1e9) and measured == ["bf16", "fp16"]
     assert precision.kept_at().is_file() and precision.kept_at().parent == probe.kept_at().parent
+
+
+@pytest.mark.parametrize(
+    "found", [[1, float("nan")], [1e-300, 1e300], [float("inf")] * 2, "52", [True, 1], {"5": 1, "3": 2}, [5e9], None]
+)
+def test_what_cannot_have_been_measured_is_measured_anew(found: Any, measured: list[str]) -> None:
+    expected = precision.rates("bf16")
+    content = json.loads(precision.kept_at().read_text())
+    content["products"] = dict.fromkeys(content["products"], found)
+    precision.kept_at().write_text(json.dumps(content))
+    assert precision.rates("bf16") == Rates(2e9, 1e9) != expected and measured == ["bf16", "bf16"]
+    assert precision.rates("bf16") == Rates(2e9, 1e9), "it is kept again"
+
+
+def test_a_file_that_is_no_json_and_one_that_cannot_be_replaced(measured: list[str]) -> None:
+    precision.kept_at().parent.mkdir(parents=True, exist_ok=True)
+    precision.kept_at().unlink(missing_ok=True)
+    precision.kept_at().write_text("[" * 200_000)
+    assert precision.rates("bf16") == Rates(1e9, 1e9)
+    precision.kept_at().unlink()
+    precision.kept_at().mkdir()
+    assert precision.rates("bf16") == Rates(2e9, 1e9)
+    assert [path.name for path in precision.kept_at().parent.iterdir()] == [precision.kept_at().name]
+    precision.kept_at().rmdir()
 
 
 @pytest.mark.parametrize("limit", precision._LIMITS)
@@ -226,7 +252,7 @@ def _on_its_own_machine(fail: bool) -> Any:
 
 
 def test_ranks_on_machines_of_different_kinds_decide_alike() -> None:
-    with pool(2) as ranks:
+    with shared_pool(2) as ranks:
         assert ranks.run(_on_its_own_machine, False) == [True, True]
         first, other = ranks.run(_on_its_own_machine, True)
         assert first == "OSError: no such processor"

@@ -238,3 +238,19 @@ def test_in_a_terminal_it_is_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu", "--json")
     json.loads(done.stdout)
     assert "━" in done.stderr and "memory" in done.stderr and "measuring " not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("taken", "found"),
+    [
+        ([9, 1, 1, 1, 1, 1], 3),  # the first call of each finds memory
+        ([9, 9, 9, 1, 9, 9, 1, 1, 1], 3),  # other work made some calls longer
+        ([9, 9, 9, 9, 9], 1),  # it is that slow
+        ([1, 6, 6, 6, 6], 1),  # the next one would take far more
+    ],
+)
+def test_a_size_is_judged_by_its_shortest_call(taken: list[float], found: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(taken)
+    monkeypatch.setattr(pace, "seconds_of", lambda action, device: next(calls))
+    work = {1: 1.0, 2: 10.0 if 6 in taken else 2.0, 3: 3.0}
+    assert pace.grown((1, 2, 3), work.__getitem__, lambda size: lambda: None, 8.0) == found

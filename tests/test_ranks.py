@@ -28,14 +28,15 @@ from offload.errors import ConfigError, EngineFailed, NumericsError, RankError, 
 from tests import bounds, models
 from tests.faults import LateQueue, use_queue
 from tests.oracle import PLACEMENTS, Job, Result, assert_same, assert_same_tensors, config, room_for, weights_of
-from tests.rank_pool import RankPool, pool, rank_and_size, start, train
+from tests.rank_pool import RankPool, rank_and_size, shared_pool, start, train
+from tests.test_safe_get_set import MIXTURE, gpt2
 
 DISK = ("nvme", "nvme")
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    with pool(2) as two:
+    with shared_pool(2) as two:
         yield two
 
 
@@ -56,7 +57,7 @@ def language_rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
 
 
 def recomputed(reentrant: bool) -> nn.Module:
-    model = models.gpt2()
+    model = gpt2()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # a new name is coming; users have the old one
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -82,10 +83,10 @@ class Adapters(nn.Module):
 
 
 JOBS = {
-    "gpt2": models.GPT2._replace(loss=language_rows_loss),
+    "gpt2": models.GPT2._replace(model=gpt2, loss=language_rows_loss),
     "llama": Job(models.llama, language_rows_loss),
     "mixtral": Job(models.mixtral, language_rows_loss),
-    "mixture": models.MIXTURE._replace(loss=rows_loss),
+    "mixture": MIXTURE._replace(loss=rows_loss),
     "adapters": Job(Adapters, rows_loss),
     "recomputed": Job(functools.partial(recomputed, False), language_rows_loss, accumulation=2),
     "recomputed, reentrant": Job(functools.partial(recomputed, True), language_rows_loss, accumulation=2),
@@ -99,7 +100,7 @@ JOBS = {
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.numeric
 def test_as_one_rank_with_the_whole_batch(name: str, ranks: RankPool, tmp_path: Path) -> None:
-    job = JOBS[name]._replace(steps=20, lr=3e-4)
+    job = JOBS[name]._replace(steps=4, lr=3e-4)
     alone = train(job, DISK, tmp_path / "one")
     for result in ranks.run(train, job, DISK, tmp_path / "two"):
         bounds.same_training(result, alone, job, reordered=True)
@@ -116,6 +117,7 @@ def train_in_all(job: Job, folder: Path) -> Result:
     return first
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["gpt2", "mixture"])
 def test_same_bits_in_every_placement(name: str, dtype: str, ranks: RankPool, tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ def train_late(job: Job, folder: Path, device_memory: int) -> Result:
 
 @pytest.mark.parametrize("units", [1, 2])
 def test_same_bits_where_each_rank_is_late_by_itself(units: int, ranks: RankPool, tmp_path: Path) -> None:
-    job = JOBS["gpt2"]._replace(steps=4, dtype="bf16", accumulation=2)
+    job = JOBS["gpt2"]._replace(steps=3, dtype="bf16", accumulation=2)
     expected = ranks.run(train, job, DISK, tmp_path / "at once")[0]
     room = room_for(job, units) + 2 * room_for(job, 1) + 2 * units * 8192  # the second is for reductions
     for late in ranks.run(train_late, job, tmp_path / "late", room):
@@ -156,17 +158,20 @@ def train_on_a_late_device(job: Job, folder: Path, placement: tuple[str, str]) -
 
 @pytest.mark.parametrize("name", ["gpt2", "mixture"])
 def test_same_bits_on_a_device_beside_the_host(name: str, ranks: RankPool, tmp_path: Path) -> None:
-    job = JOBS[name]._replace(steps=3, dtype="bf16", accumulation=3)
+    job = JOBS[name]._replace(steps=2, dtype="bf16", accumulation=3)
     expected = ranks.run(train, job, DISK, tmp_path / "disk")[0]
     for placement in (("none", "none"), ("nvme", "nvme")):
         for late in ranks.run(train_on_a_late_device, job, tmp_path / "-".join(placement), placement):
             assert_same(expected, late)
 
 
+THREE_BLOCKS = models.GPT2._replace(loss=language_rows_loss)
+"""More than the device has room for, below."""
+
+
 def meet_outside(folder: Path, room: int) -> list[float]:
     """Losses of steps and evaluations with collectives of the user's own in between, on ranks with other arenas."""
-    job = JOBS["gpt2"]
-    engine = start(job, DISK, folder, device_memory=room)
+    engine = start(THREE_BLOCKS, DISK, folder, device_memory=room)
     engine._parts.pager.arena.space.scatter = random.Random(rank_and_size()[0])
     losses = []
 
@@ -179,13 +184,13 @@ def meet_outside(folder: Path, room: int) -> list[float]:
         if isinstance(layer, nn.LayerNorm):
             layer.register_forward_hook(lambda *_: dist.barrier())
     for step in range(3):
-        loss = job.loss(engine, step, 0)
+        loss = THREE_BLOCKS.loss(engine, step, 0)
         add_up(loss)
         engine.backward(loss)
         engine.step()
         for batch in range(4):
             with torch.no_grad():
-                add_up(job.loss(engine, step, batch))
+                add_up(THREE_BLOCKS.loss(engine, step, batch))
     engine.destroy(remove=True)
     return losses
 
@@ -193,7 +198,7 @@ def meet_outside(folder: Path, room: int) -> list[float]:
 @pytest.mark.works("Several ranks", "collectives of your own in a loss, between layers, in an evaluation", "right")
 def test_collectives_of_the_users_own(ranks: RankPool, tmp_path: Path) -> None:
     """Each rank has other units on its device; none runs ahead of one that lacks something."""
-    room = room_for(JOBS["gpt2"], 3) + 2 * room_for(JOBS["gpt2"], 1)
+    room = room_for(THREE_BLOCKS, 3) + 2 * room_for(THREE_BLOCKS, 1)
     one, other = ranks.run(meet_outside, tmp_path, room)
     assert one == other and len(one) == 15
 
@@ -469,7 +474,7 @@ def given_different_weights(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """No seed: each rank has drawn its own weights."""
     rank, _ = rank_and_size()
     torch.manual_seed(rank)
-    model = models.gpt2()
+    model = gpt2()
     mine = model.get_parameter("transformer.wte.weight").detach().clone()
     engine = offload.initialize(model=model, config=config(JOBS["gpt2"], DISK, folder))[0]
     theirs = engine.module.state_dict()["transformer.wte.weight"].clone()

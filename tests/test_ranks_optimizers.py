@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload.errors import IoError, OffloadError
-from tests import bounds, rank_pool
+from tests import bounds, models, rank_pool
 from tests.oracle import (
     Job,
     Result,
@@ -26,7 +26,7 @@ from tests.test_ranks import JOBS, train
 
 DISK = ("nvme", "nvme")
 PLACES = (("none", "none"), ("nvme", "nvme"), ("cpu", "nvme"))
-MIXTURE = JOBS["mixture"]._replace(steps=3)
+MIXTURE = JOBS["mixture"]._replace(model=models.Mixture, steps=3)
 TRIED = {
     "fp16": MIXTURE._replace(dtype="fp16"),
     "lion, bf16": MIXTURE._replace(dtype="bf16", optimizer="Lion", lr=1e-4),
@@ -42,7 +42,7 @@ LAMB = TRIED["lamb, bf16"]._replace(accumulation=2, steps=5)
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[rank_pool.RankPool]:
-    with rank_pool.pool(2) as pool:
+    with rank_pool.shared_pool(2) as pool:
         yield pool
 
 

@@ -169,6 +169,9 @@ ITS_OWN: dict[str, dict[str, Any]] = {
 }
 
 
+WITH_EXPERTS = ("mixtral", "qwen3_moe")
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", sorted(APART))
 @pytest.mark.numeric
@@ -185,7 +188,10 @@ def test_documents_of_a_row_do_not_see_each_other(family: str) -> None:
             for first in (one, other)
         ]
         alone = model(second, use_cache=False).logits
-    assert torch.equal(*found)
+    if family in WITH_EXPERTS:  # other documents share an expert's product, whose order of additions its size decides
+        bounds.same_tensor(*found, bounds.sum_error(bounds.roundings(model)))
+    else:
+        assert torch.equal(*found)
     bounds.same_tensor(found[0], alone, bounds.sum_error(bounds.roundings(model)))
 
 

@@ -129,7 +129,7 @@ def _measure(device: torch.device, tell: Tell, seconds: float) -> tuple[Rates, t
         stepped[name] = host.optimizer(name)
     say("new memory")
     fresh = compute.fresh()
-    say("memory and matrix products once more")
+    say("memory, matrix products and norms once more")
     doubts = (
         *apart("memory", memory, host.memory(), lambda rate: f"{rate / 1e9:.1f} GB/s"),
         *apart(
@@ -137,6 +137,12 @@ def _measure(device: torch.device, tell: Tell, seconds: float) -> tuple[Rates, t
             products[_CHECKED][0],
             compute.products(_CHECKED)[0],
             lambda rate: f"{rate / 1e12:.3g} Tflop/s",
+        ),
+        *apart(
+            f"norms, activations and sums in {_CHECKED}",
+            elementwise[_CHECKED],
+            compute.elementwise(_CHECKED),
+            lambda rate: f"{rate / 1e9:.1f} GB/s",
         ),
         *others.doubts(),
     )

@@ -23,6 +23,8 @@ _RATES = 30
 """Into so many measurements the seconds of all are divided."""
 _CALLS = 20
 """Of one measurement."""
+_TRIES = 5
+"""Of a size, at most: other work on the machine makes a call longer, and the shortest tells the most of the size."""
 
 
 class Pace(NamedTuple):
@@ -49,10 +51,23 @@ def grown(
     """
     for size, larger in itertools.pairwise(sizes):
         action = call(size)
-        seconds = min(seconds_of(action, device) for _ in range(2))  # the first one finds memory and kernels
-        if seconds >= enough or seconds * work(larger) / work(size) > _BEYOND * enough:
+        if not _is_short(action, enough, work(larger) / work(size), device):
             return size
     return sizes[-1]
+
+
+def _is_short(action: Callable[[], object], enough: float, times: float, device: torch.device | None) -> bool:
+    """Whether a call takes less than `enough`, and one of `times` the work not far more. The first one does not count
+    where there is time for another: it finds memory and kernels."""
+    limit, spent = min(enough, _BEYOND * enough / times), 0.0
+    for tried in range(_TRIES):
+        seconds = seconds_of(action, device)
+        spent += seconds
+        if tried and seconds < limit:
+            return True
+        if tried and spent > _TRIES * enough:
+            break
+    return False
 
 
 def in_turns(

@@ -209,6 +209,8 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
             advice = "go on with the durability that it had, or leave it out"
             there, here = ("none" if spec.slots == 1 else "step, or every N" for spec in (found, mine))
             difference = f'"durability" was {there} there and is {here} here'
+        if "layout/mode" in difference:
+            advice = f"go on in the dtype that it had (leave --dtype out, or change the config), or {advice}"
         if "world_size" in difference:
             advice = (
                 "go on with as many ranks as it had; with another number of ranks, save_checkpoint there and "
