@@ -335,11 +335,11 @@ def test_train_keeps_what_is_typed_and_what_a_file_says(
     assert train("--steps", "1", "--dtype", "bf16").startswith("bf16 on cpu: ")
     assert len(warnings_of(caplog)) == 1
     for content, dtype in (({"enabled": True}, "bf16"), ({"enabled": False}, "fp32"), (None, "fp32")):
-        Path("ds.json").write_text(json.dumps({"bf16": content}))
+        Path("ds.json").write_text(json.dumps({"bf16": content, "gradient_clipping": 1.0}))
         assert train("--steps", "1", "--config", "ds.json").startswith(f"{dtype} on cpu: ")
     machine(monkeypatch, FAST)
     assert train("--steps", "1", "--config", "ds.json").startswith("fp32 on cpu: "), "as in DeepSpeed"
-    Path("ds.json").write_text(json.dumps({"bf16": {"enabled": "auto"}}))
+    Path("ds.json").write_text(json.dumps({"bf16": {"enabled": "auto"}, "gradient_clipping": 1.0}))
     assert train("--steps", "1", "--config", "ds.json").startswith("bf16 on cpu: ")
 
 
