@@ -47,7 +47,7 @@ STAGE_3_ON_CPU = """\
 ITSELF = "decided by this library itself, so without effect: "
 EXPECTED_FP16 = {
     "enabled": True,
-    "auto_cast": False,
+    "auto_cast": None,
     "loss_scale": 0,
     "initial_scale_power": 16,
     "loss_scale_window": 1000,

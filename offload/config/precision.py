@@ -10,7 +10,7 @@ from pydantic import Field
 from offload.config.block import Block, missing, words_of
 from offload.config.values import DTYPE_NAMES, Count, Elements, Number, SumDtype, spelling
 
-_AUTO_CAST = "whether `engine(...)` casts floating-point inputs to the dtype of the weights"
+_AUTO_CAST = "whether `engine(...)` casts floating-point inputs to the weights' dtype; default: yes, said in a line"
 
 
 class Bf16(Block):
@@ -26,7 +26,7 @@ class Bf16(Block):
     enabled: bool = Field(
         False, description='whether the mode is on; "auto": off, but for `offload train` and `offload.auto_dtype`'
     )
-    auto_cast: bool = Field(False, description=_AUTO_CAST)
+    auto_cast: bool | None = Field(None, description=_AUTO_CAST)
 
 
 class Fp16(Block):
@@ -37,7 +37,7 @@ class Fp16(Block):
     INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
     enabled: bool = Field(False, description="whether the mode is on")
-    auto_cast: bool = Field(False, description=_AUTO_CAST)
+    auto_cast: bool | None = Field(None, description=_AUTO_CAST)
     loss_scale: Number = Field(0.0, description="factor of the loss; 0: dynamic, found while training")
     initial_scale_power: Annotated[Elements, Field(le=32)] = Field(
         16, description="a dynamic scale begins with 2 to that power"

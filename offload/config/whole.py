@@ -128,9 +128,10 @@ class Config(Block):
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     @property
-    def casts_inputs(self) -> bool:
-        """Whether inputs take the dtype of the weights."""
-        return (self.bf16.enabled and self.bf16.auto_cast) or (self.fp16.enabled and self.fp16.auto_cast)
+    def casts_inputs(self) -> bool | None:
+        """Whether inputs take the dtype of the weights, where these have 16 bits; None where the file does not say."""
+        block = self.bf16 if self.bf16.enabled else self.fp16
+        return block.auto_cast if block.enabled else False
 
     @property
     def steps_per_line(self) -> int:

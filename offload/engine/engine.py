@@ -32,7 +32,7 @@ from offload.engine.device_room import advised, grow
 from offload.engine.ending import Ending
 from offload.engine.facts import Facts
 from offload.engine.hooks import inside_backward
-from offload.engine.loader import Loader, to_device
+from offload.engine.loader import Loader, other_dtype, to_device
 from offload.engine.looking import Looking
 from offload.engine.memory_report import base_bytes
 from offload.engine.micro_batches import MicroBatches
@@ -45,7 +45,9 @@ from offload.engine.training_state import TrainingState
 from offload.engine.updater import UnitUpdate
 from offload.engine.weights import Edit
 from offload.errors import UsageError
+from offload.notices import tell
 from offload.sizes import format_size
+from offload.swapper.modes import dtype_name
 from offload.swapper.timeline import Row
 
 logger = logging.getLogger("offload")
@@ -116,17 +118,37 @@ class Engine(Facts):
         optimizer.states = OptimizerStates(self._looking, parts.layouts, parts.held.mode, self._state)
         self._saving = Saving(module, parts)
         self._base_bytes = base_bytes(parts)
+        self._told_of_cast = False
         self._ending = Ending(module, parts, self._state, self._enter)
 
     # -- training -----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on `args`, whose tensors are moved to the engine's device first, and cast by `auto_cast`."""
+        """Run the model on `args`, whose tensors are moved to the engine's device first, and cast by `auto_cast`.
+
+        Raises `UsageError` where `auto_cast` is false and the model cannot compute with the dtype of an input.
+        """
         self._enter()
-        dtype = self._parts.held.mode.weight_dtype if self._choices.config.casts_inputs else None
-        args, kwargs = to_device((args, kwargs), self.device, dtype)
+        dtype, casts = self._parts.held.mode.weight_dtype, self._choices.config.casts_inputs
+        if casts is None and not self._told_of_cast and (other := other_dtype((args, kwargs), dtype)) is not None:
+            self._told_of_cast = True
+            tell(
+                f"inputs of {dtype_name(other)} are cast to {dtype_name(dtype)}, the dtype of the weights; "
+                f'"auto_cast": true in the block "{dtype_name(dtype)}" says so without this line, false leaves them'
+            )
+        args, kwargs = to_device((args, kwargs), self.device, None if casts is False else dtype)
         with self.autocast(), self._advised():
-            return self.module(*args, **kwargs)
+            try:
+                return self.module(*args, **kwargs)
+            except RuntimeError as error:
+                other = other_dtype((args, kwargs), dtype) if self._choices.config.dtype != "fp32" else None
+                if other is None or "dtype" not in str(error):
+                    raise
+                raise UsageError(
+                    f"the model cannot compute with inputs of {dtype_name(other)} ({error}): its weights are "
+                    f'{dtype_name(dtype)}; set "auto_cast": true in the block "{dtype_name(dtype)}", or leave it out, '
+                    f"or cast them"
+                ) from error
 
     forward = __call__
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from offload.engine.progress import read_generators, write_generators
@@ -176,6 +176,12 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None
         return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
 
     return tree_map(move, batch)
+
+
+def other_dtype(batch: Any, dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype of the first tensor of floating point that is not in `dtype`; None where there is none."""
+    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+    return next((each.dtype for each in tensors if each.dtype != dtype), None)
 
 
 class RankBatches(Sampler[list[int]]):
