@@ -23,21 +23,36 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.engine.absent import Absent, building, building_a_model, origin_of
+from offload.engine.keywords import refuse
 from offload.engine.streaming import streaming
 from offload.errors import ConfigError
 
 
 @contextlib.contextmanager
-def init(config: Any = None) -> Iterator[None]:
+def init(
+    config: Any = None,
+    *,
+    enabled: bool = True,
+    config_dict_or_path: Any = None,
+    remote_device: Any = None,
+    dtype: Any = None,
+    data_parallel_group: Any = None,
+    mpu: Any = None,
+) -> Iterator[None]:
     """Build a model inside without memory for its parameters; `initialize` makes them, unit by unit.
 
-    `config` is accepted as by `deepspeed.zero.Init` and is read by `initialize`. Modules whose class has no
-    `reset_parameters` keep the values that their constructor gave them; those of transformers are initialized
-    by the model's `_init_weights`. Values that a parameter is given otherwise are kept, in memory: by `nn.init`,
-    `load_state_dict`, `module.weight = ...`, or as an argument of its module. `from_pretrained` of transformers reads a
-    local folder of safetensors as `load_pretrained` does. Buffers and other tensors are real. It may be nested, and
+    `config` (or `config_dict_or_path`) is accepted as by `deepspeed.zero.Init` and is read by `initialize`. Where it is
+    not `enabled`, nothing is done. The other keywords are DeepSpeed's: None is taken, else `UsageError`. Modules whose
+    class has no `reset_parameters` keep the values that their constructor gave them; those of transformers are
+    initialized by the model's `_init_weights`. Values that a parameter is given otherwise are kept, in memory: by
+    `nn.init`, `load_state_dict`, `module.weight = ...`, or as an argument of its module. `from_pretrained` of
+    transformers reads a local folder of safetensors as `load_pretrained` does. Buffers and other tensors are real. It may be nested, and
     counts for its thread. Raises `ConfigError` where a constructor needs values that are not there, or changes them.
     """
+    refuse(remote_device=remote_device, dtype=dtype, data_parallel_group=data_parallel_group, mpu=mpu)
+    if not enabled:
+        yield
+        return
     thread = threading.get_ident()
     seen = WeakTensorKeyDictionary()  # what became of a parameter that is registered again: it stays tied
 
@@ -52,7 +67,7 @@ def init(config: Any = None) -> Iterator[None]:
 
     removal = register_module_parameter_registration_hook(register)
     try:
-        with building_a_model(), streaming(config):
+        with building_a_model(), streaming(config if config is not None else config_dict_or_path):
             yield
     except (RuntimeError, NotImplementedError) as error:
         if "meta" not in str(error).lower():

@@ -32,6 +32,7 @@ from offload.engine.device_room import advised, grow
 from offload.engine.ending import Ending
 from offload.engine.facts import Facts
 from offload.engine.hooks import inside_backward
+from offload.engine.keywords import refuse
 from offload.engine.loader import Loader, other_dtype, to_device
 from offload.engine.looking import Looking
 from offload.engine.memory_report import base_bytes
@@ -365,6 +366,7 @@ class Engine(Facts):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from a checkpoint, saved with any placement and number of ranks: its folder, and its `client_state`.
 
@@ -379,6 +381,7 @@ class Engine(Facts):
 
         Raises `StoreError` where it is named and not there, damaged, of another model or of other registered objects.
         """
+        refuse(custom_load_fn=custom_load_fn)
         self._between("load_checkpoint")
         trains = self._parts.updater is not None and not load_module_only
         wish = Wish(load_module_strict, trains and load_optimizer_states, load_lr_scheduler_states, not trains)

@@ -23,6 +23,7 @@ from offload.engine.assembly import assemble
 from offload.engine.description import about, describe
 from offload.engine.dtype_choice import warn_if_slow
 from offload.engine.engine import Engine
+from offload.engine.keywords import refuse
 from offload.engine.loader import Loader, check_length, load
 from offload.engine.loss_scale import LossScaler
 from offload.engine.meter import Meter
@@ -70,6 +71,11 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Any = None,
     config_params: Any = None,
+    *,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    distributed_port: int | None = None,
+    mesh_param: Any = None,
 ) -> Initialized:
     """Put `model` under an engine, as `deepspeed.initialize` does, and return (engine, optimizer, loader, scheduler).
 
@@ -77,13 +83,15 @@ def initialize(
     `optimizer` is one of torch's, a callable that makes one from the parameters, or None for the config's; one that no
     kernel does is run by itself, on the CPU. `lr_scheduler` is an object with `step()`, a callable that makes one from
     the optimizer, or None for the config's. The loader is None without `training_data`. The model's parameters are
-    taken over: outside of forward and backward they are placeholders.
+    taken over: outside of forward and backward they are placeholders. The last four are DeepSpeed's: None is taken, and
+    what asks for something that is not here is a `UsageError`.
 
     Raises `ConfigError`, `BudgetError` or `StoreError` before anything is changed; a disk that is too small is such an
     error too.
     """
     meet_others()  # before anything can be wrong here: they would wait for this rank
     try:
+        refuse(mpu=mpu, dist_init_required=dist_init_required, distributed_port=distributed_port, mesh_param=mesh_param)
         loaded = load_config(_the_config(args, config, config_params))
         if not isinstance(model, nn.Module):
             raise ConfigError(f"initialize expects model, a torch.nn.Module, got {type(model).__name__}")

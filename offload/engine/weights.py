@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from offload.engine.hooks import Hooks
+from offload.engine.keywords import refuse
 from offload.engine.layout import UnitLayout
 from offload.engine.placeholder import Place, place_of
 from offload.engine.placement import free_host_memory
@@ -224,7 +225,9 @@ def _refuse_assign(module: nn.Module, state: Any, prefix: str, metadata: Mapping
 
 
 @contextlib.contextmanager
-def gathered(params: Any, modify: bool = False) -> Iterator[None]:
+def gathered(
+    params: Any, modify: bool = False, *, modifier_rank: int | None = None, enabled: bool = True
+) -> Iterator[None]:
     """Give `params` (a parameter, several, or a module) ordinary memory inside of a `with` block.
 
     The memory is a copy on the compute device, outside of all budgets. With `modify`, what was changed is written to
@@ -232,8 +235,14 @@ def gathered(params: Any, modify: bool = False) -> Iterator[None]:
     not run on gathered parameters, nor may `step()` be called. Parameters of an ordinary model are left alone.
 
     With several ranks and `modify`, all of them come here with the same parameters; of each unit, what the lowest rank
-    changed that changed any counts on all of them, so that `if rank == 0:` may stand inside.
+    changed that changed any counts on all of them, so that `if rank == 0:` may stand inside. `modifier_rank=0` is how
+    DeepSpeed says `modify`; where it is not `enabled`, nothing is done.
     """
+    refuse(modifier_rank=modifier_rank)
+    if not enabled:
+        yield
+        return
+    modify = modify or modifier_rank is not None
     places = _places_of(params)
     for place in places:
         if place.engine.bring(place.unit):

@@ -45,14 +45,14 @@ def estimate_zero3_model_states_mem_needs_all_live(
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
-    total_params: int,
-    largest_layer_params: int,
+    total_params: float,
+    largest_layer_params: float,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """The same for a model that is not there: its parameters, and those of its largest layer."""
-    found = _cold(total_params, largest_layer_params, num_gpus_per_node, num_nodes, _ZERO_3)
+    """The same for a model that is not there: its parameters, and those of its largest layer, such as 2851e6."""
+    found = _cold(_count(total_params), _count(largest_layer_params), num_gpus_per_node, num_nodes, _ZERO_3)
     _print(found, num_gpus_per_node, num_nodes)
 
 
@@ -64,10 +64,11 @@ def estimate_zero2_model_states_mem_needs_all_live(
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """As `estimate_zero3_model_states_mem_needs_all_cold`, with weights on the GPU, in layers of a 32nd each."""
-    found = _cold(total_params, -(-total_params // 32), num_gpus_per_node, num_nodes, _ZERO_2)
+    total = _count(total_params)
+    found = _cold(total, -(-total // 32), num_gpus_per_node, num_nodes, _ZERO_2)
     _print(found, num_gpus_per_node, num_nodes)
 
 
@@ -97,6 +98,13 @@ def _cold(total: int, largest: int, ranks: int, nodes: int, homes: Sequence[tupl
         for index, size in enumerate(sizes)
     ]
     return estimates(layouts, ranks, nodes, homes)
+
+
+def _count(number: float) -> int:
+    """A number of parameters, which DeepSpeed's documentation writes as a float."""
+    if not (isinstance(number, int | float) and not isinstance(number, bool) and number >= 1 and number % 1 == 0):
+        raise ConfigError(f"expected a whole number of parameters, as 2851e6, got {number!r}")
+    return int(number)
 
 
 def _check(ranks: int, nodes: int) -> None:

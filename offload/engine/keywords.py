@@ -1,0 +1,35 @@
+"""Keywords of DeepSpeed's calls that this library does not have: None is what scripts pass on, and is taken."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from offload.errors import UsageError
+
+_LAUNCHER = "the launcher says how ranks find each other (torchrun --master-port); leave it out"
+_RANKS = "layers and sequences are not split over ranks here; leave it out"
+_CONFIG = 'the config says where weights live ("offload_param"); leave it out'
+_ADVICE = {
+    "mpu": _RANKS,
+    "mesh_param": _RANKS,
+    "data_parallel_group": _RANKS,
+    "distributed_port": _LAUNCHER,
+    "dist_init_required": "expected None, True or False: ranks are joined where torchrun has started them",
+    "remote_device": _CONFIG,
+    "dtype": 'the config says the dtype ("bf16", "fp16"); leave it out',
+    "modifier_rank": "expected None or 0: changes of the first rank count; make them there",
+    "custom_load_fn": "weights are read by name; load others by offload.load_pretrained or load_state_dict",
+}
+
+
+def refuse(**given: Any) -> None:
+    """Raise `UsageError` for the first keyword of DeepSpeed whose value is not None and asks for what is not here."""
+    for name, value in given.items():
+        if value is None or (name == "dist_init_required" and isinstance(value, bool)):
+            continue
+        if name == "modifier_rank" and value == 0:
+            continue
+        if name == "distributed_port" and str(value) == os.environ.get("MASTER_PORT", "29500"):
+            continue
+        raise UsageError(f"{name}={value!r}: {_ADVICE[name]}")

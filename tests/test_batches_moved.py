@@ -1,0 +1,74 @@
+"""A batch of any structure reaches the model with its tensors on the device, and keeps its type."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from transformers import BatchEncoding
+from transformers.modeling_outputs import BaseModelOutput
+
+from offload.engine.loader import other_dtype, to_device
+
+META, BF16 = torch.device("meta"), torch.bfloat16
+
+
+class Named(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    x: torch.Tensor
+    inner: dict[str, torch.Tensor]
+    length: int = 3
+
+
+def x() -> torch.Tensor:
+    return torch.ones(2, 3)
+
+
+BATCHES: dict[str, Any] = {
+    "a dict in a list": lambda: [{"x": x()}],
+    "a named tuple": lambda: Named(x(), "a"),
+    "a BatchEncoding": lambda: BatchEncoding({"x": x(), "ids": torch.ones(2, dtype=torch.int64)}),
+    "a mapping of one's own": lambda: collections.UserDict({"x": x(), "name": "a"}),
+    "a dataclass": lambda: Rows(x(), {"y": x()}),
+    "an output of transformers": lambda: BaseModelOutput(last_hidden_state=x()),
+    "a dataclass in a mapping": lambda: {"rows": Rows(x(), {})},
+}
+
+
+def tensors(batch: Any) -> list[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, collections.abc.Mapping):
+        batch = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    if isinstance(batch, collections.abc.Mapping):
+        batch = list(batch.values())
+    return [each for inner in batch for each in tensors(inner)] if isinstance(batch, list | tuple) else []
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_tensors_go_and_the_rest_stays(name: str) -> None:
+    given = BATCHES[name]()
+    moved = to_device(given, META, BF16)
+    assert type(moved) is type(given)
+    found = tensors(moved)
+    assert found and len(found) == len(tensors(given)) and all(each.is_meta for each in found)
+    assert {each.dtype for each in found} <= {BF16, torch.int64}
+    assert not any(each.is_meta for each in tensors(given)), "the given one is left alone"
+    assert other_dtype(given, BF16) is torch.float32 and other_dtype(moved, BF16) is None
+
+
+def test_a_packed_sequence() -> None:
+    given = pack_sequence([torch.ones(2, 3), torch.ones(4, 3)], enforce_sorted=False)
+    moved = to_device({"x": given}, META, BF16)["x"]
+    assert isinstance(moved, PackedSequence)
+    assert moved.data.is_meta and moved.data.dtype is BF16
+    assert torch.equal(moved.batch_sizes, given.batch_sizes) and moved.sorted_indices.is_meta

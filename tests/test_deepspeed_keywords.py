@@ -1,0 +1,105 @@
+"""Keywords of DeepSpeed that are not ours: None is taken, what asks for something that is not here is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.engine.absent import Absent
+from offload.errors import ConfigError, OffloadError, UsageError
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "offload": {"device": "cpu"},
+}
+
+
+def begin(**keywords: Any) -> offload.Engine:
+    return offload.initialize(model=nn.Linear(2, 2), config=CONFIG, **keywords).engine
+
+
+def built(**keywords: Any) -> nn.Linear:
+    with offload.init(**keywords):
+        return nn.Linear(2, 2)
+
+
+TAKEN: dict[str, dict[str, Any]] = {
+    "initialize": {"mpu": None, "dist_init_required": None, "distributed_port": 29500, "mesh_param": None},
+    "initialize, ranks of torchrun": {"dist_init_required": True},
+}
+
+
+@pytest.mark.parametrize("given", TAKEN.values(), ids=TAKEN)
+def test_taken_by_initialize(given: dict[str, Any]) -> None:
+    begin(**given).destroy()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"mpu": object()}, "mpu=.*not split over ranks"),
+        ({"mesh_param": (2, 2)}, "mesh_param=.*not split over ranks"),
+        ({"distributed_port": 1}, "distributed_port=1: the launcher says"),
+        ({"dist_init_required": "yes"}, "expected None, True or False"),
+    ],
+)
+def test_refused_by_initialize(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        begin(**given)
+
+
+def test_init() -> None:
+    assert isinstance(built(config_dict_or_path=CONFIG, remote_device=None, dtype=None, mpu=None).weight, Absent)
+    assert not isinstance(built(enabled=False).weight, Absent)
+    for given in ({"remote_device": "nvme"}, {"dtype": torch.float16}, {"mpu": object()}):
+        with pytest.raises(UsageError, match=next(iter(given))):
+            built(**given)
+
+
+def test_gathered() -> None:
+    engine = begin()
+    weight = engine.module.weight
+    with offload.gathered(weight, modifier_rank=0):
+        weight.data.fill_(3.0)
+    with offload.gathered(weight, modifier_rank=None):
+        assert bool((weight == 3).all())
+    with pytest.raises(UsageError, match="modifier_rank=1"), offload.gathered(weight, modifier_rank=1):
+        pass
+    engine.destroy()
+
+
+def test_load_checkpoint(tmp_path: Path) -> None:
+    engine = begin()
+    engine.save_checkpoint(tmp_path)
+    assert engine.load_checkpoint(tmp_path, custom_load_fn=None)[0] is not None
+    with pytest.raises(UsageError, match="custom_load_fn"):
+        engine.load_checkpoint(tmp_path, custom_load_fn=print)
+    engine.destroy()
+
+
+COLD: dict[str, Callable[..., None]] = {
+    "zero2": lambda total, largest: offload.estimate_zero2_model_states_mem_needs_all_cold(total_params=total),
+    "zero3": lambda total, largest: offload.estimate_zero3_model_states_mem_needs_all_cold(
+        total_params=total, largest_layer_params=largest, num_gpus_per_node=1, num_nodes=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLD)
+def test_counts_of_an_estimate_may_be_floats(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    COLD[name](2851e6, 32e6)
+    said = capsys.readouterr().out
+    COLD[name](2_851_000_000, 32_000_000)
+    assert said == capsys.readouterr().out and "GiB" in said
+    for wrong in (1.5, float("inf"), float("nan"), "13B", -1e6, True):
+        with pytest.raises(ConfigError, match="expected a whole number of parameters"):
+            COLD[name](wrong, 32e6)
+    assert issubclass(ConfigError, OffloadError)
