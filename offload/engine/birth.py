@@ -47,7 +47,8 @@ def init(
     initialized by the model's `_init_weights`. Values that a parameter is given otherwise are kept, in memory: by
     `nn.init`, `load_state_dict`, `module.weight = ...`, or as an argument of its module. `from_pretrained` of
     transformers reads a local folder of safetensors as `load_pretrained` does. Buffers and other tensors are real. It
-    may be nested, and counts for its thread. Raises `ConfigError` where a constructor needs values that are not there, or changes them.
+    may be nested, and counts for its thread. Raises `ConfigError` where a constructor needs values that are not there,
+    or changes them.
     """
     refuse(remote_device=remote_device, dtype=dtype, data_parallel_group=data_parallel_group, mpu=mpu)
     if not enabled:
