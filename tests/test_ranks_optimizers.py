@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from offload.errors import IoError, OffloadError
 from tests import bounds, models, rank_pool
@@ -71,12 +72,25 @@ def in_small_pieces(folder: Path) -> tuple[Result, Result]:
         return train(LAMB, DISK, folder / "roomy"), train(LAMB, DISK, folder / "tight", host_memory=least)
 
 
+def uneven() -> nn.Module:
+    """The ratio of one rank's part of a matrix alone would be far from that of the whole."""
+    model = LAMB.model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter[: len(parameter) // 2] *= 8
+    return model
+
+
+UNEVEN = LAMB._replace(model=uneven, dtype="fp32")
+
+
 @pytest.mark.numeric
 def test_lamb_weighs_parameters_that_are_cut(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
     """Each rank has a part of each large parameter, in many tiles: the ratio is that of the whole parameter."""
-    alone = train(LAMB._replace(dtype="fp32"), DISK, tmp_path / "alone")
-    for result in ranks.run(train, LAMB._replace(dtype="fp32"), DISK, tmp_path / "two"):
-        bounds.same_training(result, alone, LAMB._replace(dtype="fp32"), reordered=True)
+    alone = train(UNEVEN, DISK, tmp_path / "alone")
+    for result in ranks.run(train, UNEVEN, DISK, tmp_path / "two"):
+        bounds.same_training(result, alone, UNEVEN, reordered=True)
     for roomy, tight in ranks.run(in_small_pieces, tmp_path):
         assert_same(roomy, tight, "memory")
 
