@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from offload.errors import StoreError
+from tests import rank_pool
 from tests.faults import die
 from tests.models import GPT2
 from tests.oracle import Result, assert_same, dies, start, train_step, weights_of
@@ -93,3 +94,21 @@ def test_one_that_trains_is_told_as_that(tmp_path: Path) -> None:
 def test_restart_where_nothing_is_begins(tmp_path: Path) -> None:
     found, told = script(tmp_path, resume="restart")
     assert len(found.losses) == JOB.steps and not any("is replaced" in line for line in told)
+
+
+def _on_ranks(folder: Path) -> tuple[Result, tuple[str, ...]]:
+    engine = rank_pool.start(JOB, DISK, folder)
+    losses = [train_step(engine, JOB, step) for step in range(JOB.steps)]
+    found = Result(losses, [], weights_of(engine))
+    engine.destroy()
+    return found, engine.notices
+
+
+def test_on_several_ranks_the_whole_run_is_replaced(tmp_path: Path) -> None:
+    with rank_pool.pool(2) as ranks:
+        first = ranks.run(_on_ranks, tmp_path)
+        again = ranks.run(_on_ranks, tmp_path)
+    for (one, _), (other, _) in zip(first, again, strict=True):
+        assert_same(one, other)
+    told = [any("is replaced" in line for line in notices) for _, notices in again]
+    assert told == [True, False], "the first rank says it for all"
