@@ -15,13 +15,13 @@ DECODER = {**WIDTHS, "num_key_value_heads": 2, "vocab_size": 128}
 IMAGES = {"image_size": 16, "patch_size": 8}
 
 
-def gpt2() -> nn.Module:
+def gpt2(layers: int = 3, width: int = 64, heads: int = 4) -> nn.Module:
     """Three blocks, tied embedding, dropout off."""
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            n_layer=3,
-            n_embd=64,
-            n_head=4,
+            n_layer=layers,
+            n_embd=width,
+            n_head=heads,
             vocab_size=128,
             n_positions=64,
             use_cache=False,

@@ -440,9 +440,13 @@ def _measured(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: An
 
 def peak_memory(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
     """Call `function` in a fresh process: its result and that process's peak RSS in bytes."""
-    spawn = multiprocessing.get_context("spawn")
-    receiver, sender = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_measured, args=(function, arguments, sender))
+    return peak_in(multiprocessing.get_context("spawn"), function, *arguments)
+
+
+def peak_in(context: Any, function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
+    """The same in a process of `context`: of `processes()` it begins with what it has at its start, and at once."""
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measured, args=(function, arguments, sender))
     process.start()
     sender.close()
     try:
@@ -451,6 +455,7 @@ def peak_memory(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int
         raise AssertionError("the measured process died") from error
     finally:
         process.join()
+        receiver.close()
     return value, peak
 
 

@@ -15,7 +15,7 @@ import offload
 from offload.aio import aligned_empty, resident_bytes
 from offload.sizes import MIB, align_up
 from tests import models
-from tests.oracle import Job, _measured, processes, start, train_step
+from tests.oracle import Job, peak_in, processes, start, train_step
 
 TOLERANCE = 64 * MIB
 """What may be resident beside base and budgets: activations of one layer, libraries that come with the first step."""
@@ -37,18 +37,7 @@ def forked(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
 
     As `peak_memory` does, in a tenth of the time. Its peak begins with what it has at its start.
     """
-    receiver, sender = processes().Pipe(duplex=False)
-    process = processes().Process(target=_measured, args=(function, arguments, sender))
-    process.start()
-    sender.close()
-    try:
-        value, peak = receiver.recv()
-    except EOFError as error:
-        raise AssertionError("the measured process died") from error
-    finally:
-        process.join()
-        receiver.close()
-    return value, peak
+    return peak_in(processes(), function, *arguments)
 
 
 def _train(folder: str, homes: tuple[str, str]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import offload
@@ -38,19 +37,7 @@ Found = dict[str, torch.Tensor | None]
 
 def gpt2() -> nn.Module:
     """Two narrow blocks: more would say the same of each parameter, and each is read many times here."""
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_layer=2,
-            n_embd=32,
-            n_head=2,
-            vocab_size=128,
-            n_positions=64,
-            use_cache=False,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    )
+    return models.gpt2(layers=2, width=32, heads=2)
 
 
 class Mixture(models.Mixture):
