@@ -90,8 +90,6 @@ def test_a_destroyed_engine_can_be_collected_and_so_can_its_model(placement: tup
         engine = start(models.GPT2, placement, tmp_path)
         train_step(engine, models.GPT2, 0)
         engine.destroy(remove=True)
-        if placement == DISK:
-            (tmp_path / "default" / "finished.json").unlink()  # which says that the run has ended
         return engine
 
     trained()  # the first loads libraries

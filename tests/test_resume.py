@@ -112,12 +112,21 @@ def test_a_leftover_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
         start(models.GPT2, DISK, tmp_path)
 
 
-def test_a_finished_run_leaves_a_note_and_starts_over(tmp_path: Path) -> None:
+def test_a_run_that_is_removed_leaves_nothing(tmp_path: Path) -> None:
     engine = start(models.GPT2, DISK, tmp_path)
     train_step(engine, models.GPT2, 0)
     engine.destroy(remove=True)
+    assert list(tmp_path.iterdir()) == []
+    start(models.GPT2, DISK, tmp_path, resume="auto").destroy(remove=True)
+
+
+def test_a_finished_run_leaves_a_note_and_starts_over(tmp_path: Path) -> None:
+    engine = start(models.GPT2, DISK, tmp_path)
+    train_step(engine, models.GPT2, 0)
+    engine.finish({"of": "a job"})
     status = run_status([tmp_path], "default")
-    assert not status.exists and status.finished is not None and status.finished["steps"] == 1
+    assert not status.exists and status.finished is not None
+    assert status.finished["steps"] == 1 and status.finished["of"] == "a job"
     assert sorted(path.name for path in (tmp_path / "default").iterdir()) == ["finished.json"]
     for resume in ("must", "auto"):
         with pytest.raises(StoreError, match="finished"):

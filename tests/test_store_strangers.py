@@ -82,7 +82,7 @@ def test_what_a_removal_that_was_cut_short_has_left_is_no_strangers(drives: list
     a, b = drives
     rest = b / "default" / "rank0"
     shutil.copytree(rest, b / "kept")
-    train(drives, 2, resume="must").destroy(remove=True)
+    train(drives, 2, resume="must").finish({})
     assert not rest.exists() and run_status(drives, "default").finished is not None
     rest.parent.mkdir(exist_ok=True)
     (b / "kept").rename(rest)
@@ -148,7 +148,7 @@ def _removed_without_the_first(folder: Path) -> None:
     engine = rank_pool.start(JOB, DISK, folder)
     train_step(engine, JOB, 0)
     if engine.global_rank == 0:
-        Store.remove = lambda store: store.close()  # type: ignore[method-assign]  # as if it were killed before
+        Store.remove = lambda store, notes: store.close()  # type: ignore[method-assign]  # as if it were killed before
     engine.destroy(remove=True)
 
 

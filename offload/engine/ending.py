@@ -14,7 +14,8 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -55,10 +56,17 @@ class Ending:
 
     def destroy(self, remove: bool | None) -> None:
         """See `Engine.destroy`."""
+        self._end_by_hand(remove, None)
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """See `Engine.finish`."""
+        self._end_by_hand(True, facts)
+
+    def _end_by_hand(self, remove: bool | None, facts: Mapping[str, Any] | None) -> None:
         if self._alive and os.getpid() == self._pid and not self._parts.pager.failed and not remove:
             if self._state.after_step_is_due:
                 self._state.of_the_user()  # while it can still be mended, and the last step be committed
-        self._end(bool(remove), meet=True, keep=remove is False)
+        self._end(bool(remove), meet=True, keep=remove is False, facts=facts)
 
     def abandon(self, remove: bool) -> None:
         """Close without finishing anything: what `initialize` does when its last steps fail."""
@@ -77,8 +85,11 @@ class Ending:
         if self.resumable:
             self._say_what_is_kept(self.resumable)
 
-    def _end(self, remove: bool, meet: bool, keep: bool = True) -> None:
-        """`meet` says whether to wait for the other ranks, `keep` whether a later start must not replace the run."""
+    def _end(self, remove: bool, meet: bool, keep: bool = True, facts: Mapping[str, Any] | None = None) -> None:
+        """`meet` says whether to wait for the other ranks, `keep` whether a later start must not replace the run.
+
+        With `facts` a removed run leaves a note that has them.
+        """
         if self._closed or os.getpid() != self._pid:
             return
         finished = False
@@ -92,18 +103,18 @@ class Ending:
                     if remove or not (ranks.lost or rounds.interrupted):
                         rounds.end(remove)
                         if remove:  # nobody deletes anything before the note is there that says that all may go
-                            self._note_end()
+                            self._note_end(facts or {})
                             ranks.share(None, "delete its store")
                     else:
                         ranks.look()  # a launcher stops this rank when another dies, and may be faster
                 elif remove:
-                    self._note_end()
+                    self._note_end(facts or {})
                 finished = True
                 if not remove:
                     self._leave(keep)
         finally:
             self._alive = False
-            self._close(remove and finished)
+            self._close(remove and finished, notes=facts is None)
 
     # -- finishing ----------------------------------------------------------------------------------
 
@@ -133,10 +144,10 @@ class Ending:
         goes = "the next start that does not resume it is refused" if keep else "the next start replaces it"
         tell(f'{where}: "resume": "auto" goes on with it, {goes}; `offload rm {self.resumable}` deletes it')
 
-    def _note_end(self) -> None:
+    def _note_end(self, facts: Mapping[str, Any]) -> None:
         """Leave a note that the run has ended, which its first rank does for all."""
         if self._parts.store is not None and self._parts.rank == 0:
-            self._parts.store.note_end({"steps": self._state.global_steps})
+            self._parts.store.note_end({"steps": self._state.global_steps, **facts})
 
     def _say_what_is_kept(self, folder: str) -> None:
         assert self._parts.store is not None
@@ -155,16 +166,19 @@ class Ending:
 
     # -- closing ------------------------------------------------------------------------------------
 
-    def _close(self, remove: bool) -> None:
-        """Give everything back. The store stays where it can be resumed from, unless it is to be removed."""
+    def _close(self, remove: bool, notes: bool = False) -> None:
+        """Give everything back. The store stays where it can be resumed from, unless it is to be removed.
+
+        With `notes` those of the run's end go with it.
+        """
         try:
-            self._close_parts(remove)
+            self._close_parts(remove, notes)
         finally:
             self._parts.timeline.close()
             if self._parts.meter is not None:
                 self._parts.meter.close()
 
-    def _close_parts(self, remove: bool) -> None:
+    def _close_parts(self, remove: bool, notes: bool) -> None:
         parts = self._parts
         atexit.unregister(self.at_exit)
         self._module.__dict__.pop("zero_grad", None)
@@ -174,7 +188,7 @@ class Ending:
             closing.append(lambda: ranks.close(reason))
         if parts.store is not None:
             store = parts.store
-            closing.append(lambda: self._close_store(store, remove))
+            closing.append(lambda: self._close_store(store, remove, notes))
         try:
             close_all(*closing)
         except Exception:
@@ -182,8 +196,8 @@ class Ending:
             raise
         self._closed = True
 
-    def _close_store(self, store: Store, remove: bool) -> None:
+    def _close_store(self, store: Store, remove: bool, notes: bool) -> None:
         if remove or not self._state.commits:  # nothing in it was ever committed
-            store.remove()
+            store.remove(notes and remove)
         else:
             store.close()

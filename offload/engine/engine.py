@@ -547,14 +547,25 @@ class Engine(Facts):
     def destroy(self, remove: bool | None = None) -> None:
         """Finish and commit what is complete, join every thread, close the store.
 
-        What the store holds can be gone on with by `"resume": "auto"`. With `remove` it is deleted; with False, a later
-        start under the same name that does not resume it is refused; by default such a start replaces it, with a line.
+        What the store holds can be gone on with by `"resume": "auto"`. With `remove` nothing of it is left; with False,
+        a later start under the same name that does not resume it is refused; by default such a start replaces it, with
+        a line.
 
         With several ranks it waits for the others to come here too, and serves them until then. Idempotent, and may be
         called again where it was interrupted. The model's parameters stay placeholders. Raises what finishing raised,
         after closing; only what cannot be committed, in `client_state` or registered objects, it raises before.
         """
         self._ending.destroy(remove)
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """Do what `destroy(remove=True)` does, but leave a note that the run has ended.
+
+        Under `"resume": "auto"` or `"must"` a later start of that name is refused then. All ranks call it.
+
+        Args:
+            facts: what `finished.json` says of the end, beside its steps and date; JSON.
+        """
+        self._ending.finish(facts)
 
     def abandon(self, remove: bool) -> None:
         """Close without finishing anything, as `initialize` does when its last steps fail."""

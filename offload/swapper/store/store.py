@@ -483,16 +483,22 @@ class Store:
         """Leave `closed.json` with `facts`: the run can be gone on with, and a start that does not may replace it."""
         write_durably(self._end.with_name(_CLOSED), json.dumps(facts).encode())
 
-    def remove(self) -> None:
-        """Delete the files, and close. Does nothing once it is closed."""
+    def remove(self, notes: bool = False) -> None:
+        """Delete the files, and close; with `notes` the last rank also deletes what says how the run ended.
+
+        Does nothing once it is closed.
+        """
         if self._locks[0].held:
-            self._unlink()  # before the locks are given back: another process may start this run again at once
+            self._unlink(notes)  # before the locks are given back: another process may start this run again at once
         self.close()
 
-    def _unlink(self) -> None:
+    def _unlink(self, notes: bool = False) -> None:
         for folder in reversed(self.folders):  # the first drive says what the others are
             with contextlib.suppress(OSError):
                 remove_files(folder)
+                if notes and folder == self.folders[0] and not any(folder.parent.glob("rank*")):
+                    for note in (self._end, self._end.with_name(_CLOSED)):
+                        note.unlink(missing_ok=True)
                 folder.parent.rmdir()  # other ranks may still be there
 
     @property
