@@ -14,7 +14,6 @@ from offload import cli_inspect, cli_machine, cli_plan, cli_report, cli_store, c
 app = typer.Typer(
     help="Train PyTorch models larger than the GPU and larger than the RAM, from NVMe.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import resource
@@ -9,8 +10,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
@@ -53,11 +54,39 @@ def _quit(error: BaseException, code: int) -> NoReturn:
     raise typer.Exit(code)
 
 
-def _log(log: TextIO, line: str) -> None:
-    try:
-        print(line, file=log, flush=True)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write the log: {error.strerror}", log.name) from error
+class _Log:
+    """The log of steps. One that cannot be written any more is given up with a line: training goes on."""
+
+    def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
+        self._path, self._say = path, say
+        self._file: TextIO | None = None if path is None else open(path, "a", encoding="utf-8")
+
+    def __enter__(self) -> _Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def write(self, content: Mapping[str, Any]) -> None:
+        """Add a line."""
+        from offload.engine.json_lines import json_line
+
+        if self._file is None:
+            return
+        try:
+            print(json_line(content), file=self._file, flush=True)
+        except OSError as error:
+            self._close()
+            self._say(
+                f"warning: cannot write the log {self._path}: {error.strerror}; training goes on, and nothing more is "
+                f"written to it"
+            )
+
+    def _close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # what could not be written is tried once more, and was told of
+                self._file.close()
+        self._file = None
 
 
 class Signals:
@@ -94,6 +123,36 @@ class Signals:
             raise self._held
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Facts:
+    """The line of `--json`, which always has these fields: of a run without a step most are empty."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    grad_norms: list[float] = dataclasses.field(default_factory=list)
+    step_seconds: list[float] = dataclasses.field(default_factory=list)
+    read_bytes: list[int] = dataclasses.field(default_factory=list)
+    written_bytes: list[int] = dataclasses.field(default_factory=list)
+    evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    eval_loss: float | None = None
+    """Of the last evaluation."""
+    parameters: int | None = None
+    peak_rss_bytes: int | None = None
+    host_budget_bytes: int | None = None
+    device_budget_bytes: int | None = None
+    first_step: int | None = None
+    steps: int | None = None
+    """That the run has made in all."""
+    total_steps: int | None = None
+    """That were asked for."""
+    tokens_per_second: float | None = None
+    run: str | None = None
+    saved: str | None = None
+    bound_by: str | None = None
+    step_parts_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    drive_written_bytes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    predicted: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
 @dataclasses.dataclass
 class Training:
     """One run of the job, told to a person and to a log."""
@@ -101,6 +160,7 @@ class Training:
     console: Console
     json_output: bool
     reports: list[Any] = dataclasses.field(default_factory=list)
+    evaluations: list[Any] = dataclasses.field(default_factory=list)
 
     def go(self, options: Any) -> None:
         """Run, and end the process with the right code and words."""
@@ -119,7 +179,7 @@ class Training:
                     _quit(error, BAD_INPUT)
                 if isinstance(job, Finished):
                     self.console.print(job.message, markup=False)
-                    self._result({key: [] for key in _LISTS} | {"steps": None})
+                    self._result(_Facts(run=job.run, saved=_path(job.output), total_steps=job.steps))
                     return
                 self._train(job, options, signals)
         except Stopped as stopped:
@@ -140,25 +200,40 @@ class Training:
         self.console.print(f"{options.model}: {_count(engine)}", markup=False)
         with (
             self._kept(job),
-            open(options.log, "a") if options.log else nullcontext() as log,
-            _Line(self.console, job) as line,
+            _Log(options.log, self._warn) as log,
+            _Line(self.console, job, options.log_every) as line,
         ):
-            from offload.engine.json_lines import json_line
-            from offload.train import about, steps
+            from offload.train import StepReport, about, steps
 
             first = {"about": about(job)}
 
             for report in steps(job, signals.hold):
+                if not isinstance(report, StepReport):
+                    self._between(report, log, line)
+                    continue
                 self.reports.append(report)
-                if log is not None:
-                    _log(log, json_line(report.line() | first))
-                    first = {}
+                log.write(report.line() | first)
+                first = {}
                 line.show(report)
                 for words in cli_summary.wear(job, self.reports):
                     self.console.print(words, markup=False)
         with signals.hold(), self._kept(job):
             job.save_model()
             self._finish(job, remove=not (options.keep or ended))
+
+    def _between(self, report: Any, log: _Log, line: _Line) -> None:
+        """Tell of what was done between two steps."""
+        from offload.evaluation import Evaluation
+
+        if isinstance(report, Evaluation):
+            self.evaluations.append(report)
+            log.write(report.line() | {"time": time.time()})
+            line.print(f"step {report.step}: loss {report.loss:.4f} on what is not learned from")
+        else:
+            line.print(f"step {report.step}: saved in {report.folder}")
+
+    def _warn(self, words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
 
     @contextmanager
     def _kept(self, job: Any) -> Iterator[None]:
@@ -175,10 +250,10 @@ class Training:
     def _finish(self, job: Any, remove: bool) -> None:
         """Close the engine after the last step, and say how it went."""
         result = self._facts(job)
-        job.engine.destroy(remove=remove)
+        job.finish(remove)
         self._table(result)
-        if job.save is not None:
-            self.console.print(f"saved in {job.save}", markup=False)
+        if job.output is not None:
+            self.console.print(f"saved in {job.output}", markup=False)
         if job.folder and not remove:
             self.console.print(f"the swap files are kept in {job.folder}; delete them with: offload rm {job.folder}")
         self._result(result)
@@ -196,25 +271,28 @@ class Training:
                 file=sys.stderr,
             )
 
-    def _facts(self, job: Any) -> dict[str, Any]:
+    def _facts(self, job: Any) -> _Facts:
         reports, engine = self.reports, job.engine
-        lists = {key: [getattr(report, field) for report in reports] for key, field in _LISTS.items()}
+        lists: dict[str, Any] = {key: [getattr(report, field) for report in reports] for key, field in _LISTS.items()}
         seconds = sum(lists["step_seconds"])
-        return {
+        return _Facts(
             **lists,
-            "parameters": engine.parameter_count,
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "host_budget_bytes": engine.host_memory,
-            "device_budget_bytes": engine.device_memory,
-            "first_step": reports[0].step if reports else None,
-            "steps": engine.global_steps,
-            "tokens_per_second": sum(r.tokens for r in reports) / seconds if reports else None,
-            "run": job.run,
-            "saved": None if job.save is None else str(job.save.absolute()),
             **cli_summary.facts(job, reports),
-        }
+            parameters=engine.parameter_count,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            host_budget_bytes=engine.host_memory,
+            device_budget_bytes=engine.device_memory,
+            first_step=reports[0].step if reports else None,
+            steps=engine.global_steps,
+            total_steps=job.steps,
+            tokens_per_second=sum(r.tokens for r in reports) / seconds if reports else None,
+            evaluations=[each.line() for each in self.evaluations],
+            eval_loss=self.evaluations[-1].loss if self.evaluations else None,
+            run=job.run,
+            saved=_path(job.output),
+        )
 
-    def _table(self, result: dict[str, Any]) -> None:
+    def _table(self, result: _Facts) -> None:
         if not self.reports:
             return
         steady = self.reports[1:] or self.reports  # the first step records the order of uses
@@ -224,23 +302,34 @@ class Training:
         for name, value in (
             ("steps", f"{self.reports[0].step} to {self.reports[-1].step}"),
             ("loss", f"{self.reports[0].loss:.4f} to {self.reports[-1].loss:.4f}"),
+            *self._evaluated(),
             ("median step", f"{seconds:.3f} s, {steady[-1].tokens / seconds:,.0f} tokens/s"),
             ("read, written a step", f"{format_size(read)}, {format_size(written)}"),
-            ("bytes a parameter and step", f"{(read + written) / result['parameters']:.1f}"),
+            ("bytes a parameter and step", f"{(read + written) / (result.parameters or 1):.1f}"),
             (
                 "peak RAM",
-                f"{format_size(result['peak_rss_bytes'])}, host budget {format_size(result['host_budget_bytes'])}",
+                f"{format_size(result.peak_rss_bytes or 0)}, host budget {format_size(result.host_budget_bytes or 0)}",
             ),
-            *cli_summary.rows(self.reports, result),
+            *cli_summary.rows(self.reports, vars(result)),
         ):
             table.add_row(name, value)
         self.console.print(table)
 
-    def _result(self, result: dict[str, Any]) -> None:
+    def _evaluated(self) -> Iterator[tuple[str, str]]:
+        if self.evaluations:
+            best = min(self.evaluations, key=lambda each: each.loss)
+            where = f", least {best.loss:.4f} at step {best.step}" if best is not self.evaluations[-1] else ""
+            yield "evaluation loss", f"{self.evaluations[-1].loss:.4f}{where}"
+
+    def _result(self, result: _Facts) -> None:
         if self.json_output:
             from offload.engine.json_lines import json_line
 
-            print(json_line(result), flush=True)
+            print(json_line(vars(result)), flush=True)
+
+
+def _path(folder: Path | None) -> str | None:
+    return None if folder is None else str(folder.absolute())
 
 
 def _count(engine: Any) -> str:
@@ -253,8 +342,9 @@ def _count(engine: Any) -> str:
 class _Line:
     """The progress line of a terminal; elsewhere a plain line every few seconds."""
 
-    def __init__(self, console: Console, job: Any) -> None:
-        self._console, self._job = console, job
+    def __init__(self, console: Console, job: Any, every: int | None) -> None:
+        """With `every` there is a plain line each so many steps, also in a terminal."""
+        self._console, self._job, self._every = console, job, every
         self._process = psutil.Process()
         self._said = 0.0
         self._progress: Progress | None = None
@@ -279,16 +369,34 @@ class _Line:
         if self._progress is not None:
             self._progress.stop()
 
+    def print(self, words: str) -> None:
+        """A plain line, above the progress line."""
+        self._console.print(words, markup=False)
+
     def show(self, report: Any) -> None:
         """Tell of one step."""
+        gpu = f"  GPU {format_size(self._on_gpu())}" if self._job.engine.device.type == "cuda" else ""
         words = (
-            f"loss {report.loss:.4f}  {report.tokens / report.seconds:,.0f} tokens/s  "
+            f"loss {report.loss:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}  "
+            f"{report.tokens / report.seconds:,.0f} tokens/s  "
             f"read {report.read_bytes / report.seconds / 1e9:.2f} GB/s  "
             f"write {report.written_bytes / report.seconds / 1e9:.2f} GB/s  "
-            f"RAM {format_size(self._process.memory_info().rss)}"
+            f"RAM {format_size(self._process.memory_info().rss)}{gpu}"
         )
         if self._progress is not None:
             self._progress.update(self._task, completed=report.step, description=words)
-        elif report.step == self._job.steps or time.monotonic() - self._said > 5:
+        if self._is_due(report.step):
             self._said = time.monotonic()
-            self._console.print(f"step {report.step}/{self._job.steps}  {words}", markup=False)
+            self.print(f"step {report.step}/{self._job.steps}  {words}")
+
+    def _is_due(self, step: int) -> bool:
+        """Whether this step has a line of its own: as asked for, or every few seconds where no line moves."""
+        if self._every is not None:
+            return step % self._every == 0 or step == self._job.steps
+        return self._progress is None and (step == self._job.steps or time.monotonic() - self._said > 5)
+
+    def _on_gpu(self) -> int:
+        """What torch has taken of the GPU."""
+        import torch
+
+        return torch.cuda.memory_reserved(self._job.engine.device)

@@ -17,22 +17,26 @@ _MODEL, _DATA, _STEPS = "Model", "Data", "Steps"
 _PLACES, _RUN, _TOLD = "Where things lie", "Break off and go on", "What is told"
 
 
-def _option(panel: str, help: str, **more: Any) -> Any:
-    return typer.Option(help=help, rich_help_panel=panel, **more)
+def _option(panel: str, name: str, help: str, *names: str, **more: Any) -> Any:
+    """An option; `names` are other ones of it, as Hugging Face's arguments have them, which the help leaves out."""
+    return typer.Option(name, *names, help=help, rich_help_panel=panel, **more)
 
 
 Model = Annotated[
     str,
     _option(
         _MODEL,
+        "--model",
         "gpt2-tiny or -small, llama-1b, -3b, -7b, -13b, -70b, from scratch, on bytes; or a folder: config.json, "
         "tokenizer, and weights if it is to start from them.",
+        "--model-name-or-path",
     ),
 ]
 LoraText = Annotated[
     str | None,
     _option(
         _MODEL,
+        "--lora",
         "Train adapters by peft, the model stays as it is: r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj. "
         "[default: alpha 2 r, dropout 0, the targets that peft has for the model]",
         metavar="r=N[,…]",
@@ -40,27 +44,39 @@ LoraText = Annotated[
 ]
 Checkpointing = Annotated[
     bool,
-    typer.Option(
+    _option(
+        _MODEL,
+        "--gradient-checkpointing",
+        "Compute activations again in backward instead of keeping them.",
         "--activation-checkpointing",
-        help="Compute activations again in backward instead of keeping them.",
-        rich_help_panel=_MODEL,
     ),
 ]
-Save = Annotated[
+Output = Annotated[
     Path | None,
     _option(
         _MODEL,
+        "--output",
         "Write the model after the last step, or its adapters, and the tokenizer, for from_pretrained; must not be "
         "there, or be empty.",
+        "--output-dir",
+        "--save",
         metavar="FOLDER",
+    ),
+]
+SaveEvery = Annotated[
+    int | None,
+    _option(
+        _MODEL, "--save-every", "Write it each so many steps, too, in checkpoint-N of that folder.", "--save-steps"
     ),
 ]
 Data = Annotated[
     list[Path] | None,
     _option(
         _DATA,
+        "--data",
         'Documents, whole in rows of --seq-len: a *.jsonl file with {"text"}, {"messages"} or {"prompt", "completion"} '
         "a line, a text file, or a folder of such; may repeat.",
+        "--train-file",
         metavar="PATH",
     ),
 ]
@@ -68,90 +84,201 @@ Text = Annotated[
     list[Path] | None,
     _option(
         _DATA,
+        "--text",
         "Random stretches of a text file, or of a folder of *.py, *.txt, *.md; may repeat. "
         "[default: Python's own library]",
         metavar="PATH",
     ),
 ]
-SeqLen = Annotated[int, _option(_DATA, "Tokens of a sequence.")]
-Steps = Annotated[int, _option(_STEPS, "Steps in all, those of a resumed run included.")]
-BatchSize = Annotated[int | None, _option(_STEPS, "Sequences of a step. [default: 8]")]
-Lr = Annotated[float | None, _option(_STEPS, "Learning rate. [default: 3e-4]")]
-Seed = Annotated[int | None, _option(_STEPS, "Seed of weights, data order and dropout. [default: 0]")]
-ConfigFile = Annotated[
-    Path | None, _option(_PLACES, "DeepSpeed JSON file. An option that is typed overrules it, with a line.")
+EvalData = Annotated[
+    list[Path] | None,
+    _option(
+        _DATA,
+        "--eval-data",
+        "What to evaluate on, read as --data or --text is; may repeat. [default: every twentieth sequence, at most 16, "
+        "which are then not learned from]",
+        "--validation-file",
+        metavar="PATH",
+    ),
 ]
-OffloadParam = Annotated[Home | None, _option(_PLACES, "Home of the weights. [default: nvme]")]
-OffloadOptimizer = Annotated[Home | None, _option(_PLACES, "Home of the optimizer states. [default: nvme]")]
+SeqLen = Annotated[int, _option(_DATA, "--seq-len", "Tokens of a sequence.", "--max-length", "--max-seq-length")]
+Steps = Annotated[
+    int | None,
+    _option(_STEPS, "--steps", "Steps in all, those of a resumed run included. [default: 200]", "--max-steps"),
+]
+Epochs = Annotated[
+    float | None, _option(_STEPS, "--epochs", "Instead of --steps: passes over the data.", "--num-train-epochs")
+]
+BatchSize = Annotated[
+    int | None,
+    _option(
+        _STEPS,
+        "--batch-size",
+        "Sequences of a micro-batch, on each GPU. [default: 8]",
+        "--per-device-train-batch-size",
+    ),
+]
+Accumulation = Annotated[
+    int | None,
+    _option(_STEPS, "--accumulation", "Micro-batches of a step. [default: 1]", "--gradient-accumulation-steps"),
+]
+Lr = Annotated[
+    float | None,
+    _option(
+        _STEPS,
+        "--lr",
+        "Learning rate. [default: 2e-5 from weights of a folder, 2e-4 with --lora, 3e-4 from scratch]",
+        "--learning-rate",
+    ),
+]
+Schedule = Annotated[
+    Literal["cosine", "constant"] | None,
+    _option(_STEPS, "--schedule", "What the rate does after its warm-up. [default: cosine]", "--lr-scheduler-type"),
+]
+Warmup = Annotated[
+    float | None,
+    _option(
+        _STEPS,
+        "--warmup",
+        "Share of the steps, below 1, or number of steps, in which the rate rises. [default: 0.03]",
+        "--warmup-ratio",
+        "--warmup-steps",
+    ),
+]
+WeightDecay = Annotated[
+    float | None, _option(_STEPS, "--weight-decay", "Of matrices; biases and norms have none. [default: 0.1]")
+]
+GradClip = Annotated[
+    float | None,
+    _option(_STEPS, "--grad-clip", "Largest norm of a gradient; 0: any. [default: 1.0]", "--max-grad-norm"),
+]
+EvalEvery = Annotated[
+    int | None,
+    _option(
+        _STEPS,
+        "--eval-every",
+        "Steps from one evaluation to the next, and after the last; 0: none. [default: a fifth of the steps]",
+        "--eval-steps",
+    ),
+]
+Seed = Annotated[int | None, _option(_STEPS, "--seed", "Seed of weights, data order and dropout. [default: 0]")]
+ConfigFile = Annotated[
+    Path | None,
+    _option(
+        _PLACES,
+        "--config",
+        "DeepSpeed JSON file, whose values count instead of these defaults. An option that is typed overrules it, with "
+        "a line.",
+        "--deepspeed",
+    ),
+]
+OffloadParam = Annotated[Home | None, _option(_PLACES, "--offload-param", "Home of the weights. [default: nvme]")]
+OffloadOptimizer = Annotated[
+    Home | None, _option(_PLACES, "--offload-optimizer", "Home of the optimizer states. [default: nvme]")
+]
 NvmePath = Annotated[
     list[str] | None,
-    _option(_PLACES, "Folder for swap files, one for each drive; may repeat. [default: ./swap]", metavar="PATH"),
+    _option(
+        _PLACES,
+        "--nvme-path",
+        "Folder for swap files, one for each drive; may repeat. [default: ./swap]",
+        metavar="PATH",
+    ),
 ]
 WeightDtype = Annotated[
     Literal["auto", "bf16", "fp16", "fp32"] | None,
     _option(
         _PLACES,
+        "--dtype",
         "Dtype of the weights; auto: bf16 where this machine multiplies it as fast as fp32, else fp32. [default: auto]",
     ),
 ]
 HostMemory = Annotated[
-    str | None, _option(_PLACES, "Host budget, as 16GiB. [default: what is needed, at most 80 % of free]")
+    str | None,
+    _option(_PLACES, "--host-memory", "Host budget, as 16GiB. [default: what is needed, at most 80 % of free]"),
 ]
-Device = Annotated[Literal["auto", "cpu", "cuda"] | None, _option(_PLACES, "Where to compute. [default: auto]")]
-RunName = Annotated[str | None, _option(_RUN, "Name of the run's folder in the nvme path. [default: default]")]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"] | None, _option(_PLACES, "--device", "Where to compute. [default: auto]")
+]
+RunName = Annotated[
+    str | None, _option(_RUN, "--run", "Name of the run's folder in the nvme path. [default: default]", "--run-name")
+]
 ResumeRun = Annotated[
     Literal["never", "auto", "must", "restart"] | None,
-    _option(_RUN, "Go on with the run of that name: never, auto or must; or restart it. [default: never]"),
+    _option(_RUN, "--resume", "Go on with the run of that name: never, auto or must; or restart it. [default: never]"),
 ]
 Durability = Annotated[
     str | None,
     _option(
         _RUN,
+        "--durability",
         "step: each step survives a kill; 10: every tenth; none: half the disk, no resume. "
         "[default: step where it fits]",
         metavar="WORD|STEPS",
     ),
 ]
-Keep = Annotated[bool, typer.Option("--keep", help="Keep the swap files after the last step.", rich_help_panel=_RUN)]
+Keep = Annotated[bool, _option(_RUN, "--keep", "Keep the swap files after the last step.")]
 Log = Annotated[
     Path | None,
-    _option(_TOLD, "Write a JSON object a step. A resumed run goes on with the file, another starts it over."),
+    _option(_TOLD, "--log", "Write a JSON object a step. A resumed run goes on with the file, another starts it over."),
+]
+LogEvery = Annotated[
+    int | None,
+    _option(
+        _TOLD,
+        "--log-every",
+        "Print a line each so many steps. [default: every few seconds; in a terminal one line that moves]",
+        "--logging-steps",
+    ),
 ]
 Trace = Annotated[
-    Path | None, _option(_TOLD, "Write a time line of the run, for ui.perfetto.dev; zipped where it ends in .gz.")
+    Path | None,
+    _option(_TOLD, "--trace", "Write a time line of the run, for ui.perfetto.dev; zipped where it ends in .gz."),
 ]
 
 
 class Grouped(TyperCommand):
-    """A command whose options are listed in groups."""
+    """A command whose options are listed in groups, each by its first name; any may be written with underscores."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
-                groups.setdefault(getattr(parameter, "rich_help_panel", None) or _TOLD, []).append(record)
-        for name, records in groups.items():
-            with formatter.section(name):
+                name = record[0]
+                for other in parameter.opts[1:]:
+                    name = name.replace(f", {other}", "")
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or _TOLD, []).append((name, record[1]))
+        for title, records in groups.items():
+            with formatter.section(title):
                 formatter.write_dl(records)
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command(cls=Grouped)(train)
+    app.command(cls=Grouped, context_settings={"token_normalize_func": lambda name: name.replace("_", "-")})(train)
 
 
 def train(
     model: Model = "gpt2-tiny",
     lora: LoraText = None,
-    activation_checkpointing: Checkpointing = False,
-    save: Save = None,
+    gradient_checkpointing: Checkpointing = False,
+    output: Output = None,
+    save_every: SaveEvery = None,
     data: Data = None,
     text: Text = None,
+    eval_data: EvalData = None,
     seq_len: SeqLen = 256,
-    steps: Steps = 200,
+    steps: Steps = None,
+    epochs: Epochs = None,
     batch_size: BatchSize = None,
+    accumulation: Accumulation = None,
     lr: Lr = None,
+    schedule: Schedule = None,
+    warmup: Warmup = None,
+    weight_decay: WeightDecay = None,
+    grad_clip: GradClip = None,
+    eval_every: EvalEvery = None,
     seed: Seed = None,
     config: ConfigFile = None,
     offload_param: OffloadParam = None,
@@ -165,12 +292,15 @@ def train(
     durability: Durability = None,
     keep: Keep = False,
     log: Log = None,
+    log_every: LogEvery = None,
     trace: Trace = None,
     json_output: Json = False,
 ) -> None:
     """Train a causal language model on text, with weights and optimizer states in swap files.
 
-    Example: offload train --model ./llama --data chats.jsonl --save ./mine --nvme-path /mnt/nvme --resume auto
+    Example: offload train --model ./llama --data chats.jsonl --output ./mine --nvme-path /mnt/nvme --resume auto
+
+    The names of Hugging Face's arguments are taken too, such as --learning_rate or --output_dir.
 
     Ends with 0 after the last step, 1 where training failed, 2 for options that cannot be, 128 and its number after a
     signal.
@@ -189,7 +319,7 @@ def _options(typed: Mapping[str, Any], rank: int) -> Any:
     """What was typed, as the job takes it."""
     from offload.train_options import Options
 
-    plain = dict(typed) | {name: tuple(typed[name] or ()) for name in ("text", "data", "nvme_path")}
+    plain = dict(typed) | {name: tuple(typed[name] or ()) for name in ("text", "data", "eval_data", "nvme_path")}
     plain["trace"] = None if plain["trace"] is None else str(plain["trace"])
     plain["log"] = plain["log"] if rank == 0 else None
     durability = plain["durability"]

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from offload.errors import ConfigError
+from offload.evaluation import choose
 from offload.records import Chat, Completion, Record, Text
 
 _IGNORED = -100  # of torch's cross entropy
@@ -173,6 +174,24 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
     return Packed(*_arrays(rows, length), cut, len(whole) - len(kept), not together and len(kept) > 0)
 
 
+def hold_out(packed: Packed) -> tuple[Packed, Packed | None]:
+    """Divide rows into those to learn from and those to evaluate on, evenly spread; None where rows are too few."""
+    chosen = choose(len(packed.ids))
+    if not len(chosen):
+        return packed, None
+    return _only(packed, np.delete(np.arange(len(packed.ids)), chosen)), _only(packed, chosen)
+
+
+def _only(packed: Packed, rows: np.ndarray) -> Packed:
+    return packed._replace(ids=packed.ids[rows], labels=packed.labels[rows], positions=packed.positions[rows])
+
+
+def inputs_of(packed: Packed, with_positions: bool) -> dict[str, np.ndarray]:
+    """What a model is given, of all rows: (rows, length) int32 each."""
+    taken = {"input_ids": packed.ids, "labels": packed.labels}
+    return taken | ({"position_ids": packed.positions} if with_positions else {})
+
+
 def _first(document: Document, length: int) -> Document:
     return Document(document.ids[:length], document.learned[:length], document.divisible)
 
@@ -263,9 +282,7 @@ class Rows:
         """What a model is given: (size, length) int64 each."""
         first = ((step - 1) * self._accumulation + micro_batch) * self._stride + self._first
         rows = [self._row(number) for number in range(first, first + self._size)]
-        taken = {"input_ids": self._packed.ids, "labels": self._packed.labels}
-        if self.with_positions:
-            taken["position_ids"] = self._packed.positions
+        taken = inputs_of(self._packed, self.with_positions)
         return {name: torch.from_numpy(array[rows].astype(np.int64)) for name, array in taken.items()}
 
     def _row(self, number: int) -> int:

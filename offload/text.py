@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from offload.errors import ConfigError
+from offload.evaluation import choose
 
 
 def standard_library() -> list[Path]:
@@ -50,9 +51,33 @@ def read_tokens(files: Sequence[Path], encode: Callable[[str], np.ndarray]) -> n
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    if b"\0" in content[:_LOOKED_AT]:
+        raise ConfigError(f"{path} is no text: it has zero bytes; give a text file, or a folder of *.py, *.txt, *.md")
+    return content
+
+
+_LOOKED_AT = 1 << 16
+
+
+def hold_out(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Divide tokens into (m,) those to learn from and (k, length) those to evaluate on, evenly spread over them."""
+    count = len(tokens) // length
+    chosen = choose(count)
+    if not len(chosen):
+        return tokens, np.empty((0, length), tokens.dtype)
+    kept = np.ones(len(tokens), bool)
+    for block in chosen:
+        kept[block * length : (block + 1) * length] = False
+    return tokens[kept], in_sequences(tokens, length)[chosen]
+
+
+def in_sequences(tokens: np.ndarray, length: int) -> np.ndarray:
+    """(n, length): tokens one after the other, without the last incomplete sequence."""
+    count = len(tokens) // length
+    return tokens[: count * length].reshape(count, length)
 
 
 class Batches:
@@ -62,7 +87,14 @@ class Batches:
     """
 
     def __init__(
-        self, tokens: np.ndarray, size: int, length: int, seed: int, rank: int = 0, world_size: int = 1
+        self,
+        tokens: np.ndarray,
+        size: int,
+        length: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        accumulation: int = 1,
     ) -> None:
         if len(tokens) < length:
             raise ConfigError(f"the text has {len(tokens)} tokens, a sequence needs {length}; give more text")
@@ -70,6 +102,8 @@ class Batches:
         self.token_count, self.largest_id = len(tokens), int(tokens.max())
         self.checksum = f"{zlib.crc32(np.ascontiguousarray(tokens).data):08x}"
         self._rows, self._size = slice(rank * size, (rank + 1) * size), size * world_size
+        self.steps_of_a_pass = -(-len(tokens) // (length * self._size * accumulation))
+        """Steps that have as many tokens as the text."""
 
     def batch(self, step: int, micro_batch: int) -> torch.Tensor:
         """(size, length) int64: the ids of one micro-batch of one step."""

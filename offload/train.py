@@ -7,6 +7,7 @@ steps     train, one `StepReport` a step
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -17,13 +18,15 @@ import psutil
 import torch
 from torch import nn
 
-from offload import probe, text
+from offload import probe, training_data
 from offload.config import Config, load_config, resolve_batch
 from offload.engine.dtype_choice import settle
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
 from offload.engine.json_lines import check_log, cut_log
 from offload.errors import ConfigError, OffloadError
+from offload.evaluation import Evaluation
+from offload.job_identity import Identity, differences, other_model, weights_of
 from offload.language_model import (
     build_model,
     check_model,
@@ -37,11 +40,20 @@ from offload.lora import adapt, parse_lora, require_peft
 from offload.planner.foresee import as_step, foresee
 from offload.planner.report import in_short
 from offload.presets import require_transformers
-from offload.records import find_data, read_records
-from offload.rows import Rows, encode, encode_text, notices, pack
 from offload.swapper.store import run_status
 from offload.swapper.timeline import path_of
-from offload.train_options import Options, check, chooses_dtype, keep, merge
+from offload.train_options import (
+    DEFAULT_STEPS,
+    Options,
+    Start,
+    check,
+    chooses_dtype,
+    decay_groups,
+    keep,
+    merge,
+    schedule,
+)
+from offload.training_data import Data, Share, steps_of
 
 
 class StepReport(NamedTuple):
@@ -67,23 +79,38 @@ class StepReport(NamedTuple):
         return mine | {"drives": mine.pop("drives"), "time": time.time()}
 
 
+class Saved(NamedTuple):
+    """The model was written after so many steps."""
+
+    step: int
+    folder: Path
+
+
 class Finished(NamedTuple):
-    """A run that needs no training: what to say."""
+    """A run that needs no training: what to say, and what was asked for."""
 
     message: str
+    run: str
+    steps: int
+    output: Path | None
 
 
 class Job(NamedTuple):
     """A run that is ready."""
 
     engine: Engine
-    batches: text.Batches | Rows
+    data: Data
     steps: int
     run: str
     folder: str | None
     """The run's folder, where a later process resumes; None without a store."""
-    save: Path | None = None
+    identity: Identity
+    output: Path | None = None
     """Where the model is saved after the last step."""
+    save_every: int | None = None
+    """After how many steps each it is saved below there, too."""
+    eval_every: int = 0
+    """After how many steps each it is evaluated; 0 for never."""
     tokenizer: Any = None
     """Of the model's folder."""
     always: Mapping[str, Any] = {}
@@ -93,8 +120,19 @@ class Job(NamedTuple):
 
     def save_model(self) -> None:
         """Write the model, or its adapters, and the tokenizer; nothing where nobody asked for it. All ranks call it."""
-        if self.save is not None:
-            self.engine.save_pretrained(self.save, tokenizer=self.tokenizer)
+        if self.output is not None:
+            self.engine.save_pretrained(self.output, tokenizer=self.tokenizer)
+
+    def finish(self, remove: bool) -> None:
+        """Close the engine after the last step. All ranks call it.
+
+        Args:
+            remove: whether the swap files go; a note stays that the job is done.
+        """
+        if remove:
+            self.engine.finish({"job": self.identity._asdict()})
+        else:
+            self.engine.destroy(remove=False)
 
 
 # -- checks and building ------------------------------------------------------------------------------
@@ -104,10 +142,11 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     """Check everything that can be wrong, then build the model and the engine. `say` gets one line at a time."""
     check(options)
     lora = None if options.lora is None else parse_lora(options.lora)
-    content, lines = merge(file, options)
+    folder = find_folder(options.model)
+    content, lines = merge(file, options, _start(options, folder))
     lines += keep(content) if options.keep else ()
     content |= {"steps_per_print": 0, "wall_clock_breakdown": True}  # for the log and the summary
-    config = load_config(content)
+    config = load_config(schedule(content, file is not None, options, options.steps or DEFAULT_STEPS)[0])
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun
     batch = resolve_batch(config, world_size)
     for line in lines:
@@ -116,81 +155,108 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         check_log(options.log)
     if config.offload.trace is not None:
         path_of(config.offload.trace, rank, world_size)
-    files = find_data(options.data) if options.data else text.find_files(options.text or text.standard_library())
+    files = training_data.find(options)
     require_transformers()
     if lora is not None:
         require_peft()
-    folder = find_folder(options.model)
     tokenizer = None if folder is None else read_tokenizer(folder)
-    share = _Share(batch.micro, batch.accumulation, config.offload.seed, rank, world_size)
-    batches, of_data = _batches(options, files, tokenizer, share, keeps_documents_apart(folder))
-    done = _finished(config)
+    share = Share(batch.micro, batch.accumulation, config.offload.seed, rank, world_size)
+    data = training_data.read(options, files, tokenizer, share, keeps_documents_apart(folder))
+    steps = steps_of(options, DEFAULT_STEPS, data.batches)
+    content, lines = schedule(content, file is not None, options, steps)
+    for line in lines:
+        say(line)
+    mine = _identity(options, folder, data, steps)
+    done = _finished(config, mine)
     if done is not None:
         return done
     going_on = _goes_on(config)
-    check_save(options.save, may_be_there=going_on)
+    check_output(options.output, may_be_there=going_on)
     if chooses_dtype(content):
         content, choice = settle(content)
         if choice is not None:
             say(choice)
     torch.manual_seed(config.offload.seed)
     model, source = build_model(options.model, folder, content)
-    check_model(model, options.seq_len, batches.largest_id)
-    make_ready(model, options.activation_checkpointing)
+    check_model(model, options.seq_len, data.largest_id)
+    make_ready(model, options.gradient_checkpointing)
     always = without_cache(model)
     if lora is not None:
         model = adapt(model, lora)
     predicted, foreseen = _foreseen(options, model, content, always, going_on) if world_size == 1 else ({}, ())
-    engine = initialize(model=model, config=content).engine
+    decay = content["optimizer"].get("params", {}).get("weight_decay", 0.0)
+    engine = initialize(model=model, model_parameters=_groups(model, decay), config=content).engine
     if rank:
         torch.manual_seed(config.offload.seed + rank)  # another dropout on each
-    for line in (*engine.notices, *of_data, source, *_changed(engine, options, batches), *foreseen):
+    for line in (*engine.notices, *data.lines, source, *_resumed(engine, mine), *foreseen):
         say(line)
-    _claim(engine, options.save)
     if options.log is not None and rank == 0:
         cut_log(options.log, engine.global_steps)
-    kept = (options.save, tokenizer, always, predicted)
-    return Job(engine, batches, options.steps, config.offload.run, engine.resumable, *kept)
+    return Job(
+        engine,
+        data,
+        steps,
+        config.offload.run,
+        engine.resumable,
+        mine,
+        options.output,
+        options.save_every,
+        0 if data.held_out is None else options.eval_every or max(1, steps // _EVALUATIONS),
+        tokenizer,
+        always,
+        predicted,
+    )
 
 
-class _Share(NamedTuple):
-    """What of each step is this rank's."""
-
-    micro: int
-    accumulation: int
-    seed: int
-    rank: int
-    world_size: int
+_EVALUATIONS = 5
+"""How often a run evaluates, by default."""
 
 
-def _batches(
-    options: Options, files: list[Path], tokenizer: Any, share: _Share, apart: bool
-) -> tuple[text.Batches | Rows, tuple[str, ...]]:
-    """What is learned, and what a person should know of it. Raises `ConfigError` for a file that is malformed."""
-    if options.data:
-        records = read_records(files)
-        packed = pack(encode(records, tokenizer), options.seq_len, apart)
-        rows = Rows(packed, *share)
-        rows.with_positions = apart
-        return rows, notices(packed, rows, records, tokenizer)
-    if tokenizer is None:
-        tokens = text.read_bytes(files)
-    else:
-        tokens = text.read_tokens(files, lambda content: encode_text(content, tokenizer))
-    stretches = text.Batches(tokens, share.micro, options.seq_len, share.seed, share.rank, share.world_size)
-    return stretches, ()
+def _start(options: Options, folder: Path | None) -> Start:
+    if options.lora is not None:
+        return Start.ADAPTERS
+    has_weights = folder is not None and any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
+    return Start.WEIGHTS if has_weights else Start.SCRATCH
 
 
-def _changed(engine: Engine, options: Options, batches: text.Batches | Rows) -> tuple[str, ...]:
-    """Commits hold what the text and the adapters are; a line where a resumed run goes on with others."""
-    mine = {"seq-len": options.seq_len, "tokens": batches.token_count, "checksum of the text": batches.checksum}
-    going_on, state = engine.global_steps > 0, engine.client_state
-    held, lora = (state.get("text", mine), state.get("lora")) if going_on else (mine, options.lora)
-    state |= {"text": mine, "lora": options.lora}
-    changed = [f"{name} {held[name]} is now {value}" for name, value in mine.items() if held.get(name) != value]
-    lines = [f"resumed with other text than the run had: {', '.join(changed)}"] if changed else []
-    if lora != options.lora:
-        lines.append(f"resumed with --lora {options.lora}, and the run had {lora}")
+def _groups(model: nn.Module, decay: Any) -> Any:
+    """The model's parameters, in groups where there is a decay; a value that is no number is the config's to refuse."""
+    if not isinstance(decay, int | float) or not decay:
+        return None
+    return decay_groups(model.parameters(), decay)
+
+
+def _identity(options: Options, folder: Path | None, data: Data, steps: int) -> Identity:
+    batches = data.batches
+    text = {"seq-len": options.seq_len, "tokens": batches.token_count, "checksum": batches.checksum}
+    model = options.model if folder is None else str(folder.absolute())
+    output = None if options.output is None else str(options.output.absolute())
+    return Identity(model, weights_of(folder), options.lora, text, output, steps)
+
+
+def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
+    """Have commits hold whose they are; lines where a resumed run goes on with other data or adapters.
+
+    Raises `ConfigError` where it is another model's run, or where its model would be saved among other files.
+    """
+    before = engine.client_state.get("job")
+    lines: list[str] = []
+    try:
+        if before is not None and engine.global_steps:
+            other = other_model(mine, before)
+            if other is not None:
+                raise ConfigError(
+                    f"the run in {engine.resumable} is another job's: {other}; give that model, another --run, or "
+                    f"--resume restart"
+                )
+            kept = before | {"output": mine.output, "steps": mine.steps}  # they may change
+            lines += [f"resumed, and {words}" for words in differences(mine, kept)]
+        if before is None or before.get("output") != mine.output:
+            check_output(None if mine.output is None else Path(mine.output), may_be_there=False)
+    except ConfigError:
+        engine.destroy(remove=False)
+        raise
+    engine.client_state["job"] = mine._asdict()
     return tuple(lines)
 
 
@@ -203,7 +269,7 @@ def _foreseen(
         return {}, ("no prediction: `offload probe` was not run on this machine; it takes a minute, once",)
     try:
         planned = foresee(
-            found, model, content, options.seq_len, always, options.activation_checkpointing, going_on=going_on
+            found, model, content, options.seq_len, always, options.gradient_checkpointing, going_on=going_on
         )
     except Exception as error:  # what fails here need not fail there, and is told
         kind = "" if isinstance(error, OffloadError) else f"{type(error).__name__}: "
@@ -217,34 +283,29 @@ def _goes_on(config: Config) -> bool:
     return wanted and run_status(config.drives, config.offload.run).exists
 
 
-def check_save(folder: Path | None, may_be_there: bool) -> None:
+def check_output(folder: Path | None, may_be_there: bool) -> None:
     """Raise `ConfigError` where a model cannot be saved to `folder`; `may_be_there` where the run may have done it."""
     if folder is None:
         return
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--save {folder} is not a folder; give a folder, or a name that is not there")
+        raise ConfigError(f"--output {folder} is not a folder; give a folder, or a name that is not there")
     if folder.exists() and not may_be_there and any(folder.iterdir()):
-        raise ConfigError(f"--save {folder} is not empty, and nothing in it will be replaced; give another folder")
+        raise ConfigError(f"--output {folder} is not empty, and nothing in it will be replaced; give another folder")
     above = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ConfigError(f"--save {folder} cannot be made: {above} is no folder that you may write")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".offload-", dir=above))  # what access() says is not so for root, or on NFS
+    except OSError as error:
+        raise ConfigError(
+            f"--output {folder} cannot be written: nothing can be made in {above} ({error.strerror}); give another "
+            f"folder"
+        ) from error
 
 
-def _claim(engine: Engine, folder: Path | None) -> None:
-    """Commits hold where the run saves its model: what lies there when it goes on is its own, else refused."""
-    if folder is None:
-        return
-    if engine.client_state.get("save") != str(folder.absolute()):
-        try:
-            check_save(folder, may_be_there=False)
-        except ConfigError:
-            engine.destroy(remove=False)
-            raise
-        engine.client_state["save"] = str(folder.absolute())
+def _finished(config: Config, mine: Identity) -> Finished | None:
+    """What to say where `--resume auto` finds nothing to do; with must that is an error, which `initialize` raises.
 
-
-def _finished(config: Config) -> Finished | None:
-    """What to say where `--resume auto` finds nothing to do; with must that is an error, which `initialize` raises."""
+    Raises `ConfigError` where it was another job that ended there.
+    """
     drives, run = config.drives, config.offload.run
     if not (drives and config.wants_store) or config.offload.resume != "auto":
         return None
@@ -252,7 +313,18 @@ def _finished(config: Config) -> Finished | None:
     if status.exists or status.finished is None:
         return None
     ended = f"run {run} under {drives[0]} ended at step {status.finished.get('steps')} on {status.finished.get('date')}"
-    return Finished(f"{ended}; nothing to do. --resume never starts it over")
+    job = status.finished.get("job")
+    if isinstance(job, dict):
+        others = [*differences(mine, job)]
+        if not others and mine.output is not None and not Path(mine.output).is_dir():
+            others = [f"the model that it has saved in {mine.output} is not there any more"]
+        if others:
+            raise ConfigError(
+                f"{ended}, and was not this job: {'; '.join(others)}. Give another --run, or --resume restart to begin "
+                f"this one in its place"
+            )
+    output = None if mine.output is None else Path(mine.output)
+    return Finished(f"{ended}; nothing to do. --resume restart begins it again", run, mine.steps, output)
 
 
 # -- steps --------------------------------------------------------------------------------------------
@@ -279,8 +351,10 @@ def about(job: Job) -> dict[str, Any]:
     }
 
 
-def steps(job: Job, hold: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[StepReport]:
-    """Train, one report a step, from the step after the last committed one.
+def steps(
+    job: Job, hold: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Iterator[StepReport | Evaluation | Saved]:
+    """Train, one report a step, from the step after the last committed one; and one of what is between steps.
 
     `hold()` is a context in which no signal raises. It spans the end of a step and the use of its report, so that a
     stopped run has told of every step that it commits.
@@ -294,7 +368,7 @@ def steps(job: Job, hold: Callable[[], AbstractContextManager[Any]] = nullcontex
         for micro_batch in range(accumulation):
             if micro_batch:
                 engine.step()
-            inputs = job.batches.inputs(step, micro_batch)
+            inputs = job.data.batches.inputs(step, micro_batch)
             part = engine(**inputs, **job.always).loss
             engine.backward(part)
             loss += float(part.detach()) / accumulation
@@ -309,3 +383,42 @@ def steps(job: Job, hold: Callable[[], AbstractContextManager[Any]] = nullcontex
             drives = {each.path: each.life_bytes for each in engine.drive_writes()}
             yield StepReport(step, loss, norm, lr, tokens, now - last, read, written, engine.measured, drives)
             last, moved = now, after
+        evaluates = job.eval_every and (step % job.eval_every == 0 or step == job.steps)
+        saves = job.save_every and step % job.save_every == 0 and step < job.steps  # the last is saved for itself
+        if not (evaluates or saves):
+            continue
+        engine.synchronize()  # what is left of the step belongs to the next one's numbers, as it does without a pause
+        began, before = time.perf_counter(), engine.io_bytes()
+        if evaluates:
+            yield evaluate(job)
+        if saves:
+            with hold():
+                yield _saved(job)
+        after = engine.io_bytes()
+        last += time.perf_counter() - began
+        moved = type(moved)(moved.read + after.read - before.read, moved.written + after.written - before.written)
+
+
+def evaluate(job: Job) -> Evaluation:
+    """The loss on what was held out, without dropout. All ranks call it, between steps."""
+    engine, held_out, begin = job.engine, job.data.held_out, time.perf_counter()
+    assert held_out is not None
+
+    def loss_of(inputs: Mapping[str, torch.Tensor]) -> float:
+        return float(engine(**inputs, **job.always).loss)
+
+    engine.eval()
+    try:
+        with torch.no_grad():
+            loss = held_out.loss(loss_of, engine.mean)
+    finally:
+        engine.train()
+    return Evaluation(engine.global_steps, loss, time.perf_counter() - begin)
+
+
+def _saved(job: Job) -> Saved:
+    """Write the model as it is after this step, whole or not at all."""
+    assert job.output is not None
+    folder = job.output / f"checkpoint-{job.engine.global_steps}"
+    job.engine.save_pretrained(folder, tokenizer=job.tokenizer)
+    return Saved(job.engine.global_steps, folder)

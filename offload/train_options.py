@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.errors import ConfigError
 
-DEFAULT_LR = 3e-4
 DEFAULT_BATCH_SIZE = 8
+DEFAULT_STEPS = 200
+DEFAULT_WARMUP = 0.03
+DEFAULT_DECAY = 0.1
+"""Of matrices; see `decay_groups`."""
+
+
+class Start(enum.Enum):
+    """What training starts from, which decides the learning rate where nobody gives one."""
+
+    SCRATCH = 3e-4
+    WEIGHTS = 2e-5
+    ADAPTERS = 2e-4
+
+    @property
+    def lr(self) -> float:
+        """The learning rate by default."""
+        return self.value
 
 
 class Options(NamedTuple):
@@ -19,10 +36,16 @@ class Options(NamedTuple):
 
     model: str = "gpt2-tiny"
     text: tuple[Path, ...] = ()
-    steps: int = 200
+    steps: int | None = None
+    epochs: float | None = None
     batch_size: int | None = None
+    accumulation: int | None = None
     seq_len: int = 256
     lr: float | None = None
+    schedule: str | None = None
+    warmup: float | None = None
+    weight_decay: float | None = None
+    grad_clip: float | None = None
     config: Path | None = None
     offload_param: str | None = None
     offload_optimizer: str | None = None
@@ -36,10 +59,14 @@ class Options(NamedTuple):
     durability: str | dict[str, int] | None = None
     keep: bool = False
     data: tuple[Path, ...] = ()
+    eval_data: tuple[Path, ...] = ()
+    eval_every: int | None = None
     lora: str | None = None
-    activation_checkpointing: bool = False
-    save: Path | None = None
+    gradient_checkpointing: bool = False
+    output: Path | None = None
+    save_every: int | None = None
     log: Path | None = None
+    log_every: int | None = None
     trace: str | None = None
 
 
@@ -47,7 +74,8 @@ class Options(NamedTuple):
 _KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("offload_param", ("zero_optimization", "offload_param", "device"), "nvme"),
     ("offload_optimizer", ("zero_optimization", "offload_optimizer", "device"), "nvme"),
-    ("lr", ("optimizer", "params", "lr"), DEFAULT_LR),
+    ("weight_decay", ("optimizer", "params", "weight_decay"), DEFAULT_DECAY),
+    ("grad_clip", ("gradient_clipping",), 1.0),
     ("host_memory", ("offload", "host_memory"), None),
     ("device", ("offload", "device"), None),
     ("seed", ("offload", "seed"), None),
@@ -58,15 +86,18 @@ _KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
 )
 
 
-def merge(file: Mapping[str, Any] | None, options: Options) -> tuple[dict[str, Any], tuple[str, ...]]:
+def merge(
+    file: Mapping[str, Any] | None, options: Options, start: Start = Start.SCRATCH
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """One config out of a config file's content and what was typed; and a line for each key that was overruled.
 
     Without a file the defaults of the command count; with one, what it does not say means what it means in DeepSpeed,
-    but for the learning rate, which may be "auto" or absent, and for bf16.enabled "auto", which is --dtype auto.
+    but for the learning rate, which may be "auto" or absent, and for bf16.enabled "auto", which is --dtype auto. A
+    schedule is set by `schedule`, once the number of steps is known.
     """
     merged: dict[str, Any] = json.loads(json.dumps(dict(file or {})))
     lines: list[str] = []
-    for name, path, default in _KEYS:
+    for name, path, default in (*_KEYS, ("lr", ("optimizer", "params", "lr"), start.lr)):
         typed, before = getattr(options, name), _get(merged, path)
         if typed is not None:
             _overrule(merged, path, typed, f"--{name.replace('_', '-')}", lines)
@@ -77,14 +108,11 @@ def merge(file: Mapping[str, Any] | None, options: Options) -> tuple[dict[str, A
     elif file is None:
         _set(merged, ("bf16", "enabled"), "auto")
     _merge_paths(merged, list(options.nvme_path), lines)
-    _merge_batch(merged, options.batch_size, lines)
-    _merge_schedule(merged, options.steps)
+    _merge_batch(merged, options, lines)
     zero = merged.setdefault("zero_optimization", {})
     if isinstance(zero, dict):
         zero.setdefault("stage", 3)
     merged.setdefault("optimizer", {}).setdefault("type", "AdamW")
-    if file is None:  # else the file decides, and where it does not, a line says what is done
-        merged.setdefault("gradient_clipping", 1.0)
     _merge_line(merged, lines)
     return merged, tuple(lines)
 
@@ -124,35 +152,84 @@ def chooses_dtype(merged: Mapping[str, Any]) -> bool:
     return any(_get(merged, (mode, "enabled")) == "auto" for mode in ("bf16", "bfloat16"))
 
 
-def _merge_batch(merged: dict[str, Any], typed: int | None, lines: list[str]) -> None:
-    """--batch-size is the samples of a step; the config's accumulation divides it."""
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu")
-    total, micro = (merged.get(key) if isinstance(merged.get(key), int | float) else None for key in keys)
-    if typed is None and (total or micro):
-        return
-    accumulation = merged.get("gradient_accumulation_steps")
-    if not isinstance(accumulation, int | float):
-        accumulation = total / micro if total and micro else 1
-    wish = DEFAULT_BATCH_SIZE if typed is None else typed
-    if accumulation >= 1 and wish % accumulation:
-        which = "the default" if typed is None else "--batch-size"
-        raise ConfigError(
-            f"{which} {wish} is not a multiple of gradient_accumulation_steps {accumulation:g}; "
-            f"give a --batch-size that is, the samples of a whole step"
-        )
-    for key, value in zip(keys, (total, micro), strict=True):
-        if value is not None and value * (accumulation if key == keys[1] else 1) != wish:
-            lines.append(f"--batch-size {wish} overrules {key} {value:g}")
-    merged.pop(keys[1], None)
-    merged |= {keys[0]: wish, "gradient_accumulation_steps": accumulation}
+def _merge_batch(merged: dict[str, Any], options: Options, lines: list[str]) -> None:
+    """--batch-size is a micro-batch on each rank, --accumulation how many of them make a step.
+
+    The file's train_batch_size stays where one of the two is still open, and else gives way.
+    """
+    typed = {
+        "train_micro_batch_size_per_gpu": ("--batch-size", options.batch_size),
+        "gradient_accumulation_steps": ("--accumulation", options.accumulation),
+    }
+    for key, (flag, value) in typed.items():
+        if value is not None:
+            _overrule(merged, (key,), value, flag, lines)
+    micro, accumulation, total = (merged.get(key) not in (None, "auto") for key in (*typed, "train_batch_size"))
+    if total and micro and accumulation and (said := [flag for flag, value in typed.values() if value is not None]):
+        words = f"{' and '.join(said)} {_overrules(said)}"
+        lines.append(f"{words} train_batch_size {_words(merged.pop('train_batch_size'))}")
+    if not total and not micro:
+        merged["train_micro_batch_size_per_gpu"] = DEFAULT_BATCH_SIZE
 
 
-def _merge_schedule(merged: dict[str, Any], steps: int) -> None:
-    """A schedule that asks how long training is gets --steps."""
-    kind, params = _get(merged, ("scheduler", "type")), _get(merged, ("scheduler", "params"))
+# -- the schedule -------------------------------------------------------------------------------------
+
+
+def schedule(
+    content: Mapping[str, Any], from_file: bool, options: Options, steps: int
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A merged config with the learning rates of `steps` steps, and a line for what was overruled.
+
+    A file's schedule stays unless another was typed; without a file it is a cosine after a warm-up of 3 %.
+    """
+    content, lines = dict(content), []
+    if options.schedule is not None or options.warmup is not None or not from_file:
+        before = content.pop("scheduler", None)
+        if before is not None:
+            flags = [f"--{name}" for name in ("schedule", "warmup") if getattr(options, name) is not None]
+            kind = _get(before, ("type",))
+            lines.append(f"{' and '.join(flags)} {_overrules(flags)} scheduler.type {_words(kind)}")
+        block = _schedule(options, _get(content, ("optimizer", "params", "lr")), steps)
+        return content | ({"scheduler": block} if block else {}), tuple(lines)
+    kind, params = _get(content, ("scheduler", "type")), _get(content, ("scheduler", "params"))
     if str(kind).lower() in ("warmupdecaylr", "warmupcosinelr") and (params is None or isinstance(params, dict)):
-        if _get(params, ("total_num_steps",)) in (None, "auto"):
-            _set(merged, ("scheduler", "params", "total_num_steps"), steps)
+        if _get(params, ("total_num_steps",)) in (None, "auto"):  # a schedule that asks how long training is
+            content["scheduler"] = content["scheduler"] | {"params": {**(params or {}), "total_num_steps": steps}}
+    return content, ()
+
+
+def _overrules(flags: Sequence[str]) -> str:
+    return "overrules" if len(flags) == 1 else "overrule"
+
+
+def _schedule(options: Options, lr: Any, steps: int) -> dict[str, Any] | None:
+    """The block of a schedule; None for a rate that never changes.
+
+    DeepSpeed's schedules have two steps at the start of the warm-up: they get a share of the rate, so as to be of use.
+    """
+    warmup = DEFAULT_WARMUP if options.warmup is None else options.warmup
+    rise = round(warmup * steps) if warmup < 1 else int(warmup)
+    first = 1 / rise if rise > 1 else 1.0
+    params: dict[str, Any] = {"warmup_num_steps": max(rise, 1), "warmup_type": "linear"}
+    if options.schedule == "constant":
+        if rise < 2:
+            return None
+        return {"type": "WarmupLR", "params": params | {"warmup_min_lr": first * lr, "warmup_max_lr": lr}}
+    ends = {"warmup_min_ratio": first, "cos_min_ratio": 0.0}
+    return {"type": "WarmupCosineLR", "params": params | ends | {"total_num_steps": steps}}
+
+
+def decay_groups(parameters: Iterable[Any], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameters that train, in groups: weight decay is for matrices, not for biases and norms.
+
+    Args:
+        parameters: tensors with `requires_grad` and `ndim`.
+    """
+    training = [parameter for parameter in parameters if parameter.requires_grad]
+    matrices = [parameter for parameter in training if parameter.ndim > 1]
+    others = [parameter for parameter in training if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def _merge_line(merged: dict[str, Any], lines: list[str]) -> None:
@@ -204,15 +281,28 @@ def _overrule(content: dict[str, Any], path: tuple[str, ...], value: Any, flag: 
 
 def check(options: Options) -> None:
     """Raise `ConfigError` for options that cannot be, or cannot go together."""
-    for name, value in (("steps", options.steps), ("batch-size", options.batch_size), ("seq-len", options.seq_len)):
+    for name in ("steps", "batch_size", "accumulation", "seq_len", "save_every", "log_every"):
+        value = getattr(options, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {value}")
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for name in ("lr", "weight_decay", "grad_clip", "warmup", "eval_every"):
+        value = getattr(options, name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"--{name.replace('_', '-')} must be a number of at least 0, got {value}")
     if options.seq_len < 2:
         raise ConfigError("--seq-len must be at least 2: a model learns to foresee the next token")
+    if options.warmup is not None and options.warmup >= 1 and options.warmup % 1:
+        raise ConfigError(f"--warmup is a share of the steps below 1, or a number of steps, got {options.warmup}")
+    if options.epochs is not None and not (math.isfinite(options.epochs) and options.epochs > 0):
+        raise ConfigError(f"--epochs must be a number above 0, got {options.epochs}")
+    if options.steps is not None and options.epochs is not None:
+        raise ConfigError("--steps and --epochs both say how long training is; give one of them")
     if options.text and options.data:
         raise ConfigError("--text and --data are two ways to read: stretches of text, or documents; give one of them")
-    if options.lr is not None and not (math.isfinite(options.lr) and options.lr >= 0):
-        raise ConfigError(f"--lr must be a number of at least 0, got {options.lr}")
+    if options.eval_data and options.eval_every == 0:
+        raise ConfigError("--eval-data with --eval-every 0, which evaluates never; leave one of them out")
+    if options.save_every is not None and options.output is None:
+        raise ConfigError("--save-every writes the model below --output; give both")
 
 
 def keep(content: dict[str, Any]) -> tuple[str, ...]:

@@ -66,4 +66,11 @@ def finish(*processes: subprocess.Popen[str] | warm.Process) -> str:
 def losses(log: Path) -> list[float]:
     """Of each step so far; a line that is being written does not count yet."""
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]
+    told = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [each["loss"] for each in told if "loss" in each]
+
+
+def evaluated(log: Path) -> list[float]:
+    """The loss of each evaluation."""
+    told = [json.loads(line) for line in log.read_text().splitlines()]
+    return [each["eval_loss"] for each in told if "eval_loss" in each]

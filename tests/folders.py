@@ -45,12 +45,12 @@ def llama_config(**more: Any) -> Any:
     return transformers.LlamaConfig(**(settings | more))
 
 
-def make_folder(folder: Path, template: str | None = None, weights: bool = True, **more: Any) -> Path:
+def make_folder(folder: Path, template: str | None = None, weights: bool = True, seed: int = 0, **more: Any) -> Path:
     """A folder with a tokenizer and a config, and with weights."""
     tokenizer(template).save_pretrained(folder)
     config = llama_config(**more)
     if weights:
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         transformers.LlamaForCausalLM(config).save_pretrained(folder)
     else:
         config.save_pretrained(folder)

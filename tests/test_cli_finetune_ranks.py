@@ -12,11 +12,12 @@ from tests import bounds
 from tests.commands import begin, begin_ranks, finish, losses
 from tests.folders import MARKING_TEMPLATE, make_folder, write_lines
 
-TRAIN = "train --model model --data data.jsonl --seq-len 64 --batch-size 4 --device cpu --dtype fp32 --steps 4".split()
+TRAIN = "train --model model --data data.jsonl --seq-len 64 --device cpu --dtype fp32 --lr 3e-4 --steps 4".split()
 
 
 def train(folder: Path, run: str, *options: str, ranks: int) -> list[float]:
-    own = ("--run", run, "--nvme-path", run, "--log", f"{run}.jsonl", "--save", f"{run}-out", *options)
+    own = ("--run", run, "--nvme-path", run, "--log", f"{run}.jsonl", "--output", f"{run}-out", *options)
+    own += ("--batch-size", str(4 // ranks))
     said = finish(*(begin_ranks(folder, *TRAIN, *own) if ranks == 2 else [begin(folder, *TRAIN, *own)]))
     assert said.count("saved in") == 1, "one rank speaks"
     return losses(folder / f"{run}.jsonl")

@@ -83,7 +83,7 @@ def test_a_rank(run: Path) -> None:
 def test_an_nvme_path_lists_its_runs_and_nothing_else(run: Path) -> None:
     drive = run.parent
     begin(drive, 1, run="other").destroy()
-    begin(drive, 1, run="done").destroy(remove=True)
+    begin(drive, 1, run="done").finish({})
     (drive / "photos" / "rank1").mkdir(parents=True)
     (drive / "photos" / "rank1" / "me.jpg").write_text("dear")
     (drive / "notes").mkdir()

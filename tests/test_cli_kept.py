@@ -8,7 +8,7 @@ import pytest
 
 from offload.swapper.store import store
 from offload.swapper.store.drives import Shortage
-from tests.test_cli_train import _alone, call, swap_files
+from tests.commanded import _alone, call, swap_files
 
 __all__ = ["_alone"]
 
@@ -30,9 +30,9 @@ def test_keep_on_a_disk_that_is_too_small_is_an_error(monkeypatch: pytest.Monkey
 def test_another_text_or_length_is_said() -> None:
     assert call("--steps", "1", "--keep").exit_code == 0
     more = ("--keep", "--resume", "auto")
-    assert "resumed with other" not in call("--steps", "2", *more).stdout
+    assert "resumed, and" not in call("--steps", "2", *more).stdout
     said = " ".join(call("--steps", "3", "--seq-len", "16", *more).stdout.split())
-    assert "resumed with other text than the run had: seq-len 32 is now 16" in said
+    assert "resumed, and the data are others (seq-len was 32, is 16" in said
     Path("other.py").write_text("def half(number):\n    return number // 2\n\n" * 50)
     said = " ".join(call("--steps", "4", "--seq-len", "16", *more, text="other.py").stdout.split())
-    assert "other text" in said and "checksum of the text" in said and "seq-len" not in said
+    assert "the data are others" in said and "checksum was" in said and "seq-len" not in said

@@ -6,10 +6,12 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 
+from offload import schedules
 from offload.config import load_config, resolve_batch
 from offload.errors import ConfigError
-from offload.train_options import Options, chooses_dtype, merge
+from offload.train_options import Options, Start, chooses_dtype, decay_groups, merge, schedule
 
 FILE: dict[str, Any] = {
     "train_batch_size": 32,
@@ -36,17 +38,95 @@ def test_defaults_without_a_file() -> None:
     assert (config.offload.seed, config.offload.run, config.offload.resume) == (0, "default", "never")
 
 
+def scheduled(file: dict[str, Any] | None, **typed: Any) -> Any:
+    """The schedule of a run of 100 steps, and what was said of it."""
+    options = Options()._replace(**typed)
+    content, lines = schedule(merge(file, options)[0], file is not None, options, 100)
+    return load_config(content).scheduler, lines
+
+
 def test_a_schedule_that_asks_for_the_end_gets_the_steps() -> None:
     for params in ({}, {"params": {"total_num_steps": "auto"}}, {"params": None}):
-        content, lines = merge({**FILE, "scheduler": {"type": "WarmupDecayLR", **params}}, Options(steps=7))
-        assert load_config(content).scheduler.params == {"total_num_steps": 7} and lines == ()
-    for block in (
+        block, lines = scheduled({**FILE, "scheduler": {"type": "WarmupDecayLR", **params}})
+        assert block.params == {"total_num_steps": 100} and lines == ()
+    for content in (
         {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}},
         {"type": "WarmupLR", "params": {}},
-        {"type": "StepLR"},
-        5,
+        {"type": "StepLR", "params": {"step_size": 1}},
     ):
-        assert merge({**FILE, "scheduler": block}, Options(steps=7))[0]["scheduler"] == block
+        block, lines = scheduled({**FILE, "scheduler": content})
+        assert (block.type, block.params, lines) == (content["type"], content["params"], ())
+    assert scheduled(FILE) == (None, ())
+    assert schedule({"scheduler": 5}, True, Options(), 100)[0] == {"scheduler": 5}, "the config refuses it"
+
+
+def rates(steps: int, file: dict[str, Any] | None = None, **typed: Any) -> list[float]:
+    """The learning rates of a run's steps, in shares of the highest."""
+    options = Options()._replace(lr=1.0, **typed)
+    content = load_config(schedule(merge(file, options)[0], file is not None, options, steps)[0])
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    if content.scheduler is None:
+        return [1.0] * steps
+    made = getattr(schedules, content.scheduler.type)(optimizer, **content.scheduler.params)
+    found = []
+    for _ in range(steps):
+        found.append(made.get_last_lr()[0])
+        optimizer.step()
+        made.step()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["cosine", "constant"])
+def test_the_rate_rises_in_three_of_a_hundred_steps_and_never_is_nothing(kind: str) -> None:
+    found = rates(200, schedule=kind)
+    assert min(found) > 0 and max(found) <= 1 and found.index(max(found)) in range(5, 9)
+    assert found[0] == pytest.approx(1 / 6)
+    falls = {"cosine": (0.53, 0.001), "constant": (1, 1)}
+    assert (found[100], found[-1]) == (pytest.approx(falls[kind][0], abs=0.02), pytest.approx(falls[kind][1], abs=0.01))
+    assert rates(3, schedule=kind)[:2] == [1.0, 1.0], "a short run has no warm-up"
+    long = rates(100, schedule=kind, warmup=50)
+    assert long.index(max(long)) in range(50, 53)
+    assert rates(100, schedule=kind, warmup=0.5) == long
+
+
+def test_a_typed_schedule_overrules_the_files() -> None:
+    file = {**FILE, "scheduler": {"type": "WarmupLR", "params": {}}}
+    block, lines = scheduled(file, schedule="cosine", warmup=5)
+    assert block.type == "WarmupCosineLR" and lines == ("--schedule and --warmup overrule scheduler.type WarmupLR",)
+    assert scheduled(file, schedule="constant", warmup=0) == (
+        None,
+        ("--schedule and --warmup overrule scheduler.type WarmupLR",),
+    )
+    assert scheduled(FILE, warmup=5)[0].type == "WarmupCosineLR"
+
+
+def test_what_training_starts_from_decides_the_learning_rate() -> None:
+    for start, lr in ((Start.SCRATCH, 3e-4), (Start.WEIGHTS, 2e-5), (Start.ADAPTERS, 2e-4)):
+        for file in (None, {"optimizer": {"params": {"lr": "auto"}}}):
+            assert merge(file, Options(), start)[0]["optimizer"]["params"]["lr"] == lr
+        assert merge(FILE, Options(), start)[0]["optimizer"]["params"]["lr"] == 1e-3
+        assert merge(None, Options(lr=0.5), start)[0]["optimizer"]["params"]["lr"] == 0.5
+
+
+def test_decay_and_clip() -> None:
+    config = load_config(merge(None, Options())[0])
+    assert (config.optimizer.params.weight_decay, config.gradient_clipping) == (0.1, 1.0)
+    content, lines = merge({**FILE, "gradient_clipping": 2.0}, Options(weight_decay=0.0, grad_clip=0.5))
+    config = load_config(content)
+    assert (config.optimizer.params.weight_decay, config.gradient_clipping) == (0.0, 0.5)
+    assert lines == (
+        "--weight-decay 0.0 overrules optimizer.params.weight_decay 0.1",
+        "--grad-clip 0.5 overrules gradient_clipping 2.0",
+    )
+
+
+def test_biases_and_norms_do_not_decay() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    model[1].weight.requires_grad_(False)
+    decayed, others = decay_groups(model.parameters(), 0.1)
+    assert decayed["weight_decay"] == 0.1 and [*decayed["params"]] == [model[0].weight]
+    assert others["weight_decay"] == 0.0 and [*others["params"]] == [model[1].bias, *model[2].parameters()]
 
 
 def test_nothing_typed_leaves_the_file_as_it_is() -> None:
@@ -117,29 +197,30 @@ def test_the_machine_chooses_the_dtype_where_that_is_asked_for(name: str) -> Non
 @pytest.mark.parametrize(
     ("file", "typed", "batch"),
     [
-        ({}, None, (8, 1, 8)),
-        ({"gradient_accumulation_steps": 4}, None, (2, 4, 8)),
-        ({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}, None, (8, 1, 8)),
-        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, None, (2, 3, 6)),
-        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, 12, (4, 3, 12)),
-        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, 16, (2, 8, 16)),
-        ({"train_micro_batch_size_per_gpu": 4}, 16, (16, 1, 16)),
-        ({"gradient_accumulation_steps": 2.0}, 6, (3, 2, 6)),
+        ({}, {}, (8, 1, 8)),
+        ({"gradient_accumulation_steps": 4}, {}, (8, 4, 32)),
+        ({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}, {}, (8, 1, 8)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, {}, (2, 3, 6)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, {"batch_size": 4}, (4, 3, 12)),
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, {"batch_size": 16}, (16, 2, 32)),
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, {"accumulation": 2}, (4, 2, 8)),
+        ({"train_batch_size": 32}, {"accumulation": 2}, (16, 2, 32)),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 8}, {"batch_size": 2}, (2, 8, 16)),
+        ({"train_micro_batch_size_per_gpu": 4}, {"batch_size": 16}, (16, 1, 16)),
+        ({"gradient_accumulation_steps": 2.0}, {"batch_size": 3, "accumulation": 4}, (3, 4, 12)),
+        (None, {"batch_size": 2, "accumulation": 4}, (2, 4, 8)),
     ],
 )
-def test_batch_size_is_of_a_whole_step(file: dict[str, Any], typed: int | None, batch: tuple[int, ...]) -> None:
-    assert resolve_batch(load_config(merge(file, Options(batch_size=typed))[0]), 1) == batch
+def test_batch_size_is_a_micro_batch(file: dict[str, Any], typed: dict[str, int], batch: tuple[int, ...]) -> None:
+    assert resolve_batch(load_config(merge(file, Options()._replace(**typed))[0]), 1) == batch
 
 
 def test_batch_size_says_what_it_overrules() -> None:
-    assert merge(FILE, Options(batch_size=16))[1] == (
-        "--batch-size 16 overrules train_batch_size 32",
+    assert merge(FILE, Options(batch_size=16))[1] == ("--batch-size 16 overrules train_micro_batch_size_per_gpu 4",)
+    assert merge(FILE, Options(batch_size=16, accumulation=2))[1] == (
         "--batch-size 16 overrules train_micro_batch_size_per_gpu 4",
+        "--batch-size and --accumulation overrule train_batch_size 32",
     )
-    with pytest.raises(ConfigError, match=r"--batch-size 9 is not a multiple of gradient_accumulation_steps 2"):
-        merge({"gradient_accumulation_steps": 2}, Options(batch_size=9))
-    with pytest.raises(ConfigError, match="the default 8 is not a multiple"):
-        merge({"gradient_accumulation_steps": 3}, Options())
 
 
 @pytest.mark.parametrize("lr", ["auto", None])

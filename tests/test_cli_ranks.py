@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import begin, begin_ranks, begin_torchrun, finish, losses
+from tests.commands import begin, begin_ranks, begin_torchrun, evaluated, finish, losses
 
-TRAIN = ("train", "--dtype", "fp32", "--seq-len", "32", "--batch-size", "4", "--lr", "3e-4")
+TRAIN = ("train", "--dtype", "fp32", "--seq-len", "32", "--lr", "3e-4")
 
 
 @pytest.fixture
@@ -22,16 +22,20 @@ def text(tmp_path: Path) -> Path:
 
 def test_two_ranks_train_as_one(text: Path) -> None:
     options = ("--text", "text.py", "--steps", "3")
-    said = finish(*begin_ranks(text, *TRAIN, *options, "--nvme-path", "two", "--log", "two.jsonl"))
+    two = ("--nvme-path", "two", "--log", "two.jsonl", "--batch-size", "2")
+    said = finish(*begin_ranks(text, *TRAIN, *options, *two))
     assert said.count("parameters") == 1 and said.count("median step") == 1, "one rank speaks"
-    finish(begin(text, *TRAIN, *options, "--nvme-path", "one", "--log", "one.jsonl"))
+    one = ("--nvme-path", "one", "--log", "one.jsonl", "--batch-size", "4")
+    finish(begin(text, *TRAIN, *options, *one))
     # gpt2-tiny has dropout, of which each rank draws its own: the first loss alone is of the same weights and rows
     assert losses(text / "two.jsonl")[0] == pytest.approx(losses(text / "one.jsonl")[0], rel=2e-2)
     assert len(losses(text / "two.jsonl")) == 3
+    # On the same held-out rows, of which each rank has half, after a step in which dropout was another.
+    assert evaluated(text / "two.jsonl")[0] == pytest.approx(evaluated(text / "one.jsonl")[0], rel=2e-2)
 
 
 def test_a_killed_rank_ends_the_command_and_is_named(text: Path) -> None:
-    options = ("--text", "text.py", "--steps", "100000", "--log", "log.jsonl")
+    options = ("--text", "text.py", "--steps", "100000", "--log", "log.jsonl", "--batch-size", "2")
     ranks = begin_torchrun(text, *TRAIN, *options)
     while len(losses(text / "log.jsonl")) < 3:
         assert ranks.poll() is None, ranks.communicate()[0]
@@ -43,7 +47,18 @@ def test_a_killed_rank_ends_the_command_and_is_named(text: Path) -> None:
     assert "rank 1 (process" in said, said
     assert "was killed or has crashed" in said, said
     done = len(losses(text / "log.jsonl"))
-    more = ("--text", "text.py", "--steps", str(done + 2), "--log", "log.jsonl", "--resume", "auto")
+    more = (
+        "--text",
+        "text.py",
+        "--steps",
+        str(done + 2),
+        "--log",
+        "log.jsonl",
+        "--resume",
+        "auto",
+        "--batch-size",
+        "2",
+    )
     said = finish(*begin_ranks(text, *TRAIN, *more))
     assert "going on after step" in said
     assert len(losses(text / "log.jsonl")) == done + 2

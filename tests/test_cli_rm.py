@@ -68,7 +68,7 @@ def test_a_run_that_is_held_stays(drives: list[str]) -> None:
 
 
 def test_a_finished_run_has_a_note_to_delete(drives: list[str]) -> None:
-    begin(drives).destroy(remove=True)
+    begin(drives).finish({})
     assert CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"]).exit_code == 0
     assert not Path(drives[0], "default").exists()
 

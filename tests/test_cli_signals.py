@@ -51,7 +51,7 @@ def train(*arguments: str) -> Any:
 
 def log() -> list[tuple[int, float]]:
     lines = Path("log").read_text().splitlines()
-    return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
+    return [(line["step"], line["loss"]) for line in map(json.loads, lines) if "loss" in line]
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from offload.config.block import Block
-from offload.config.values import Count, Name, Names, Number, Paths, Ratio, Size, Whole, expanded
+from offload.config.values import Count, Memory, Name, Names, Number, Paths, Ratio, Whole, expanded
 
 
 class Debug(Block):
@@ -37,11 +37,11 @@ class OffloadBlock(Block):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="compute device; auto takes cuda where there is one"
     )
-    host_memory: Size | None = Field(
+    host_memory: Memory | None = Field(
         None,
         description="host budget of the process, as '16GiB'; default: what is needed, at most 80 % of what is free",
     )
-    device_memory: Size | None = Field(
+    device_memory: Memory | None = Field(
         None, description="device budget for weights; default: states at home there and three of the largest unit"
     )
     durability: Literal["auto", "step", "none"] | Every = Field(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from offload.sizes import parse_size
+from offload.sizes import MIB, parse_size
 
 Tier = Literal["none", "cpu", "nvme"]
 
@@ -62,6 +62,14 @@ def _momentum(value: Any) -> Any:
     return rates
 
 
+def _memory(value: Any) -> Any:
+    """A size; digits that would be less than a mebibyte lack their unit."""
+    nbytes = _size(value)
+    if isinstance(value, str) and value.strip().isdecimal() and nbytes < MIB:
+        raise ValueError(f"should be a size such as 16GiB; {value} alone are bytes: give a unit")
+    return nbytes
+
+
 def steps_or_never(value: Any) -> Any:
     """Infinity, as `accelerate` writes it, is never: 0."""
     return 0 if value == math.inf else _number(value)
@@ -85,6 +93,7 @@ Name = Annotated[str, Field(min_length=1)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_strings)]
 Paths = Annotated[tuple[Annotated[Name, BeforeValidator(expanded)], ...], BeforeValidator(_strings)]
 Size = Annotated[int, BeforeValidator(_size)]
+Memory = Annotated[int, BeforeValidator(_memory)]
 OptimizerName = Literal["Adam", "AdamW", "Lamb", "Adagrad", "Lion", "SGD"]
 OptimizerType = Annotated[OptimizerName, spelling({name.lower(): name for name in get_args(OptimizerName)})]
 DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}

@@ -314,6 +314,13 @@ class Engine(Facts):
         """Set the model to evaluation, as `nn.Module.eval` does."""
         return self.train(False)
 
+    def synchronize(self) -> None:
+        """Wait until the updates of the last step are done, and what is to be durable of it is committed.
+
+        Nothing needs it but measurements: whoever reads a weight gets the new one.
+        """
+        self._between("synchronize")
+
     # -- weights ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

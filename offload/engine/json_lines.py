@@ -42,11 +42,15 @@ def cut_log(path: Path, steps: int) -> None:
         return  # none yet, or a device or pipe
     lines = path.read_text(errors="replace").split("\n")
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.writelines(f"{line}\n" for line in lines if 0 < step_of(line) <= steps)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w") as file:
+            file.writelines(f"{line}\n" for line in lines if 0 < step_of(line) <= steps)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, f"cannot write the log: {error.strerror}", str(path)) from error
 
 
 def step_of(line: str) -> int:

@@ -52,6 +52,10 @@ def read_log(path: Path) -> Log:
             torn += bool(line.strip())
             continue
         step = values["step"]
+        if "eval_loss" in values and "loss" not in values:  # of an evaluation after that step
+            if step in found:
+                found[step] = {**found[step], **{name: values[name] for name in values if name.startswith("eval_")}}
+            continue
         if step in found or (found and step < next(reversed(found))):  # it went on from before: what follows is void
             for late in [each for each in found if each >= step]:
                 del found[late]

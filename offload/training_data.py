@@ -1,0 +1,119 @@
+"""What `offload train` learns from and what it evaluates on: documents in rows, or stretches of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from offload import rows, text
+from offload.errors import ConfigError
+from offload.evaluation import HeldOut
+from offload.records import find_data, read_records
+from offload.train_options import Options
+
+
+class Files(NamedTuple):
+    """The files of an option, found but not read."""
+
+    learned: list[Path]
+    evaluated: list[Path]
+
+
+class Share(NamedTuple):
+    """What of each step is this rank's."""
+
+    micro: int
+    accumulation: int
+    seed: int
+    rank: int
+    world_size: int
+
+
+class Data(NamedTuple):
+    """What is learned from and evaluated on, and what a person should know of it."""
+
+    batches: text.Batches | rows.Rows
+    held_out: HeldOut | None
+    lines: tuple[str, ...]
+
+    @property
+    def largest_id(self) -> int:
+        """Of all tokens."""
+        return max(self.batches.largest_id, self.held_out.largest_id if self.held_out is not None else 0)
+
+
+def find(options: Options) -> Files:
+    """The files that were asked for. Raises `ConfigError` where there are none."""
+    if options.data:
+        return Files(find_data(options.data), find_data(options.eval_data) if options.eval_data else [])
+    learned = text.find_files(options.text or text.standard_library())
+    return Files(learned, text.find_files(options.eval_data) if options.eval_data else [])
+
+
+def read(options: Options, files: Files, tokenizer: Any, share: Share, apart: bool) -> Data:
+    """Read them. Raises `ConfigError` for a file that is malformed.
+
+    `apart` says whether the model keeps documents of a row from seeing each other.
+    """
+    found = (
+        _documents(options, files, tokenizer, share, apart) if options.data else _text(options, files, tokenizer, share)
+    )
+    return found._replace(lines=(*found.lines, *_told(options, found.held_out)))
+
+
+def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apart: bool) -> Data:
+    records = read_records(files.learned)
+    packed = rows.pack(rows.encode(records, tokenizer), options.seq_len, apart)
+    held: rows.Packed | None = None
+    if files.evaluated:
+        held = rows.pack(rows.encode(read_records(files.evaluated), tokenizer), options.seq_len, apart)
+    elif options.eval_every != 0:
+        packed, held = rows.hold_out(packed)
+    learned = rows.Rows(packed, *share)
+    learned.with_positions = apart
+    held_out = None if held is None else _held_out(rows.inputs_of(held, apart), share)
+    return Data(learned, held_out, rows.notices(packed, learned, records, tokenizer))
+
+
+def _text(options: Options, files: Files, tokenizer: Any, share: Share) -> Data:
+    tokens, length = _tokens(files.learned, tokenizer), options.seq_len
+    held = np.empty((0, length), tokens.dtype)
+    if files.evaluated:
+        held = text.in_sequences(_tokens(files.evaluated, tokenizer), length)
+        if not len(held):
+            raise ConfigError(f"--eval-data has less than one sequence of --seq-len {length} tokens; give more text")
+    elif options.eval_every != 0:
+        tokens, held = text.hold_out(tokens, length)
+    learned = text.Batches(tokens, share.micro, length, share.seed, share.rank, share.world_size, share.accumulation)
+    return Data(learned, _held_out({"input_ids": held, "labels": held}, share) if len(held) else None, ())
+
+
+def _held_out(inputs: dict[str, np.ndarray], share: Share) -> HeldOut:
+    return HeldOut(inputs, share.micro, share.rank, share.world_size)
+
+
+def _tokens(files: Sequence[Path], tokenizer: Any) -> np.ndarray:
+    if tokenizer is None:
+        return text.read_bytes(files)
+    return text.read_tokens(files, lambda content: rows.encode_text(content, tokenizer))
+
+
+def _told(options: Options, held_out: HeldOut | None) -> tuple[str, ...]:
+    """What a person should know of the evaluation."""
+    if options.eval_every == 0:
+        return ()
+    if held_out is None:
+        return ("no evaluation: there is too little data to hold some of it out; give --eval-data",)
+    many = f"{held_out.count:,} sequence{'s' * (held_out.count != 1)}"
+    return (f"evaluated on {many}{'' if options.eval_data else ', which are held out'}",)
+
+
+def steps_of(options: Options, default: int, batches: text.Batches | rows.Rows) -> int:
+    """How many steps training has: as typed, as many as the passes over the data take, or the default."""
+    if options.epochs is not None:
+        return max(1, math.ceil(options.epochs * batches.steps_of_a_pass))
+    return default if options.steps is None else options.steps

@@ -1,0 +1,119 @@
+"""`offload train` evaluates on what it does not learn from, and that changes nothing of what it learns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from offload import rows, text
+from offload.evaluation import HeldOut, choose
+from offload.report.log import read_log
+from tests.commanded import _alone, all_lines, call, facts, log
+
+__all__ = ["_alone"]
+
+
+def evaluated() -> list[tuple[int, float]]:
+    return [(line["step"], line["eval_loss"]) for line in all_lines() if "eval_loss" in line]
+
+
+def test_five_times_a_run_and_after_its_last_step() -> None:
+    result = call("--steps", "7", "--log", "log", "--json")
+    found = facts(result)
+    assert [step for step, _ in evaluated()] == [1, 2, 3, 4, 5, 6, 7]
+    assert "evaluated on 3 sequences, which are held out" in result.stderr
+    assert found["eval_loss"] == found["evaluations"][-1]["eval_loss"] == evaluated()[-1][1] < evaluated()[0][1]
+    call("--steps", "7", "--log", "log", "--eval-every", "3")
+    assert [step for step, _ in evaluated()] == [3, 6, 7]
+
+
+def test_it_changes_nothing_of_what_is_learned() -> None:
+    """With the dropout of the model: no random number is drawn."""
+    Path("eval.txt").write_text("def half(number):\n    return number // 2\n" * 8)
+    often = facts(call("--steps", "4", "--eval-data", "eval.txt", "--eval-every", "1", "--json"))
+    never = facts(call("--steps", "4", "--eval-every", "0", "--json"))
+    assert often["losses"] == never["losses"] and len(often["evaluations"]) == 4
+    assert never["evaluations"] == [] and never["eval_loss"] is None
+
+
+def test_the_loss_is_that_of_the_weights_without_dropout() -> None:
+    """A rate of 0 leaves them alone: each evaluation has found the same."""
+    Path("eval.txt").write_bytes(Path("text.py").read_bytes())
+    call("--steps", "4", "--lr", "0", "--eval-data", "eval.txt", "--eval-every", "2", "--log", "log")
+    (first, second) = evaluated()
+    assert first[1] == second[1] == pytest.approx(np.log(256), rel=0.1)
+
+
+def test_too_little_to_hold_out_is_said() -> None:
+    Path("short.py").write_text("x = 1\n" * 20)
+    said = call("--steps", "1", "--json", text="short.py")
+    assert "no evaluation: there is too little data" in said.stderr and facts(said)["evaluations"] == []
+
+
+def test_a_report_shows_steps_and_evaluations() -> None:
+    call("--steps", "4", "--eval-every", "2", "--log", "log")
+    found = read_log(Path("log"))
+    assert [step["step"] for step in found.steps] == [1, 2, 3, 4] and found.again == found.torn == 0
+    assert ["eval_loss" in step for step in found.steps] == [False, True, False, True]
+
+
+def test_a_resumed_run_keeps_the_evaluations_of_its_log() -> None:
+    call("--steps", "4", "--eval-every", "2", "--log", "whole", "--run", "whole")
+    call("--steps", "2", "--eval-every", "2", "--log", "log", "--keep")
+    call("--steps", "4", "--eval-every", "2", "--log", "log", "--resume", "must")
+    assert [line["loss"] for line in log()] == [line["loss"] for line in log("whole")]
+    assert [step for step, _ in evaluated()] == [2, 4]
+
+
+# -- what is held out ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 19, 20, 39, 40, 320, 1000, 12345])
+def test_one_in_twenty_at_most_sixteen_spread_over_all(count: int) -> None:
+    chosen = choose(count)
+    assert len(chosen) == min(count // 20, 16) == len(set(chosen))
+    if len(chosen) > 1:
+        gaps = np.diff(chosen)
+        assert 0 <= chosen[0] and chosen[-1] < count and gaps.max() - gaps.min() <= 1
+
+
+def test_text_is_divided_into_sequences_and_the_rest() -> None:
+    tokens = np.arange(1000, dtype=np.int32)
+    learned, held = text.hold_out(tokens, 10)
+    assert held.shape == (5, 10) and {*learned, *held.flat} == {*tokens} and len(learned) == 950
+
+
+def test_rows_are_divided() -> None:
+    documents = [rows.Document(np.full(8, n, np.int32), np.ones(8, bool), False) for n in range(40)]
+    packed = rows.pack(documents, 8)
+    learned, held = rows.hold_out(packed)
+    assert held is not None and len(held.ids) == 2 and {*learned.ids.flat} | {*held.ids.flat} == {*range(40)}
+    assert not {*learned.ids.flat} & {*held.ids.flat}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 5, 12])
+def test_ranks_make_the_same_forwards_and_count_each_token_once(world_size: int, count: int) -> None:
+    labels = np.arange(count * 4).reshape(count, 4)
+    labels[0, 2:] = -100
+    shares = [HeldOut({"input_ids": labels, "labels": labels}, 2, rank, world_size) for rank in range(world_size)]
+    batches = [[*share.batches()] for share in shares]
+    assert len({len(each) for each in batches}) == 1, "a forward takes all ranks"
+    counted = sum(many for each in batches for _, many in each)
+    assert counted == (labels[:, 1:] >= 0).sum()
+
+    def mean_of(inputs: dict[str, torch.Tensor]) -> float:
+        return float(inputs["labels"][:, 1:][inputs["labels"][:, 1:] >= 0].double().mean())
+
+    sums = [share.loss(mean_of, lambda value: value) for share in shares] if world_size == 1 else []
+    for found in sums:
+        assert found == pytest.approx(labels[:, 1:][labels[:, 1:] >= 0].mean())
+
+
+def test_the_lines_are_json() -> None:
+    call("--steps", "1", "--log", "log")
+    assert json.dumps(all_lines()[-1]) and {*all_lines()[-1]} == {"step", "eval_loss", "eval_seconds", "time"}
