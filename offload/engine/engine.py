@@ -206,7 +206,9 @@ class Engine(Facts):
         """
         self._enter()
         self._micro.end(self._choices.accumulation)
-        if not self.is_gradient_accumulation_boundary():
+        if not self._micro.ends_step(self._choices.accumulation):
+            self._state.micro_steps += self._micro.passed(self._choices.accumulation)
+            self._boundary.applied = False
             return
         self._step_and_schedule()
 

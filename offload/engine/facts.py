@@ -63,7 +63,8 @@ class Facts:
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches of all boundaries passed."""
+        """Calls of `step()`; where it was left out for micro-batches, the next call counts them too. After a resume, those
+        up to the boundary that was committed."""
         return self._state.micro_steps
 
     @property
@@ -91,8 +92,9 @@ class Facts:
         self._state.lr_scheduler = value
 
     def was_step_applied(self) -> bool:
-        """Whether the last boundary updated the weights; False before the first, and where the norm was not finite."""
-        return self._boundary.grad_norm is not None and not self.optimizer.overflow
+        """Whether the last `step()` updated the weights: not before the first, between boundaries, nor where the norm
+        was not finite."""
+        return self._boundary.applied
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last boundary's gradient before the clip; None before the first."""
@@ -104,7 +106,8 @@ class Facts:
         return self._micro.count
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step()` updates the weights."""
+        """Whether the `step()` of the micro-batch that is under way updates the weights: before its forward, until that
+        `step()` has ended; without accumulation always, in `no_sync` never."""
         return self._micro.is_boundary(self._choices.accumulation)
 
     # -- the optimizer ------------------------------------------------------------------------------
