@@ -63,8 +63,10 @@ class Facts:
 
     @property
     def micro_steps(self) -> int:
-        """Calls of `step()`; where it was left out for micro-batches, the next call counts them too. After a resume, those
-        up to the boundary that was committed."""
+        """Calls of `step()`, the next of which counts micro-batches for which it was left out too.
+
+        After a resume, those up to the boundary that was committed.
+        """
         return self._state.micro_steps
 
     @property
@@ -92,8 +94,10 @@ class Facts:
         self._state.lr_scheduler = value
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` updated the weights: not before the first, between boundaries, nor where the norm
-        was not finite."""
+        """Whether the last `step()` updated the weights.
+
+        False before the first, between boundaries, and where the norm was not finite.
+        """
         return self._boundary.applied
 
     def get_global_grad_norm(self) -> float | None:
@@ -106,8 +110,10 @@ class Facts:
         return self._micro.count
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the `step()` of the micro-batch that is under way updates the weights: before its forward, until that
-        `step()` has ended; without accumulation always, in `no_sync` never."""
+        """Whether the `step()` of the micro-batch that is under way updates the weights, until that `step()` has ended.
+
+        The answer is known before its forward. It is True always without accumulation, and never in `no_sync`.
+        """
         return self._micro.is_boundary(self._choices.accumulation)
 
     # -- the optimizer ------------------------------------------------------------------------------
@@ -200,14 +206,15 @@ class Facts:
         """A loader as that of `training_data`: this rank's rows of each batch, shuffled by the config's seed.
 
         `batch_size` is that of one rank, the micro-batch's by default. Its position is in no commit; that of
-        `training_data` is.
+        `training_data` is. Raises `UsageError`, and `ConfigError` where the data have no length, or not one batch.
         """
         check_length(dataset)
         choices = self._choices
         size = choices.micro_batch_size if batch_size is None else batch_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"deepspeed_io expects a batch_size of at least 1, got {size!r}")
-        return load(dataset, size, self.global_rank, self.world_size, choices.seed, collate_fn, self.device)
+        drop_last = choices.config.dataloader_drop_last
+        return load(dataset, size, self.global_rank, self.world_size, choices.seed, collate_fn, self.device, drop_last)
 
     # -- where it runs ------------------------------------------------------------------------------
 
