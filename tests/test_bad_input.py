@@ -324,7 +324,7 @@ def test_training_data_is_shuffled_by_the_seed(tmp_path: Path) -> None:
         orders.append([batch.tolist() for batch in loader])
         assert engine.train_micro_batch_size_per_gpu() == engine.train_batch_size() == 3
         engine.destroy()
-    assert orders[0] == orders[1] != orders[2] and [len(batch) for batch in orders[0]] == [3, 3, 3]
+    assert orders[0] == orders[1] != orders[2] and [len(batch) for batch in orders[0]] == [3, 3, 3, 1]
 
 
 def test_state_dict_is_real_and_keeps_ties(tmp_path: Path) -> None:

@@ -15,29 +15,34 @@ from offload.errors import ConfigError
 
 
 @pytest.mark.parametrize(("length", "micro", "size"), [(103, 4, 2), (64, 2, 3), (7, 4, 2)])
-def test_batches_of_all_ranks_are_those_of_one(length: int, micro: int, size: int) -> None:
-    ranks = [RankBatches(length, micro, rank, size, seed=3) for rank in range(size)]
-    whole = RankBatches(length, 1, 0, 1, seed=3)
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_batches_of_all_ranks_are_those_of_one(length: int, micro: int, size: int, drop_last: bool) -> None:
+    ranks = [RankBatches(length, micro, rank, size, 3, drop_last) for rank in range(size)]
+    whole = RankBatches(length, 1, 0, 1, 3, drop_last)
     for epoch in range(2):
         for batches in (*ranks, whole):
             batches.begin_at = Position(epoch, 0)
         order = [row for rows in whole for row in rows]
         assert sorted(order) == list(range(length))
         together = [[row for each in rows for row in each] for rows in zip(*ranks, strict=True)]
-        assert together == [order[i : i + micro * size] for i in range(0, len(order), micro * size)][: len(ranks[0])]
-        assert len(together) == len(ranks[0]) == length // (micro * size)
+        expected = [order[i : i + micro * size] for i in range(0, len(order), micro * size)]
+        if drop_last:
+            expected = expected[: length // (micro * size)]
+        else:
+            expected[-1] += order[: -length % size]
+        assert together == expected and {len(each) for each in ranks} == {len(expected)}
 
 
 def test_batches_come_on_the_device() -> None:
     data = TensorDataset(torch.arange(10.0), torch.arange(10))
-    loader = load(data, 2, 0, 1, 0, None, torch.device("meta"))
+    loader = load(data, 2, 0, 1, 0, None, torch.device("meta"), drop_last=False)
     batches = list(loader)
     assert isinstance(loader, DataLoader) and len(loader) == len(batches) == 5
     assert all(tensor.is_meta and tensor.shape == (2,) for batch in batches for tensor in batch)
 
 
 def test_each_epoch_has_another_order_and_torch_draws_nothing() -> None:
-    loader = load(TensorDataset(torch.arange(64)), 8, 0, 1, 5, None, torch.device("cpu"))
+    loader = load(TensorDataset(torch.arange(64)), 8, 0, 1, 5, None, torch.device("cpu"), drop_last=False)
     state = torch.get_rng_state()
     first, second = (torch.cat([rows for (rows,) in loader]).tolist() for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(64)) and first != second
@@ -49,7 +54,7 @@ ROWS = TensorDataset(torch.arange(30))
 
 def rank_loader(rank: int, seed: int = 2) -> Loader:
     """Five batches of three samples on each of two ranks."""
-    return load(ROWS, 3, rank, 2, seed, None, torch.device("cpu"))
+    return load(ROWS, 3, rank, 2, seed, None, torch.device("cpu"), drop_last=False)
 
 
 def rows_of(loader: Loader) -> list[list[int]]:
@@ -133,3 +138,46 @@ class Stream(IterableDataset[int]):
 def test_data_without_a_length_is_an_error() -> None:
     with pytest.raises(ConfigError, match="training_data is a Stream, which has no length"):
         check_length(Stream())
+
+
+@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4] * 8 + [1]), (True, [4] * 8)])
+def test_the_last_incomplete_batch_is_trained_unless_it_is_dropped(drop_last: bool, sizes: list[int]) -> None:
+    loader = load(TensorDataset(torch.arange(33)), 4, 0, 1, 0, None, torch.device("cpu"), drop_last)
+    assert len(loader) == len(sizes) and [len(rows) for rows in rows_of(loader)] == sizes
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 13, 17, 24])
+def test_every_rank_has_as_many_samples_of_each_batch(length: int) -> None:
+    """What is missing is repeated from the beginning of the pass, also where the data are fewer than the ranks."""
+    ranks = [list(RankBatches(length, 4, rank, 3, 0, drop_last=False)) for rank in range(3)]
+    assert len({tuple(len(rows) for rows in batches) for batches in ranks}) == 1
+    order = [row for step in zip(*ranks, strict=True) for rows in step for row in rows]
+    assert sorted(order[:length]) == list(range(length)) and len(order) == length + -length % 3
+    assert order[length:] == (order[:length] * 3)[: -length % 3]
+
+
+@pytest.mark.parametrize(("length", "drop_last"), [(0, False), (0, True), (7, True)])
+def test_data_of_no_batch_are_an_error(length: int, drop_last: bool) -> None:
+    with pytest.raises(ConfigError, match=rf"at least . samples .* the data have {length}"):
+        load(TensorDataset(torch.arange(length)), 4, 0, 2, 0, None, torch.device("cpu"), drop_last)
+
+
+@pytest.mark.parametrize(
+    ("trained", "then", "now", "place"),
+    [(3, True, False, (0, 3)), (8, True, False, (1, 0)), (3, False, True, (0, 3)), (8, False, True, (1, 0))],
+)
+def test_a_run_that_dropped_what_is_trained_now_says_so(
+    trained: int, then: bool, now: bool, place: tuple[int, int]
+) -> None:
+    """Its pass is over where it was over in the run, which kept no `drop_last` in older versions."""
+    data = TensorDataset(torch.arange(33))
+    loader, resumed = (load(data, 4, 0, 1, 0, None, torch.device("cpu"), drop) for drop in (then, now))
+    batches = iter(loader)
+    for _ in range(trained):
+        next(batches)
+    where = loader.trained()
+    if then:
+        del where["drop_last"]
+    notice = resumed.go_on(where, None)
+    assert (resumed.where()["epoch"], resumed.where()["batch"]) == place
+    assert notice is not None and f"has {len(resumed)} batches, {len(loader)} in the run" in notice

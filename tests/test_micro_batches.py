@@ -100,15 +100,15 @@ def test_the_word_of_the_user_holds_until_the_next(tmp_path: Path) -> None:
         engine.optimizer.step()
     engine.set_gradient_accumulation_boundary(True)
     engine.step()
-    assert (engine.global_steps, engine.micro_steps, engine.micro_batches) == (1, 6, 0)
+    assert (engine.global_steps, engine.micro_steps, engine.micro_batches) == (1, 7, 0)
     with pytest.raises(UsageError, match="no backward ran"):
         engine.step()
     engine.backward(JOB.loss(engine, 1, 0))
     engine.step()
-    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (2, 7, 7)
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (2, 8, 7)
     engine.set_gradient_accumulation_boundary(None)
     counted(engine, JOB, 2)
-    assert (engine.global_steps, engine.micro_steps) == (3, 11)
+    assert (engine.global_steps, engine.micro_steps) == (3, 12)
     with pytest.raises(UsageError, match="True, False or None"):
         engine.set_gradient_accumulation_boundary(1)  # type: ignore[arg-type]
     engine.destroy(remove=True)

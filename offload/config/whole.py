@@ -74,7 +74,7 @@ class Config(Block):
     gradient_clipping: Number = Field(1.0, description="largest global norm of the gradient; 0 leaves it as it is")
     gradient_allreduce_op: Literal["mean"] = Field("mean", description="of several ranks' gradients: only mean")
     dataloader_drop_last: bool = Field(
-        True, description="the loader leaves the last incomplete batch out; false is named in a line"
+        False, description="whether the loader of `training_data` leaves the last incomplete batch out"
     )
     optimizer: OptimizerBlock | None = Field(None, description="see below")
     scheduler: SchedulerBlock | None = Field(None, description="see below")
@@ -160,10 +160,5 @@ class Config(Block):
                 f"offload_param is honoured at ZeRO stage {zero.stage} too, since there is one process",
             ),
             (named and not on_disk, "nvme_path is ignored: no state lives on nvme"),
-            (
-                not self.dataloader_drop_last,
-                "dataloader_drop_last false is ignored: the loader of training_data leaves the last incomplete batch "
-                "out; pass batches of a loader of your own to keep it",
-            ),
         )
         return tuple(line for holds, line in lines if holds)

@@ -39,6 +39,8 @@ class Boundary:
         self._unforeseen = 0
         self.grad_norm: float | None = None
         """Of the last one's gradient, before the clip."""
+        self.applied = False
+        """Whether the last `step()` updated the weights."""
         self.clip_once: float | None = None
         """To what norm the next gradient is clipped, where the user says it."""
 
@@ -136,7 +138,9 @@ class Boundary:
         """Count the step and schedule its updates; drop its gradients where it is skipped or `refused`."""
         state = self._state
         micro_batches = self._micro.trained(state.choices.accumulation)
+        state.micro_steps += self._micro.passed(state.choices.accumulation)
         self._micro.reset()
+        self.applied = False
         if state.scaler is not None:
             state.scaler.forget_multiplied()
         self.grad_norm = norm
@@ -156,6 +160,7 @@ class Boundary:
             to = "" if loss_scale == now else f"; the loss scale goes from {loss_scale:g} to {now:g}"
             logger.warning("step %d skipped: its gradient norm is %s%s", state.global_steps, norm, to)
         updater.schedule(updates, state.global_steps)
+        self.applied = finite
 
     def _updates(
         self, updater: Updater, present: Sequence[set[int]], order: Sequence[int], scale: float

@@ -119,7 +119,8 @@ class Engine(Facts):
         optimizer.states = OptimizerStates(self._looking, parts.layouts, parts.held.mode, self._state)
         self._saving = Saving(module, parts)
         self._base_bytes = base_bytes(parts)
-        self._told_of_cast = False
+        self._told_of_cast = self._told_of_gradients = False
+        parts.weights.missed_gradient = self._say_where_gradients_are
         self._ending = Ending(module, parts, self._state, self._enter)
 
     # -- training -----------------------------------------------------------------------------------
@@ -206,7 +207,9 @@ class Engine(Facts):
         """
         self._enter()
         self._micro.end(self._choices.accumulation)
-        if not self.is_gradient_accumulation_boundary():
+        if not self._micro.ends_step(self._choices.accumulation):
+            self._state.micro_steps += self._micro.passed(self._choices.accumulation)
+            self._boundary.applied = False
             return
         self._step_and_schedule()
 
@@ -497,6 +500,16 @@ class Engine(Facts):
         if parts.updater is not None:
             parts.updater.finish(commit=False)
         parts.pager.give_cache(parts.updater.drop_spare if parts.updater is not None else lambda: None)
+
+    def _say_where_gradients_are(self, name: str) -> None:
+        """Once, where there are any: between a backward and the step."""
+        if self.micro_batches and not self._told_of_gradients:
+            self._told_of_gradients = True
+            tell(
+                f"`.grad` of {name} is None, as of every parameter: gradients are in the engine. "
+                f"offload.safe_get_full_grad(parameter) reads one before step(), engine.get_global_grad_norm() gives "
+                f"their norm after it (docs/guides/looking.md)"
+            )
 
     def _await_updates(self) -> None:
         """Called by autograd's threads too."""

@@ -63,7 +63,10 @@ class Facts:
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches of all boundaries passed."""
+        """Calls of `step()`, the next of which counts micro-batches for which it was left out too.
+
+        After a resume, those up to the boundary that was committed.
+        """
         return self._state.micro_steps
 
     @property
@@ -91,8 +94,11 @@ class Facts:
         self._state.lr_scheduler = value
 
     def was_step_applied(self) -> bool:
-        """Whether the last boundary updated the weights; False before the first, and where the norm was not finite."""
-        return self._boundary.grad_norm is not None and not self.optimizer.overflow
+        """Whether the last `step()` updated the weights.
+
+        False before the first, between boundaries, and where the norm was not finite.
+        """
+        return self._boundary.applied
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last boundary's gradient before the clip; None before the first."""
@@ -104,7 +110,10 @@ class Facts:
         return self._micro.count
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step()` updates the weights."""
+        """Whether the `step()` of the micro-batch that is under way updates the weights, until that `step()` has ended.
+
+        The answer is known before its forward. It is True always without accumulation, and never in `no_sync`.
+        """
         return self._micro.is_boundary(self._choices.accumulation)
 
     # -- the optimizer ------------------------------------------------------------------------------
@@ -197,14 +206,15 @@ class Facts:
         """A loader as that of `training_data`: this rank's rows of each batch, shuffled by the config's seed.
 
         `batch_size` is that of one rank, the micro-batch's by default. Its position is in no commit; that of
-        `training_data` is.
+        `training_data` is. Raises `UsageError`, and `ConfigError` where the data have no length, or not one batch.
         """
         check_length(dataset)
         choices = self._choices
         size = choices.micro_batch_size if batch_size is None else batch_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"deepspeed_io expects a batch_size of at least 1, got {size!r}")
-        return load(dataset, size, self.global_rank, self.world_size, choices.seed, collate_fn, self.device)
+        drop_last = choices.config.dataloader_drop_last
+        return load(dataset, size, self.global_rank, self.world_size, choices.seed, collate_fn, self.device, drop_last)
 
     # -- where it runs ------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -129,14 +130,22 @@ def _initialize(
     kept = optimizer_choice.kept_by(chosen, model)
     plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept)
     schedule, notices = schedule_choice.choose(loaded.scheduler, lr_scheduler, chosen)
-    plan = plan._replace(notices=(*plan.notices, *_as_trained(loaded, plan.world_size), *notices, *chosen.notices()))
+    as_trained = _as_trained(loaded, plan.world_size, model)
+    plan = plan._replace(notices=(*plan.notices, *as_trained, *notices, *chosen.notices()))
     if optimizer is not None and loaded.optimizer is not None:
         unused = f"the optimizer {loaded.optimizer.type} of the config is not used: optimizer= is given"
         plan = plan._replace(notices=(*plan.notices, unused))
     loader = None
     if training_data is not None:
         loader = load(
-            training_data, batch.micro, plan.rank, plan.world_size, loaded.offload.seed, collate_fn, device.torch
+            training_data,
+            batch.micro,
+            plan.rank,
+            plan.world_size,
+            loaded.offload.seed,
+            collate_fn,
+            device.torch,
+            loaded.dataloader_drop_last,
         )
     engine = _build(plan, model, chosen, schedule, loader)
     if plan.rank == 0:
@@ -149,9 +158,10 @@ def _initialize(
     return Initialized(engine, chosen, loader, schedule)
 
 
-def _as_trained(config: Config, ranks: int) -> tuple[str, ...]:
-    """What is trained otherwise than older DeepSpeed would by this config."""
+def _as_trained(config: Config, ranks: int, model: nn.Module) -> tuple[str, ...]:
+    """What is trained otherwise than the model says, or than older DeepSpeed would by this config."""
     stage, clip = config.zero_optimization.stage, config.gradient_clipping
+    wide = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
     lines = (
         (
             "gradient_clipping" not in config.model_fields_set,
@@ -162,6 +172,12 @@ def _as_trained(config: Config, ranks: int) -> tuple[str, ...]:
             ranks > 1 and stage < 3,
             f"ZeRO stage {stage} on {ranks} ranks is trained as stage 3: weights, gradients and states are "
             f"partitioned; the numbers are the same",
+        ),
+        (
+            bool(wide),
+            f"{wide[0] if wide else ''} is float64, which is not kept: the model is trained in {config.dtype}"
+            f"{'' if config.dtype == 'fp32' else ', with masters of 32 bits'}; model.float() before initialize says so "
+            f"without this line",
         ),
     )
     return tuple(line for holds, line in lines if holds)

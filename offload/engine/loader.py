@@ -14,6 +14,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sized
 from typing import Any, NamedTuple
 
@@ -34,10 +36,21 @@ def load(
     seed: int,
     collate_fn: Callable[[list[Any]], Any] | None,
     device: torch.device,
+    drop_last: bool,
 ) -> Loader:
-    """Micro-batches of `micro` samples of `data`, shuffled by the seed."""
+    """Micro-batches of `micro` samples of `data`, shuffled by the seed; `drop_last` leaves an incomplete one out.
+
+    Raises `ConfigError` where there are none.
+    """
     assert isinstance(data, Sized), "see check_length"
-    return Loader(data, RankBatches(len(data), micro, rank, world_size, seed), collate_fn, device)
+    batches = RankBatches(len(data), micro, rank, world_size, seed, drop_last)
+    if not len(batches):
+        advice = "; give more of them, smaller batches, or leave dataloader_drop_last out" if batches.length else ""
+        raise ConfigError(
+            f"the loader expects at least {batches.samples if batches.length else 1} samples for a batch of all ranks, "
+            f"the data have {batches.length}{advice}"
+        )
+    return Loader(data, batches, collate_fn, device)
 
 
 def check_length(data: Any) -> None:
@@ -134,6 +147,7 @@ class Loader(DataLoader[Any]):
             "batch": self._handed_out.batch,
             "samples": batches.length,
             "samples_of_a_batch": batches.samples,
+            "drop_last": batches.drop_last,
             "seed": batches.seed,
         }
 
@@ -143,6 +157,8 @@ class Loader(DataLoader[Any]):
         `generators` are those before the next batch was loaded; None before the first step, as in a new run.
         """
         epoch, batch, mine = where["epoch"], where["batch"], self.where()
+        dropped = bool(where.get("drop_last", True))  # older versions always did
+        its_length = batches_of(where["samples"], where["samples_of_a_batch"], dropped)
         notice = None
         if batch and any(where[key] != mine[key] for key in ("samples", "seed")):
             notice = (
@@ -151,7 +167,7 @@ class Loader(DataLoader[Any]):
                 f"{batch * where['samples_of_a_batch']} and is not gone on with, pass {epoch + 1} begins"
             )
             epoch, batch = epoch + 1, 0
-        elif batch and batch >= where["samples"] // where["samples_of_a_batch"]:
+        elif batch and batch >= its_length:
             epoch, batch = epoch + 1, 0
         elif batch and where["samples_of_a_batch"] != mine["samples_of_a_batch"]:
             seen, size = batch * where["samples_of_a_batch"], mine["samples_of_a_batch"]
@@ -160,8 +176,14 @@ class Loader(DataLoader[Any]):
                 f"training_data: {size} samples of all ranks are a batch, {where['samples_of_a_batch']} in the run; "
                 f"pass {epoch} had seen {seen} and goes on at {batch * size}"
             )
-            if batch >= len(self):
-                epoch, batch = epoch + 1, 0
+        same = all(where[key] == mine[key] for key in ("samples", "samples_of_a_batch"))
+        if same and its_length != len(self) and notice is None:
+            notice = (
+                f"training_data: a pass has {len(self)} batches, {its_length} in the run: the last incomplete one is "
+                f"{'left out' if mine['drop_last'] else 'trained too'} (dataloader_drop_last)"
+            )
+        if batch >= len(self):
+            epoch, batch = epoch + 1, 0
         self._next = self._handed_out = Position(epoch, batch)
         self.before_next, self._resuming, self.restored = generators, generators is not None, False
         self._loads += 1
@@ -224,15 +246,17 @@ def _each_tensor(do: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
 class RankBatches(Sampler[list[int]]):
     """One rank's micro-batches: all ranks shuffle alike, and each takes its rows of every batch of all.
 
-    The last incomplete batch is left out. `begin_at` says which pass the next `iter` gives, and from which batch on.
+    The last incomplete batch is left out by `drop_last`. Else all ranks have as many of its samples: those that are
+    missing are the first of the pass once more, so that the mean over ranks is the mean over samples. `begin_at` says
+    which pass the next `iter` gives, and from which batch on.
     """
 
-    def __init__(self, length: int, micro: int, rank: int, world_size: int, seed: int) -> None:
-        self.length, self.seed = length, seed
+    def __init__(self, length: int, micro: int, rank: int, world_size: int, seed: int, drop_last: bool) -> None:
+        self.length, self.seed, self.drop_last = length, seed, drop_last
         self.samples = micro * world_size
         """Of a batch of all ranks."""
         self.begin_at = Position(0, 0)
-        self._micro, self._first = micro, micro * rank
+        self._rank, self._world_size = rank, world_size
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._rows(self.begin_at)  # decided now, not when the first batch is asked for
@@ -241,11 +265,18 @@ class RankBatches(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(_seed_of(self.seed, at.epoch, "order"))
         order = torch.randperm(self.length, generator=generator).tolist()
         for batch in range(at.batch, len(self)):
-            start = batch * self.samples + self._first
-            yield order[start : start + self._micro]
+            rows = order[batch * self.samples : (batch + 1) * self.samples]
+            rows += list(itertools.islice(itertools.cycle(order), -len(rows) % self._world_size))
+            mine = len(rows) // self._world_size
+            yield rows[mine * self._rank : mine * (self._rank + 1)]
 
     def __len__(self) -> int:
-        return self.length // self.samples
+        return batches_of(self.length, self.samples, self.drop_last)
+
+
+def batches_of(length: int, samples: int, drop_last: bool) -> int:
+    """How many batches of `samples` a pass over `length` samples has."""
+    return length // samples if drop_last else math.ceil(length / samples)
 
 
 def _seed_of(seed: int, epoch: int, what: str) -> int:

@@ -23,6 +23,8 @@ class MicroBatches:
         """Backwards before the last boundary."""
         self._at_step = 0
         """Backwards before the last call of `step()`."""
+        self._at_passed = 0
+        """Backwards before the last call of `passed()`."""
         self._told: bool | None = None
         """Whether the next `step()` is a boundary, as the user says; None where the count does."""
         self._no_sync = 0
@@ -36,7 +38,13 @@ class MicroBatches:
         return self._backwards() - self._before
 
     def is_boundary(self, accumulation: int) -> bool:
-        """Whether the next `step()` updates the weights."""
+        """Whether the micro-batch that is under way, from one `step()` until the end of the next, ends a step."""
+        if self._no_sync:
+            return False
+        return self._at_step - self._before + 1 >= accumulation if self._told is None else self._told
+
+    def ends_step(self, accumulation: int) -> bool:
+        """Whether a `step()` of now updates the weights."""
         if self._no_sync:
             return False
         return self.count >= accumulation if self._told is None else self._told
@@ -97,6 +105,15 @@ class MicroBatches:
     def trained(self, accumulation: int) -> int:
         """Micro-batches of the step that ends: with an accumulation of 1 several backwards are one, unless told."""
         return accumulation if self._told is None and not self._apart else self.count
+
+    def passed(self, accumulation: int) -> int:
+        """Micro-batches since this was last called, at the end of each `step()`: at least one.
+
+        Those whose gradients were dropped are among them, since their batches were taken from the data.
+        """
+        since, self._at_passed = self._backwards() - self._at_passed, self._backwards()
+        several = accumulation > 1 or self._told is not None or self._apart
+        return max(since, 1) if several else 1
 
     def reset(self) -> None:
         """A boundary was passed, or the gradients since the last were dropped."""

@@ -49,6 +49,9 @@ class Keeper(Protocol):
     def end_edits(self, unit: int) -> None:
         """Every rank has made the edits of `unit` that it makes, which may be none."""
 
+    def miss_gradient(self, name: str) -> None:
+        """Code of the user has read `.grad` of the parameter `name`, which is None."""
+
 
 class Place:
     """One parameter of a model under an engine: whose it is, and how it comes and goes."""
@@ -345,6 +348,9 @@ _HARMLESS: frozenset[Any] = frozenset(
 _DEPTH = 6
 """Calls between who asks a function of torch and the rule for it."""
 
+_LIBRARIES = frozenset({"offload", "torch", "transformers", "accelerate", "peft", "trl"})
+"""Which look at `.grad` for themselves, and go on where it is None."""
+
 _WITH_DATA = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 """Properties that give the elements themselves."""
 
@@ -448,7 +454,19 @@ def _get_grad(func: Any, tensor: Any) -> Any:
             "engine.get_global_grad_norm() gives the norm after it; a loop of Accelerate imports "
             "offload.hf.Accelerator in place of accelerate.Accelerator, whose clip_grad_norm_ is the engine's"
         )
-    return _plainly(func, tensor)
+    gradient = _plainly(func, tensor)
+    place = place_of(tensor)
+    if gradient is None and place is not None and place.keeper is not None and not _is_asked_by_a_library():
+        place.keeper.miss_gradient(place.name)
+    return gradient
+
+
+def _is_asked_by_a_library() -> bool:
+    """Whether it is no code of the user's that has called a function of torch."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals is globals():
+        frame = frame.f_back
+    return frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
 
 
 def _is_called_by(file: str) -> bool:

@@ -54,6 +54,8 @@ class TrainingState:
         self.lr_scheduler, self.loader = lr_scheduler, loader
         self.global_steps, self.skipped_steps, self.micro_steps, self.global_samples = 0, 0, 0, 0
         """See the engine's."""
+        self._micro_steps = 0
+        """Those of the last boundary: gradients of the micro-batches after it are in no commit."""
         self.parameter_steps = [[0] * len(layout.segments) for layout in layouts]
         """How often each parameter was updated, by unit."""
         self.client_state: dict[str, Any] = {}
@@ -87,7 +89,7 @@ class TrainingState:
         facts = {
             "global_steps": self.global_steps,
             "skipped_steps": self.skipped_steps,
-            "micro_steps": self.micro_steps,
+            "micro_steps": self._micro_steps,
             "global_samples": self.global_samples,
             "parameter_steps": self.parameter_steps,
             "scheduler": scheduler_state(self.lr_scheduler),
@@ -139,7 +141,8 @@ class TrainingState:
         if changed:
             notices.append(f"resumed with other settings than the run had: {', '.join(changed)}")
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
-        self.micro_steps, self.parameter_steps = facts["micro_steps"], facts["parameter_steps"]
+        self.micro_steps = self._micro_steps = facts["micro_steps"]
+        self.parameter_steps = facts["parameter_steps"]
         if self.scaler is not None and facts["loss_scale"] is not None:
             self.scaler.restore(facts["loss_scale"])
             self.optimizer.loss_scale = self.scaler.scale
@@ -224,7 +227,7 @@ class TrainingState:
         self._after_step, self.after_step_is_due, self.edited = None, self.commits, False
         self._before_next = self._at_end = None
         self.global_steps += 1
-        self.micro_steps += micro_batches
+        self._micro_steps = self.micro_steps
         self.skipped_steps += overflow
         self.optimizer.overflow = overflow
         if self.scaler is not None:

@@ -68,6 +68,8 @@ class Weights:
         """Whether other ranks must hear of every edit."""
         self.without_frozen = False
         """Whether state dicts leave frozen parameters out."""
+        self.missed_gradient: Callable[[str], None] = lambda name: None
+        """Called where the user reads `.grad` of the parameter of that name."""
         self.settle: Callable[[], None] = lambda: None
         """Raises where weights may not change now."""
         self._removers: list[Callable[[], None]] = [
@@ -100,6 +102,10 @@ class Weights:
     def bring(self, unit: int) -> bool:
         """Bind the parameters of `unit` if a hooked module or a backward is running; whether one is."""
         return self._hooks.bring(unit)
+
+    def miss_gradient(self, name: str) -> None:
+        """Code of the user has read `.grad` of the parameter `name`, which is None."""
+        self.missed_gradient(name)
 
     def read(self, unit: int, position: int) -> torch.Tensor:
         """A copy of the newest weights of one parameter, on the compute device."""
