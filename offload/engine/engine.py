@@ -422,6 +422,8 @@ class Engine(Facts):
     ) -> bool:
         """Write the weights that the model computes with into one safetensors file, and nothing else; True.
 
+        Tied weights of a model without a transformers config are there under each of their names, so that a strict
+        `load_state_dict` takes the file; those that transformers ties itself under the first, as in its own files.
         DeepSpeed's default name is that of a pickle, which is an error here. Where the config says
         `"stage3_gather_16bit_weights_on_model_save": false`, stage 3 writes nothing, says so and gives False.
         """
