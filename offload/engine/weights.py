@@ -97,9 +97,9 @@ class Weights:
 
     # -- what a placeholder asks for ----------------------------------------------------------------
 
-    def bring(self, unit: int) -> bool:
+    def bring(self, unit: int, stays: bool = False) -> bool:
         """Bind the parameters of `unit` if a hooked module or a backward is running; whether one is."""
-        return self._hooks.bring(unit)
+        return self._hooks.bring(unit, stays)
 
     def read(self, unit: int, position: int) -> torch.Tensor:
         """A copy of the newest weights of one parameter, on the compute device."""
