@@ -123,7 +123,10 @@ def test_a_second_train_goes_on_with_the_engine(tmp_path: Path) -> None:
 
 def test_model_init_makes_a_new_engine_for_each_train(tmp_path: Path) -> None:
     mine = OffloadTrainer(
-        model_init=models.gpt2, args=arguments(tmp_path), train_dataset=Texts(FEW), offload_config=config(tmp_path)
+        model_init=lambda: models.gpt2(),
+        args=arguments(tmp_path),
+        train_dataset=Texts(FEW),
+        offload_config=config(tmp_path),
     )
     with ended(mine):
         mine.train()
