@@ -35,7 +35,7 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
             "" if model is None else escape(f"{model['class']}, {model['parameters']:,}"),
             run["mode"] or "",
             str(run["world_size"] or ""),
-            "" if last is None else f"epoch {last['epoch']}, {_age(last['age_seconds'])} ago",
+            "" if last is None else f"step {last['epoch']}, {_age(last['age_seconds'])} ago",
             format_size(run["allocated_bytes"]),
             escape(", ".join(sorted({rank["holder"] for rank in run["ranks"] if rank["holder"]}))),
             escape(_state(run)),
@@ -90,7 +90,7 @@ def _rank_table(rank: Mapping[str, Any]) -> Table:
     if rank["drive"]:
         rows.append(("part", f"drive {rank['drive']}; the commits lie on the first"))
     for commit in rank["commits"]:
-        words = f"epoch {commit['epoch']}, {commit['time']}, {_age(commit['age_seconds'])} ago, blob {commit['blob']}"
+        words = f"step {commit['epoch']}, {commit['time']}, {_age(commit['age_seconds'])} ago, blob {commit['blob']}"
         rows.append((f"commit {commit['serial']}", f"{words} ({format_size(commit['blob_bytes'])})"))
     if not rank["commits"] and not rank["drive"] and not rank["other_format"]:
         rows.append(("commits", "none"))
@@ -115,7 +115,7 @@ def _age(seconds: float) -> str:
 
 
 def _checkpoints_table(found: Mapping[str, Any]) -> Table:
-    table = Table("checkpoint", "epoch", "model", "mode", "ranks", "size", "saved", "", box=None)
+    table = Table("checkpoint", "step", "model", "mode", "ranks", "size", "saved", "", box=None)
     for each in found["checkpoints"]:
         words = ["latest"] if each["tag"] == found["latest"] else []
         words += ["damaged"] if each["damaged"] else []
@@ -143,7 +143,7 @@ def _checkpoint_table(found: Mapping[str, Any]) -> Table:
     if found["model"] is not None:
         frozen = "" if found["frozen_weights"] else ", without those that are frozen"
         rows += [
-            ("epoch", str(found["epoch"])),
+            ("step", str(found["epoch"])),
             ("saved", f"{found['created']}, {_age(found['age_seconds'])} ago"),
             ("model", f"{_model(found['model'])}{frozen}"),
             ("mode", found["mode"]),

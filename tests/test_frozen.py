@@ -218,7 +218,7 @@ def test_a_load_that_fails_says_whether_the_last_commit_is_whole(
     with pytest.raises(EngineFailed) as caught:
         train_step(engine, JOB, 2)
     assert ("replacing frozen weights" in str(caught.value)) is not same
-    assert ("the last committed epoch is intact" in str(caught.value)) is same
+    assert ("the last committed step is intact" in str(caught.value)) is same
     engine.destroy()
     monkeypatch.undo()
     assert (CliRunner().invoke(app, ["verify", str(tmp_path / "run" / "default")]).exit_code == 0) is same

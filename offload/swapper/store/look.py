@@ -206,7 +206,7 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
             reason = f"it is cut short: {len(have)} bytes of {record.blob_nbytes}"
         else:
             reason = "its checksum is not the one that its record has"
-        wrong.append(Wrong(str(blob), f"{reason}; it belongs to the last commit, epoch {record.epoch}"))
+        wrong.append(Wrong(str(blob), f"{reason}; it belongs to the last commit, step {record.epoch}"))
     return commits, wrong
 
 
