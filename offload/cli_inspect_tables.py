@@ -11,6 +11,10 @@ from rich.table import Table
 
 from offload.sizes import format_decimal, format_size
 
+ONE_SLOT = (
+    ": written in place, nothing is committed; the files have no name, and their room is free when the process ends"
+)
+
 
 def tables(found: Mapping[str, Any]) -> list[Table | str]:
     """Of a folder, by its kind."""
@@ -66,7 +70,7 @@ def _run_table(run: Mapping[str, Any]) -> Table:
             ("model", _model(model)),
             ("mode", run["mode"]),
             ("ranks", str(run["world_size"])),
-            ("slots", f"{run['slots']}{'' if run['slots'] == 2 else ': written in place, nothing is committed'}"),
+            ("slots", f"{run['slots']}{'' if run['slots'] == 2 else ONE_SLOT}"),
             ("drives", ", ".join(run["drives"])),
             ("made by", f"offload {run['made_by']}"),
         ]

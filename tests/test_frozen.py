@@ -72,8 +72,8 @@ def test_the_room_is_two_slots_of_what_trains_and_one_of_what_does_not(
     dtype: str, durability: str, tmp_path: Path
 ) -> None:
     engine = start(JOB._replace(dtype=dtype), DISK, tmp_path, durability=durability)
-    states = tmp_path / "default" / "rank0" / "states"
-    assert states.stat().st_size == by_formula(engine, 2 if durability == "step" else 1, dtype)
+    assert engine._parts.store is not None and engine._parts.store._file is not None
+    assert engine._parts.store._file.size() == by_formula(engine, 2 if durability == "step" else 1, dtype)
     engine.destroy(remove=True)
 
 

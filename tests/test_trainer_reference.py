@@ -87,14 +87,16 @@ def test_the_reference_is_in_swap_files_of_its_own_and_does_not_train(tmp_path: 
         (engine,) = mine.accelerator.references
         assert mine.ref_model is engine.module and mine.engine is None
         assert all(place_of(parameter) is not None for parameter in mine.ref_model.parameters())
-        assert (tmp_path / "swap" / "default-reference" / "rank0" / "states").stat().st_size > 0
+        assert (tmp_path / "swap" / "default-reference" / "rank0" / "manifest.json").is_file()
+        assert engine._parts.store is not None and engine._parts.store.run == "default-reference"
         before = {name: value.clone() for name, value in engine.state_dict().items()}
         mine.train()
         assert mine.engine is not engine and mine.model is not mine.ref_model
         assert mine.accelerator.prepare_model(mine.ref_model, evaluation_mode=True) is mine.ref_model
         assert len(mine.accelerator.references) == 1
         assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
-    assert not list((tmp_path / "swap").rglob("states"))
+    left = {path.name for path in (tmp_path / "swap").rglob("*") if path.is_file()}
+    assert left <= {"finished.json"}
 
 
 def test_device_memory_is_that_of_both(tmp_path: Path) -> None:

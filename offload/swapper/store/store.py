@@ -126,6 +126,8 @@ class Store:
                 sync_folder(folder.parent.parent)
             if not self._checked:
                 self._forget_end()
+                for folder in self.folders:  # nobody can go on with them: however this process ends, their room is free
+                    (folder / "states").unlink()
             else:
                 for unit, row in enumerate(self._places):
                     self._sums |= {(unit, state): sums.of_zeros(slots[0]) for state, slots in row.items()}
