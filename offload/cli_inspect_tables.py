@@ -11,6 +11,10 @@ from rich.table import Table
 
 from offload.sizes import format_decimal, format_size
 
+ONE_SLOT = (
+    ": written in place, nothing is committed; the files have no name, and their room is free when the process ends"
+)
+
 
 def tables(found: Mapping[str, Any]) -> list[Table | str]:
     """Of a folder, by its kind."""
@@ -35,7 +39,7 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
             "" if model is None else escape(f"{model['class']}, {model['parameters']:,}"),
             run["mode"] or "",
             str(run["world_size"] or ""),
-            "" if last is None else f"epoch {last['epoch']}, {_age(last['age_seconds'])} ago",
+            "" if last is None else f"step {last['epoch']}, {_age(last['age_seconds'])} ago",
             format_size(run["allocated_bytes"]),
             escape(", ".join(sorted({rank["holder"] for rank in run["ranks"] if rank["holder"]}))),
             escape(_state(run)),
@@ -66,7 +70,7 @@ def _run_table(run: Mapping[str, Any]) -> Table:
             ("model", _model(model)),
             ("mode", run["mode"]),
             ("ranks", str(run["world_size"])),
-            ("slots", f"{run['slots']}{'' if run['slots'] == 2 else ': written in place, nothing is committed'}"),
+            ("slots", f"{run['slots']}{'' if run['slots'] == 2 else ONE_SLOT}"),
             ("drives", ", ".join(run["drives"])),
             ("made by", f"offload {run['made_by']}"),
         ]
@@ -90,7 +94,7 @@ def _rank_table(rank: Mapping[str, Any]) -> Table:
     if rank["drive"]:
         rows.append(("part", f"drive {rank['drive']}; the commits lie on the first"))
     for commit in rank["commits"]:
-        words = f"epoch {commit['epoch']}, {commit['time']}, {_age(commit['age_seconds'])} ago, blob {commit['blob']}"
+        words = f"step {commit['epoch']}, {commit['time']}, {_age(commit['age_seconds'])} ago, blob {commit['blob']}"
         rows.append((f"commit {commit['serial']}", f"{words} ({format_size(commit['blob_bytes'])})"))
     if not rank["commits"] and not rank["drive"] and not rank["other_format"]:
         rows.append(("commits", "none"))
@@ -115,7 +119,7 @@ def _age(seconds: float) -> str:
 
 
 def _checkpoints_table(found: Mapping[str, Any]) -> Table:
-    table = Table("checkpoint", "epoch", "model", "mode", "ranks", "size", "saved", "", box=None)
+    table = Table("checkpoint", "step", "model", "mode", "ranks", "size", "saved", "", box=None)
     for each in found["checkpoints"]:
         words = ["latest"] if each["tag"] == found["latest"] else []
         words += ["damaged"] if each["damaged"] else []
@@ -143,7 +147,7 @@ def _checkpoint_table(found: Mapping[str, Any]) -> Table:
     if found["model"] is not None:
         frozen = "" if found["frozen_weights"] else ", without those that are frozen"
         rows += [
-            ("epoch", str(found["epoch"])),
+            ("step", str(found["epoch"])),
             ("saved", f"{found['created']}, {_age(found['age_seconds'])} ago"),
             ("model", f"{_model(found['model'])}{frozen}"),
             ("mode", found["mode"]),

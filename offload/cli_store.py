@@ -103,10 +103,10 @@ def export(
     for notice in done.notices:
         console.print(notice, markup=False)
     if json_output:
-        print(json.dumps({**done._asdict(), "path": str(done.path)}))
+        print(json.dumps({**done._asdict(), "step": done.epoch, "path": str(done.path)}))
     else:
         console.print(
-            f"epoch {done.epoch}: {done.parameters:,} parameters, {format_size(done.nbytes)} in {done.dtype}, "
+            f"step {done.epoch}: {done.parameters:,} parameters, {format_size(done.nbytes)} in {done.dtype}, "
             f"in {done.path}",
             markup=False,
         )

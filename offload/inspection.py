@@ -113,6 +113,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = {
         "path": str(path),
         "tag": path.name,
+        "step": None,
         "epoch": None,
         "created": None,
         "age_seconds": None,
@@ -132,6 +133,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     wrong = [Wrong(str(path / name), reason) for name, reason in wrong_files(path, manifest).items()]
     return {
         **content,
+        "step": manifest.epoch,
         "epoch": manifest.epoch,
         "created": manifest.created,
         "age_seconds": round(max(0.0, age.total_seconds()), 1),
@@ -194,6 +196,7 @@ def _commit(commit: Commit, newest: bool) -> dict[str, Any]:
     blob = "right" if commit.blob is not None else "damaged" if newest else "written over"
     return {
         "serial": record.serial,
+        "step": record.epoch,
         "epoch": record.epoch,
         "time": datetime.fromtimestamp(moment, timezone.utc).isoformat(timespec="seconds"),
         "age_seconds": round(max(0.0, time.time() - moment), 1),

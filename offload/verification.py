@@ -29,7 +29,7 @@ class RankReport(NamedTuple):
     rank: int
     serial: int | None
     epoch: int | None
-    """Of the commit that was read: the last that is whole on all ranks, so that a resume would take it."""
+    """The step of the commit that was read: the last that is whole on all ranks, so that a resume would take it."""
     nbytes: int
     """Compared, of that commit."""
     wrong: tuple[Wrong, ...]
@@ -72,7 +72,7 @@ class Report(NamedTuple):
                 state = "whole" if each.compared else "could not be read"
                 state = f"damaged in {len(each.damages)} places" if each.damages else state
                 before = f"; {each.before}" if each.before else ""
-                words = f"epoch {each.epoch}, commit {each.serial}, {format_size(each.nbytes)}"
+                words = f"step {each.epoch}, commit {each.serial}, {format_size(each.nbytes)}"
                 found.append(f"rank {each.rank}: {words}: {state}{before}")
         return found
 
@@ -81,11 +81,13 @@ class Report(NamedTuple):
         return {
             "path": str(self.path),
             "whole": self.whole,
+            "step": self.epoch,
             "epoch": self.epoch,
             "ranks": [
                 {
                     "rank": each.rank,
                     "serial": each.serial,
+                    "step": each.epoch,
                     "epoch": each.epoch,
                     "bytes": each.nbytes,
                     "before": each.before,
@@ -120,13 +122,14 @@ class CheckpointReport(NamedTuple):
         if len(self.wrong) > most:
             found.append(f"and {len(self.wrong) - most} more")
         state = f"damaged in {len(self.wrong)} places" if self.wrong else "whole"
-        return [*found, f"{self.path}: epoch {self.epoch}, {format_size(self.nbytes)}: {state}"]
+        return [*found, f"{self.path}: step {self.epoch}, {format_size(self.nbytes)}: {state}"]
 
     def as_json(self) -> dict[str, Any]:
         """For `--json`."""
         return {
             "path": str(self.path),
             "whole": self.whole,
+            "step": self.epoch,
             "epoch": self.epoch,
             "world_size": self.world_size,
             "bytes": self.nbytes,
@@ -280,13 +283,18 @@ def _damages(
 
 
 def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]) -> str:
-    """Whether one could still go back. The step after the last commit writes over it, which is no damage."""
-    epoch = f"the commit before, epoch {commit.record.epoch},"
+    """Whether one could still go back.
+
+    The step after the last commit writes over it, as it should; its bytes are then as wrong as damaged ones.
+    """
+    commit_before = f"the commit before, step {commit.record.epoch},"
+    either = "the step after the last commit has begun to write over it, or it is damaged"
     if commit.blob is None:
-        return f"{epoch} is already written over"
+        return f"{commit_before} is not whole: its blob.{commit.record.blob} is not what was written; {either}"
     looking = _damages(found, commit, file, queue, progress)
     try:
-        return f"{epoch} is already written over" if next(looking, None) else f"{epoch} is whole too"
+        first = next(looking, None)
+        return f"{commit_before} is whole too" if first is None else f"{commit_before} is not whole: {first}; {either}"
     finally:
         looking.close()  # what it reads ahead ends before the file is closed
 

@@ -5,6 +5,7 @@ Each loop is written once and runs with the engine and with `PlainEngine`.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests import bounds, models
@@ -305,6 +307,96 @@ class KeepsViews(Customs):
     keep = "view"
 
 
+class Borrows(nn.Module):
+    """Its function reads the weight of a module that does not run."""
+
+    def __init__(self, lender: nn.Module, as_data: bool) -> None:
+        super().__init__()
+        self.own, self.as_data = nn.Linear(WIDTH, WIDTH), as_data
+        self.lenders = [lender]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.lenders[0].weight
+        return Scaled.apply(self.own(hidden), weight.data if self.as_data else weight, "saved")
+
+
+class Borrowing(Layers):
+    as_data = False
+
+    def layer(self, index: int) -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH) if index == 0 else Borrows(self.first, self.as_data)
+
+    def __init__(self) -> None:
+        self.__dict__["first"] = nn.Linear(WIDTH, WIDTH)
+        super().__init__()
+        self.layers[0] = self.first
+
+
+class BorrowingData(Borrowing):
+    as_data = True
+
+
+class ReadsAddress(nn.Module):
+    """As a kernel that is given an address: what lies there when its own module has run beside."""
+
+    def __init__(self, lender: nn.Module) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.lenders = [lender]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.lenders[0].weight
+        address = weight.data_ptr()
+        hidden = self.own(hidden)
+        memory = (ctypes.c_char * (weight.numel() * weight.element_size())).from_address(address)
+        return hidden @ torch.frombuffer(memory, dtype=weight.dtype).clone().view(weight.shape).t()
+
+
+class ReadingAddresses(Borrowing):
+    def layer(self, index: int) -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH) if index == 0 else ReadsAddress(self.first)
+
+
+class Wrap(torch.autograd.Function):
+    """A tensor subclass that has no memory of its own, as those of torchao and DTensor have none."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return TwoTensor(hidden.clone(), hidden * 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> torch.Tensor:
+        return gradient.a + gradient.b * 2
+
+
+class Unwrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Any) -> torch.Tensor:
+        return both.a + both.b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return TwoTensor(gradient.clone(), gradient.clone())
+
+
+class Wrapper(nn.Module):
+    """Between its modules, and out of one of them, goes a wrapped tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.wrapped = nn.Linear(WIDTH, WIDTH), nn.Tanh()
+        self.inner = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        both = self.wrapped(Wrap.apply(self.linear(hidden)))
+        return self.inner[0](Unwrap.apply(both * both.exp()))
+
+
+class Wrapping(Layers):
+    def layer(self, index: int) -> nn.Module:
+        return Wrapper()
+
+
 class HooksInside(Layers):
     """The user's saved-tensor hooks inside of the model, which keep whatever they are given."""
 
@@ -417,6 +509,18 @@ LOOPS: dict[str, tuple[Loop, Job, int]] = {
         LAYERS._replace(model=KeepsViews),
         5,
     ),
+    "an `autograd.Function` that is given the weight of a module that does not run": (
+        trains,
+        LAYERS._replace(model=Borrowing),
+        3,
+    ),
+    "an `autograd.Function` that is given the `.data` of such a weight": (
+        trains,
+        LAYERS._replace(model=BorrowingData),
+        3,
+    ),
+    "`data_ptr()` of the weight of a module that does not run": (trains, LAYERS._replace(model=ReadingAddresses), 3),
+    "activations of a subclass that wraps other tensors (`TwoTensor`)": (trains, LAYERS._replace(model=Wrapping), 2),
 }
 
 

@@ -85,6 +85,16 @@ def test_load_checkpoint(tmp_path: Path) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("given", [{}, {"backend": "inductor", "compile_kwargs": {}}], ids=["plain", "DeepSpeed's"])
+def test_compile_says_what_to_do_and_leaves_the_model(given: dict[str, Any]) -> None:
+    engine = begin()
+    with pytest.raises(UsageError, match=r"block\.compile\(\) for each block .*before offload\.initialize"):
+        engine.compile(**given)
+    assert engine.module._compiled_call_impl is None
+    assert engine(torch.ones(1, 2)).shape == (1, 2)
+    engine.destroy()
+
+
 COLD: dict[str, Callable[..., None]] = {
     "zero2": lambda total, largest: offload.estimate_zero2_model_states_mem_needs_all_cold(total_params=total),
     "zero3": lambda total, largest: offload.estimate_zero3_model_states_mem_needs_all_cold(

@@ -51,7 +51,7 @@ def test_a_failed_request_stops_the_engine(
                 train_step(engine, job, step)
         cause = caught.value if isinstance(caught.value, IoError) else caught.value.__cause__
         assert isinstance(cause, IoError) and cause.operation == operation
-        with pytest.raises(EngineFailed, match="last committed epoch"):
+        with pytest.raises(EngineFailed, match="last committed step"):
             engine.step()
         engine.destroy()
     again = start(job, DISK, tmp_path / "cut", resume="must")
@@ -81,7 +81,7 @@ def test_an_interrupt_in_the_middle_of_a_boundary(tmp_path: Path, monkeypatch: p
         patch.setattr(engine._boundary._decider, "updates", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-    with pytest.raises(EngineFailed, match="last committed epoch"):
+    with pytest.raises(EngineFailed, match="last committed step"):
         engine.step()
     engine.destroy(remove=True)
     again = start(job, DISK, tmp_path / "cut", resume="must")

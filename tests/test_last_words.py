@@ -27,7 +27,7 @@ def words(folder: Path, error: BaseException, rewritten: bool = False, **options
 
 def test_the_last_commit_is_called_intact_only_where_it_is(tmp_path: Path) -> None:
     fault, damage = IoError("states", 0, 1, errno.EIO, "read"), IoError("states", 0, 1, errno.EBADMSG, "use a weight")
-    assert words(tmp_path / "fault", fault).endswith("the last committed epoch is intact")
+    assert words(tmp_path / "fault", fault).endswith("the last committed step is intact")
     said = words(tmp_path / "damage", damage)
     assert "intact" not in said and '"resume": "auto"' in said and "checkpoint" in said
     said = words(tmp_path / "none", fault, durability="none")

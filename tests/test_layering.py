@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "report",
     },
     "tune": {"errors", "sizes", "config", "aio", "bench"},
-    "hf": {"errors", "config", "engine"},
+    "hf": {"errors", "sizes", "config", "engine"},
     "inspection": {"errors", "engine", "swapper"},
     "verification": {"errors", "sizes", "aio", "engine", "swapper"},
     "export": {"errors", "sizes", "aio", "kernels", "engine", "swapper"},

@@ -106,6 +106,20 @@ def test_a_model_that_is_not_of_transformers_has_weights_alone(
     engine.destroy(remove=True)
 
 
+def test_one_file_of_a_model_with_ties_has_every_name_that_load_state_dict_wants(
+    engine: offload.Engine, tmp_path: Path
+) -> None:
+    plain = start(models.MIXTURE, DISK, tmp_path / "plain-swap")
+    plain.save_16bit_model(tmp_path / "plain")
+    model = models.Mixture()
+    model.load_state_dict(safetensors.torch.load_file(tmp_path / "plain" / "model.safetensors"), strict=True)
+    assert model.head.weight is model.embedding.weight
+    assert_same_tensors(model.state_dict(), plain.module.state_dict())
+    plain.destroy(remove=True)
+    engine.save_16bit_model(tmp_path / "named")
+    assert set(all_tensors(tmp_path / "named")) == set(untied(engine)), "transformers ties what its config says"
+
+
 def test_generation_settings_come_along(engine: offload.Engine, tmp_path: Path) -> None:
     engine.module.generation_config.max_new_tokens = 17
     engine.save_pretrained(tmp_path / "out")

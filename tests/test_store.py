@@ -139,7 +139,7 @@ def test_a_damaged_blob_is_an_error_and_no_way_back(tmp_path: Path, queue: IoQue
     which = store.durable.blob
     store.close()
     damage(tmp_path / "run" / "rank0" / f"blob.{which}", 0, 64)
-    with pytest.raises(StoreError, match=r"epoch 1: weight of unit 0, slot [AB]: 4096 bytes at offset"):
+    with pytest.raises(StoreError, match=r"step 1: weight of unit 0, slot [AB]: 4096 bytes at offset"):
         opened(tmp_path, queue)
 
 
@@ -153,7 +153,7 @@ def test_a_damaged_blob_of_a_store_that_was_closed_gives_the_commit_before(tmp_p
     damage(tmp_path / "run" / "rank0" / f"blob.{which}", 0, 64)
     store, text = opened(tmp_path, queue)
     assert text == "blob 1" and weight(store, 0) == 1
-    assert "epoch 1 was checked and is taken" in store.notices[0]
+    assert "step 1 was checked and is taken" in store.notices[0]
     store.close()
 
 

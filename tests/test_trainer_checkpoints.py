@@ -209,10 +209,10 @@ def test_swap_files_of_a_run_that_was_killed_are_no_obstacle(tmp_path: Path) -> 
         first.train()
         assert first.engine is not None and first.engine.resumable is None
         shutil.copytree(swap, left)
-    assert not any(swap.rglob("states")), "one that ends leaves nothing"
+    assert not any(swap.rglob("manifest.json")), "one that ends leaves nothing"
     shutil.rmtree(swap)
     left.rename(swap)
-    assert any(swap.rglob("states"))
+    assert any(swap.rglob("manifest.json"))
     assert_same(whole, resumed(tmp_path))
 
 

@@ -115,9 +115,10 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Say that the forward of `module` uses `parameter`, which belongs to another module.
 
-    Seldom needed: a parameter that is used anywhere is found when a function of torch is given it. Functions that torch
-    does not see, such as those of a C++ extension that is called directly, read memory; what they are given must be
-    registered, before `offload.initialize` (for modules of the model) or after. A second time changes nothing.
+    Seldom needed: a parameter that is used anywhere is found when a function of torch is given it, or asked for its
+    `data_ptr()`. Functions that torch does not see, such as those of a C++ extension that is called directly, read
+    memory; what they are given must be registered, before `offload.initialize` (for modules of the model) or after. A
+    second time changes nothing.
     """
     _check_external("register_external_parameter", module, parameter)
     if not _is_in(parameter, external_parameters(module)):

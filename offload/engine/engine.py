@@ -173,6 +173,17 @@ class Engine(Facts):
                 raise AttributeError(f"an engine has no attribute {name!r}{model}", name=name, obj=self)
             return getattr(module, name)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raise `UsageError`: blocks are compiled before `initialize`, and the hooks that bring weights stay outside.
+
+        DeepSpeed's call, which would otherwise reach that of the model, which hooks go through.
+        """
+        raise UsageError(
+            "an engine is not compiled as a whole, since weights come and go between its blocks: call block.compile() "
+            "for each block of the model before offload.initialize, as `for block in model.layers: block.compile()`, "
+            "with the backend and other keywords there"
+        )
+
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Add the gradients of `loss`, a scalar, divided by the accumulation unless `scale_wrt_gas` is false.
 
@@ -432,6 +443,8 @@ class Engine(Facts):
     ) -> bool:
         """Write the weights that the model computes with into one safetensors file, and nothing else; True.
 
+        Tied weights of a model without a transformers config are there under each of their names, so that a strict
+        `load_state_dict` takes the file; those that transformers ties itself under the first, as in its own files.
         DeepSpeed's default name is that of a pickle, which is an error here. Where the config says
         `"stage3_gather_16bit_weights_on_model_save": false`, stage 3 writes nothing, says so and gives False.
         """

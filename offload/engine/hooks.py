@@ -150,13 +150,20 @@ class Hooks:
             if place.parameter.grad is not None:
                 place.parameter.grad = None
 
-    def bring(self, unit: int) -> bool:
-        """Bind `unit` for the forward or the backward that runs now; False where neither does."""
+    def bring(self, unit: int, stays: bool = False) -> bool:
+        """Bind `unit` for the forward or the backward that runs now; False where neither does.
+
+        With `stays` the innermost site holds it until it ends; else it goes where its room is needed.
+        """
         if not self.running:
             return False
         if inside_backward():
             self._begin_backward()
-        self._bindings.keep(unit)
+        if stays and self._local.frames:
+            self._bindings.use(unit)
+            self._local.frames[-1].units.append(unit)
+        else:
+            self._bindings.keep(unit)
         return True
 
     def use_in(self, module: nn.Module, unit: int) -> None:

@@ -90,8 +90,9 @@ def make_plan(
     frozen = frozen and source.frozen
     tied: Mapping[str, str] = source.about.get("tied", {})
     config = source.about.get("config")
-    # A loader of transformers ties what the config says; without a config, `safetensors.torch.load_model` does.
-    loader_ties = config is None or config.get("tie_word_embeddings", True)
+    # A loader of transformers ties what the config says; without a config, `safetensors.torch.load_model` does, of a
+    # folder. One file of such a model is for `load_state_dict`, which wants all names.
+    loader_ties = name is None if config is None else config.get("tie_word_embeddings", True)
     names: dict[str, tuple[str, ...]] = {}
     tensors: dict[str, Tensor] = {}
     for layout in layouts:
@@ -102,7 +103,7 @@ def make_plan(
             names[segment.name] = (segment.name, *others)
             tensors |= dict.fromkeys(names[segment.name], Tensor(wanted, segment.shape))
     tensors |= {name: Tensor(value.dtype, tuple(value.shape)) for name, value in source.buffers.items()}
-    metadata = {"format": "pt"} | (dict(tied) if config is None else {})
+    metadata = {"format": "pt"} | (dict(tied) if config is None and loader_ties else {})
     if name is not None:
         files, config = {name: tensors}, None
     else:

@@ -34,8 +34,11 @@ from offload.errors import BudgetError, UsageError
 class Keeper(Protocol):
     """Who brings, reads and edits the weights of the parameters of one model."""
 
-    def bring(self, unit: int) -> bool:
-        """Bind the parameters of `unit` if a hooked module or a backward is running; whether one is."""
+    def bring(self, unit: int, stays: bool = False) -> bool:
+        """Bind the parameters of `unit` if a hooked module or a backward is running; whether one is.
+
+        They are bound until that ends or their room is needed; with `stays`, for as long as the innermost module runs.
+        """
 
     def read(self, unit: int, position: int) -> torch.Tensor:
         """A copy of the newest weights of one parameter, on the compute device."""
@@ -377,6 +380,18 @@ def _alias(func: Any, tensor: Any) -> Any:
     return tensor.offload_place.alias() if own is None else own.detach()
 
 
+def _address(func: Any, tensor: Any) -> Any:
+    """`data_ptr()`, `untyped_storage()`: who asks while a module runs reads there, where no other function is called.
+
+    Otherwise an address only says whether two parameters are one.
+    """
+    place, own = tensor.offload_place, getattr(tensor, "own", None)
+    if own is not None:
+        return func(own)
+    brought = place.keeper is not None and place.keeper.bring(place.unit, stays=True)
+    return _plainly(func, place.parameter if brought else tensor)
+
+
 def _set_data(func: Any, tensor: Any, values: Any) -> None:
     place = tensor.offload_place
     if values is tensor or (place_of(values) is place and getattr(values, "own", None) is None):
@@ -526,6 +541,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
     torch.detach: _alias,
     _TENSOR.data.__get__: _alias,
     _TENSOR.data.__set__: _set_data,
+    _TENSOR.data_ptr: _address,
+    _TENSOR.untyped_storage: _address,
     torch._has_compatible_shallow_copy_type: _is_compatible,
     _TENSOR.copy_: _copy,
     _TENSOR.requires_grad_: _set_requires_grad,

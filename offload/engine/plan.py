@@ -364,7 +364,7 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
             f'choose another run name, or start over with "resume": "never" (--resume never)'
         )
     if not status.exists and offload.resume == "must":
-        raise StoreError(f'"resume" is must, but {folder} holds no committed epoch')
+        raise StoreError(f'"resume" is must, but {folder} holds no committed step')
     return status.exists, ()
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.engine.bindings import Bindings
-from offload.engine.placeholder import Place
+from offload.engine.placeholder import Place, place_of
 from offload.errors import UsageError
 from offload.swapper.pager import Pager
 
@@ -105,6 +105,9 @@ class SavedTensors:
 
     def handle(self, tensor: torch.Tensor) -> _Handle | None:
         """The handle of a view of weights; None for any other tensor."""
+        place = place_of(tensor)
+        if place is not None and place.bound and getattr(tensor, "own", None) is None:
+            tensor = place.parameter.detach()  # `.data` that was asked for before its weights were brought
         address = storage_address(tensor)
         binding = self._bindings.binding_at(address)
         if binding is not None:
@@ -140,7 +143,13 @@ class SavedTensors:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Where the tensor's storage begins; 0 for one without memory of its own (sparse, or made by torch.func)."""
+    """Where the tensor's storage begins; 0 for one without memory of its own: sparse, of torch.func, a wrapper."""
     if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return 0
-    return 0 if tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
+    with torch._C.DisableTorchFunctionSubclass():  # a placeholder would bring its weights
+        if tensor._is_zerotensor():
+            return 0
+        try:
+            return tensor.untyped_storage().data_ptr()
+        except RuntimeError:  # a subclass that wraps other tensors (`_make_wrapper_subclass`) has none to ask
+            return 0

@@ -99,9 +99,9 @@ class Weights:
 
     # -- what a placeholder asks for ----------------------------------------------------------------
 
-    def bring(self, unit: int) -> bool:
+    def bring(self, unit: int, stays: bool = False) -> bool:
         """Bind the parameters of `unit` if a hooked module or a backward is running; whether one is."""
-        return self._hooks.bring(unit)
+        return self._hooks.bring(unit, stays)
 
     def miss_gradient(self, name: str) -> None:
         """Code of the user has read `.grad` of the parameter `name`, which is None."""

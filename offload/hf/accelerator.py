@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import accelerate
@@ -22,8 +22,10 @@ from torch import nn
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
 from offload.engine.optimizer import Optimizer
-from offload.errors import ConfigError, UsageError
+from offload.engine.placeholder import place_of
+from offload.errors import BudgetError, ConfigError, UsageError
 from offload.hf.fill import Said, content_of, filled, value_of
+from offload.sizes import format_size, parse_size
 
 logger = logging.getLogger("offload")
 
@@ -56,7 +58,8 @@ class EngineOptimizer(AcceleratedOptimizer):
 
 
 class Accelerator(accelerate.Accelerator):
-    """Trains one model, by an engine; other models (a reference, a reward) are prepared as ever.
+    """Trains one model, by an engine, and pages what `prepare_model(model, evaluation_mode=True)` is given, each by
+    a frozen engine; other models are prepared as ever.
 
     `offload_config` is what `offload.initialize` takes as config. Without it, `prepare` is given an engine.
     """
@@ -64,6 +67,8 @@ class Accelerator(accelerate.Accelerator):
     offload_config: Any = None
     engine: Engine | None = None
     """What trains, from `prepare` on."""
+    references: tuple[Engine, ...] = ()
+    """What pages the models of `prepare_model(model, evaluation_mode=True)`, such as a reference or a reward."""
     _optimizer: EngineOptimizer | None = None
     _given: torch.optim.Optimizer | None = None
     _said = False
@@ -99,7 +104,7 @@ class Accelerator(accelerate.Accelerator):
                 f"its own; one that does not, requires_grad_(False)"
             )
         loaders = [item for item in given if isinstance(item, torch.utils.data.DataLoader)]
-        config = self._config(loaders[0].batch_size if loaders else None)
+        config = self.beside_references(self._config(loaders[0].batch_size if loaders else None))
         self.use(initialize(model=models[0], optimizer=optimizers[0], config=config).engine, optimizers[0])
 
     def use(self, engine: Engine, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -110,11 +115,51 @@ class Accelerator(accelerate.Accelerator):
     def _is_mine(self, model: Any) -> bool:
         return self.engine is not None and model is self.engine.module
 
+    def _is_paged(self, model: nn.Module) -> bool:
+        return any(place_of(parameter) is not None for parameter in model.parameters())
+
+    def _page(self, model: nn.Module) -> None:
+        """Put a model that does not train under an engine of its own."""
+        config = self._config(None)
+        if self.engine is not None and value_of(config, "offload.device_memory") is not None:
+            raise UsageError(
+                "the model that trains has all of device_memory already: call prepare_model(model, "
+                'evaluation_mode=True) before prepare, or take "device_memory" out of the "offload" block'
+            )
+        model.requires_grad_(False)
+        engine = initialize(model=model, config=_as_reference(config, len(self.references))).engine
+        self.references = (*self.references, engine)
+
+    def beside_references(self, config: Any) -> dict[str, Any]:
+        """The config of the model that trains: a `device_memory` less what the references have of it.
+
+        Raises `BudgetError` where they leave nothing.
+        """
+        content = content_of(config)
+        given, taken = value_of(content, "offload.device_memory"), sum(each.device_memory for each in self.references)
+        if given is None or not taken:
+            return content
+        left = parse_size(given) - taken
+        if left <= 0:
+            raise BudgetError(
+                f'"device_memory" is {format_size(parse_size(given))}, of which the models that do not train take '
+                f'{format_size(taken)}; raise it, or move "offload_param" from the device to cpu or nvme'
+            )
+        content["offload"] = {**content["offload"], "device_memory": left}
+        return content
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """The engine's model as it is: no copy on a device, no DDP, no autocast round it."""
-        if self._is_mine(model):
+        """The engine's model as it is: no copy on a device, no DDP, no autocast round it.
+
+        With `evaluation_mode` another model comes under a frozen engine, as trl asks for a reference: it does not train
+        from here on. It must be prepared before the one that trains where the config has a `device_memory`, which both
+        share; else that is a `UsageError`.
+        """
+        if evaluation_mode and self.offload_config is not None and not self._is_paged(model):
+            self._page(model)
+        if self._is_paged(model):
             setattr(model, _PREPARED, True)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         return prepared
@@ -222,6 +267,21 @@ class Accelerator(accelerate.Accelerator):
         if self.engine is None:
             return super().load_state(*args, **kwargs)
         raise UsageError("weights and states are in the engine: call accelerator.engine.load_checkpoint(folder)")
+
+
+def _as_reference(config: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The config of a model that does not train: weights lie as those that train do, and what tells of steps is out.
+
+    It has a run of its own, which nobody resumes, and the device memory that it needs.
+    """
+    kept = ("zero_optimization", "aio", "bf16", "fp16", "torch_autocast")
+    block = dict(config.get("offload") or {})
+    for name in ("device_memory", "trace", "log", "drive_tbw"):
+        block.pop(name, None)
+    name = "reference" if index == 0 else f"reference{index + 1}"
+    block |= {"run": f"{value_of(block, 'run') or 'default'}-{name}", "durability": "none", "resume": "never"}
+    content = {key: config[key] for key in kept if key in config}
+    return {**content, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "offload": block}
 
 
 def _check_accumulation(engine: Engine, accumulation: int) -> None:

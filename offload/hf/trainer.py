@@ -152,7 +152,8 @@ class OffloadMixin(_Base):
             if any(p.requires_grad for p in self.model.parameters()):
                 _, self.optimizer = self.accelerator.prepare(self.model, self.create_optimizer())
             else:
-                self.accelerator.use(initialize(model=self.model, config=self.accelerator.offload_config).engine)
+                config = self.accelerator.beside_references(self.accelerator.offload_config)
+                self.accelerator.use(initialize(model=self.model, config=config).engine)
         return super().evaluation_loop(*args, **kwargs)
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ whole. The other states stay at home; an update streams them through tiles and p
                 is read. A lease may hold it as well (`lease is not None`): the write of an update may still
                 be in flight (`unwritten`), or there was room to keep it.
     FAILED      A read, write or kernel failed on this unit. Memory and store may disagree; nothing is
-                read from it again, and the store opens at its last committed epoch.
+                read from it again, and the store opens at its last committed step.
 
               start_read            finish_read             upload              upload
         DISK ────────────► READING ─────────────► HOST ───────────► UPLOADING ───────────► DEVICE

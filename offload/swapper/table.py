@@ -83,7 +83,7 @@ def _what_is_left(table: Table) -> str:
         return "nothing was committed, so start again, or from a checkpoint"
     if table.rewritten:
         return (
-            "a load was replacing frozen weights, so the last committed epoch is not whole: start the run over and "
+            "a load was replacing frozen weights, so the last committed step is not whole: start the run over and "
             "load the checkpoint again"
         )
     error = table.failure
@@ -94,4 +94,4 @@ def _what_is_left(table: Table) -> str:
                 "whole; else go back to a checkpoint"
             )
         error = error.__cause__
-    return "the last committed epoch is intact"
+    return "the last committed step is intact"

@@ -206,7 +206,7 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
             reason = f"it is cut short: {len(have)} bytes of {record.blob_nbytes}"
         else:
             reason = "its checksum is not the one that its record has"
-        wrong.append(Wrong(str(blob), f"{reason}; it belongs to the last commit, epoch {record.epoch}"))
+        wrong.append(Wrong(str(blob), f"{reason}; it belongs to the last commit, step {record.epoch}"))
     return commits, wrong
 
 
@@ -243,6 +243,8 @@ def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
         except StoreError as error:
             wrong.append(Wrong(str(path), _reason(path, error)))
         states = place / "states"
+        if manifest.spec.slots == 1:
+            continue  # they have no name, and are there for as long as their process
         if not states.is_file():
             wrong.append(Wrong(str(states), "it is missing"))
         elif (have := states.stat().st_size) < nbytes:

@@ -126,6 +126,8 @@ class Store:
                 sync_folder(folder.parent.parent)
             if not self._checked:
                 self._forget_end()
+                for folder in self.folders:  # nobody can go on with them: however this process ends, their room is free
+                    (folder / "states").unlink()
             else:
                 for unit, row in enumerate(self._places):
                     self._sums |= {(unit, state): sums.of_zeros(slots[0]) for state, slots in row.items()}
@@ -238,7 +240,7 @@ class Store:
                 )
             held = read_blob(self.folders[0], record)
             if held is None:
-                wrong.append(f"blob.{record.blob} of epoch {record.epoch} is damaged")
+                wrong.append(f"blob.{record.blob} of step {record.epoch} is damaged")
                 continue
             if record is records[0] and not doubtful:
                 return record
@@ -251,16 +253,16 @@ class Store:
             self._file = None
             if damage is None:
                 why = f" ({'; '.join(wrong)})" if wrong else ""
-                self.notices.append(f"a commit is not whole{why}; epoch {record.epoch} was checked and is taken")
+                self.notices.append(f"a commit is not whole{why}; step {record.epoch} was checked and is taken")
                 return record
-            wrong.append(f"epoch {record.epoch}: {damage}")
+            wrong.append(f"step {record.epoch}: {damage}")
         raise StoreError(
             f"{self.folders[0]}: no commit is whole: {'; '.join(wrong)}; it cannot be resumed, go back to a checkpoint"
         )
 
     def _damaged_blob(self, record: Record) -> StoreError:
         return StoreError(
-            f"{self.folders[0]}/blob.{record.blob} is damaged: epoch {record.epoch} cannot be resumed, and no other is "
+            f"{self.folders[0]}/blob.{record.blob} is damaged: step {record.epoch} cannot be resumed, and no other is "
             f"there; go back to a checkpoint"
         )
 
@@ -290,7 +292,7 @@ class Store:
             try:
                 found = read_manifest(path)
             except StoreError as error:
-                self.notices.append(f"{error}; it is written anew from the copy that epoch {record.epoch} holds")
+                self.notices.append(f"{error}; it is written anew from the copy that step {record.epoch} holds")
                 missing = True
                 continue
             number = place_of(folder)[1]
