@@ -9,15 +9,18 @@ from typing import Annotated
 import typer
 
 from offload.cli_machine import BAD_INPUT, FAILED, Json, errors, parse_count
+from offload.cli_options import UNDERSCORES, Grouped, option
 from offload.cli_progress import measuring
 from offload.cli_signals import obeyed, signals
 from offload.sizes import parse_size
+
+_MODEL, _MACHINE, _STEP, _TOLD = "Model", "Machine", "Step", "What is told"
 
 
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
     app.command()(probe)
-    app.command()(plan)
+    app.command(cls=Grouped, context_settings=UNDERSCORES)(plan)
 
 
 def probe(
@@ -67,47 +70,90 @@ def probe(
 
 def plan(
     model: Annotated[
-        str | None, typer.Option(help="A preset, such as llama-7b, or a folder with a config.json.")
+        str | None,
+        option(
+            _MODEL, "--model", "A preset, such as llama-7b, or a folder with a config.json.", "--model-name-or-path"
+        ),
     ] = None,
-    parameters: Annotated[str | None, typer.Option(help="Instead of a model: how many, as 13B or 350M.")] = None,
-    layers: Annotated[int | None, typer.Option(help="With --parameters: layers.")] = None,
+    parameters: Annotated[
+        str | None, option(_MODEL, "--parameters", "Instead of a model: how many, as 13B or 350M.")
+    ] = None,
+    layers: Annotated[int | None, option(_MODEL, "--layers", "With --parameters: layers.")] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="Describe a machine: 24GB, or a name as 'RTX 4090', 'A100 80GB', H200. [default: as probed]"),
+        option(
+            _MACHINE,
+            "--gpu",
+            "Describe a machine: 24GB, or a name as 'RTX 4090', 'A100 80GB', H200. [default: as probed]",
+        ),
     ] = None,
-    ram: Annotated[str | None, typer.Option(help="RAM of the machine, as 64GB. [described: 64GB]")] = None,
+    ram: Annotated[str | None, option(_MACHINE, "--ram", "RAM of the machine, as 64GB. [described: 64GB]")] = None,
     drive: Annotated[
         list[str] | None,
-        typer.Option(metavar="READ,WRITE[,FREE]", help="A drive, as 7GB/s,4GB/s or 7GB/s,4GB/s,2TB; may repeat."),
+        option(
+            _MACHINE,
+            "--drive",
+            "A drive, as 7GB/s,4GB/s or 7GB/s,4GB/s,2TB; may repeat.",
+            metavar="READ,WRITE[,FREE]",
+        ),
     ] = None,
-    memory_bandwidth: Annotated[str | None, typer.Option(help="Of a described machine's RAM, as 80GB/s.")] = None,
-    pcie: Annotated[str | None, typer.Option(help="Copies to a described GPU, as 25GB/s.")] = None,
+    memory_bandwidth: Annotated[
+        str | None, option(_MACHINE, "--memory-bandwidth", "Of a described machine's RAM, as 80GB/s.")
+    ] = None,
+    pcie: Annotated[str | None, option(_MACHINE, "--pcie", "Copies to a described GPU, as 25GB/s.")] = None,
     nvme_path: Annotated[
-        list[str] | None, typer.Option(metavar="PATH", help="Folders on probed drives; may repeat. [default: the last]")
+        list[str] | None,
+        option(_MACHINE, "--nvme-path", "Folders on probed drives; may repeat. [default: the last]", metavar="PATH"),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="DeepSpeed JSON file to plan for. [default: homes that fit]")
+        Path | None,
+        option(_STEP, "--config", "DeepSpeed JSON file to plan for. [default: homes that fit]", "--deepspeed"),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="auto, bf16, fp16 or fp32; auto: as train, bf16 where described. [default: auto]")
+        str | None,
+        option(_STEP, "--dtype", "auto, bf16, fp16 or fp32; auto: as train, bf16 where described. [default: auto]"),
     ] = None,
-    durability: Annotated[str | None, typer.Option(help="auto, step or none. [default: auto]")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences of a micro-batch. [default: 1]")] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
-    accumulation: Annotated[int | None, typer.Option(help="Micro-batches of a step. [default: 1]")] = None,
+    durability: Annotated[str | None, option(_STEP, "--durability", "auto, step or none. [default: auto]")] = None,
+    batch_size: Annotated[
+        int | None,
+        option(_STEP, "--batch-size", "Sequences of a micro-batch. [default: 1]", "--per-device-train-batch-size"),
+    ] = None,
+    seq_len: Annotated[
+        int, option(_STEP, "--seq-len", "Tokens of a sequence.", "--max-length", "--max-seq-length")
+    ] = 1024,
+    accumulation: Annotated[
+        int | None,
+        option(_STEP, "--accumulation", "Micro-batches of a step. [default: 1]", "--gradient-accumulation-steps"),
+    ] = None,
     recompute: Annotated[
         bool | None,
-        typer.Option("--recompute/--no-recompute", help="Activation checkpointing. [default: where they do not fit]"),
+        option(
+            _STEP,
+            "--gradient-checkpointing/--no-gradient-checkpointing",
+            "Whether activations are computed again in backward. [default: where they do not fit]",
+            "--recompute/--no-recompute",
+            "--activation-checkpointing/--no-activation-checkpointing",
+        ),
     ] = None,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Run the model, or some layers, on this machine first: a better prediction."),
+        option(_TOLD, "--measure", "Run the model, or some layers, on this machine first: a better prediction."),
     ] = False,
-    tokens: Annotated[str | None, typer.Option(help="To train on, as 1B: says how long that takes.")] = None,
+    tokens: Annotated[str | None, option(_TOLD, "--tokens", "To train on, as 1B: says how long that takes.")] = None,
     tbw: Annotated[
-        str | None, typer.Option(help="What each drive may be written, as 1200TB. [default: what SMART tells]")
+        str | None,
+        option(_TOLD, "--tbw", "What each drive may be written, as 1200TB. [default: what SMART tells]"),
     ] = None,
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the config, ready to train with.")] = None,
+    write: Annotated[
+        Path | None,
+        option(
+            _TOLD,
+            "--write",
+            "Write the config, ready to train with, as `offload train` would by default.",
+            "--output",
+            metavar="FILE",
+        ),
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Say what goes where and how fast a step will be, before there is a run.
@@ -118,6 +164,8 @@ def plan(
     from rich.table import Table
 
     from offload.planner import ask, choice, report
+    from offload.presets import PRESETS
+    from offload.train_options import Start, recipe
 
     console = Console(stderr=json_output, highlight=False, markup=False)
     with errors(BAD_INPUT):
@@ -134,7 +182,8 @@ def plan(
         advice = choice.advise(planned)
     with errors(FAILED):
         if write is not None:
-            ask.write_config(planned, write)
+            folder = None if model is None or model in PRESETS else Path(model)
+            ask.write_config(planned, write, recipe(Start.of(folder)) if config is None else {})
     if json_output:
         print(json.dumps(report.as_json(planned, advice, wanted)), flush=True)
         return

@@ -8,23 +8,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
 
 from offload.cli_machine import Json
+from offload.cli_options import UNDERSCORES, Grouped, option
 
 Home = Literal["none", "cpu", "nvme"]
 _MODEL, _DATA, _STEPS = "Model", "Data", "Steps"
 _PLACES, _RUN, _TOLD = "Where things lie", "Break off and go on", "What is told"
 
 
-def _option(panel: str, name: str, help: str, *names: str, **more: Any) -> Any:
-    """An option; `names` are other ones of it, as Hugging Face's arguments have them, which the help leaves out."""
-    return typer.Option(name, *names, help=help, rich_help_panel=panel, **more)
-
-
 Model = Annotated[
     str,
-    _option(
+    option(
         _MODEL,
         "--model",
         "gpt2-tiny or -small, llama-1b, -3b, -7b, -13b, -70b, from scratch, on bytes; or a folder: config.json, "
@@ -34,7 +29,7 @@ Model = Annotated[
 ]
 LoraText = Annotated[
     str | None,
-    _option(
+    option(
         _MODEL,
         "--lora",
         "Train adapters by peft, the model stays as it is: r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj. "
@@ -44,7 +39,7 @@ LoraText = Annotated[
 ]
 Checkpointing = Annotated[
     bool,
-    _option(
+    option(
         _MODEL,
         "--gradient-checkpointing",
         "Compute activations again in backward instead of keeping them.",
@@ -53,7 +48,7 @@ Checkpointing = Annotated[
 ]
 Output = Annotated[
     Path | None,
-    _option(
+    option(
         _MODEL,
         "--output",
         "Write the model after the last step, or its adapters, and the tokenizer, for from_pretrained; must not be "
@@ -65,13 +60,11 @@ Output = Annotated[
 ]
 SaveEvery = Annotated[
     int | None,
-    _option(
-        _MODEL, "--save-every", "Write it each so many steps, too, in checkpoint-N of that folder.", "--save-steps"
-    ),
+    option(_MODEL, "--save-every", "Write it each so many steps, too, in checkpoint-N of that folder.", "--save-steps"),
 ]
 Data = Annotated[
     list[Path] | None,
-    _option(
+    option(
         _DATA,
         "--data",
         'Documents, whole in rows of --seq-len: a *.jsonl file with {"text"}, {"messages"} or {"prompt", "completion"} '
@@ -82,7 +75,7 @@ Data = Annotated[
 ]
 Text = Annotated[
     list[Path] | None,
-    _option(
+    option(
         _DATA,
         "--text",
         "Random stretches of a text file, or of a folder of *.py, *.txt, *.md; may repeat. "
@@ -92,7 +85,7 @@ Text = Annotated[
 ]
 EvalData = Annotated[
     list[Path] | None,
-    _option(
+    option(
         _DATA,
         "--eval-data",
         "What to evaluate on, read as --data or --text is; may repeat. [default: every twentieth sequence, at most 16, "
@@ -101,17 +94,17 @@ EvalData = Annotated[
         metavar="PATH",
     ),
 ]
-SeqLen = Annotated[int, _option(_DATA, "--seq-len", "Tokens of a sequence.", "--max-length", "--max-seq-length")]
+SeqLen = Annotated[int, option(_DATA, "--seq-len", "Tokens of a sequence.", "--max-length", "--max-seq-length")]
 Steps = Annotated[
     int | None,
-    _option(_STEPS, "--steps", "Steps in all, those of a resumed run included. [default: 200]", "--max-steps"),
+    option(_STEPS, "--steps", "Steps in all, those of a resumed run included. [default: 200]", "--max-steps"),
 ]
 Epochs = Annotated[
-    float | None, _option(_STEPS, "--epochs", "Instead of --steps: passes over the data.", "--num-train-epochs")
+    float | None, option(_STEPS, "--epochs", "Instead of --steps: passes over the data.", "--num-train-epochs")
 ]
 BatchSize = Annotated[
     int | None,
-    _option(
+    option(
         _STEPS,
         "--batch-size",
         "Sequences of a micro-batch, on each GPU. [default: 8]",
@@ -120,11 +113,11 @@ BatchSize = Annotated[
 ]
 Accumulation = Annotated[
     int | None,
-    _option(_STEPS, "--accumulation", "Micro-batches of a step. [default: 1]", "--gradient-accumulation-steps"),
+    option(_STEPS, "--accumulation", "Micro-batches of a step. [default: 1]", "--gradient-accumulation-steps"),
 ]
 Lr = Annotated[
     float | None,
-    _option(
+    option(
         _STEPS,
         "--lr",
         "Learning rate. [default: 2e-5 from weights of a folder, 2e-4 with --lora, 3e-4 from scratch]",
@@ -133,11 +126,11 @@ Lr = Annotated[
 ]
 Schedule = Annotated[
     Literal["cosine", "constant"] | None,
-    _option(_STEPS, "--schedule", "What the rate does after its warm-up. [default: cosine]", "--lr-scheduler-type"),
+    option(_STEPS, "--schedule", "What the rate does after its warm-up. [default: cosine]", "--lr-scheduler-type"),
 ]
 Warmup = Annotated[
     float | None,
-    _option(
+    option(
         _STEPS,
         "--warmup",
         "Share of the steps, below 1, or number of steps, in which the rate rises. [default: 0.03]",
@@ -146,25 +139,25 @@ Warmup = Annotated[
     ),
 ]
 WeightDecay = Annotated[
-    float | None, _option(_STEPS, "--weight-decay", "Of matrices; biases and norms have none. [default: 0.1]")
+    float | None, option(_STEPS, "--weight-decay", "Of matrices; biases and norms have none. [default: 0.1]")
 ]
 GradClip = Annotated[
     float | None,
-    _option(_STEPS, "--grad-clip", "Largest norm of a gradient; 0: any. [default: 1.0]", "--max-grad-norm"),
+    option(_STEPS, "--grad-clip", "Largest norm of a gradient; 0: any. [default: 1.0]", "--max-grad-norm"),
 ]
 EvalEvery = Annotated[
     int | None,
-    _option(
+    option(
         _STEPS,
         "--eval-every",
         "Steps from one evaluation to the next, and after the last; 0: none. [default: a fifth of the steps]",
         "--eval-steps",
     ),
 ]
-Seed = Annotated[int | None, _option(_STEPS, "--seed", "Seed of weights, data order and dropout. [default: 0]")]
+Seed = Annotated[int | None, option(_STEPS, "--seed", "Seed of weights, data order and dropout. [default: 0]")]
 ConfigFile = Annotated[
     Path | None,
-    _option(
+    option(
         _PLACES,
         "--config",
         "DeepSpeed JSON file, whose values count instead of these defaults. An option that is typed overrules it, with "
@@ -172,13 +165,13 @@ ConfigFile = Annotated[
         "--deepspeed",
     ),
 ]
-OffloadParam = Annotated[Home | None, _option(_PLACES, "--offload-param", "Home of the weights. [default: nvme]")]
+OffloadParam = Annotated[Home | None, option(_PLACES, "--offload-param", "Home of the weights. [default: nvme]")]
 OffloadOptimizer = Annotated[
-    Home | None, _option(_PLACES, "--offload-optimizer", "Home of the optimizer states. [default: nvme]")
+    Home | None, option(_PLACES, "--offload-optimizer", "Home of the optimizer states. [default: nvme]")
 ]
 NvmePath = Annotated[
     list[str] | None,
-    _option(
+    option(
         _PLACES,
         "--nvme-path",
         "Folder for swap files, one for each drive; may repeat. [default: ./swap]",
@@ -187,7 +180,7 @@ NvmePath = Annotated[
 ]
 WeightDtype = Annotated[
     Literal["auto", "bf16", "fp16", "fp32"] | None,
-    _option(
+    option(
         _PLACES,
         "--dtype",
         "Dtype of the weights; auto: bf16 where this machine multiplies it as fast as fp32, else fp32. [default: auto]",
@@ -195,21 +188,21 @@ WeightDtype = Annotated[
 ]
 HostMemory = Annotated[
     str | None,
-    _option(_PLACES, "--host-memory", "Host budget, as 16GiB. [default: what is needed, at most 80 % of free]"),
+    option(_PLACES, "--host-memory", "Host budget, as 16GiB. [default: what is needed, at most 80 % of free]"),
 ]
 Device = Annotated[
-    Literal["auto", "cpu", "cuda"] | None, _option(_PLACES, "--device", "Where to compute. [default: auto]")
+    Literal["auto", "cpu", "cuda"] | None, option(_PLACES, "--device", "Where to compute. [default: auto]")
 ]
 RunName = Annotated[
-    str | None, _option(_RUN, "--run", "Name of the run's folder in the nvme path. [default: default]", "--run-name")
+    str | None, option(_RUN, "--run", "Name of the run's folder in the nvme path. [default: default]", "--run-name")
 ]
 ResumeRun = Annotated[
     Literal["never", "auto", "must", "restart"] | None,
-    _option(_RUN, "--resume", "Go on with the run of that name: never, auto or must; or restart it. [default: never]"),
+    option(_RUN, "--resume", "Go on with the run of that name: never, auto or must; or restart it. [default: never]"),
 ]
 Durability = Annotated[
     str | None,
-    _option(
+    option(
         _RUN,
         "--durability",
         "step: each step survives a kill; 10: every tenth; none: half the disk, no resume. "
@@ -217,14 +210,14 @@ Durability = Annotated[
         metavar="WORD|STEPS",
     ),
 ]
-Keep = Annotated[bool, _option(_RUN, "--keep", "Keep the swap files after the last step.")]
+Keep = Annotated[bool, option(_RUN, "--keep", "Keep the swap files after the last step.")]
 Log = Annotated[
     Path | None,
-    _option(_TOLD, "--log", "Write a JSON object a step. A resumed run goes on with the file, another starts it over."),
+    option(_TOLD, "--log", "Write a JSON object a step. A resumed run goes on with the file, another starts it over."),
 ]
 LogEvery = Annotated[
     int | None,
-    _option(
+    option(
         _TOLD,
         "--log-every",
         "Print a line each so many steps. [default: every few seconds; in a terminal one line that moves]",
@@ -233,30 +226,13 @@ LogEvery = Annotated[
 ]
 Trace = Annotated[
     Path | None,
-    _option(_TOLD, "--trace", "Write a time line of the run, for ui.perfetto.dev; zipped where it ends in .gz."),
+    option(_TOLD, "--trace", "Write a time line of the run, for ui.perfetto.dev; zipped where it ends in .gz."),
 ]
-
-
-class Grouped(TyperCommand):
-    """A command whose options are listed in groups, each by its first name; any may be written with underscores."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                name = record[0]
-                for other in parameter.opts[1:]:
-                    name = name.replace(f", {other}", "")
-                groups.setdefault(getattr(parameter, "rich_help_panel", None) or _TOLD, []).append((name, record[1]))
-        for title, records in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command(cls=Grouped, context_settings={"token_normalize_func": lambda name: name.replace("_", "-")})(train)
+    app.command(cls=Grouped, context_settings=UNDERSCORES)(train)
 
 
 def train(

@@ -87,16 +87,16 @@ def check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:
         raise ConfigError(f"the text has token {largest_id}, the model's vocabulary only {config.vocab_size}")
 
 
-def make_ready(model: Any, activation_checkpointing: bool) -> None:
+def make_ready(model: Any, gradient_checkpointing: bool) -> None:
     """Set what training wants of a model of transformers: the loss of a language model. Its config stays as it is."""
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # what the library would take, after a warning
-    if activation_checkpointing:
+    if gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         try:
             enable()
         except ValueError as error:
-            raise ConfigError(f"--activation-checkpointing: {error}") from error
+            raise ConfigError(f"--gradient-checkpointing: {error}") from error
 
 
 def without_cache(model: nn.Module) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from offload.engine.dtype_choice import settle
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
 from offload.engine.json_lines import check_log, cut_log
-from offload.errors import ConfigError, OffloadError
+from offload.errors import ConfigError, OffloadError, StoreError
 from offload.evaluation import Evaluation
 from offload.job_identity import Identity, differences, other_model, weights_of
 from offload.language_model import (
@@ -143,10 +143,10 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     check(options)
     lora = None if options.lora is None else parse_lora(options.lora)
     folder = find_folder(options.model)
-    content, lines = merge(file, options, _start(options, folder))
+    content, lines = merge(file, options, Start.of(folder, options.lora is not None))
     lines += keep(content) if options.keep else ()
     content |= {"steps_per_print": 0, "wall_clock_breakdown": True}  # for the log and the summary
-    config = load_config(schedule(content, file is not None, options, options.steps or DEFAULT_STEPS)[0])
+    config = load_config(schedule(content, options, options.steps or DEFAULT_STEPS)[0])
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun
     batch = resolve_batch(config, world_size)
     for line in lines:
@@ -163,7 +163,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     share = Share(batch.micro, batch.accumulation, config.offload.seed, rank, world_size)
     data = training_data.read(options, files, tokenizer, share, keeps_documents_apart(folder))
     steps = steps_of(options, DEFAULT_STEPS, data.batches)
-    content, lines = schedule(content, file is not None, options, steps)
+    content, lines = schedule(content, options, steps)
     for line in lines:
         say(line)
     mine = _identity(options, folder, data, steps)
@@ -212,13 +212,6 @@ _EVALUATIONS = 5
 """How often a run evaluates, by default."""
 
 
-def _start(options: Options, folder: Path | None) -> Start:
-    if options.lora is not None:
-        return Start.ADAPTERS
-    has_weights = folder is not None and any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
-    return Start.WEIGHTS if has_weights else Start.SCRATCH
-
-
 def _groups(model: nn.Module, decay: Any) -> Any:
     """The model's parameters, in groups where there is a decay; a value that is no number is the config's to refuse."""
     if not isinstance(decay, int | float) or not decay:
@@ -237,7 +230,7 @@ def _identity(options: Options, folder: Path | None, data: Data, steps: int) -> 
 def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
     """Have commits hold whose they are; lines where a resumed run goes on with other data or adapters.
 
-    Raises `ConfigError` where it is another model's run, or where its model would be saved among other files.
+    Raises `StoreError` where it is another model's run, `ConfigError` where its model would be saved among other files.
     """
     before = engine.client_state.get("job")
     lines: list[str] = []
@@ -245,7 +238,7 @@ def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
         if before is not None and engine.global_steps:
             other = other_model(mine, before)
             if other is not None:
-                raise ConfigError(
+                raise StoreError(
                     f"the run in {engine.resumable} is another job's: {other}; give that model, another --run, or "
                     f"--resume restart"
                 )
@@ -253,7 +246,7 @@ def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
             lines += [f"resumed, and {words}" for words in differences(mine, kept)]
         if before is None or before.get("output") != mine.output:
             check_output(None if mine.output is None else Path(mine.output), may_be_there=False)
-    except ConfigError:
+    except (ConfigError, StoreError):
         engine.destroy(remove=False)
         raise
     engine.client_state["job"] = mine._asdict()
@@ -304,7 +297,7 @@ def check_output(folder: Path | None, may_be_there: bool) -> None:
 def _finished(config: Config, mine: Identity) -> Finished | None:
     """What to say where `--resume auto` finds nothing to do; with must that is an error, which `initialize` raises.
 
-    Raises `ConfigError` where it was another job that ended there.
+    Raises `StoreError` where it was another job that ended there.
     """
     drives, run = config.drives, config.offload.run
     if not (drives and config.wants_store) or config.offload.resume != "auto":
@@ -319,7 +312,7 @@ def _finished(config: Config, mine: Identity) -> Finished | None:
         if not others and mine.output is not None and not Path(mine.output).is_dir():
             others = [f"the model that it has saved in {mine.output} is not there any more"]
         if others:
-            raise ConfigError(
+            raise StoreError(
                 f"{ended}, and was not this job: {'; '.join(others)}. Give another --run, or --resume restart to begin "
                 f"this one in its place"
             )

@@ -14,6 +14,7 @@ from offload.errors import ConfigError
 DEFAULT_BATCH_SIZE = 8
 DEFAULT_STEPS = 200
 DEFAULT_WARMUP = 0.03
+DEFAULT_CLIP = 1.0
 DEFAULT_DECAY = 0.1
 """Of matrices; see `decay_groups`."""
 
@@ -29,6 +30,20 @@ class Start(enum.Enum):
     def lr(self) -> float:
         """The learning rate by default."""
         return self.value
+
+    @classmethod
+    def of(cls, folder: Path | None, adapters: bool = False) -> Start:
+        """What training of a model folder starts from, or that of a preset, which is None."""
+        if adapters:
+            return cls.ADAPTERS
+        has_weights = folder is not None and any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
+        return cls.WEIGHTS if has_weights else cls.SCRATCH
+
+
+def recipe(start: Start) -> dict[str, Any]:
+    """What a config says of learning by default, as this command does it; its schedule depends on the steps."""
+    params = {"lr": start.lr, "weight_decay": DEFAULT_DECAY}
+    return {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": DEFAULT_CLIP}
 
 
 class Options(NamedTuple):
@@ -75,7 +90,7 @@ _KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("offload_param", ("zero_optimization", "offload_param", "device"), "nvme"),
     ("offload_optimizer", ("zero_optimization", "offload_optimizer", "device"), "nvme"),
     ("weight_decay", ("optimizer", "params", "weight_decay"), DEFAULT_DECAY),
-    ("grad_clip", ("gradient_clipping",), 1.0),
+    ("grad_clip", ("gradient_clipping",), DEFAULT_CLIP),
     ("host_memory", ("offload", "host_memory"), None),
     ("device", ("offload", "device"), None),
     ("seed", ("offload", "seed"), None),
@@ -92,8 +107,8 @@ def merge(
     """One config out of a config file's content and what was typed; and a line for each key that was overruled.
 
     Without a file the defaults of the command count; with one, what it does not say means what it means in DeepSpeed,
-    but for the learning rate, which may be "auto" or absent, and for bf16.enabled "auto", which is --dtype auto. A
-    schedule is set by `schedule`, once the number of steps is known.
+    but for the learning rate, which may be "auto" or absent, for bf16.enabled "auto", which is --dtype auto, and for
+    the schedule, which `schedule` sets once the number of steps is known.
     """
     merged: dict[str, Any] = json.loads(json.dumps(dict(file or {})))
     lines: list[str] = []
@@ -175,16 +190,16 @@ def _merge_batch(merged: dict[str, Any], options: Options, lines: list[str]) -> 
 # -- the schedule -------------------------------------------------------------------------------------
 
 
-def schedule(
-    content: Mapping[str, Any], from_file: bool, options: Options, steps: int
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+def schedule(content: Mapping[str, Any], options: Options, steps: int) -> tuple[dict[str, Any], tuple[str, ...]]:
     """A merged config with the learning rates of `steps` steps, and a line for what was overruled.
 
-    A file's schedule stays unless another was typed; without a file it is a cosine after a warm-up of 3 %.
+    A file's schedule stays unless another was typed; where it has none, as in a file for a Trainer that makes its own,
+    it is a cosine after a warm-up of 3 %.
     """
     content, lines = dict(content), []
-    if options.schedule is not None or options.warmup is not None or not from_file:
-        before = content.pop("scheduler", None)
+    before = content.get("scheduler")
+    if options.schedule is not None or options.warmup is not None or before is None:
+        content.pop("scheduler", None)
         if before is not None:
             flags = [f"--{name}" for name in ("schedule", "warmup") if getattr(options, name) is not None]
             kind = _get(before, ("type",))

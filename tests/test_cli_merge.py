@@ -41,7 +41,7 @@ def test_defaults_without_a_file() -> None:
 def scheduled(file: dict[str, Any] | None, **typed: Any) -> Any:
     """The schedule of a run of 100 steps, and what was said of it."""
     options = Options()._replace(**typed)
-    content, lines = schedule(merge(file, options)[0], file is not None, options, 100)
+    content, lines = schedule(merge(file, options)[0], options, 100)
     return load_config(content).scheduler, lines
 
 
@@ -56,14 +56,16 @@ def test_a_schedule_that_asks_for_the_end_gets_the_steps() -> None:
     ):
         block, lines = scheduled({**FILE, "scheduler": content})
         assert (block.type, block.params, lines) == (content["type"], content["params"], ())
-    assert scheduled(FILE) == (None, ())
-    assert schedule({"scheduler": 5}, True, Options(), 100)[0] == {"scheduler": 5}, "the config refuses it"
+    for file in (FILE, {**FILE, "scheduler": None}, None):
+        block, lines = scheduled(file)
+        assert block.type == "WarmupCosineLR" and lines == (), "as that of a Trainer, where the file has none"
+    assert schedule({"scheduler": 5}, Options(), 100)[0] == {"scheduler": 5}, "the config refuses it"
 
 
 def rates(steps: int, file: dict[str, Any] | None = None, **typed: Any) -> list[float]:
     """The learning rates of a run's steps, in shares of the highest."""
     options = Options()._replace(lr=1.0, **typed)
-    content = load_config(schedule(merge(file, options)[0], file is not None, options, steps)[0])
+    content = load_config(schedule(merge(file, options)[0], options, steps)[0])
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     if content.scheduler is None:

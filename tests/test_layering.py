@@ -80,9 +80,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cli_signals",
         "cli_summary",
     },
-    "cli_train": {"train_options", "cli_machine", "cli_run"},
+    "cli_options": set(),
+    "cli_train": {"train_options", "cli_machine", "cli_options", "cli_run"},
     "cli": {"cli_machine", "cli_inspect", "cli_store", "cli_plan", "cli_report", "cli_train", "<root>"},
-    "cli_plan": {"errors", "sizes", "config", "cli_machine", "cli_progress", "cli_signals", "probe", "planner"},
+    "cli_plan": {
+        *("errors", "sizes", "config", "probe", "planner", "presets", "train_options"),
+        *("cli_machine", "cli_options", "cli_progress", "cli_signals"),
+    },
     "__init__": {"errors", "engine", "schedules", "planner"},
     "__main__": {"cli"},
 }

@@ -19,6 +19,7 @@ from offload.planner.hardware import Hardware, described, find_gpu, parse_drive
 from offload.planner.shape import Shape, from_count, from_name
 from offload.planner.timing import Load
 from offload.sizes import GIB, MIB, parse_size
+from offload.train_options import Options, merge, schedule
 
 MACHINE = ("--gpu", "24GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")
 COUNT = ("--parameters", "13B", "--layers", "40")
@@ -127,6 +128,8 @@ def test_the_written_config_holds_what_the_plan_says(tmp_path: Path) -> None:
     told = found("--model", str(folder), *MACHINE, "--seq-len", "64", "--write", str(target))
     content = json.loads(target.read_text())
     assert run("--model", str(folder), *MACHINE, "--write", str(target)).exit_code == 2, "it is not written over"
+    mine, theirs = (schedule(merge(file, Options())[0], Options(), 100)[0] for file in (content, None))
+    assert all(mine[key] == theirs[key] for key in ("optimizer", "gradient_clipping", "scheduler")), "as train does"
     content["offload"] |= {"nvme_path": str(tmp_path), "device": "cpu"}
     with offload.init(content):
         model = transformers.LlamaForCausalLM(shape)
@@ -143,7 +146,7 @@ def test_a_config_is_planned_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "ds_config.json"
     content = memory.settings("cpu", "nvme", durability="none", accumulation=3, batch=2)
     file.write_text(json.dumps(content))
-    told = found(*COUNT, *MACHINE, "--config", str(file), "--seq-len", "512", "--recompute")
+    told = found(*COUNT, *MACHINE, "--config", str(file), "--seq-len", "512", "--gradient-checkpointing")
     assert told["slots"] == 1 and told["config"] == content
     assert told["step"]["tokens"] == 3 * 2 * 512
 

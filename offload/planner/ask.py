@@ -223,9 +223,9 @@ def format_exact(nbytes: int) -> int | str:
     return words if parse_size(words) == nbytes else nbytes
 
 
-def write_config(planned: Planned, path: Path) -> None:
-    """Write the ready config; none is left where that fails. Errors are `OSError`."""
-    text = json.dumps(ready(planned), indent=2) + "\n"
+def write_config(planned: Planned, path: Path, said: Mapping[str, Any]) -> None:
+    """Write the ready config, with what is `said` of learning; none is left where that fails. Errors are `OSError`."""
+    text = json.dumps({**ready(planned), **said}, indent=2) + "\n"
     try:
         with open(path, "x", encoding="utf-8") as file:
             try:

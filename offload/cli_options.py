@@ -1,0 +1,42 @@
+"""How the options of a command are declared and listed: in groups, with other names that the help leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+UNDERSCORES = {"token_normalize_func": lambda name: name.replace("_", "-")}
+"""The settings of a command whose options may be written with underscores, as Hugging Face's arguments are."""
+
+
+def option(panel: str, name: str, help: str, *names: str, **more: Any) -> Any:
+    """Declare an option.
+
+    Args:
+        panel: the group in which the help lists it.
+        name: what the help calls it.
+        names: other names of it, as Hugging Face's arguments have them.
+    """
+    return typer.Option(name, *names, help=help, rich_help_panel=panel, **more)
+
+
+class Grouped(TyperCommand):
+    """A command whose options are listed in groups, each by its first name."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        last = "Other"
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            name = record[0]
+            for other in (*parameter.opts[1:], *parameter.secondary_opts[1:]):
+                name = name.replace(f", {other}", "").replace(f" / {other}", "")
+            last = getattr(parameter, "rich_help_panel", None) or last
+            groups.setdefault(last, []).append((name, record[1]))
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
