@@ -151,7 +151,7 @@ def test_a_model_whose_code_needs_values_is_trained_without(monkeypatch: pytest.
 def test_counting_leaves_the_model_as_it_is_and_counts_what_the_plan_counts() -> None:
     with init():
         model: Any = build("gpt2-tiny")
-    language_model.make_ready(model, activation_checkpointing=True)
+    language_model.make_ready(model, gradient_checkpointing=True)
     model.eval()
     again = [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False)]
     before = {name: (id(value), value.requires_grad) for name, value in model.named_parameters()}
@@ -170,7 +170,7 @@ def test_adapters_are_counted_with_their_model() -> None:
     whole = from_name("gpt2-tiny", 32)
     with init():
         model: Any = build("gpt2-tiny")
-    language_model.make_ready(model, activation_checkpointing=False)
+    language_model.make_ready(model, gradient_checkpointing=False)
     model = adapt(model, parse_lora("r=2"))
     found = from_training(model, 32, torch.bfloat16, (), {})
     assert sum(layout.trainable_stop for layout in found.layouts) < 0.2 * whole.parameters < found.parameters

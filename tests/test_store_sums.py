@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,8 @@ def test_without_durability_nothing_is_compared(tmp_path: Path, queue: IoQueue) 
     """One slot is written in place, and no resume ever reads it."""
     store = created(tmp_path, queue, SPEC._replace(slots=1))
     update(store, 0, 3)
-    damage(tmp_path / "run" / "rank0" / "states", 0, 64)
+    assert store._file is not None
+    (states,) = store._file.parts()
+    os.pwrite(int(states.descriptors.buffered), os.urandom(64), 0)
     store.read(0, State.WEIGHT, 0, 0, aligned_empty(8192)).wait()
     store.close()

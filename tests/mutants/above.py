@@ -99,8 +99,36 @@ MUTANTS = (
     Mutant(
         "a run that goes on saves over a stranger's folder",
         "offload.train",
-        "check_save(folder, may_be_there=False)",
-        "check_save(folder, may_be_there=True)",
+        "Path(mine.output), may_be_there=False)",
+        "Path(mine.output), may_be_there=True)",
         "tests/test_cli_finetune.py",
+    ),
+    Mutant(
+        "evaluate with dropout",
+        "offload.train",
+        "    engine.eval()\n    try:",
+        "    try:",
+        "tests/test_cli_evaluation.py",
+    ),
+    Mutant(
+        "take another job for one that is done",
+        "offload.train",
+        "        if others:\n",
+        "        if False:\n",
+        "tests/test_cli_jobs.py",
+    ),
+    Mutant(
+        "learn from what is held out",
+        "offload.text",
+        "        kept[block * length : (block + 1) * length] = False\n",
+        "",
+        "tests/test_cli_evaluation.py",
+    ),
+    Mutant(
+        "have biases and norms decay",
+        "offload.train_options",
+        "if parameter.ndim <= 1]",
+        "if parameter.ndim < 0]",
+        "tests/test_cli_merge.py",
     ),
 )

@@ -122,9 +122,9 @@ MUTANTS = (
     Mutant(
         "say that a run has ended when its files are gone",
         "offload.engine.ending",
-        "                elif remove:\n                    self._note_end()\n",
+        "                elif remove:\n                    self._note_end(facts or {})\n",
         "",
-        "tests/test_lifecycle.py",
+        "tests/test_resume.py",
     ),
     Mutant(
         "decide on a step before other ranks' gradients are in",
