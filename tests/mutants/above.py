@@ -120,8 +120,8 @@ MUTANTS = (
     Mutant(
         "learn from what is held out",
         "offload.text",
-        "        kept[block * length : (block + 1) * length] = False\n",
-        "",
+        "kept[block * length : (block + 1) * length] = False",
+        "kept[block * length : (block + 1) * length] = True",
         "tests/test_cli_evaluation.py",
     ),
     Mutant(
