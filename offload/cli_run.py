@@ -20,7 +20,7 @@ import psutil
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from offload import cli_summary
 from offload.cli_machine import BAD_INPUT, FAILED
@@ -228,7 +228,7 @@ class Training:
         if isinstance(report, Evaluation):
             self.evaluations.append(report)
             log.write(report.line() | {"time": time.time()})
-            line.print(f"step {report.step}: loss {report.loss:.4f} on what is not learned from")
+            line.print(f"step {report.step}: evaluation loss {report.loss:.4f}")
         else:
             line.print(f"step {report.step}: saved in {report.folder}")
 
@@ -352,12 +352,14 @@ class _Line:
 
     def __enter__(self) -> _Line:
         if self._console.is_terminal:
+            rest = Column(ratio=1, no_wrap=True)  # in a narrow terminal its end is what is cut
             self._progress = Progress(
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(20),
-                TextColumn("{task.description}"),
+                BarColumn(10),
+                TextColumn("{task.description}", table_column=rest),
                 TimeRemainingColumn(),
                 console=self._console,
+                expand=True,
             )
             self._task = self._progress.add_task(
                 "", total=self._job.steps, completed=min(self._job.engine.global_steps, self._job.steps)
@@ -378,10 +380,10 @@ class _Line:
         gpu = f"  GPU {format_size(self._on_gpu())}" if self._job.engine.device.type == "cuda" else ""
         words = (
             f"loss {report.loss:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}  "
-            f"{report.tokens / report.seconds:,.0f} tokens/s  "
+            f"{report.tokens / report.seconds:,.0f} tokens/s{gpu}  "
+            f"RAM {format_size(self._process.memory_info().rss)}  "
             f"read {report.read_bytes / report.seconds / 1e9:.2f} GB/s  "
-            f"write {report.written_bytes / report.seconds / 1e9:.2f} GB/s  "
-            f"RAM {format_size(self._process.memory_info().rss)}{gpu}"
+            f"write {report.written_bytes / report.seconds / 1e9:.2f} GB/s"
         )
         if self._progress is not None:
             self._progress.update(self._task, completed=report.step, description=words)
