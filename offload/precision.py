@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload.fileio import atomic_write
+
 _VERSION = 1
 _TOKENS, _WIDTH = 128, 256
 """Of the products. At 7 Gflop/s the three of them take 7 ms; the ratio is that of larger ones within a third."""
@@ -189,10 +191,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _keep(path: Path, products: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        new.write_text(json.dumps({"version": _VERSION, "products": products}, indent=2) + "\n", encoding="utf-8")
-        os.replace(new, path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+    atomic_write(path, json.dumps({"version": _VERSION, "products": products}, indent=2) + "\n", durable=False)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import stat
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from offload.aio.measure import Pass
 from offload.bench.io import Case, Plan, make_plan, passes_of
 from offload.config import load_config, read_json
 from offload.errors import ConfigError
+from offload.fileio import atomic_write
 from offload.sizes import MIB
 
 BLOCKS = tuple(MIB * n // 2 for n in (1, 2, 4, 8, 16))
@@ -111,25 +110,7 @@ def write_config(source: Path, target: Path, aio: dict[str, int]) -> None:
     content = read_json(source) if source.exists() else {}
     before = content.get("aio") or {}
     content["aio"] = {key: value for key, value in before.items() if key != "thread_count"} | aio
-    target = target.resolve()  # a link stays one
-    new = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with open(new, "w", encoding="utf-8") as file:
-            if target.exists():
-                before_it = target.stat()
-                os.fchmod(file.fileno(), stat.S_IMODE(before_it.st_mode))
-                with contextlib.suppress(PermissionError):  # somebody else's file: it becomes ours
-                    os.fchown(file.fileno(), before_it.st_uid, before_it.st_gid)
-            json.dump(content, file, indent=2, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, target)
-        folder = os.open(target.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-    finally:
-        new.unlink(missing_ok=True)
+    atomic_write(target, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def _is_plain(text: str) -> bool:

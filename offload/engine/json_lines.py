@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError
+from offload.fileio import atomic_write
 
 
 def json_line(content: Any) -> str:
@@ -37,19 +38,12 @@ def check_log(log: Path) -> None:
 
 def cut_log(path: Path, steps: int) -> None:
     """Keep the whole lines of steps up to `steps`, so that a resumed run appends to what was committed."""
-    path = path.resolve()
     if not path.is_file():
         return  # none yet, or a device or pipe
     lines = path.read_text(errors="replace").split("\n")
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("w") as file:
-            file.writelines(f"{line}\n" for line in lines if 0 < step_of(line) <= steps)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        atomic_write(path, "".join(f"{line}\n" for line in lines if 0 < step_of(line) <= steps))
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(error.errno, f"cannot write the log: {error.strerror}", str(path)) from error
 
 

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, Protocol
 from offload.config import Config
 from offload.engine.json_lines import check_log, cut_log, json_line
 from offload.errors import ConfigError
+from offload.fileio import atomic_write
 from offload.sizes import format_size
 
 logger = logging.getLogger("offload")
@@ -227,12 +228,7 @@ def cut(path: Path, samples: int) -> None:
     if not kept and len(lines) > 1:
         os.replace(path, path.with_name(f"{path.name}.old"))
         return
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
-        file.writelines(f"{text}\n" for text in (header, *kept))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    atomic_write(path, "".join(f"{text}\n" for text in (header, *kept)))
 
 
 def _samples_of(text: str) -> float:

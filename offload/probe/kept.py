@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.errors import ConfigError
+from offload.fileio import atomic_write
 from offload.info import machine as about_machine
 from offload.probe.rates import DriveRates, DtypeRates, Probed, Rates
 
@@ -44,9 +45,7 @@ def keep(found: Probed) -> Path:
     mine = {each.path for each in found.drives}
     drives = [*(each for each in (before.drives if before else ()) if each.path not in mine), *found.drives]
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(json.dumps(as_json(found._replace(drives=tuple(drives))), indent=2) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    atomic_write(path, json.dumps(as_json(found._replace(drives=tuple(drives))), indent=2) + "\n", durable=False)
     return path
 
 
