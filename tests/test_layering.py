@@ -18,10 +18,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "notices": set(),
     "config": {"errors", "sizes"},
     "fileio": set(),
+    "torch_internals": set(),
     "aio": {"errors", "sizes"},
     "kernels": {"errors", "sizes"},
     "swapper": {"errors", "sizes", "notices", "aio"},
-    "engine": {"errors", "sizes", "notices", "fileio", "config", "aio", "kernels", "swapper", "precision"},
+    "engine": {
+        *("errors", "sizes", "notices", "fileio", "torch_internals"),
+        *("config", "aio", "kernels", "swapper", "precision"),
+    },
     "schedules": {"engine"},
     "precision": {"fileio"},
     "presets": {"errors"},
@@ -48,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"errors", "sizes"},
     "planner": {
         "errors",
+        "torch_internals",
         "sizes",
         "config",
         "aio",

@@ -20,6 +20,7 @@ from torch import nn
 
 from offload.engine.placeholder import asks_for_no_element
 from offload.errors import ConfigError, UsageError
+from offload.torch_internals import SHALLOW_COPY_QUERY, plain_tensors
 
 
 class Origin(Protocol):
@@ -144,7 +145,7 @@ def forget(parameter: nn.Parameter) -> None:
 # -- what becomes of a call ------------------------------------------------------------------------------
 
 _TENSOR: Any = torch.Tensor  # of which the stubs say that its properties are tensors
-_ALLOWED = frozenset({_TENSOR.__repr__, _TENSOR.requires_grad_, torch._has_compatible_shallow_copy_type})
+_ALLOWED = frozenset({_TENSOR.__repr__, _TENSOR.requires_grad_, SHALLOW_COPY_QUERY})
 
 
 _OVERWRITES = frozenset(
@@ -216,7 +217,7 @@ def _as_part(result: Any, tensor: Absent) -> Any:
 
 
 def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_tensors():
         return func(*args, **kwargs)
 
 

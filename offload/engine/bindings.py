@@ -23,15 +23,14 @@ from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented, but not in __all__
 
 from offload.engine.layout import UnitLayout
 from offload.engine.placeholder import Place
 from offload.errors import BudgetError, UsageError
 from offload.swapper.pager import Pager
+from offload.torch_internals import under_modes, without_modes
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -42,9 +41,9 @@ def _without_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:
+        if not under_modes():
             return function(*args, **kwargs)
-        with _disable_current_modes(), temporarily_clear_interpreter_stack():
+        with without_modes():
             return function(*args, **kwargs)
 
     return call

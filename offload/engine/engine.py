@@ -31,7 +31,6 @@ from offload.engine.decision import cut
 from offload.engine.device_room import advised, grow
 from offload.engine.ending import Ending
 from offload.engine.facts import Facts
-from offload.engine.hooks import inside_backward
 from offload.engine.keywords import refuse
 from offload.engine.loader import Loader, other_dtype, to_device
 from offload.engine.looking import Looking
@@ -50,6 +49,7 @@ from offload.notices import tell
 from offload.sizes import format_size
 from offload.swapper.modes import dtype_name
 from offload.swapper.timeline import Row
+from offload.torch_internals import inside_backward
 
 logger = logging.getLogger("offload")
 

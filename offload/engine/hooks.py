@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.modules.module import __file__ as module_file
-from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.engine.bindings import Bindings
 from offload.engine.gradients import Gradients
@@ -35,8 +34,8 @@ from offload.engine.saved import SavedTensors, storage_address
 from offload.errors import UsageError
 from offload.swapper.pager import Pager
 from offload.swapper.trace import Kind
+from offload.torch_internals import call_after_backward, inside_backward, tree_leaves, tree_map
 
-_NO_GRAPH_TASK = -1
 _EXTERNAL = "_offload_external_parameters"
 
 
@@ -273,7 +272,7 @@ class Hooks:
         if not self._in_backward:
             self.began_backward()
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            call_after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._bindings.end_kept()
@@ -301,11 +300,6 @@ def external_parameters(module: nn.Module) -> list[nn.Parameter]:
 def set_external_parameters(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
     """They are kept in the module: a deep copy of a model has its own."""
     module.__dict__[_EXTERNAL] = list(parameters)
-
-
-def inside_backward() -> bool:
-    """Whether the calling thread runs a backward."""
-    return torch._C._current_graph_task_id() != _NO_GRAPH_TASK
 
 
 def _module_call() -> types.FrameType:

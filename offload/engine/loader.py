@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from offload.engine.progress import read_generators, write_generators
 from offload.errors import ConfigError
+from offload.torch_internals import tree_map
 
 
 def load(

@@ -26,9 +26,9 @@ import torch
 from torch import nn
 from torch.distributed.utils import __file__ as wrappers_file
 from torch.nn.utils.clip_grad import __file__ as clip_grad_file
-from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.errors import BudgetError, UsageError
+from offload.torch_internals import SHALLOW_COPY_QUERY, make_subclass, plain_tensors, tree_leaves, tree_map
 
 
 class Keeper(Protocol):
@@ -88,7 +88,7 @@ class Place:
 
     def bind(self, values: torch.Tensor) -> None:
         """Make the parameter an ordinary one, over the memory of `values`, of its shape."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensors():
             self._version, self._address = self.parameter._version, values.data_ptr()
         self.parameter.__dict__.pop("offload_place", None)
         self.parameter.__class__ = self._class
@@ -140,7 +140,7 @@ class Place:
 
     def alias(self) -> torch.Tensor:
         """What `parameter.data` and `parameter.detach()` are: the same placeholder, outside of autograd."""
-        alias = torch.Tensor._make_subclass(PagedAlias, self._nan, False)
+        alias = make_subclass(PagedAlias, self._nan, False)
         alias.__dict__["offload_place"] = self
         self._aliases[id(alias)] = alias
         return alias
@@ -154,7 +154,7 @@ class Place:
     def copy(self, requires_grad: bool) -> torch.Tensor:
         """An ordinary parameter with the same weights, that no engine knows."""
         values = self.read()
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensors():
             copy: torch.Tensor = nn.Parameter(values, requires_grad)
         copy.__class__ = self._class
         return copy
@@ -259,7 +259,7 @@ def asks_for_no_element(func: Any) -> bool:
 
 
 def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_tensors():
         return func(*args, **kwargs)
 
 
@@ -543,7 +543,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _TENSOR.data.__set__: _set_data,
     _TENSOR.data_ptr: _address,
     _TENSOR.untyped_storage: _address,
-    torch._has_compatible_shallow_copy_type: _is_compatible,
+    SHALLOW_COPY_QUERY: _is_compatible,
     _TENSOR.copy_: _copy,
     _TENSOR.requires_grad_: _set_requires_grad,
     _TENSOR.requires_grad.__set__: _set_requires_grad,

@@ -17,6 +17,13 @@ from offload.engine.bindings import Bindings
 from offload.engine.placeholder import Place, place_of
 from offload.errors import UsageError
 from offload.swapper.pager import Pager
+from offload.torch_internals import (
+    has_no_storage,
+    plain_tensors,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    top_saved_tensor_hooks,
+)
 
 
 class _Handle(NamedTuple):
@@ -77,9 +84,9 @@ class SavedTensors:
         """
         if self._active:
             return False
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = top_saved_tensor_hooks()
         try:
-            torch._C._autograd._push_saved_tensors_default_hooks(_Pack(self, outer), self.unpack)
+            push_saved_tensor_hooks(_Pack(self, outer), self.unpack)
         except RuntimeError as error:
             raise UsageError(
                 f"the model cannot run here, since its graph would have to hold its weights: {error} Use "
@@ -89,7 +96,7 @@ class SavedTensors:
 
     @property
     def _active(self) -> bool:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = top_saved_tensor_hooks()
         return top is not None and isinstance(top[0], _Pack) and top[0].saved is self
 
     def pop_left(self) -> None:
@@ -100,8 +107,8 @@ class SavedTensors:
     @staticmethod
     def pop() -> None:
         """Pop one pair of hooks, if there is one: torch has taken some away after an exception in a backward."""
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        if top_saved_tensor_hooks() is not None:
+            pop_saved_tensor_hooks()
 
     def handle(self, tensor: torch.Tensor) -> _Handle | None:
         """The handle of a view of weights; None for any other tensor."""
@@ -144,10 +151,10 @@ class SavedTensors:
 
 def storage_address(tensor: torch.Tensor) -> int:
     """Where the tensor's storage begins; 0 for one without memory of its own: sparse, of torch.func, a wrapper."""
-    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if tensor.layout is not torch.strided:
         return 0
-    with torch._C.DisableTorchFunctionSubclass():  # a placeholder would bring its weights
-        if tensor._is_zerotensor():
+    with plain_tensors():  # a placeholder would bring its weights
+        if has_no_storage(tensor):
             return 0
         try:
             return tensor.untyped_storage().data_ptr()

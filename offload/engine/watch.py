@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.hooks import inside_backward
 from offload.engine.meter import Meter
 from offload.engine.parts import Parts
 from offload.engine.rounds import Rounds
@@ -25,6 +24,7 @@ from offload.swapper.states import State
 from offload.swapper.store import Store
 from offload.swapper.timeline import OFF, Relay, Row, Timeline, now
 from offload.swapper.trace import Kind
+from offload.torch_internals import inside_backward
 
 
 def watch(parts: Parts, timeline: Timeline, model: nn.Module, sites: dict[str, tuple[int, ...]]) -> Parts:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from offload.engine.layout import UnitLayout, lay_out
@@ -21,6 +20,7 @@ from offload.engine.units import find_units
 from offload.errors import ConfigError
 from offload.planner.memory import layouts_of
 from offload.presets import PRESETS, check_name, check_positions, require_transformers, said
+from offload.torch_internals import TorchDispatchMode, fake_tensors, tree_leaves
 
 _VOCABULARY = 32000
 
@@ -120,11 +120,9 @@ def from_name(
     layers: int | None = None,
 ) -> Shape:
     """Of a preset, or of a folder with a config.json; of so many of its layers. Raises `ConfigError`."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # what torch.export traces with; meta fails in masks
-
     config = config_of(name, layers)
     try:
-        with FakeTensorMode(), torch.device("cpu"):
+        with fake_tensors(), torch.device("cpu"):
             check_positions(config, sequence)
             model = model_of(config, dtype)
             return _counted(model, model, model.parameters(), name, sequence, units)
@@ -144,11 +142,9 @@ def from_training(
 
     Raises `ConfigError` where its code needs values.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     title = type(model).__name__
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _without_checkpointing(model):
+        with fake_tensors(allow_others=True), _without_checkpointing(model):
             made = _stand_ins(model, dtype)
 
             def forward(**inputs: Any) -> Any:
@@ -303,12 +299,12 @@ class _Counter(TorchDispatchMode):
         out = function(*args, **kwargs)
         if not self._rows:
             return out
-        made = [each for each in torch.utils._pytree.tree_leaves(out) if isinstance(each, torch.Tensor)]
+        made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
         formula = flop_registry.get(function._overloadpacket)
         if formula is not None:
             self._rows[-1]["flops"] += formula(*args, **kwargs, out_val=out)
         elif not function.is_view:
-            given = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             taken = [each for each in given if each.untyped_storage()._cdata not in self._weights]
             self._rows[-1]["nbytes"] += sum(each.nbytes for each in (*taken, *made))
         if not function.is_view:

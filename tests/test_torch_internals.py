@@ -1,0 +1,42 @@
+"""Private names of torch are used by one module alone."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import offload
+
+PACKAGE = Path(offload.__file__).parent
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "torch_internals.py")
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """What is imported from torch, or reached through the name `torch`, by a path with a leading underscore."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            paths = [f"{node.module}.{each.name}" for each in node.names]
+        elif isinstance(node, ast.Import):
+            paths = [each.name for each in node.names if each.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+            paths = [ast.unparse(node)]
+        else:
+            continue
+        yield from (path for path in paths if any(_is_private(part) for part in path.split(".")))
+
+
+def _is_private(part: str) -> bool:
+    return part.startswith("_") and not part.startswith("__")
+
+
+def test_they_are_found() -> None:
+    code = "import torch._C\nfrom torch.utils import _pytree\ntorch._C._x()\nfrom torch import nn\ntorch.__version__"
+    assert [*private_names(ast.parse(code))] == ["torch._C", "torch.utils._pytree", "torch._C._x", "torch._C"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_other_file_uses_them(path: Path) -> None:
+    assert [*private_names(ast.parse(path.read_text()))] == []
