@@ -13,7 +13,7 @@ from torch import nn
 from offload.engine.birth import init
 from offload.engine.pretrained import load_pretrained
 from offload.errors import ConfigError, OffloadError
-from offload.presets import PRESETS, build, check_name, check_positions, require_transformers, said
+from offload.presets import PRESETS, build, check_folder, check_name, check_positions, require_transformers, said
 
 APART = frozenset(
     "cohere gemma gemma2 gemma3_text gpt2 gpt_neox gptj granite llama mistral mixtral olmo olmo2 phi phi3 qwen2 qwen3 "
@@ -33,8 +33,7 @@ def find_folder(name: str) -> Path | None:
         return None
     if name in PRESETS:
         return None
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{path} has no config.json, so it is no model folder")
+    check_folder(path)
     return path
 
 
