@@ -14,6 +14,7 @@ from offload.engine.birth import init
 from offload.engine.pretrained import load_pretrained
 from offload.errors import ConfigError, OffloadError
 from offload.presets import PRESETS, build, check_folder, check_name, check_positions, require_transformers, said
+from offload.sizes import count_of
 
 APART = frozenset(
     "cohere gemma gemma2 gemma3_text gpt2 gpt_neox gptj granite llama mistral mixtral olmo olmo2 phi phi3 qwen2 qwen3 "
@@ -63,7 +64,7 @@ def build_model(name: str, folder: Path | None, content: Mapping[str, Any]) -> t
     try:
         if files:
             model: nn.Module = load_pretrained(auto, folder, content, trust_remote_code=False)
-            return model, f"weights of {folder}, from {len(files)} safetensors file{'s' * (len(files) > 1)}"
+            return model, f"weights of {folder}, from {count_of(len(files), 'safetensors file')}"
         if any(folder.glob("*.bin")):
             model = auto.from_pretrained(str(folder), **_ONLY_OURS)
             return model, f"weights of {folder}, from .bin files, which are in RAM as a whole; safetensors are streamed"

@@ -24,6 +24,7 @@ from offload.engine.progress import (
 from offload.engine.registered import Registered
 from offload.engine.schedules import Schedule
 from offload.errors import UsageError
+from offload.sizes import count_of
 
 _LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
 _BEFORE_NEXT = "before_next."
@@ -261,8 +262,9 @@ class TrainingState:
             schedule.take_in()
         elif schedule is not None and len(getattr(schedule, "base_lrs", groups)) != len(groups):
             raise UsageError(
-                f"the {type(schedule).__name__} was made for {len(schedule.base_lrs)} groups of parameters, this would "
-                f"be {len(groups)}: give the optimizer all groups before, and change the numbers in them"
+                f"the {type(schedule).__name__} was made for {count_of(len(schedule.base_lrs), 'group')} of "
+                f"parameters, "
+                f"this would be {len(groups)}: give the optimizer all groups before, and change the numbers in them"
             )
         self._configured = [*self._configured, self.optimizer.configured()[-1]]
 
