@@ -118,7 +118,7 @@ def _of_machine(facts: dict[str, Any]) -> list[str]:
     found, cards = [], facts["gpus"]
     if facts["kernels"]["isa"] == "scalar":
         found.append(f"kernels go without vector instructions, many times slower: {facts['kernels']['why']}")
-    if "GPU(s)" in (cards["why"] or ""):
+    if "NVIDIA GPU" in (cards["why"] or ""):
         found.append(f"{cards['why']}: install a torch that is built with CUDA, and the driver")
     for each in cards["devices"]:
         if _narrow(each["link"]):

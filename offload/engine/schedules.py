@@ -142,8 +142,9 @@ class Schedule(abc.ABC):
             return [value] * len(self.base_lrs)
         if len(value) != len(self.base_lrs):
             raise ConfigError(
-                f"{name} has {count_of(len(value), 'value')}, the optimizer {count_of(len(self.base_lrs), 'group')} of "
-                f"parameters; give one value for all of them, or one for each"
+                f"{name} has {count_of(len(value), 'value')}, the optimizer has "
+                f"{count_of(len(self.base_lrs), 'group')} of parameters; give one value for all of them, or one for "
+                f"each"
             )
         return list(value)
 
