@@ -160,7 +160,9 @@ class TrainingState:
         # The first commit is made before anything can be registered.
         more = self.registered.restore(facts["registered"], may_grow=not self.global_steps)
         if more:
-            notices.append(f"the last {more} registered objects were not saved, and stay as they are")
+            notices.append(
+                f"the last {count_of(more, 'registered object was', 'registered objects were')} not saved: left as now"
+            )
         # Otherwise the schedule of now counts, from where it is.
         # The numbers of another optimizer's groups say nothing here.
         same_rule = then["optimizer"] == mine["optimizer"]
