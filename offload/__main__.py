@@ -1,4 +1,4 @@
-"""`python -m offload`, and so `torchrun -m offload`: the command line."""
+"""`python -m offload`, and so `torchrun -m -- offload`: the command line."""
 
 from offload.cli import main
 

@@ -4,14 +4,51 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import offload
 from offload import cli_inspect, cli_machine, cli_plan, cli_report, cli_store, cli_train
 
+_NotUsable: type[Exception] = typer.BadParameter.__mro__[1]  # typer's UsageError: of click, or of its own copy
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except _NotUsable as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
+            raise
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        raise typer.Exit(cli_machine.BAD_INPUT) from None
+
+
+def _one_line(error: Any) -> str:
+    """What typer has to say, with its hints, and where help is."""
+    words = " ".join(error.format_message().split()).replace("Value error, ", "").removesuffix(".")
+    command = "offload" if error.ctx is None else error.ctx.command_path
+    return f"{words[:1].lower()}{words[1:]}{'' if words.endswith('?') else ';'} see `{command} --help`"
+
+
+class _Commands(TyperGroup):
+    """The commands, whose unusable options are told as any other bad input: in one line, with the same exit code."""
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        with _in_one_line():
+            return super().make_context(*args, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _in_one_line():
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Train PyTorch models larger than the GPU and larger than the RAM, from NVMe.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from offload.sizes import format_decimal, format_size
+from offload.sizes import count_of, format_decimal, format_size
 
 ONE_SLOT = (
     ": written in place, nothing is committed; the files have no name, and their room is free when the process ends"
@@ -163,4 +163,6 @@ def _checkpoint_table(found: Mapping[str, Any]) -> Table:
 
 def _model(model: Mapping[str, Any]) -> str:
     trained = "" if model["trainable"] == model["parameters"] else f", {model['trainable']:,} of them trained"
-    return f"{model['class']}, {model['parameters']:,} parameters{trained}, {model['units']} units"
+    return (
+        f"{model['class']}, {count_of(model['parameters'], 'parameter')}{trained}, {count_of(model['units'], 'unit')}"
+    )

@@ -12,6 +12,7 @@ import typer
 from offload.cli_machine import BAD_INPUT, FAILED, errors
 from offload.cli_signals import signals
 from offload.errors import ConfigError
+from offload.sizes import count_of
 
 
 def report(
@@ -54,7 +55,7 @@ def report(
     if json_output:
         print(json.dumps(found, allow_nan=False))
     else:
-        print(f"{place}: {found['steps']:,} steps, {found['first_step']:,} to {found['last_step']:,}")
+        print(f"{place}: {count_of(found['steps'], 'step')}, {found['first_step']:,} to {found['last_step']:,}")
 
 
 def _write(place: Path, text: str) -> None:

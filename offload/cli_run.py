@@ -26,7 +26,7 @@ from offload import cli_summary
 from offload.cli_machine import BAD_INPUT, FAILED
 from offload.cli_signals import obeyed
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
-from offload.sizes import format_size
+from offload.sizes import count_of, format_size
 
 _LISTS = {
     "losses": "loss",
@@ -336,7 +336,7 @@ def _count(engine: Any) -> str:
     """How many parameters, and how many of them train."""
     training = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
     some = f", {training:,} of them train" if training < engine.parameter_count else ""
-    return f"{engine.parameter_count:,} parameters{some}"
+    return f"{count_of(engine.parameter_count, 'parameter')}{some}"
 
 
 class _Line:

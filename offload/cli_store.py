@@ -14,7 +14,7 @@ import typer
 from offload.cli_machine import BAD_INPUT, FAILED, Json, errors
 from offload.cli_signals import signals
 from offload.errors import StoreError, UsageError
-from offload.sizes import format_size
+from offload.sizes import count_of, format_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,8 +106,8 @@ def export(
         print(json.dumps({**done._asdict(), "step": done.epoch, "path": str(done.path)}))
     else:
         console.print(
-            f"step {done.epoch}: {done.parameters:,} parameters, {format_size(done.nbytes)} in {done.dtype}, "
-            f"in {done.path}",
+            f"step {done.epoch}: {count_of(done.parameters, 'parameter')}, {format_size(done.nbytes)} in "
+            f"{done.dtype}, in {done.path}",
             markup=False,
         )
 

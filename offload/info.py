@@ -21,7 +21,7 @@ from offload.aio.backend import DEFAULTS, refusals
 from offload.aio.measure import remove
 from offload.errors import IoError
 from offload.machine import arithmetic, disks, gpus, memory, nodes, processor, text
-from offload.sizes import MIB, format_size
+from offload.sizes import MIB, count_of, format_size
 
 _PACKAGES = ("offload", "torch", "numpy", "transformers", "safetensors", "pydantic")
 
@@ -118,7 +118,7 @@ def _of_machine(facts: dict[str, Any]) -> list[str]:
     found, cards = [], facts["gpus"]
     if facts["kernels"]["isa"] == "scalar":
         found.append(f"kernels go without vector instructions, many times slower: {facts['kernels']['why']}")
-    if "GPU(s)" in (cards["why"] or ""):
+    if "NVIDIA GPU" in (cards["why"] or ""):
         found.append(f"{cards['why']}: install a torch that is built with CUDA, and the driver")
     for each in cards["devices"]:
         if _narrow(each["link"]):
@@ -163,7 +163,7 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     pages, events, locked = about_io["huge_pages"], about_io["libaio_events"], about_io["memlock_bytes"]
     shape, known = about_io["defaults"], about_io["registered"]
     told = [
-        ("processor", f"{host['processor']}, {host['cores']} cores"),
+        ("processor", f"{host['processor']}, {count_of(host['cores'], 'core')}"),
         *_of_arithmetic(found["kernels"]),
         *_of_memory(found["memory"], found["numa"]),
         *_of_gpus(found["gpus"]),
@@ -191,7 +191,7 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _of_arithmetic(found: dict[str, Any]) -> list[tuple[str, str]]:
-    threads = f"{found['threads']} threads ({found['threads_why']})"
+    threads = f"{count_of(found['threads'], 'thread')} ({found['threads_why']})"
     return [
         ("kernels", f"{found['isa']} ({found['why']}), {threads}"),
         ("  instructions", " ".join(found["features"]) or "none that kernels use"),

@@ -13,7 +13,8 @@ from torch import nn
 from offload.engine.birth import init
 from offload.engine.pretrained import load_pretrained
 from offload.errors import ConfigError, OffloadError
-from offload.presets import PRESETS, build, check_name, check_positions, require_transformers, said
+from offload.presets import PRESETS, build, check_folder, check_name, check_positions, require_transformers, said
+from offload.sizes import count_of
 
 APART = frozenset(
     "cohere gemma gemma2 gemma3_text gpt2 gpt_neox gptj granite llama mistral mixtral olmo olmo2 phi phi3 qwen2 qwen3 "
@@ -33,8 +34,7 @@ def find_folder(name: str) -> Path | None:
         return None
     if name in PRESETS:
         return None
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{path} has no config.json, so it is no model folder")
+    check_folder(path)
     return path
 
 
@@ -64,7 +64,7 @@ def build_model(name: str, folder: Path | None, content: Mapping[str, Any]) -> t
     try:
         if files:
             model: nn.Module = load_pretrained(auto, folder, content, trust_remote_code=False)
-            return model, f"weights of {folder}, from {len(files)} safetensors file{'s' * (len(files) > 1)}"
+            return model, f"weights of {folder}, from {count_of(len(files), 'safetensors file')}"
         if any(folder.glob("*.bin")):
             model = auto.from_pretrained(str(folder), **_ONLY_OURS)
             return model, f"weights of {folder}, from .bin files, which are in RAM as a whole; safetensors are streamed"

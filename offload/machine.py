@@ -17,6 +17,7 @@ from offload import kernels
 from offload.engine.placement import free_host_memory, memory_limits
 from offload.kernels import _native
 from offload.kernels.settings import isa_from
+from offload.sizes import count_of
 from offload.swapper.device import memory_node, pci_address
 
 _FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16")
@@ -92,7 +93,9 @@ def gpus(system: Path = _SYSTEM) -> dict[str, Any]:
 def _no_gpu(system: Path) -> str:
     built = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
     cards = [each for each in (system / "bus/pci/devices").glob("*") if _is_nvidia(each)]
-    return f"torch {torch.__version__} {built}" + (f", and {len(cards)} NVIDIA GPU(s) are there" if cards else "")
+    return f"torch {torch.__version__} {built}" + (
+        f", and {count_of(len(cards), 'NVIDIA GPU is', 'NVIDIA GPUs are')} there" if cards else ""
+    )
 
 
 def _is_nvidia(device: Path) -> bool:

@@ -6,6 +6,8 @@ transformers is imported when a model is built, not before: it is an extra.
 from __future__ import annotations
 
 import difflib
+import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -76,6 +78,29 @@ def check_name(name: str) -> None:
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(
             f"unknown model {name!r}: {hint}presets are {', '.join(PRESETS)}, or give a folder with a config.json"
+        )
+
+
+def check_folder(folder: Path) -> None:
+    """Raise `ConfigError` where it holds no model that the installed transformers has."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no config.json, so it is no model folder")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {path} ({error}), so {folder} is no model folder") from error
+    kind = content.get("model_type") if isinstance(content, dict) else None
+    if not isinstance(kind, str) or not kind:
+        raise ConfigError(
+            f'{path} has no "model_type", a word that names the family of the model; give a folder that '
+            f"save_pretrained of transformers has written"
+        )
+    transformers = require_transformers()
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f'the "model_type" of {folder} is {kind!r}, which transformers {transformers.__version__} does not have: '
+            f"pip install -U transformers. Code in the folder itself is never run"
         )
 
 

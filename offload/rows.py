@@ -22,6 +22,7 @@ import torch
 from offload.errors import ConfigError
 from offload.evaluation import choose
 from offload.records import Chat, Completion, Record, Text
+from offload.sizes import count_of
 
 _IGNORED = -100  # of torch's cross entropy
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
@@ -301,8 +302,8 @@ class Rows:
 def notices(packed: Packed, rows: Rows, records: Sequence[Record], tokenizer: Any) -> tuple[str, ...]:
     """What a person should know of the data before training."""
     lines = [
-        f"data: {len(records):,} documents in {rows.row_count:,} rows of {packed.ids.shape[1]} tokens, "
-        f"{packed.learned:.0%} of them learned; all rows come once in {rows.steps_of_a_pass:,} steps"
+        f"data: {count_of(len(records), 'document')} in {count_of(rows.row_count, 'row')} of {packed.ids.shape[1]} "
+        f"tokens, {packed.learned:.0%} of them learned; all rows come once in {count_of(rows.steps_of_a_pass, 'step')}"
     ]
     if any(isinstance(record, Chat) for record in records):
         lines.append(
@@ -315,7 +316,8 @@ def notices(packed: Packed, rows: Rows, records: Sequence[Record], tokenizer: An
     if packed.alone:
         lines.append("each has a row of its own: in a row of several, this model would let one see the others")
     if packed.cut:
-        lines.append(f"{packed.cut:,} documents are longer than a row and are cut; a longer --seq-len takes them whole")
+        cut = count_of(packed.cut, "document is", "documents are")
+        lines.append(f"{cut} longer than a row, and cut; a longer --seq-len cuts less")
     if packed.dropped:
-        lines.append(f"{packed.dropped:,} documents are left out: nothing of them is learned")
+        lines.append(f"{count_of(packed.dropped, 'document is', 'documents are')} left out: there is nothing to learn")
     return tuple(lines)

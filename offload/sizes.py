@@ -1,4 +1,4 @@
-"""Bytes and seconds in words: "16GiB" to a number, a number to "16.0 GiB"; and alignment."""
+"""Bytes, seconds and counts in words: "16GiB" to a number, a number to "16.0 GiB"; and alignment."""
 
 from __future__ import annotations
 
@@ -58,6 +58,20 @@ def format_count(number: float) -> str:
         if number >= 0.9995 * size:
             return f"{float(f'{number / size:.3g}'):g}{letter}"
     return f"{number:.0f}"
+
+
+def count_of(number: int, one: str, more: str = "") -> str:
+    """A number with what it counts: (1, "step") -> '1 step', (2500, "step") -> '2,500 steps'.
+
+    Args:
+        number: How many.
+        one: The words for one of them.
+        more: Those for any other number, where more changes than an s at the end: "files are" beside "file is".
+
+    Returns:
+        Both, as a sentence has them.
+    """
+    return f"{number:,} {one if number == 1 else more or f'{one}s'}"
 
 
 def format_time(seconds: float) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.evaluation import choose
+from offload.sizes import count_of
 
 
 def standard_library() -> list[Path]:
@@ -97,7 +98,9 @@ class Batches:
         accumulation: int = 1,
     ) -> None:
         if len(tokens) < length:
-            raise ConfigError(f"the text has {len(tokens)} tokens, a sequence needs {length}; give more text")
+            raise ConfigError(
+                f"the text has {count_of(len(tokens), 'token')}, a sequence needs {length}; give more text"
+            )
         self._tokens, self._length, self._seed = tokens, length, seed
         self.token_count, self.largest_id = len(tokens), int(tokens.max())
         self.checksum = f"{zlib.crc32(np.ascontiguousarray(tokens).data):08x}"

@@ -13,6 +13,7 @@ from offload import rows, text
 from offload.errors import ConfigError
 from offload.evaluation import HeldOut
 from offload.records import find_data, read_records
+from offload.sizes import count_of
 from offload.train_options import Options
 
 
@@ -108,8 +109,8 @@ def _told(options: Options, held_out: HeldOut | None) -> tuple[str, ...]:
         return ()
     if held_out is None:
         return ("no evaluation: there is too little data to hold some of it out; give --eval-data",)
-    many = f"{held_out.count:,} sequence{'s' * (held_out.count != 1)}"
-    return (f"evaluated on {many}{'' if options.eval_data else ', which are held out'}",)
+    held = "" if options.eval_data else ", held out"
+    return (f"evaluated on {count_of(held_out.count, 'sequence')}{held}",)
 
 
 def steps_of(options: Options, default: int, batches: text.Batches | rows.Rows) -> int:

@@ -14,7 +14,7 @@ from offload.aio import StripedFile
 from offload.engine.checkpoint_files import find, progress_file, read_manifest, wrong_files
 from offload.engine.source import lock_and_look, ranks_of
 from offload.errors import IoError, StoreError
-from offload.sizes import format_size
+from offload.sizes import count_of, format_size
 from offload.swapper.store import Queue
 from offload.swapper.store.check import Damage, damages
 from offload.swapper.store.folder import reserve
@@ -70,7 +70,7 @@ class Report(NamedTuple):
                 found.append(f"rank {each.rank}: no commit is whole; it cannot be resumed, go back to a checkpoint")
             else:
                 state = "whole" if each.compared else "could not be read"
-                state = f"damaged in {len(each.damages)} places" if each.damages else state
+                state = f"damaged in {count_of(len(each.damages), 'place')}" if each.damages else state
                 before = f"; {each.before}" if each.before else ""
                 words = f"step {each.epoch}, commit {each.serial}, {format_size(each.nbytes)}"
                 found.append(f"rank {each.rank}: {words}: {state}{before}")
@@ -121,7 +121,7 @@ class CheckpointReport(NamedTuple):
         found = [f"damaged: {wrong}" for wrong in self.wrong[:most]]
         if len(self.wrong) > most:
             found.append(f"and {len(self.wrong) - most} more")
-        state = f"damaged in {len(self.wrong)} places" if self.wrong else "whole"
+        state = f"damaged in {count_of(len(self.wrong), 'place')}" if self.wrong else "whole"
         return [*found, f"{self.path}: step {self.epoch}, {format_size(self.nbytes)}: {state}"]
 
     def as_json(self) -> dict[str, Any]:

@@ -97,7 +97,10 @@ def test_an_engine_is_prepared(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         found = loop(accelerator, *prepared)
     finally:
         engine.destroy(remove=True)
-    assert "gradients are clipped by the engine, to a norm of 0.5, in place of gradient_clipping, 1" in caplog.text
+    assert (
+        "gradients are clipped by the engine, to a norm of 0.5, in place of the config's gradient_clipping, 1"
+        in caplog.text
+    )
     assert caplog.text.count("are clipped by the engine") == 1
     AcceleratorState._reset_state(True)
     assert_same(found, by_engine(tmp_path / "other"))
@@ -189,13 +192,17 @@ def test_a_model_of_an_engine_is_not_for_ddp(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("blocks", "given", "said"),
     [
-        ({"gradient_accumulation_steps": 8}, {}, "gradient_accumulation_steps is 8, and that of the Accelerator is 1"),
+        (
+            {"gradient_accumulation_steps": 8},
+            {},
+            "gradient_accumulation_steps is 8 in the config, and that of the Accelerator is 1",
+        ),
         (
             {"bf16": {"enabled": False}},
             {"mixed_precision": "bf16"},
-            "bf16.enabled is False, and that of mixed",
+            "bf16.enabled is False in the config, and that of mixed",
         ),
-        ({"train_micro_batch_size_per_gpu": 8}, {}, "per_gpu is 8, and the loader's batch_size is 2"),
+        ({"train_micro_batch_size_per_gpu": 8}, {}, "per_gpu is 8 in the config, and the loader's batch_size is 2"),
         ({"optimizer": {"type": "AdamW"}}, {}, 'has a block "optimizer", and the script has one of its own'),
         ({"torch_autocast": {"enabled": True}}, {}, r"torch_autocast .*prepare\(engine"),
     ],
@@ -213,7 +220,7 @@ def test_config_and_accelerator_that_differ(
 def test_a_model_without_its_optimizer(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, offload_config=config(tmp_path))
     model, optimizer, _, _ = parts()
-    with pytest.raises(offload.UsageError, match="got 1 models that train and 0 optimizers"):
+    with pytest.raises(offload.UsageError, match="one model that trains and one optimizer in one call, got 1 and 0"):
         accelerator.prepare(model)
     accelerator.prepare(model, optimizer)
     with pytest.raises(offload.UsageError, match="has an engine already"):

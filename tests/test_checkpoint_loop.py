@@ -143,7 +143,9 @@ def test_objects_beyond_those_registered_are_waited_for(tmp_path: Path) -> None:
     for _ in range(2):
         script.engine.load_checkpoint(checkpoint)
         assert first.count == 4
-    with pytest.raises(UsageError, match="holds 2 registered objects, and 1 were registered: a Counter would be lost"):
+    with pytest.raises(
+        UsageError, match="holds 2 registered objects, of which 1 is registered: a Counter would be lost"
+    ):
         script.step()
     killed_after(script)
     script, (first,) = with_counters(tmp_path / "second", 0)
@@ -159,7 +161,7 @@ def test_objects_that_the_checkpoint_has_not_stay_as_they_are(tmp_path: Path) ->
     script, (first, second) = with_counters(tmp_path / "second", 0, 7)
     script.engine.load_checkpoint(checkpoint)
     assert (first.count, second.count) == (4, 7)
-    assert "the last 1 registered objects were not saved" in script.engine.notices[-1]
+    assert "the last 1 registered object was not saved" in script.engine.notices[-1]
     third = Counter(8)
     script.engine.register_for_checkpointing(third)
     killed_after(script)

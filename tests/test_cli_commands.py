@@ -38,8 +38,47 @@ def test_help_and_exit_codes(path: tuple[str, ...]) -> None:
     assert told.exit_code == 0
     assert f"Example: offload {' '.join(path)} " in " ".join(told.output.split()) or "Examples:" in told.output
     assert "--json" in told.output
-    wrong = CliRunner().invoke(app, [*path, "--no-such-option"])
-    assert wrong.exit_code == 2 and "--no-such-option" in wrong.output and "Traceback" not in wrong.output
+
+
+def refused(*arguments: str) -> str:
+    """The one line on stderr of a command that was typed wrong, without what all have."""
+    result = CliRunner().invoke(app, arguments, prog_name="offload")
+    assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1, result.output
+    assert result.stderr.startswith("error: ")
+    return result.stderr.removeprefix("error: ").strip()
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_what_is_typed_wrong_is_one_line_that_says_where_help_is(path: tuple[str, ...]) -> None:
+    help = f"see `offload {' '.join(path)} --help`"
+    unknown = refused(*path, "--no-such-option")
+    assert unknown.startswith("no such option: --no-such-option") and unknown.endswith(help)
+    assert "(Possible options: --json" in refused(*path, "--jsno")
+    assert refused(*path, "--json=yes").startswith("option '--json' does not take a value; see `offload ")
+    if any(parameter.required for parameter in inner_command(path).params):
+        assert refused(*path).startswith("missing argument ") and refused(*path).endswith(help)
+
+
+def inner_command(path: tuple[str, ...]) -> Any:
+    command: Any = typer.main.get_command(app)
+    for name in path:
+        command = command.commands[name]
+    return command
+
+
+def test_a_value_that_is_none_of_its_choices_and_a_command_that_is_none() -> None:
+    choices = "'never', 'auto', 'must', 'restart'; see `offload train --help`"
+    assert refused("train", "--resume", "no") == f"invalid value for '--resume': 'no' is not one of {choices}"
+    assert refused("train", "--steps", "x").startswith("invalid value for '--steps' / '--max-steps': ")
+    assert refused("trian") == "no such command 'trian'. Did you mean 'train'? see `offload --help`"
+    assert refused("bench", "oi").endswith("see `offload bench --help`")
+    assert refused("train", "more").startswith("got unexpected extra argument")
+
+
+def test_a_group_without_a_command_says_its_help() -> None:
+    for path in ((), ("bench",)):
+        result = CliRunner().invoke(app, path, prog_name="offload")
+        assert result.exit_code == 2 and result.output.startswith("Usage: offload "), result.output
 
 
 def test_a_terminal_without_a_letter_ends_nothing() -> None:

@@ -25,7 +25,7 @@ def test_five_times_a_run_and_after_its_last_step() -> None:
     result = call("--steps", "7", "--log", "log", "--json")
     found = facts(result)
     assert [step for step, _ in evaluated()] == [1, 2, 3, 4, 5, 6, 7]
-    assert "evaluated on 3 sequences, which are held out" in result.stderr
+    assert "evaluated on 3 sequences, held out" in result.stderr
     assert found["eval_loss"] == found["evaluations"][-1]["eval_loss"] == evaluated()[-1][1] < evaluated()[0][1]
     call("--steps", "7", "--log", "log", "--eval-every", "3")
     assert [step for step, _ in evaluated()] == [3, 6, 7]

@@ -98,7 +98,7 @@ def test_names_of_hugging_face_are_taken() -> None:
     said = call(*typed, "--log", "log")
     assert said.exit_code == 0, said.output
     assert [(line["lr"], line["tokens"]) for line in log()] == [(0.01, 96)] * 2
-    assert "clipped at 0.5 norm" in said.stdout and Path("out/config.json").is_file()
+    assert "clipped to a norm of 0.5" in said.stdout and Path("out/config.json").is_file()
     for words in ("step 1/2  loss", "lr 1.00e-02", "norm "):
         assert words in said.stdout
 

@@ -33,7 +33,7 @@ def said(content: dict[str, Any], world_size: int = 1) -> str:
         (
             {},
             1,
-            "config: 1 samples a step = 1 of a micro-batch * 1 of them * 1 rank; "
+            "config: 1 sample a step = 1 of a micro-batch * 1 of them * 1 rank; "
             "gradient_clipping 1 by default, which was 0 in older DeepSpeed",
         ),
     ],

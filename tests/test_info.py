@@ -160,5 +160,5 @@ def test_a_gpu_that_torch_cannot_use_is_told(tmp_path: Path) -> None:
     (card / "vendor").write_text("0x10de\n")
     (card / "class").write_text("0x030200\n")
     told = machine.gpus(tmp_path)
-    assert "1 NVIDIA GPU(s) are there" in told["why"] and not told["devices"]
+    assert "1 NVIDIA GPU is there" in told["why"] and not told["devices"]
     assert any("install a torch" in words for words in info.advice(info.facts() | {"gpus": told}))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import builtins
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import offload
 from offload.errors import ConfigError
-from offload.presets import PRESETS, build
+from offload.language_model import find_folder
+from offload.presets import PRESETS, build, check_folder
 
 PUBLISHED = {
     "gpt2-tiny": 3.5e6,
@@ -35,6 +37,38 @@ def test_parameters_as_published(name: str) -> None:
 def test_an_unknown_name() -> None:
     with pytest.raises(ConfigError, match=r"gpt2-smal'.*did you mean gpt2-small.*llama-70b"):
         build("gpt2-smal")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            '{"model_type": "brandnew9"}',
+            r"\"model_type\" of .*mine is 'brandnew9', which transformers .*pip install -U",
+        ),
+        (
+            '{"model_type": "brandnew9", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}',
+            "Code in the folder itself is never run",
+        ),
+        ('{"hidden_size": 4}', r'mine/config\.json has no "model_type".*save_pretrained'),
+        ('{"model_type": 3}', 'has no "model_type"'),
+        ("[1", r"cannot read .*mine/config\.json .*no model folder"),
+        (None, r"mine has no config\.json"),
+    ],
+)
+def test_a_folder_of_a_model_that_is_not_known_is_an_error_of_ours(
+    content: str | None, words: str, tmp_path: Path
+) -> None:
+    """Before anything is read of it, and without a question whether its code may run."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "configuration_mine.py").write_text("raise SystemExit('this was run')")
+    if content is not None:
+        (folder / "config.json").write_text(content)
+    for find in (lambda: check_folder(folder), lambda: find_folder(str(folder))):
+        with pytest.raises(ConfigError, match=words) as refused:
+            find()
+        assert "\n" not in str(refused.value)
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

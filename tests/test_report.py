@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import tempfile
+from html import unescape
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -147,6 +148,33 @@ def test_a_torn_line_and_what_was_trained_again_are_told(tmp_path: Path) -> None
     shown = page(found, figures(found), None)
     assert "3 lines of the log are cut short" in shown and "Resumed at step 3" in shown
     json.dumps(figures(found), allow_nan=False)
+
+
+def test_evaluations_are_a_second_line_of_the_loss_and_a_tile(log: Path, tmp_path: Path) -> None:
+    """A log has them on lines of their own, behind the step; NaN is told as null."""
+    without = read_log(log)
+    alone = page(without, figures(without), None)
+    assert figures(without)["eval_loss"] is None and "evaluation loss" not in alone and ">evaluation<" not in alone
+    each = [step(1), step(2), {"step": 2, "eval_loss": 5.5, "eval_tokens": 64}, step(3), {"step": 3, "eval_loss": None}]
+    found = read_log(written(tmp_path / "evaluated", *each, step(4), {"step": 4, "eval_loss": 4.25}))
+    assert figures(found)["eval_loss"] == {"first": 5.5, "last": 4.25, "least": 4.25, "most": 5.5}
+    shown = page(found, figures(found), None)
+    drawn(shown)
+    (chart,) = [
+        json.loads(unescape(each)) for each in re.findall(r'data-chart="([^"]*)"', shown) if "evaluation" in each
+    ]
+    assert chart["names"] == ["training", "evaluation"] and chart["rows"][1] == [None, "5.5", None, "4.25"]
+    assert (
+        ">evaluation</li>" in shown
+        and "<dt>evaluation loss</dt><dd>4.25</dd><dd class=sub>from 5.5, least 4.25</dd>" in shown
+    )
+
+
+def test_what_is_one_is_told_as_one(tmp_path: Path) -> None:
+    found = read_log(written(tmp_path / "log", step(1, about={"parameters": 1}), step(2), step(2), '{"step": 3, "lo'))
+    shown = page(found, figures(found), None)
+    assert "1 line of the log is cut short" in shown and "1 step was trained again" in shown
+    assert "1 parameter," in shown
 
 
 WEIRD: tuple[Any, ...] = (

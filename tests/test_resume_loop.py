@@ -390,7 +390,9 @@ def test_objects_come_back_in_order(tmp_path: Path) -> None:
     script = Script(tmp_path)
     first, second = Counter(), Counter()
     script.engine.register_for_checkpointing(first)
-    with pytest.raises(UsageError, match=r"holds 2 registered objects, and 1 were registered: a Counter would be lost"):
+    with pytest.raises(
+        UsageError, match=r"holds 2 registered objects, of which 1 is registered: a Counter would be lost"
+    ):
         script.step()
     script.engine.register_for_checkpointing(second)
     assert (first.count, second.count) == (3, -3)
@@ -408,7 +410,7 @@ def test_other_objects_than_the_run_had_are_errors(tmp_path: Path) -> None:
         script.engine.register_for_checkpointing(step_schedule(script.optimizer))
     script.engine.destroy()
     script = Script(tmp_path, Setup(registered=multi_step))
-    with pytest.raises(UsageError, match=r"holds 1 registered objects, and this would be number 2.*after the first"):
+    with pytest.raises(UsageError, match=r"holds 1 registered object, and this would be number 2.*after the first"):
         script.engine.register_for_checkpointing(Counter())
     script.step()
     script.engine.register_for_checkpointing(Counter(4))

@@ -267,4 +267,4 @@ def test_a_person_is_told_what_is_learned() -> None:
         said = "\n".join(notices(packed, Rows(packed, 1, 1, 0), records, by))
         assert f"chats: {words} are learned" in said and "the completions are learned" in said
         assert "3 documents in 2 rows of 8 tokens" in said
-        assert "3 documents are longer than a row and are cut" in said and "1 documents are left out" in said
+        assert "3 documents are longer than a row, and cut" in said and "1 document is left out" in said

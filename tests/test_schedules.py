@@ -502,11 +502,14 @@ def test_a_schedule_of_torch_that_cannot_be_made(name: str) -> None:
 def test_what_shows_when_the_groups_are_known() -> None:
     for params, words in (
         ({"warmup_min_lr": 0.1}, r"warmup_min_lr 0.1 is above warmup_max_lr \(the learning rate of its group\) 0.01"),
-        ({"warmup_min_lr": [0.1, 0.2, 0.3], "warmup_max_lr": 1}, "warmup_min_lr has 3 values, the optimizer has 1"),
+        (
+            {"warmup_min_lr": [0.1, 0.2, 0.3], "warmup_max_lr": 1},
+            "warmup_min_lr has 3 values, the optimizer has 1 group of",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             begin(config={"scheduler": {"type": "WarmupLR", "params": params}})
-    with pytest.raises(ConfigError, match="lr_range_test_min_lr has 1 values, the optimizer has 2 groups"):
+    with pytest.raises(ConfigError, match="lr_range_test_min_lr has 1 value, the optimizer has 2 groups"):
         offload.schedules.LRRangeTest(optimizer(1, 2), [0.1])
     with pytest.raises(ConfigError, match=r"^warmup_num_steps should be greater than 0, got 0$"):
         offload.schedules.WarmupLR(optimizer(), warmup_num_steps=0)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
-from offload.sizes import GIB, align_up, format_count, format_size, parse_size
+from offload.sizes import GIB, align_up, count_of, format_count, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,11 @@ def test_what_is_no_size(text: object) -> None:
 
 def test_numbers_as_words() -> None:
     assert [format_size(n) for n in (0, 1023, 1536, 13314398618)] == ["0 B", "1023 B", "1.5 KiB", "12.4 GiB"]
+
+
+def test_a_count_has_the_words_of_one_or_of_more() -> None:
+    assert [count_of(number, "step") for number in (0, 1, 2, 2500)] == ["0 steps", "1 step", "2 steps", "2,500 steps"]
+    assert [count_of(number, "batch is", "batches are") for number in (1, 3)] == ["1 batch is", "3 batches are"]
 
 
 def test_counts_as_words() -> None:

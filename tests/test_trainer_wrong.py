@@ -27,22 +27,38 @@ def made(folder: Path, blocks: dict[str, Any] | None = None, **changed: Any) -> 
         (
             {"train_micro_batch_size_per_gpu": 4},
             {},
-            "per_gpu is 4, and per_device_train_.* is 2",
+            "per_gpu is 4 in the config, and per_device_train_.* is 2",
         ),
-        ({"gradient_accumulation_steps": 8}, {}, "gradient_accumulation_steps is 8, and gradient_acc.* is 2"),
-        ({"train_batch_size": 16}, {}, r"train_batch_size is 16, and per_device.* \* .*1 ranks is 4"),
-        ({"gradient_clipping": 1.0}, {}, "gradient_clipping is 1.0, and max_grad_norm is 0.5"),
-        ({"bf16": {"enabled": True}}, {}, "bf16.enabled is True, and bf16 is False"),
-        ({"bfloat16": {"enabled": True}}, {}, "bf16.enabled is True, and bf16 is False"),
-        ({"fp16": {"enabled": False}}, {"fp16": True}, "fp16.enabled is False, and fp16 is True"),
-        ({"optimizer": {"params": {"lr": 3e-4}}}, {}, r"optimizer.params.lr is 0.0003, and learning_rate is 0.001"),
+        (
+            {"gradient_accumulation_steps": 8},
+            {},
+            "gradient_accumulation_steps is 8 in the config, and gradient_acc.* is 2",
+        ),
+        ({"train_batch_size": 16}, {}, r"train_batch_size is 16 in the config, and per_device.* \* .*1 rank is 4"),
+        ({"gradient_clipping": 1.0}, {}, "gradient_clipping is 1.0 in the config, and max_grad_norm is 0.5"),
+        ({"bf16": {"enabled": True}}, {}, "bf16.enabled is True in the config, and bf16 is False"),
+        ({"bfloat16": {"enabled": True}}, {}, "bf16.enabled is True in the config, and bf16 is False"),
+        ({"fp16": {"enabled": False}}, {"fp16": True}, "fp16.enabled is False in the config, and fp16 is True"),
+        (
+            {"optimizer": {"params": {"lr": 3e-4}}},
+            {},
+            r"optimizer.params.lr is 0.0003 in the config, and learning_rate is 0.001",
+        ),
         (
             {"optimizer": {"params": {"betas": [0.9, 0.95]}}},
             {},
-            r"is \[0.9, 0.95\], and adam_beta1, .* \[0.9, 0.999",
+            r"is \[0.9, 0.95\] in the config, and adam_beta1, .* \[0.9, 0.999",
         ),
-        ({"optimizer": {"type": "SGD", "params": {"weight_decay": 1}}}, {}, "decay is 1, and weight_decay is 0.1"),
-        ({"offload": {"device": "cuda"}}, {}, "offload.device is 'cuda', and the device of the arguments is 'cpu'"),
+        (
+            {"optimizer": {"type": "SGD", "params": {"weight_decay": 1}}},
+            {},
+            "decay is 1 in the config, and weight_decay is 0.1",
+        ),
+        (
+            {"offload": {"device": "cuda"}},
+            {},
+            "offload.device is 'cuda' in the config, and the device of the arguments is 'cpu'",
+        ),
     ],
     ids=str,
 )
@@ -54,16 +70,19 @@ def test_config_and_arguments_that_differ(
 
 
 def test_all_that_differs_is_said_at_once() -> None:
-    with pytest.raises(offload.ConfigError, match=r"a\.b is 1, and one is 2; c is 3, and two is 4\. Make them equal"):
+    with pytest.raises(
+        offload.ConfigError,
+        match=r"a\.b is 1 in the config, and one is 2 in the script; c .* 4 .*\. Make them equal",
+    ):
         filled({"a": {"b": 1}, "c": 3}, [Said("a.b", 2, "one"), Said("c", 4, "two")])
 
 
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"total_num_steps": 100}, "total_num_steps is 100, and the steps of the training is 12"),
-        ({"warmup_num_steps": 7}, "warmup_num_steps is 7, and warmup_steps is 2"),
-        ({"warmup_max_lr": 1.0}, "warmup_max_lr is 1.0, and learning_rate is 0.001"),
+        ({"total_num_steps": 100}, "total_num_steps is 100 in the config, and the steps of the training is 12"),
+        ({"warmup_num_steps": 7}, "warmup_num_steps is 7 in the config, and warmup_steps is 2"),
+        ({"warmup_max_lr": 1.0}, "warmup_max_lr is 1.0 in the config, and learning_rate is 0.001"),
     ],
     ids=str,
 )

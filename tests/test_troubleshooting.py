@@ -31,6 +31,10 @@ def words_of(node: ast.expr) -> str:
         return "".join(map(words_of, node.values))
     if isinstance(node, ast.BinOp):
         return words_of(node.left) + words_of(node.right)
+    if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Call):
+        called, words = node.value.func, [each.value for each in node.value.args if isinstance(each, ast.Constant)]
+        if isinstance(called, ast.Name) and called.id == "count_of":  # of several: "… files", or what stands for "s"
+            return f"… {words[1] if len(words) > 1 else f'{words[0]}s'}"
     return "…"
 
 

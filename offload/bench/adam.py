@@ -20,6 +20,7 @@ from offload import kernels
 from offload.aio import aligned_empty
 from offload.errors import ConfigError
 from offload.kernels import AdamWStep, Partition, Segment, _native, settings
+from offload.sizes import count_of
 
 STEP = AdamWStep(1e-4, 0.9, 0.999, 1e-8, 0.01, 11)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -145,7 +146,7 @@ def _rows(
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, action in contenders.items():
-            tell(f"{name}, {case.threads} threads, round {turn} of {rounds}")
+            tell(f"{name}, {count_of(case.threads, 'thread')}, round {turn} of {rounds}")
             start = time.perf_counter()
             action()
             seconds[name].append(time.perf_counter() - start)

@@ -26,7 +26,7 @@ from offload.bench.python_ways import fill_with_noise
 from offload.bench.swap_figures import Rates, Result, Turn, make_row, median_rates
 from offload.bench.swap_plan import BACKWARD, Plan
 from offload.errors import OffloadError
-from offload.sizes import MIB, align_up, format_size
+from offload.sizes import MIB, align_up, count_of, format_size
 
 UNCOUNTED = 2
 """Steps at the start of each turn: the first has no updates beside it, and shows the engine the order of uses."""
@@ -110,7 +110,7 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
     in_memory: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}
     rates: dict[float, list[Rates]] = {each: [] for each in plan.compute_ms}
     with contextlib.ExitStack() as stack:
-        tell(f"{plan.units} units of {format_size(plan.unit_bytes)} into their homes")
+        tell(f"{count_of(plan.units, 'unit')} of {format_size(plan.unit_bytes)} into their homes")
         engine = stack.enter_context(_engine(plan, load))
         beside = stack.enter_context(_engine(_in_memory(plan), load)) if plan.in_memory else None
         drive = stack.enter_context(_drive(plan))

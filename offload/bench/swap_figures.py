@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from offload.bench.swap_plan import BACKWARD, Plan
-from offload.sizes import format_size
+from offload.sizes import count_of, format_size
 
 _NEAR = 0.05
 """Of a bound: what is within it has reached it."""
@@ -185,8 +185,8 @@ def heading(plan: Plan, result: Result) -> list[str]:
     if row.kernel_read_bytes is not None and row.kernel_written_bytes is not None:
         counted = f" (the kernel counts {format_size(row.kernel_read_bytes)}, {format_size(row.kernel_written_bytes)})"
     return [
-        f"{plan.units} units of {format_size(plan.unit_bytes)}, {plan.parameters / 1e6:.0f} M parameters; weights on "
-        f"{plan.weights}, states on {plan.states}",
+        f"{count_of(plan.units, 'unit')} of {format_size(plan.unit_bytes)}, {plan.parameters / 1e6:.0f} M parameters; "
+        f"weights on {plan.weights}, states on {plan.states}",
         f"{format_size(result.file_bytes)} in files, durability {'step' if result.durable else 'none'}; host budget "
         f"{format_size(result.host_memory)}, device budget {format_size(result.device_memory)}",
         f"the drive by itself reads {rates.read / 1e9:.1f}, writes {rates.write / 1e9:.1f}, both at once "

@@ -10,6 +10,7 @@ from offload.config.reading import schedule_params
 from offload.config.scheduler import SCHEDULES
 from offload.config.whole import Config
 from offload.errors import ConfigError
+from offload.sizes import count_of
 
 
 class Batch(NamedTuple):
@@ -54,8 +55,8 @@ def _share(total: int, name: str, given: int, world_size: int) -> int:
 def effective(config: Config, batch: Batch, world_size: int) -> str:
     """One line of what a file does not say itself: batch sizes, what "auto" became, a default that was once another."""
     parts = [
-        f"{batch.total} samples a step = {batch.micro} of a micro-batch * {batch.accumulation} of them * {world_size} "
-        f"{'rank' if world_size == 1 else 'ranks'}"
+        f"{count_of(batch.total, 'sample')} a step = {batch.micro} of a micro-batch * {batch.accumulation} of them * "
+        f"{count_of(world_size, 'rank')}"
     ]
     if "gradient_clipping" not in config.model_fields_set:
         parts.append(f"gradient_clipping {config.gradient_clipping:g} by default, which was 0 in older DeepSpeed")

@@ -95,7 +95,7 @@ class OptimizerBlock(Block):
         known = OPTIMIZER_DEFAULTS[self.type]
         for name in self.params.model_fields_set:
             if name != "lr" and name not in known and getattr(self.params, name) is not None:
-                raise ValueError(f"has params.{name}, which {self.type} has not; it has lr, {', '.join(known)}")
+                raise ValueError(f"has params.{name}, which {self.type} has not; it has {', '.join(('lr', *known))}")
         settings = self.settings
         if settings.get("nesterov") and (not settings["momentum"] or settings["dampening"]):
             raise ValueError("has params.nesterov, which needs a momentum above 0 and a dampening of 0")

@@ -33,6 +33,7 @@ from offload.engine.rounds import Kind
 from offload.engine.together import together
 from offload.engine.training_state import TrainingState
 from offload.errors import UsageError
+from offload.sizes import count_of
 from offload.swapper.store import Queue
 
 logger = logging.getLogger("offload")
@@ -135,8 +136,9 @@ class Checkpoints:
             notices += self._state.restore(progress, wish.schedule)
             if not found.own:
                 notices.append(
-                    f"{found.folder} was saved by {found.manifest.world_size} ranks, these are {parts.world_size}: "
-                    f"each goes on with the random generators of rank 0, so dropout draws other numbers"
+                    f"{found.folder} was saved by {count_of(found.manifest.world_size, 'rank')}, these are "
+                    f"{parts.world_size}: each goes on with the random generators of rank 0, so "
+                    f"dropout draws other numbers"
                 )
             for notice in notices if self._parts.rank == 0 else ():
                 logger.warning(notice)

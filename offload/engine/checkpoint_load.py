@@ -33,6 +33,7 @@ from offload.engine.packed import Kept
 from offload.engine.progress import Progress
 from offload.engine.tensor_file import Place, read_header
 from offload.errors import IoError, StoreError
+from offload.sizes import count_of
 from offload.swapper.modes import MODES, Mode
 from offload.swapper.states import State
 from offload.swapper.store import Future, Queue
@@ -159,8 +160,8 @@ def check_progress(found: Found, wish: Wish, groups: int, schedule: Any) -> None
     facts, what = found.progress.facts, f"the checkpoint {found.folder}"
     if len(facts["groups"]) != groups:
         raise StoreError(
-            f"{what} has {len(facts['groups'])} groups of parameters, this optimizer has {groups}: give it the same, "
-            f"or load the weights alone (load_module_only=True)"
+            f"{what} has {count_of(len(facts['groups']), 'group')} of parameters, this optimizer has {groups}: give it "
+            f"the same, or load the weights alone (load_module_only=True)"
         )
     saved = facts["scheduler"]
     if wish.schedule and isinstance(saved, dict) and isinstance(schedule, dict) and saved.keys() != schedule.keys():

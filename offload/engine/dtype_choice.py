@@ -112,7 +112,7 @@ def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
     found = precision.rates(dtype)
     if found.slower >= _WARNED_FROM:
         block = "torch_autocast" if config.torch_autocast.enabled else dtype
-        logger.warning("%s", _slow(dtype, found.slower, block, goes_on and config.dtype != "fp32"))
+        logger.warning("offload: %s", _slow(dtype, found.slower, block, goes_on and config.dtype != "fp32"))
 
 
 def _slow(dtype: str, slower: float, block: str, kept: bool) -> str:

@@ -46,7 +46,7 @@ from offload.engine.updater import UnitUpdate
 from offload.engine.weights import Edit
 from offload.errors import UsageError
 from offload.notices import tell
-from offload.sizes import format_size
+from offload.sizes import count_of, format_size
 from offload.swapper.modes import dtype_name
 from offload.swapper.timeline import Row
 from offload.torch_internals import inside_backward
@@ -261,7 +261,8 @@ class Engine(Facts):
         """
         self._between("set_train_batch_size")
         if self.micro_batches:
-            raise UsageError(f"set_train_batch_size is for between steps, {self.micro_batches} micro-batches ran since")
+            ran = count_of(self.micro_batches, "micro-batch", "micro-batches")
+            raise UsageError(f"set_train_batch_size is for between steps, {ran} of this one ran: call it after step()")
         kept = None if self._choices.config.data_types.grad_accum_dtype else self._parts.gradients.dtype
         self._state.choices = resized(self._choices, train_batch_size, self.world_size, kept)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from offload.engine.layout import WORD, UnitLayout
-from offload.sizes import align_up, format_size
+from offload.sizes import align_up, count_of, format_size
 from offload.swapper.modes import Mode
 from offload.swapper.residency import Tier
 from offload.swapper.states import State
@@ -217,6 +217,7 @@ def differences(parts: Partitions, before: Homes, after: Homes) -> str:
             if old[state] is not new[state]:
                 moved.setdefault((state, new[state]), []).append(nbytes)
     return ", ".join(
-        f"{state.value} of {len(sizes)} of {len(parts.nbytes)} units ({format_size(sum(sizes))}) to {tier.value}"
+        f"{state.value} of {len(sizes)} of {count_of(len(parts.nbytes), 'unit')} ({format_size(sum(sizes))}) "
+        f"to {tier.value}"
         for (state, tier), sizes in moved.items()
     )

@@ -37,6 +37,7 @@ from offload.engine.ranks import UNABLE, Ranks, join_ranks, meet_others, stay_aw
 from offload.engine.watch import measure, watch
 from offload.errors import ConfigError, StoreError
 from offload.notices import tell
+from offload.sizes import count_of
 from offload.swapper.device import Device, open_device
 from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.store import Rating, Store, StoreSpec, Written
@@ -343,7 +344,7 @@ def _check_fits(progress: Progress, model: nn.Module, optimizer: Optimizer) -> N
         raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {mine.get(name)} in this model")
     if len(progress.facts["groups"]) != len(optimizer.param_groups):
         raise StoreError(
-            f"the run has {len(progress.facts['groups'])} groups of parameters, this optimizer has "
+            f"the run has {count_of(len(progress.facts['groups']), 'group')} of parameters, this optimizer has "
             f"{len(optimizer.param_groups)}"
         )
 

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from offload.errors import UsageError
+from offload.sizes import count_of
 
 
 class MicroBatches:
@@ -76,9 +77,9 @@ class MicroBatches:
         since = self._backwards() - self._at_step
         if since > 1 and accumulation > 1 and self._told is None and not self._no_sync:
             raise UsageError(
-                f"{since} backwards ran since the last step(), gradient_accumulation_steps is {accumulation}: whether "
-                f"they are one micro-batch or {since} cannot be known. Call step() after every backward, or add the "
-                f"losses of a micro-batch up before backward()"
+                f"{count_of(since, 'backward')} ran since the last step(), gradient_accumulation_steps is "
+                f"{accumulation}: whether they are one micro-batch or {since} cannot be known. Call step() after "
+                f"every backward, or add the losses of a micro-batch up before backward()"
             )
         self._at_step = self._backwards()
 
@@ -97,9 +98,10 @@ class MicroBatches:
                 raise UsageError(f"this is no boundary: {why}")
         elif count < accumulation or (count > accumulation and accumulation > 1):
             raise UsageError(
-                f"{count} backwards ran since the last boundary, gradient_accumulation_steps is {accumulation}; call "
-                f"step() after every backward, or set the accumulation to what the loop does (a loop of Accelerate: by "
-                f"offload.hf.Accelerator, with the same gradient_accumulation_steps)"
+                f"{count_of(count, 'backward')} ran since the last boundary, gradient_accumulation_steps is "
+                f"{accumulation} in the config; call step() after every backward, or set the accumulation to what the "
+                f"loop does (a loop of Accelerate: by offload.hf.Accelerator, with the same "
+                f"gradient_accumulation_steps)"
             )
 
     def trained(self, accumulation: int) -> int:

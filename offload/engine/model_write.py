@@ -30,7 +30,7 @@ from offload.engine.source import Reading, Source
 from offload.engine.tensor_file import Tensor, Writer, shard
 from offload.engine.tensor_file import plan as plan_file
 from offload.errors import ConfigError
-from offload.sizes import parse_size
+from offload.sizes import count_of, parse_size
 from offload.swapper.modes import DTYPES, MODES, Mode, dtype_name
 from offload.swapper.states import State
 
@@ -224,14 +224,18 @@ def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
     """What whoever reads the files should know."""
     found: list[str] = []
     if beyond:
-        found.append(f"{beyond} values are beyond what {dtype_name(plan.dtype)} holds: they are infinite now")
+        found.append(
+            f"{count_of(beyond, 'value is', 'values are')} beyond what {dtype_name(plan.dtype)} holds, and infinite now"
+        )
     if source.about.get("config") is None:
         found.append("the model has no transformers config, so there are weights alone")
     elif str(source.about["class"]).startswith("Peft"):
         found.append("the names are those of peft's model; engine.save_pretrained saves the adapter alone")
     absent = sum(segment.name not in plan.names for layout in plan.layouts for segment in layout.segments)
     if absent:
-        found.append(f"{absent} frozen weights are not in it: they were left out")
+        found.append(
+            f"{count_of(absent, 'frozen weight is', 'frozen weights are')} not in it: left out when it was saved"
+        )
     return tuple(found)
 
 

@@ -14,6 +14,7 @@ from offload.engine.packed import Kept
 from offload.engine.rules import RULES, rule_of
 from offload.engine.torch_steps import find_kept
 from offload.errors import ConfigError
+from offload.sizes import count_of
 from offload.swapper.modes import ADAM, TORCH
 
 
@@ -31,8 +32,8 @@ def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_par
         return _no_optimizer()
     elif block is None:
         raise ConfigError(
-            f"{len(trainable)} parameters are trainable, but there is no optimizer; add to the config "
-            '"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, or pass optimizer='
+            f"{count_of(len(trainable), 'parameter is', 'parameters are')} trainable, but there is no optimizer; add "
+            f'to the config "optimizer": {{"type": "AdamW", "params": {{"lr": 3e-4}}}}, or pass optimizer='
         )
     else:
         chosen = from_config(_trainable_only(model_parameters, trainable), block)
@@ -125,10 +126,14 @@ def _check_covers(optimizer: Optimizer, model: nn.Module) -> None:
     grouped = optimizer.settings()
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]
     if strangers:
-        raise ConfigError(f"the optimizer has {len(strangers)} parameters that are not the model's")
+        raise ConfigError(
+            f"the optimizer has {count_of(len(strangers), 'parameter that is', 'parameters that are')} not the "
+            f"model's: make it from the parameters of the model that is given, once that is as it will be trained"
+        )
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in grouped]
     if left:
         raise ConfigError(
-            f"{len(left)} parameters require gradients but are in no group of the optimizer, the first is {left[0]}; "
-            f"add them, or call requires_grad_(False) on them"
+            f"{count_of(len(left), 'parameter that requires gradients is', 'parameters that require gradients are')} "
+            f"in no group of the optimizer, the first is {left[0]}; add what is to train, call requires_grad_(False) "
+            f"on the rest"
         )

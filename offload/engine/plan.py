@@ -25,7 +25,7 @@ from offload.engine.units import Units, find_units
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.kernels import cuda
 from offload.notices import Remark
-from offload.sizes import format_size
+from offload.sizes import count_of, format_size
 from offload.swapper.device import Device
 from offload.swapper.host import process_memory
 from offload.swapper.modes import DTYPES, MOMENTS, PRECISIONS, TORCH, Mode, dtype_name
@@ -211,7 +211,9 @@ def compute_device(name: str) -> torch.device:
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if count > 1 and torch.cuda.current_device() == 0:  # torchrun shows all to each; other launchers show one
         if local >= count:
-            raise ConfigError(f"LOCAL_RANK is {local}, but torch finds {count} CUDA devices; start {count} processes")
+            raise ConfigError(
+                f"LOCAL_RANK is {local}, but torch finds {count_of(count, 'CUDA device')}; start as many processes"
+            )
         torch.cuda.set_device(local)
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -259,8 +261,8 @@ def _check_model(model: nn.Module) -> None:
     wrong = [n for n, p in model.named_parameters() if not p.is_floating_point()]
     if wrong:
         raise ConfigError(
-            f"{len(wrong)} parameters are not floating point (quantized?), the first is {wrong[0]}; offload trains "
-            f"bf16 and fp32 weights"
+            f"{count_of(len(wrong), 'parameter is', 'parameters are')} not floating point (quantized?), the first is "
+            f"{wrong[0]}; offload trains bf16, fp16 and fp32 weights: give the model as it was before it was quantized"
         )
     memory: dict[int, str] = {}
     for name, parameter in model.named_parameters():
@@ -429,11 +431,11 @@ def summary(plan: Plan) -> str:
     placement = plan.placement
     stored = placement.store(plan.parts, plan.slots).nbytes
     clip = plan.config.gradient_clipping
+    clipped = f"clipped to a norm of {clip:g}" if clip else "not clipped"
     states = [state for state in plan.mode.states if state is not State.WEIGHT]
     return Remark(
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers(State.WEIGHT) or 'nothing'}, states on "
         f"{placement.tiers(*states) or 'nothing'}{', gradients on disk' if placement.spilled else ''}; host "
         f"{format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
-        f"{format_size(stored)}{_durability(plan)}; gradients clipped at {clip or 'no'} "
-        f"norm"
+        f"{format_size(stored)}{_durability(plan)}; gradients {clipped}"
     )

@@ -27,6 +27,7 @@ from offload.engine.placeholder import Paged
 from offload.engine.pretrained_names import Named, Source, name_tensors
 from offload.engine.progress import persistent_buffers
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
+from offload.sizes import count_of
 from offload.swapper.modes import DTYPES
 
 logger = logging.getLogger("offload")
@@ -183,9 +184,9 @@ def _compare(
     if mismatched and not ignore_sizes:
         name, theirs, mine = mismatched[0]
         raise ConfigError(
-            f"{len(mismatched)} tensors of {folder} have other shapes than in the model, the first is {name}: "
-            f"{list(theirs)}, not {list(mine)}; give the config that the folder was written with, or say "
-            f"ignore_mismatched_sizes=True to have them initialized anew"
+            f"in {folder} {count_of(len(mismatched), 'tensor has another shape', 'tensors have other shapes')} than in "
+            f"the model, the first is {name}: {list(theirs)}, not {list(mine)}; give the config that the folder was "
+            f"written with, or say ignore_mismatched_sizes=True to have them initialized anew"
         )
     wrong = {name for name, *_ in mismatched}
     sources: dict[int, tuple[str, Source]] = {}
@@ -262,23 +263,23 @@ def _whole(source: Source, like: torch.Tensor) -> torch.Tensor:
 def _tell(info: LoadingInfo, folder: Path) -> None:
     if info.missing_keys:
         logger.warning(
-            "%d weights of the model are not in %s and will be initialized anew: %s",
-            len(info.missing_keys),
+            "%s not in %s and will be initialized anew: %s",
+            count_of(len(info.missing_keys), "weight of the model is", "weights of the model are"),
             folder,
             _brief(info.missing_keys),
         )
     if info.unexpected_keys:
         logger.warning(
-            "%d tensors of %s are not of the model and are left out: %s",
-            len(info.unexpected_keys),
+            "%s has %s of the model: left out: %s",
             folder,
+            count_of(len(info.unexpected_keys), "tensor that is not", "tensors that are not"),
             _brief(info.unexpected_keys),
         )
     if info.mismatched_keys:
         logger.warning(
-            "%d tensors of %s have other shapes than in the model, whose weights will be initialized anew: %s",
-            len(info.mismatched_keys),
+            "%s has %s than in the model, whose weights will be initialized anew: %s",
             folder,
+            count_of(len(info.mismatched_keys), "tensor of another shape", "tensors of other shapes"),
             _brief([f"{name} {list(theirs)} for {list(mine)}" for name, theirs, mine in info.mismatched_keys]),
         )
 

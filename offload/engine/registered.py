@@ -14,6 +14,7 @@ from typing import Any
 
 from offload.engine.plain import from_plain, to_plain
 from offload.errors import StoreError, UsageError
+from offload.sizes import count_of
 
 _ADVICE = (
     "a commit holds None, booleans, numbers, strings, and lists, tuples and dicts of them. Let state_dict() return "
@@ -75,7 +76,7 @@ class Registered:
         if not self._may_grow and len(objects) > len(self._waiting):
             raise UsageError(
                 f"the commit or checkpoint that this run goes on from holds "
-                f"{len(self._objects) + len(self._waiting)} registered objects, and this would be number "
+                f"{count_of(len(self._objects) + len(self._waiting), 'registered object')}, and this would be number "
                 f"{len(self._objects) + len(self._waiting) + 1}: register the same objects as then. "
                 f"An object that is new can be registered after the first step()"
             )
@@ -96,9 +97,9 @@ class Registered:
         if self._waiting:
             raise UsageError(
                 f"the commit or checkpoint that this run goes on from holds "
-                f"{len(self._objects) + len(self._waiting)} registered objects, and {len(self._objects)} were "
-                f"registered: {_names(self._waiting)} would be lost with this step. Call "
-                f"engine.register_for_checkpointing with all of them before it"
+                f"{count_of(len(self._objects) + len(self._waiting), 'registered object')}, of which "
+                f"{count_of(len(self._objects), 'is', 'are')} registered: {_names(self._waiting)} would be lost with "
+                f"this step. Call engine.register_for_checkpointing with all of them before it"
             )
 
     def stepped(self) -> None:

@@ -42,6 +42,7 @@ from offload.config.scheduler import (
     WarmupParams,
 )
 from offload.errors import ConfigError, UsageError
+from offload.sizes import count_of
 
 logger = logging.getLogger("offload")
 
@@ -141,8 +142,9 @@ class Schedule(abc.ABC):
             return [value] * len(self.base_lrs)
         if len(value) != len(self.base_lrs):
             raise ConfigError(
-                f"{name} has {len(value)} values, the optimizer has {len(self.base_lrs)} groups of parameters; "
-                f"give one value for all of them, or one for each"
+                f"{name} has {count_of(len(value), 'value')}, the optimizer has "
+                f"{count_of(len(self.base_lrs), 'group')} of parameters; give one value for all of them, or one for "
+                f"each"
             )
         return list(value)
 
@@ -357,7 +359,7 @@ class OneCycle(Schedule):
         if max(momenta) >= 1:
             raise ConfigError(
                 f"decay_mom_rate {self._params.decay_mom_rate:g} has raised the momentum to {max(momenta):g} after "
-                f"{steps} steps, and it must stay below 1; lower it, or set it to 0"
+                f"{count_of(steps, 'step')}, and it must stay below 1; lower it, or set it to 0"
             )
         return momenta
 

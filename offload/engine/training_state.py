@@ -24,6 +24,7 @@ from offload.engine.progress import (
 from offload.engine.registered import Registered
 from offload.engine.schedules import Schedule
 from offload.errors import UsageError
+from offload.sizes import count_of
 
 _LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
 _BEFORE_NEXT = "before_next."
@@ -159,7 +160,9 @@ class TrainingState:
         # The first commit is made before anything can be registered.
         more = self.registered.restore(facts["registered"], may_grow=not self.global_steps)
         if more:
-            notices.append(f"the last {more} registered objects were not saved, and stay as they are")
+            notices.append(
+                f"the last {count_of(more, 'registered object was', 'registered objects were')} not saved: left as now"
+            )
         # Otherwise the schedule of now counts, from where it is.
         # The numbers of another optimizer's groups say nothing here.
         same_rule = then["optimizer"] == mine["optimizer"]
@@ -261,8 +264,9 @@ class TrainingState:
             schedule.take_in()
         elif schedule is not None and len(getattr(schedule, "base_lrs", groups)) != len(groups):
             raise UsageError(
-                f"the {type(schedule).__name__} was made for {len(schedule.base_lrs)} groups of parameters, this would "
-                f"be {len(groups)}: give the optimizer all groups before, and change the numbers in them"
+                f"the {type(schedule).__name__} was made for {count_of(len(schedule.base_lrs), 'group')} of "
+                f"parameters, "
+                f"this would be {len(groups)}: give the optimizer all groups before, and change the numbers in them"
             )
         self._configured = [*self._configured, self.optimizer.configured()[-1]]
 

@@ -25,7 +25,7 @@ from offload.engine.optimizer import Optimizer
 from offload.engine.placeholder import place_of
 from offload.errors import BudgetError, ConfigError, UsageError
 from offload.hf.fill import Said, content_of, filled, value_of
-from offload.sizes import format_size, parse_size
+from offload.sizes import count_of, format_size, parse_size
 
 logger = logging.getLogger("offload")
 
@@ -99,9 +99,9 @@ class Accelerator(accelerate.Accelerator):
             raise UsageError("this Accelerator has an engine already; make another Accelerator for a second model")
         if len(models) != 1 or len(optimizers) != 1:
             raise UsageError(
-                f"prepare got {len(models)} models that train and {len(optimizers)} optimizers, expected one of each "
-                f"in one call: prepare(model, optimizer, loader). A second model that trains needs an Accelerator of "
-                f"its own; one that does not, requires_grad_(False)"
+                f"prepare expects one model that trains and one optimizer in one call, got {len(models)} and "
+                f"{len(optimizers)}: prepare(model, optimizer, loader). A second model that trains needs an "
+                f"Accelerator of its own; one that does not, requires_grad_(False)"
             )
         loaders = [item for item in given if isinstance(item, torch.utils.data.DataLoader)]
         config = self.beside_references(self._config(loaders[0].batch_size if loaders else None))
@@ -226,7 +226,8 @@ class Accelerator(accelerate.Accelerator):
         left = sum(p.requires_grad and id(p) not in given for p in self.engine.module.parameters())
         if left:
             raise UsageError(
-                f"the engine clips the norm of all parameters that train, {left} of them were not given to "
+                f"the engine clips the norm of all parameters that train, and "
+                f"{count_of(left, 'of them was', 'of them were')} not given to "
                 f"clip_grad_norm_; give model.parameters()"
             )
         self._say_what_clips(max_norm)
@@ -240,8 +241,9 @@ class Accelerator(accelerate.Accelerator):
         assert self.engine is not None
         if not self._said:
             other = self.engine.config["gradient_clipping"]
-            instead = f", in place of gradient_clipping, {other:g}" if other and other != max_norm else ""
-            logger.info("gradients are clipped by the engine, to a norm of %g%s", max_norm, instead)
+            instead = f", in place of the config's gradient_clipping, {other:g}" if other and other != max_norm else ""
+            done = f"are clipped by the engine, to a norm of {max_norm:g}" if max_norm else "are not clipped"
+            logger.info("gradients %s%s", done, instead)
         self._said = True
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from offload.config import OPTIMIZER_DEFAULTS, SCHEDULES, read_json
 from offload.errors import ConfigError
+from offload.sizes import count_of
 
 
 class Said(NamedTuple):
@@ -42,7 +43,7 @@ def filled(content: Mapping[str, Any], said: Iterable[Said]) -> dict[str, Any]:
         if block.get(last) in (None, "auto"):
             block[last] = value
         elif not _equal(block[last], value):
-            wrong.append(f"{key} is {block[last]!r}, and {argument} is {value!r}")
+            wrong.append(f"{key} is {block[last]!r} in the config, and {argument} is {value!r} in the script")
     if wrong:
         raise ConfigError(
             f"the config and the script do not say the same: {'; '.join(wrong)}. Make them equal, or set the key in "
@@ -72,7 +73,7 @@ def said_of_batches(content: Mapping[str, Any], micro: int, accumulation: int, r
         Said("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps"),
     ]
     if content.get("train_batch_size") is not None:
-        total = f"per_device_train_batch_size * gradient_accumulation_steps * {ranks} ranks"
+        total = f"per_device_train_batch_size * gradient_accumulation_steps * {count_of(ranks, 'rank')}"
         said.append(Said("train_batch_size", micro * accumulation * ranks, total))
     return said
 

@@ -19,7 +19,7 @@ from offload.engine.layout import UnitLayout, lay_out
 from offload.engine.units import find_units
 from offload.errors import ConfigError
 from offload.planner.memory import layouts_of
-from offload.presets import PRESETS, check_name, check_positions, require_transformers, said
+from offload.presets import PRESETS, check_folder, check_name, check_positions, require_transformers, said
 from offload.torch_internals import TorchDispatchMode, fake_tensors, tree_leaves
 
 _VOCABULARY = 32000
@@ -193,8 +193,8 @@ def config_of(name: str, layers: int | None = None) -> Any:
     folder = Path(name)
     if not folder.is_dir() or name in ("", *PRESETS):
         check_name(name)
-    if name not in PRESETS and not (folder / "config.json").is_file():
-        raise ConfigError(f"{name} has no config.json, so it is no model folder")
+    if name not in PRESETS:
+        check_folder(folder)
     transformers = require_transformers()
     try:
         config = _config(transformers, name)
@@ -229,7 +229,7 @@ def model_of(config: Any, dtype: torch.dtype) -> Any:
 def _config(transformers: Any, name: str) -> Any:
     if name in PRESETS:
         return getattr(transformers, PRESETS[name].config)(**PRESETS[name].settings)
-    return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+    return transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
 
 
 def _counted(

@@ -13,6 +13,7 @@ from offload.errors import ConfigError
 from offload.fileio import atomic_write
 from offload.info import machine as about_machine
 from offload.probe.rates import DriveRates, DtypeRates, Probed, Rates
+from offload.sizes import count_of
 
 _VERSION = 5
 
@@ -97,7 +98,7 @@ def _rates(content: dict[str, Any]) -> Rates:
 def lines(found: Probed) -> list[tuple[str, str]]:
     """The same for people: names and values."""
     host, rates = found.machine, found.rates
-    device = host["gpu"] or f"{host['processor']}, {host['cores']} cores"
+    device = host["gpu"] or f"{host['processor']}, {count_of(host['cores'], 'core')}"
     told = [
         ("compute", device),
         ("memory", f"{rates.memory / 1e9:.1f} GB/s read and written, {rates.copy / 1e9:.1f} GB/s copied"),

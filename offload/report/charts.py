@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
+from offload.sizes import count_of
+
 POINTS = 240
 """The most that a chart shows."""
 _WIDTH, _HEIGHT = 400, 190
@@ -190,7 +192,7 @@ def lines(
         body += _line(axes, each, row, used)
     missing = sum(value is None for value in drawn[0].values)
     if missing and not note:
-        note = f"{missing:,} of {len(steps):,} steps have no finite value"
+        note = f"no finite value in {missing:,} of {count_of(len(steps), 'step')}"
     rows = [[None if p.mean is None else say(p.mean / used.size) + _range(p, used) for p in row] for row in shown]
     return _figure(title, used, drawn, "".join(body), axes, shown[0], rows, note)
 

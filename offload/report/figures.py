@@ -29,6 +29,7 @@ def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]
         "torn_lines": log.torn,
         "repeated_steps": log.again,
         "loss": _ends(column(log.steps, "loss")),
+        "eval_loss": _ends(column(log.steps, "eval_loss")),
         "grad_norm": _ends(column(log.steps, "grad_norm")),
         "lr": _ends(column(log.steps, "lr")),
         "skipped_steps": int(max(column(log.steps, "skipped_steps"), default=0)),

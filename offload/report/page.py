@@ -12,7 +12,7 @@ from offload.report.look import SCRIPT, STYLE
 from offload.report.phases import PARTS, parts
 from offload.report.predicted import time_of, words
 from offload.report.spans import Window, rows
-from offload.sizes import format_decimal, format_time
+from offload.sizes import count_of, format_decimal, format_time
 
 _COLORS = {
     "compute": "--blue",
@@ -61,7 +61,7 @@ def _subtitle(found: Mapping[str, Any]) -> str:
     if about.get("model"):
         words.append(f"{about['model']}")
     if isinstance(about.get("parameters"), int):
-        words.append(f"{about['parameters']:,} parameters")
+        words.append(count_of(about["parameters"], "parameter"))
     words += [str(about[name]) for name in ("dtype", "device") if about.get(name)]
     if isinstance(about.get("ranks"), int) and about["ranks"] > 1:
         words.append(f"{about['ranks']} ranks")
@@ -77,6 +77,9 @@ def _tiles(found: Mapping[str, Any]) -> str:
     ]
     if loss is not None:
         tiles.append(("loss", say(loss["last"]), f"from {say(loss['first'])}, least {say(loss['least'])}"))
+    if (held_out := found["eval_loss"]) is not None:
+        more = f"from {say(held_out['first'])}, least {say(held_out['least'])}"
+        tiles.append(("evaluation loss", say(held_out["last"]), more))
     if step is not None:
         unit = seconds_unit(step["median"])
         slow = f"95 % below {say(step['p95'] / unit.size)} {unit.name}"
@@ -123,8 +126,9 @@ def _series(log: Log, name: str, color: str, field: str, over: str | None = None
 
 def _learning(log: Log) -> str:
     steps, marks = _steps(log), log.resumed
+    losses = [_series(log, "training", "--blue", "loss"), _series(log, "evaluation", "--orange", "eval_loss")]
     charts = (
-        lines("Loss", steps, [_series(log, "loss", "--blue", "loss")], zero=False, resumed=marks),
+        lines("Loss", steps, losses, zero=False, resumed=marks),
         lines("Learning rate", steps, [_series(log, "learning rate", "--blue", "lr")], resumed=marks),
         lines(
             "Norm of the gradient before the clip", steps, [_series(log, "norm", "--blue", "grad_norm")], resumed=marks
@@ -266,15 +270,14 @@ def _window(window: Window) -> str:
 
 
 def _notes(found: Mapping[str, Any]) -> str:
+    torn = count_of(found["torn_lines"], "line of the log is", "lines of the log are")
+    again = count_of(found["repeated_steps"], "step was", "steps were")
+    skipped = count_of(found["skipped_steps"], "step was", "steps were")
     words: Sequence[str] = [
         "Times and medians leave out the first step of each process, which reads everything on demand.",
         *([f"Resumed at step {', '.join(map(str, found['resumed_at']))}."] if found["resumed_at"] else []),
-        *([f"{found['torn_lines']} lines of the log are cut short."] if found["torn_lines"] else []),
-        *(
-            [f"{found['repeated_steps']} steps were trained again; the later time counts."]
-            if found["repeated_steps"]
-            else []
-        ),
-        *([f"{found['skipped_steps']} steps were skipped."] if found["skipped_steps"] else []),
+        *([f"{torn} cut short."] if found["torn_lines"] else []),
+        *([f"{again} trained again; the later time counts."] if found["repeated_steps"] else []),
+        *([f"{skipped} skipped."] if found["skipped_steps"] else []),
     ]
     return f"<footer><p>{' '.join(map(escape, words))}</p></footer>"

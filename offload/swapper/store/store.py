@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from offload.aio import Bandwidth, Priority, StripedFile, bandwidths, crc32c
 from offload.aio.stripes import whole_weights
 from offload.errors import IoError, StoreError
-from offload.sizes import MIB, PAGE, format_size
+from offload.sizes import MIB, PAGE, count_of, format_size
 from offload.swapper.states import State
 from offload.swapper.store import blob, sums
 from offload.swapper.store.check import first_damage
@@ -234,7 +234,7 @@ class Store:
         for record in records:
             if len(record.slots) != len(self.newest):
                 raise StoreError(
-                    f"{self.folders[0]} is of another model: it has {len(record.slots)} units, this one "
+                    f"{self.folders[0]} is of another model: it has {count_of(len(record.slots), 'unit')}, this one "
                     f"{len(self.newest)}; choose another run name, or remove it with `offload rm "
                     f"{self.folders[0].parent}`"
                 )
@@ -282,8 +282,8 @@ class Store:
         compare(self.spec, copy.spec, self.folders[0])
         if len(copy.weights) != len(self.folders):
             raise StoreError(
-                f"{self.folders[0]} lies on {len(copy.weights)} drives ({', '.join(copy.drives)}), nvme_path has "
-                f"{len(self.folders)}; give the same ones in the same order"
+                f"{self.folders[0]} lies on {count_of(len(copy.weights), 'drive')} "
+                f"({', '.join(copy.drives)}), nvme_path has {len(self.folders)}; give the same ones in the same order"
             )
         self._manifest = copy
         missing = False
