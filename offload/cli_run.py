@@ -270,6 +270,8 @@ class Training:
                 f"--resume auto, or delete it with: offload rm {job.folder}",
                 file=sys.stderr,
             )
+        else:
+            print("stopped; nothing is kept: no step was committed to go on from", file=sys.stderr)
 
     def _facts(self, job: Any) -> _Facts:
         reports, engine = self.reports, job.engine

@@ -27,6 +27,8 @@ class Identity(NamedTuple):
     """What the data are, after tokenizer and packing: their length and checksum."""
     output: str | None
     steps: int
+    settings: Mapping[str, Any]
+    """What the config says of learning, each value by its key."""
 
 
 def weights_of(folder: Path | None) -> str:
@@ -65,6 +67,10 @@ def differences(mine: Identity, before: Mapping[str, Any]) -> Iterator[str]:
     ]
     if changed:
         yield f"the data are others ({', '.join(changed)})"
+    settings = before.get("settings", mine.settings)
+    for name in dict.fromkeys((*settings, *mine.settings)):
+        if settings.get(name) != mine.settings.get(name):
+            yield f"{name} was {settings.get(name)}, is {mine.settings.get(name)}"
     if before.get("output") != mine.output:
         yield f"--output was {before.get('output')}, is {mine.output}"
     if before.get("steps", mine.steps) < mine.steps:

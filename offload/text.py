@@ -27,6 +27,8 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     """The files of `paths`, folders searched for *.py, *.txt and *.md, in an order that does not change."""
     found: list[Path] = []
     for path in paths:
+        if path.suffix == ".jsonl":
+            raise ConfigError(f"{path} has documents, and --text would learn its JSON itself; give it by --data")
         if path.is_file():
             found.append(path)
         elif path.is_dir():

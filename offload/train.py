@@ -6,6 +6,7 @@ steps     train, one `StepReport` a step
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -26,6 +27,7 @@ from offload.engine.initialize import initialize
 from offload.engine.json_lines import check_log, cut_log
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.evaluation import Evaluation
+from offload.fileio import atomic_write
 from offload.job_identity import Identity, differences, other_model, weights_of
 from offload.language_model import (
     build_model,
@@ -52,6 +54,7 @@ from offload.train_options import (
     keep,
     merge,
     schedule,
+    settings_of,
 )
 from offload.training_data import Data, Share, steps_of
 
@@ -122,6 +125,8 @@ class Job(NamedTuple):
         """Write the model, or its adapters, and the tokenizer; nothing where nobody asked for it. All ranks call it."""
         if self.output is not None:
             self.engine.save_pretrained(self.output, tokenizer=self.tokenizer)
+            if self.engine.global_rank == 0:
+                (self.output / _MARK).unlink(missing_ok=True)
 
     def finish(self, remove: bool) -> None:
         """Close the engine after the last step. All ranks call it.
@@ -166,12 +171,13 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     content, lines = schedule(content, options, steps)
     for line in lines:
         say(line)
-    mine = _identity(options, folder, data, steps)
+    mine = _identity(options, folder, data, steps, settings_of(content))
     done = _finished(config, mine)
     if done is not None:
         return done
     going_on = _goes_on(config)
-    check_output(options.output, may_be_there=going_on)
+    check_output(options.output, may_be_there=going_on or _is_marked(options.output, mine))
+    _check_apart(options.output, config)
     if chooses_dtype(content):
         content, choice = settle(content)
         if choice is not None:
@@ -188,6 +194,8 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     engine = initialize(model=model, model_parameters=_groups(model, decay), config=content).engine
     if rank:
         torch.manual_seed(config.offload.seed + rank)  # another dropout on each
+    if engine.resumable is None and options.resume in ("auto", "must"):
+        say(f"--resume {options.resume}: no step of this run is committed, so a run that is stopped begins again")
     for line in (*engine.notices, *data.lines, source, *_resumed(engine, mine), *foreseen):
         say(line)
     if options.log is not None and rank == 0:
@@ -219,12 +227,12 @@ def _groups(model: nn.Module, decay: Any) -> Any:
     return decay_groups(model.parameters(), decay)
 
 
-def _identity(options: Options, folder: Path | None, data: Data, steps: int) -> Identity:
+def _identity(options: Options, folder: Path | None, data: Data, steps: int, settings: Mapping[str, Any]) -> Identity:
     batches = data.batches
     text = {"seq-len": options.seq_len, "tokens": batches.token_count, "checksum": batches.checksum}
     model = options.model if folder is None else str(folder.absolute())
     output = None if options.output is None else str(options.output.absolute())
-    return Identity(model, weights_of(folder), options.lora, text, output, steps)
+    return Identity(model, weights_of(folder), options.lora, text, output, steps, settings)
 
 
 def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
@@ -242,9 +250,10 @@ def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
                     f"the run in {engine.resumable} is another job's: {other}; give that model, another --run, or "
                     f"--resume restart"
                 )
-            kept = before | {"output": mine.output, "steps": mine.steps}  # they may change
+            kept = before | {"settings": mine.settings, "steps": mine.steps}  # the engine has lines for them
             lines += [f"resumed, and {words}" for words in differences(mine, kept)]
-        if before is None or before.get("output") != mine.output:
+        marked = mine.output is not None and _is_marked(Path(mine.output), mine)
+        if (before is None or before.get("output") != mine.output) and not marked:
             check_output(None if mine.output is None else Path(mine.output), may_be_there=False)
     except (ConfigError, StoreError):
         engine.destroy(remove=False)
@@ -294,6 +303,29 @@ def check_output(folder: Path | None, may_be_there: bool) -> None:
         ) from error
 
 
+_MARK = ".offload-job.json"
+"""In a folder of checkpoints whose job has not ended: whose they are, so that it may begin again after a kill."""
+
+
+def _is_marked(folder: Path | None, mine: Identity) -> bool:
+    """Whether this job, and no other, has written to the folder."""
+    try:
+        before = {} if folder is None else json.loads((folder / _MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(before, dict) and bool(before) and not [*differences(mine, before)]
+
+
+def _check_apart(folder: Path | None, config: Config) -> None:
+    """Raise `ConfigError` where a model would lie among the swap files, with which it would be deleted."""
+    if folder is None:
+        return
+    for drive in config.drives:
+        run = Path(drive).resolve() / config.offload.run
+        if run in (folder.resolve(), *folder.resolve().parents):
+            raise ConfigError(f"--output {folder} lies in the run's own folder {run}, which goes; give another folder")
+
+
 def _finished(config: Config, mine: Identity) -> Finished | None:
     """What to say where `--resume auto` finds nothing to do; with must that is an error, which `initialize` raises.
 
@@ -309,15 +341,23 @@ def _finished(config: Config, mine: Identity) -> Finished | None:
     job = status.finished.get("job")
     if isinstance(job, dict):
         others = [*differences(mine, job)]
-        if not others and mine.output is not None and not Path(mine.output).is_dir():
-            others = [f"the model that it has saved in {mine.output} is not there any more"]
         if others:
             raise StoreError(
                 f"{ended}, and was not this job: {'; '.join(others)}. Give another --run, or --resume restart to begin "
                 f"this one in its place"
             )
+        if mine.output is not None and not any(Path(mine.output, name).is_file() for name in _HEADS):
+            raise StoreError(
+                f"{ended}, and the model that it saved in {mine.output} is not there any more; --resume restart trains "
+                f"it again"
+            )
     output = None if mine.output is None else Path(mine.output)
-    return Finished(f"{ended}; nothing to do. --resume restart begins it again", run, mine.steps, output)
+    again = "--resume restart begins it again" + (", with another --output" if output is not None else "")
+    return Finished(f"{ended}; nothing to do. {again}", run, mine.steps, output)
+
+
+_HEADS = ("config.json", "adapter_config.json")
+"""Of a model, and of adapters."""
 
 
 # -- steps --------------------------------------------------------------------------------------------
@@ -413,5 +453,8 @@ def _saved(job: Job) -> Saved:
     """Write the model as it is after this step, whole or not at all."""
     assert job.output is not None
     folder = job.output / f"checkpoint-{job.engine.global_steps}"
+    if job.engine.global_rank == 0:
+        job.output.mkdir(parents=True, exist_ok=True)
+        atomic_write(job.output / _MARK, json.dumps(job.identity._asdict()))
     job.engine.save_pretrained(folder, tokenizer=job.tokenizer)
     return Saved(job.engine.global_steps, folder)

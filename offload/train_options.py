@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,6 +224,8 @@ def _schedule(options: Options, lr: Any, steps: int) -> dict[str, Any] | None:
     """
     warmup = DEFAULT_WARMUP if options.warmup is None else options.warmup
     rise = round(warmup * steps) if warmup < 1 else int(warmup)
+    if rise > steps:
+        raise ConfigError(f"--warmup {rise} is more than the steps, which are {steps}: the rate would never be reached")
     first = 1 / rise if rise > 1 else 1.0
     params: dict[str, Any] = {"warmup_num_steps": max(rise, 1), "warmup_type": "linear"}
     if options.schedule == "constant":
@@ -232,6 +234,26 @@ def _schedule(options: Options, lr: Any, steps: int) -> dict[str, Any] | None:
         return {"type": "WarmupLR", "params": params | {"warmup_min_lr": first * lr, "warmup_max_lr": lr}}
     ends = {"warmup_min_ratio": first, "cos_min_ratio": 0.0}
     return {"type": "WarmupCosineLR", "params": params | ends | {"total_num_steps": steps}}
+
+
+_OF_LEARNING = (
+    *("optimizer", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"),
+    *("gradient_accumulation_steps", "fp16", "bf16", "bfloat16"),
+)
+
+
+def settings_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What a merged config says of learning, but for the schedule, each value by its whole key."""
+    blocks = {name: content[name] for name in _OF_LEARNING if name in content}
+    return dict(_flat(blocks)) | {"offload.seed": _get(content, ("offload", "seed")) or 0}
+
+
+def _flat(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 def decay_groups(parameters: Iterable[Any], weight_decay: float) -> list[dict[str, Any]]:
@@ -316,6 +338,12 @@ def check(options: Options) -> None:
         raise ConfigError("--text and --data are two ways to read: stretches of text, or documents; give one of them")
     if options.eval_data and options.eval_every == 0:
         raise ConfigError("--eval-data with --eval-every 0, which evaluates never; leave one of them out")
+    if (
+        options.log is not None
+        and options.trace is not None
+        and Path(options.trace).absolute() == options.log.absolute()
+    ):
+        raise ConfigError(f"--log and --trace are two files, both are {options.log}; give two")
     if options.save_every is not None and options.output is None:
         raise ConfigError("--save-every writes the model below --output; give both")
 

@@ -71,13 +71,20 @@ def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apa
     packed = rows.pack(rows.encode(records, tokenizer), options.seq_len, apart)
     held: rows.Packed | None = None
     if files.evaluated:
-        held = rows.pack(rows.encode(read_records(files.evaluated), tokenizer), options.seq_len, apart)
+        held = _packed_to_evaluate(options, files, tokenizer, apart)
     elif options.eval_every != 0:
         packed, held = rows.hold_out(packed)
     learned = rows.Rows(packed, *share)
     learned.with_positions = apart
     held_out = None if held is None else _held_out(rows.inputs_of(held, apart), share)
     return Data(learned, held_out, rows.notices(packed, learned, records, tokenizer))
+
+
+def _packed_to_evaluate(options: Options, files: Files, tokenizer: Any, apart: bool) -> rows.Packed:
+    try:
+        return rows.pack(rows.encode(read_records(files.evaluated), tokenizer), options.seq_len, apart)
+    except ConfigError as error:
+        raise ConfigError(f"--eval-data: {error}") from error
 
 
 def _text(options: Options, files: Files, tokenizer: Any, share: Share) -> Data:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from offload.cli import app
+from offload.errors import StoreError
 from offload.job_identity import weights_of
 from tests.commanded import _alone, call, facts, log, swap_files
 from tests.folders import make_folder
@@ -28,6 +28,10 @@ DONE = ("--steps", "1", "--resume", "auto")
         (("--seq-len", "16"), "the data are others (seq-len was 32, is 16"),
         (("--model", "llama"), "--model was gpt2-tiny, is "),
         (("--steps", "2"), "the steps were 1, are 2"),
+        (("--lr", "0.1"), "optimizer.params.lr was 0.0003, is 0.1"),
+        (("--dtype", "fp32"), "bf16.enabled was auto, is False"),
+        (("--seed", "7"), "offload.seed was 0, is 7"),
+        (("--accumulation", "3"), "gradient_accumulation_steps was None, is 3"),
     ],
 )
 def test_another_job_is_no_job_that_is_done(more: tuple[str, str], words: str) -> None:
@@ -46,9 +50,11 @@ def test_the_same_job_is_done_and_says_so_with_every_field() -> None:
     assert "ended at step 1" in again.stderr and "nothing to do" in again.stderr
     assert facts(again).keys() == first.keys()
     assert facts(again)["losses"] == [] and facts(again)["saved"] == first["saved"]
-    shutil.rmtree("a")
+    for path in Path("a").iterdir():
+        path.unlink()
     gone = call(*DONE, "--output", "a")
-    assert gone.exit_code == 2 and "is not there any more" in gone.stderr
+    assert gone.exit_code == 2 and "is not there any more; --resume restart trains it again" in gone.stderr
+    assert call(*DONE, "--output", "a", "--resume", "restart").exit_code == 0
 
 
 def test_another_models_run_is_not_gone_on_with() -> None:
@@ -73,6 +79,24 @@ def test_the_model_is_saved_on_the_way() -> None:
     assert len([*Path("out").rglob("config.json")]) == 3 and len(sizes) == 1
     weights = {path.read_bytes() for path in Path("out").rglob("model.safetensors")}
     assert len(weights) == 3, "each is of its step"
+
+
+def test_a_job_that_failed_before_its_first_commit_may_save_again_what_it_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its folder says whose it is, until it has ended."""
+
+    def full(_: object) -> None:
+        raise StoreError("the drive is full")
+
+    job = ("--steps", "2", "--output", "out", "--save-every", "1", "--durability", "none", "--resume", "auto")
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.train.Job.save_model", full)
+        failed = call(*job)
+    assert failed.exit_code == 1 and "nothing is kept: no step was committed" in failed.stderr
+    assert "--resume auto: no step of this run is committed" in failed.stdout
+    assert "--output out is not empty" in call(*job, "--lr", "0.1").stderr, "another job"
+    assert call(*job).exit_code == 0 and not Path("out/.offload-job.json").exists()
 
 
 def test_a_place_that_cannot_be_written_is_found_before_training() -> None:
@@ -127,10 +151,18 @@ def test_the_help_has_one_name_of_each_option() -> None:
         ("--text binary", "binary is no text: it has zero bytes"),
         ("--eval-data empty", "--eval-data has less than one sequence"),
         ("--host-memory 16", "give a unit"),
+        ("--trace text.py", "text.py is no time line, and would be overwritten"),
+        ("--trace binary.gz", "binary.gz is no time line, and would be overwritten"),
+        ("--trace same --log same", "--log and --trace are two files"),
+        ("--warmup 5", "--warmup 5 is more than the steps, which are 1"),
+        ("--text data.jsonl", "give it by --data"),
+        ("--output swap/default/model", "lies in the run's own folder"),
     ],
 )
 def test_bad_input(arguments: str, words: str) -> None:
     Path("binary").write_bytes(bytes(range(256)) * 100)
+    Path("binary.gz").write_bytes(bytes(range(256)) * 100)
+    Path("data.jsonl").write_text('{"text": "words"}\n')
     Path("empty").write_bytes(b"")
     refused = call("--steps", "1", *arguments.split()) if "steps" not in arguments else call(*arguments.split())
     assert refused.exit_code == 2 and words in refused.stderr, refused.output

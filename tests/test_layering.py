@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job_identity": set(),
     "train": {
         *("errors", "config", "engine", "swapper", "presets", "lora", "language_model", "train_options"),
-        *("training_data", "evaluation", "job_identity", "planner", "probe"),
+        *("training_data", "evaluation", "job_identity", "fileio", "planner", "probe"),
     },
     "machine": {"sizes", "kernels", "engine", "swapper"},
     "info": {"errors", "sizes", "aio", "machine"},

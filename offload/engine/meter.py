@@ -5,7 +5,7 @@ belongs to one thread at a time. The end of a step takes all of them and subtrac
 is locked or reset, no device is waited for, and a step costs microseconds. `watch.measure` says where it listens.
 
     seconds = forward + backward + step + all else: the loader, evaluations, the user's own
-              └─ waits lie in these three ─┘
+              └─ waits lie in these three ─┘        what an evaluation waits for is not counted
 
 Updates run beside all of that, on a thread of their own, whose seconds are sums of their own.
 """
@@ -46,6 +46,8 @@ _SECONDS = (
     *dict.fromkeys(name for _, name in _WORKER),
 )
 _BYTES = ("uploaded", "gradients")
+EVALUATION = "evaluation"
+"""The phase of a forward without gradients, which is no part of a step."""
 
 now = time.perf_counter_ns
 
@@ -80,7 +82,7 @@ class Meter:
         self._breakdown, self._reporter = breakdown, reporter
         self.last: Record | None = None
         """Of the last step."""
-        self._sums = dict.fromkeys((*_SECONDS, *_BYTES), 0)
+        self._sums = dict.fromkeys((*_SECONDS, *_BYTES, EVALUATION), 0)
         self._last: dict[str, int] = {}
         self._began: dict[str, int] = {}
         """Phases under way, each with its start."""
@@ -124,7 +126,7 @@ class Meter:
             self._sums["step"] += nanoseconds
         else:
             cause = cause_of(row, name)
-            if cause is not None:
+            if cause is not None and (row is Row.WORKER or EVALUATION not in self._began):
                 self._sums[cause] += nanoseconds
 
     # -- the end of a step --------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.meter import Meter
+from offload.engine.meter import EVALUATION, Meter
 from offload.engine.parts import Parts
 from offload.engine.rounds import Rounds
 from offload.errors import IoError
@@ -65,12 +65,12 @@ def _measure_phases(parts: Parts, meter: Meter) -> None:
 
     def began(begin: Callable[[Kind], None], kind: Kind) -> None:
         begin(kind)
-        if kind is Kind.TRAIN:
-            meter.begin_phase("forward")
+        meter.begin_phase("forward" if kind is Kind.TRAIN else EVALUATION)
 
     def ended(end_forward: Callable[[], None]) -> None:
         end_forward()
         meter.end_phase("forward")
+        meter.end_phase(EVALUATION)
 
     def added(add: Callable[..., None], unit: int, segment: int, gradient: torch.Tensor) -> None:
         meter.add_bytes("gradients", gradient.numel() * gradient.element_size())

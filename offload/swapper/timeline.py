@@ -146,9 +146,7 @@ class Timeline:
             return
         try:
             with _open(self.path) as file:
-                file.write(
-                    '{"displayTimeUnit": "ms", "otherData": ' + json.dumps(self._facts()) + ', "traceEvents": [\n'
-                )
+                file.write(_BEGINS + '"ms", "otherData": ' + json.dumps(self._facts()) + ', "traceEvents": [\n')
                 file.write(",\n".join(json.dumps(event) for event in self._events()))
                 file.write("\n]}\n")
         except OSError as error:
@@ -300,7 +298,21 @@ def path_of(file: str, rank: int, world_size: int) -> Path:
         raise ConfigError(
             f"cannot write the time line {path}: give a file in a folder that exists and that you may write"
         )
+    if path.is_file() and not _is_ours(path):
+        raise ConfigError(f"{path} is no time line, and would be overwritten; give another file")
     return path
+
+
+_BEGINS = '{"displayTimeUnit": '
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file is empty, or begins as a time line does."""
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
+            return file.read(len(_BEGINS)) in ("", _BEGINS)
+    except (OSError, EOFError, UnicodeDecodeError):
+        return path.stat().st_size == 0
 
 
 def _open(path: Path) -> Any:
