@@ -336,7 +336,8 @@ def tune(
     with errors(FAILED):
         if config is not None:
             tuning.write_config(config, output or config, found.aio)
-            console.print(f"written to {output or config}", markup=False)
+            alone = "" if there else f": {config} was not there, so the block is alone in it"
+            console.print(f"written to {output or config}{alone}", markup=False)
 
 
 def _tell_tuned(console: Console, found: Any) -> None:
