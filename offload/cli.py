@@ -1,4 +1,4 @@
-"""The command line: options in, words out. The work is in `offload.train` and the library."""
+"""The command line: options in, words out. The work is in `offload.finetune.job` and the library."""
 
 from __future__ import annotations
 

@@ -163,9 +163,9 @@ def plan(
     from rich.console import Console
     from rich.table import Table
 
+    from offload.finetune.options import Start, recipe
     from offload.planner import ask, choice, report
     from offload.presets import PRESETS
-    from offload.train_options import Start, recipe
 
     console = Console(stderr=json_output, highlight=False, markup=False)
     with errors(BAD_INPUT):

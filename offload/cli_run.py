@@ -164,7 +164,7 @@ class Training:
 
     def go(self, options: Any) -> None:
         """Run, and end the process with the right code and words."""
-        from offload.train import Finished, prepare
+        from offload.finetune.job import Finished, prepare
 
         logging.getLogger("offload").setLevel(logging.WARNING)
         logging.getLogger("offload.notices").setLevel(logging.ERROR)  # they are printed here
@@ -203,7 +203,7 @@ class Training:
             _Log(options.log, self._warn) as log,
             _Line(self.console, job, options.log_every) as line,
         ):
-            from offload.train import StepReport, about, steps
+            from offload.finetune.loop import StepReport, about, steps
 
             first = {"about": about(job)}
 
@@ -223,7 +223,7 @@ class Training:
 
     def _between(self, report: Any, log: _Log, line: _Line) -> None:
         """Tell of what was done between two steps."""
-        from offload.evaluation import Evaluation
+        from offload.finetune.evaluation import Evaluation
 
         if isinstance(report, Evaluation):
             self.evaluations.append(report)

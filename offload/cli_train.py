@@ -293,7 +293,7 @@ def train(
 
 def _options(typed: Mapping[str, Any], rank: int) -> Any:
     """What was typed, as the job takes it."""
-    from offload.train_options import Options
+    from offload.finetune.options import Options
 
     plain = dict(typed) | {name: tuple(typed[name] or ()) for name in ("text", "data", "eval_data", "nvme_path")}
     plain["trace"] = None if plain["trace"] is None else str(plain["trace"])

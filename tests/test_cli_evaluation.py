@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from offload import rows, text
-from offload.evaluation import HeldOut, choose
+from offload.finetune import packing, token_stream
+from offload.finetune.evaluation import HeldOut, choose
 from offload.report.log import read_log
 from tests.commanded import _alone, all_lines, call, facts, log
 
@@ -83,14 +83,14 @@ def test_one_in_twenty_at_most_sixteen_spread_over_all(count: int) -> None:
 
 def test_text_is_divided_into_sequences_and_the_rest() -> None:
     tokens = np.arange(1000, dtype=np.int32)
-    learned, held = text.hold_out(tokens, 10)
+    learned, held = token_stream.hold_out(tokens, 10)
     assert held.shape == (5, 10) and {*learned, *held.flat} == {*tokens} and len(learned) == 950
 
 
 def test_rows_are_divided() -> None:
-    documents = [rows.Document(np.full(8, n, np.int32), np.ones(8, bool), False) for n in range(40)]
-    packed = rows.pack(documents, 8)
-    learned, held = rows.hold_out(packed)
+    documents = [packing.Document(np.full(8, n, np.int32), np.ones(8, bool), False) for n in range(40)]
+    packed = packing.pack(documents, 8)
+    learned, held = packing.hold_out(packed)
     assert held is not None and len(held.ids) == 2 and {*learned.ids.flat} | {*held.ids.flat} == {*range(40)}
     assert not {*learned.ids.flat} & {*held.ids.flat}
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from offload.cli import app
 from offload.errors import StoreError
-from offload.job_identity import weights_of
+from offload.finetune.identity import weights_of
 from tests.commanded import _alone, call, facts, log, swap_files
 from tests.folders import make_folder
 
@@ -91,7 +91,7 @@ def test_a_job_that_failed_before_its_first_commit_may_save_again_what_it_saved(
 
     job = ("--steps", "2", "--output", "out", "--save-every", "1", "--durability", "none", "--resume", "auto")
     with monkeypatch.context() as patch:
-        patch.setattr("offload.train.Job.save_model", full)
+        patch.setattr("offload.finetune.job.Job.save_model", full)
         failed = call(*job)
     assert failed.exit_code == 1 and "nothing is kept: no step was committed" in failed.stderr
     assert "--resume auto: no step of this run is committed" in failed.stdout

@@ -11,7 +11,7 @@ import torch
 from offload import schedules
 from offload.config import load_config, resolve_batch
 from offload.errors import ConfigError
-from offload.train_options import Options, Start, chooses_dtype, decay_groups, merge, schedule
+from offload.finetune.options import Options, Start, chooses_dtype, decay_groups, merge, schedule
 
 FILE: dict[str, Any] = {
     "train_batch_size": 32,

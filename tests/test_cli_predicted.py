@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from offload import language_model, probe
+from offload import probe
 from offload.cli import app
 from offload.engine.birth import init
-from offload.lora import adapt, parse_lora
+from offload.finetune import model as language_model
+from offload.finetune.lora import adapt, parse_lora
 from offload.planner.shape import from_name, from_training
 from offload.presets import PRESETS, build
 from tests.folders import make_folder

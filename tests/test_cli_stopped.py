@@ -133,9 +133,9 @@ def test_a_training_that_is_made_ready(work: str, words: str, number: int) -> No
     """What it does before its first step may be one long call: weights are made, a text becomes tokens."""
     process = script(
         f"{MUTEX}import sys, time\n"
-        "from offload import train\n"
+        "from offload.finetune import job\n"
         "from offload.cli import main\n"
-        f"train.prepare = lambda *_: (print('ready', flush=True), {work})\n"
+        f"job.prepare = lambda *_: (print('ready', flush=True), {work})\n"
         "sys.argv = ['offload', 'train']\n"
         "main()\n"
     )

@@ -10,7 +10,7 @@ import transformers
 
 import offload
 from offload.errors import ConfigError
-from offload.lora import Lora, adapt, parse_lora
+from offload.finetune.lora import Lora, adapt, parse_lora
 from tests.folders import llama_config
 from tests.models import gpt2
 

@@ -22,8 +22,8 @@ from offload.config import load_config
 from offload.engine.meter import cause_of
 from offload.engine.monitor import Line, Record, Reporter, cut, events, line
 from offload.errors import ConfigError, NumericsError
+from offload.finetune.options import Options, merge
 from offload.swapper.timeline import OFF, Row
-from offload.train_options import Options, merge
 from tests.oracle import PLACEMENTS, Job, assert_same, config, run, train_step, weights_of
 from tests.rank_pool import pool
 

@@ -14,12 +14,12 @@ import offload
 from offload.cli import app
 from offload.cli_machine import parse_count
 from offload.errors import BudgetError, ConfigError
+from offload.finetune.options import Options, merge, schedule
 from offload.planner import ask, choice, memory, timing
 from offload.planner.hardware import Hardware, described, find_gpu, parse_drive
 from offload.planner.shape import Shape, from_count, from_name
 from offload.planner.timing import Load
 from offload.sizes import GIB, MIB, parse_size
-from offload.train_options import Options, merge, schedule
 
 MACHINE = ("--gpu", "24GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")
 COUNT = ("--parameters", "13B", "--layers", "40")

@@ -10,7 +10,7 @@ import pytest
 
 import offload
 from offload.errors import ConfigError
-from offload.language_model import find_folder
+from offload.finetune.model import find_folder
 from offload.presets import PRESETS, build, check_folder
 
 PUBLISHED = {

@@ -35,7 +35,7 @@ from typing import IO, Any
 ROOT = Path(__file__).parents[1]
 _PRELOADED = (
     "transformers.models.gpt2.modeling_gpt2",
-    "offload.train",
+    "offload.finetune.job",
     "offload.bench.swap",
     "offload.deepnvme",
 )

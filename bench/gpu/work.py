@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.language_model import make_ready
+from offload.finetune.model import make_ready
 from offload.presets import build
 from offload.sizes import MIB
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from offload import rows, text
 from offload.errors import ConfigError
-from offload.evaluation import HeldOut
-from offload.records import find_data, read_records
+from offload.finetune import packing, token_stream
+from offload.finetune.documents import find_data, read_records
+from offload.finetune.evaluation import HeldOut
+from offload.finetune.options import Options
 from offload.sizes import count_of
-from offload.train_options import Options
 
 
 class Files(NamedTuple):
@@ -37,7 +37,7 @@ class Share(NamedTuple):
 class Data(NamedTuple):
     """What is learned from and evaluated on, and what a person should know of it."""
 
-    batches: text.Batches | rows.Rows
+    batches: token_stream.Batches | packing.Rows
     held_out: HeldOut | None
     lines: tuple[str, ...]
 
@@ -47,15 +47,15 @@ class Data(NamedTuple):
         return max(self.batches.largest_id, self.held_out.largest_id if self.held_out is not None else 0)
 
 
-def find(options: Options) -> Files:
+def find_files(options: Options) -> Files:
     """The files that were asked for. Raises `ConfigError` where there are none."""
     if options.data:
         return Files(find_data(options.data), find_data(options.eval_data) if options.eval_data else [])
-    learned = text.find_files(options.text or text.standard_library())
-    return Files(learned, text.find_files(options.eval_data) if options.eval_data else [])
+    learned = token_stream.find_files(options.text or token_stream.standard_library())
+    return Files(learned, token_stream.find_files(options.eval_data) if options.eval_data else [])
 
 
-def read(options: Options, files: Files, tokenizer: Any, share: Share, apart: bool) -> Data:
+def read_files(options: Options, files: Files, tokenizer: Any, share: Share, apart: bool) -> Data:
     """Read them. Raises `ConfigError` for a file that is malformed.
 
     `apart` says whether the model keeps documents of a row from seeing each other.
@@ -68,21 +68,21 @@ def read(options: Options, files: Files, tokenizer: Any, share: Share, apart: bo
 
 def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apart: bool) -> Data:
     records = read_records(files.learned)
-    packed = rows.pack(rows.encode(records, tokenizer), options.seq_len, apart)
-    held: rows.Packed | None = None
+    packed = packing.pack(packing.encode(records, tokenizer), options.seq_len, apart)
+    held: packing.Packed | None = None
     if files.evaluated:
         held = _packed_to_evaluate(options, files, tokenizer, apart)
     elif options.eval_every != 0:
-        packed, held = rows.hold_out(packed)
-    learned = rows.Rows(packed, *share)
+        packed, held = packing.hold_out(packed)
+    learned = packing.Rows(packed, *share)
     learned.with_positions = apart
-    held_out = None if held is None else _held_out(rows.inputs_of(held, apart), share)
-    return Data(learned, held_out, rows.notices(packed, learned, records, tokenizer))
+    held_out = None if held is None else _held_out(packing.inputs_of(held, apart), share)
+    return Data(learned, held_out, packing.notices(packed, learned, records, tokenizer))
 
 
-def _packed_to_evaluate(options: Options, files: Files, tokenizer: Any, apart: bool) -> rows.Packed:
+def _packed_to_evaluate(options: Options, files: Files, tokenizer: Any, apart: bool) -> packing.Packed:
     try:
-        return rows.pack(rows.encode(read_records(files.evaluated), tokenizer), options.seq_len, apart)
+        return packing.pack(packing.encode(read_records(files.evaluated), tokenizer), options.seq_len, apart)
     except ConfigError as error:
         raise ConfigError(f"--eval-data: {error}") from error
 
@@ -91,12 +91,14 @@ def _text(options: Options, files: Files, tokenizer: Any, share: Share) -> Data:
     tokens, length = _tokens(files.learned, tokenizer), options.seq_len
     held = np.empty((0, length), tokens.dtype)
     if files.evaluated:
-        held = text.in_sequences(_tokens(files.evaluated, tokenizer), length)
+        held = token_stream.in_sequences(_tokens(files.evaluated, tokenizer), length)
         if not len(held):
             raise ConfigError(f"--eval-data has less than one sequence of --seq-len {length} tokens; give more text")
     elif options.eval_every != 0:
-        tokens, held = text.hold_out(tokens, length)
-    learned = text.Batches(tokens, share.micro, length, share.seed, share.rank, share.world_size, share.accumulation)
+        tokens, held = token_stream.hold_out(tokens, length)
+    learned = token_stream.Batches(
+        tokens, share.micro, length, share.seed, share.rank, share.world_size, share.accumulation
+    )
     return Data(learned, _held_out({"input_ids": held, "labels": held}, share) if len(held) else None, ())
 
 
@@ -106,8 +108,8 @@ def _held_out(inputs: dict[str, np.ndarray], share: Share) -> HeldOut:
 
 def _tokens(files: Sequence[Path], tokenizer: Any) -> np.ndarray:
     if tokenizer is None:
-        return text.read_bytes(files)
-    return text.read_tokens(files, lambda content: rows.encode_text(content, tokenizer))
+        return token_stream.read_bytes(files)
+    return token_stream.read_tokens(files, lambda content: packing.encode_text(content, tokenizer))
 
 
 def _told(options: Options, held_out: HeldOut | None) -> tuple[str, ...]:
@@ -120,7 +122,7 @@ def _told(options: Options, held_out: HeldOut | None) -> tuple[str, ...]:
     return (f"evaluated on {count_of(held_out.count, 'sequence')}{held}",)
 
 
-def steps_of(options: Options, default: int, batches: text.Batches | rows.Rows) -> int:
+def steps_of(options: Options, default: int, batches: token_stream.Batches | packing.Rows) -> int:
     """How many steps training has: as typed, as many as the passes over the data take, or the default."""
     if options.epochs is not None:
         return max(1, math.ceil(options.epochs * batches.steps_of_a_pass))

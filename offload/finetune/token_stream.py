@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from offload.errors import ConfigError
-from offload.evaluation import choose
+from offload.finetune.evaluation import choose
 from offload.sizes import count_of
 
 

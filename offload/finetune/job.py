@@ -1,17 +1,9 @@
-"""The job of `offload train`: a causal language model on text, from options to the last step.
-
-prepare   check all that can be checked, then build          Job
-steps     train, one `StepReport` a step
-"""
+"""The job of `offload train`: all that can be checked is checked, then the model and its engine are built."""
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,17 +11,17 @@ import psutil
 import torch
 from torch import nn
 
-from offload import probe, training_data
+from offload import probe
 from offload.config import Config, load_config, resolve_batch
 from offload.engine.dtype_choice import settle
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
 from offload.engine.json_lines import check_log, cut_log
 from offload.errors import ConfigError, OffloadError, StoreError
-from offload.evaluation import Evaluation
-from offload.fileio import atomic_write
-from offload.job_identity import Identity, differences, other_model, weights_of
-from offload.language_model import (
+from offload.finetune.data import Data, Share, find_files, read_files, steps_of
+from offload.finetune.identity import Identity, differences, other_model, weights_of
+from offload.finetune.lora import adapt, parse_lora, require_peft
+from offload.finetune.model import (
     build_model,
     check_model,
     find_folder,
@@ -38,13 +30,7 @@ from offload.language_model import (
     read_tokenizer,
     without_cache,
 )
-from offload.lora import adapt, parse_lora, require_peft
-from offload.planner.foresee import as_step, foresee
-from offload.planner.report import in_short
-from offload.presets import require_transformers
-from offload.swapper.store import run_status
-from offload.swapper.timeline import path_of
-from offload.train_options import (
+from offload.finetune.options import (
     DEFAULT_STEPS,
     Options,
     Start,
@@ -56,37 +42,12 @@ from offload.train_options import (
     schedule,
     settings_of,
 )
-from offload.training_data import Data, Share, steps_of
-
-
-class StepReport(NamedTuple):
-    """One step, as the log has it. Bytes and seconds are those between two returns of `step()`."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    seconds: float
-    read_bytes: int
-    written_bytes: int
-    measured: Mapping[str, float]
-    """All else that the engine has measured of it; empty on other ranks than the first."""
-    drives: Mapping[str, int]
-    """Bytes that the run has written to each drive in its life."""
-
-    def line(self) -> dict[str, Any]:
-        """What the log has of it."""
-        mine = self._asdict()
-        mine |= {name: value for name, value in mine.pop("measured").items() if name not in mine}
-        return mine | {"drives": mine.pop("drives"), "time": time.time()}
-
-
-class Saved(NamedTuple):
-    """The model was written after so many steps."""
-
-    step: int
-    folder: Path
+from offload.finetune.output import MARK, check_apart, check_output, has_model, is_marked
+from offload.planner.foresee import as_step, foresee
+from offload.planner.report import in_short
+from offload.presets import require_transformers
+from offload.swapper.store import run_status
+from offload.swapper.timeline import path_of
 
 
 class Finished(NamedTuple):
@@ -126,7 +87,7 @@ class Job(NamedTuple):
         if self.output is not None:
             self.engine.save_pretrained(self.output, tokenizer=self.tokenizer)
             if self.engine.global_rank == 0:
-                (self.output / _MARK).unlink(missing_ok=True)
+                (self.output / MARK).unlink(missing_ok=True)
 
     def finish(self, remove: bool) -> None:
         """Close the engine after the last step. All ranks call it.
@@ -160,13 +121,13 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         check_log(options.log)
     if config.offload.trace is not None:
         path_of(config.offload.trace, rank, world_size)
-    files = training_data.find(options)
+    files = find_files(options)
     require_transformers()
     if lora is not None:
         require_peft()
     tokenizer = None if folder is None else read_tokenizer(folder)
     share = Share(batch.micro, batch.accumulation, config.offload.seed, rank, world_size)
-    data = training_data.read(options, files, tokenizer, share, keeps_documents_apart(folder))
+    data = read_files(options, files, tokenizer, share, keeps_documents_apart(folder))
     steps = steps_of(options, DEFAULT_STEPS, data.batches)
     content, lines = schedule(content, options, steps)
     for line in lines:
@@ -176,8 +137,8 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     if done is not None:
         return done
     going_on = _goes_on(config)
-    check_output(options.output, may_be_there=going_on or _is_marked(options.output, mine))
-    _check_apart(options.output, config)
+    check_output(options.output, may_be_there=going_on or is_marked(options.output, mine))
+    check_apart(options.output, config)
     if chooses_dtype(content):
         content, choice = settle(content)
         if choice is not None:
@@ -252,7 +213,7 @@ def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
                 )
             kept = before | {"settings": mine.settings, "steps": mine.steps}  # the engine has lines for them
             lines += [f"resumed, and {words}" for words in differences(mine, kept)]
-        marked = mine.output is not None and _is_marked(Path(mine.output), mine)
+        marked = mine.output is not None and is_marked(Path(mine.output), mine)
         if (before is None or before.get("output") != mine.output) and not marked:
             check_output(None if mine.output is None else Path(mine.output), may_be_there=False)
     except (ConfigError, StoreError):
@@ -285,47 +246,6 @@ def _goes_on(config: Config) -> bool:
     return wanted and run_status(config.drives, config.offload.run).exists
 
 
-def check_output(folder: Path | None, may_be_there: bool) -> None:
-    """Raise `ConfigError` where a model cannot be saved to `folder`; `may_be_there` where the run may have done it."""
-    if folder is None:
-        return
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--output {folder} is not a folder; give a folder, or a name that is not there")
-    if folder.exists() and not may_be_there and any(folder.iterdir()):
-        raise ConfigError(f"--output {folder} is not empty, and nothing in it will be replaced; give another folder")
-    above = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".offload-", dir=above))  # what access() says is not so for root, or on NFS
-    except OSError as error:
-        raise ConfigError(
-            f"--output {folder} cannot be written: nothing can be made in {above} ({error.strerror}); give another "
-            f"folder"
-        ) from error
-
-
-_MARK = ".offload-job.json"
-"""In a folder of checkpoints whose job has not ended: whose they are, so that it may begin again after a kill."""
-
-
-def _is_marked(folder: Path | None, mine: Identity) -> bool:
-    """Whether this job, and no other, has written to the folder."""
-    try:
-        before = {} if folder is None else json.loads((folder / _MARK).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(before, dict) and bool(before) and not [*differences(mine, before)]
-
-
-def _check_apart(folder: Path | None, config: Config) -> None:
-    """Raise `ConfigError` where a model would lie among the swap files, with which it would be deleted."""
-    if folder is None:
-        return
-    for drive in config.drives:
-        run = Path(drive).resolve() / config.offload.run
-        if run in (folder.resolve(), *folder.resolve().parents):
-            raise ConfigError(f"--output {folder} lies in the run's own folder {run}, which goes; give another folder")
-
-
 def _finished(config: Config, mine: Identity) -> Finished | None:
     """What to say where `--resume auto` finds nothing to do; with must that is an error, which `initialize` raises.
 
@@ -346,7 +266,7 @@ def _finished(config: Config, mine: Identity) -> Finished | None:
                 f"{ended}, and was not this job: {'; '.join(others)}. Give another --run, or --resume restart to begin "
                 f"this one in its place"
             )
-        if mine.output is not None and not any(Path(mine.output, name).is_file() for name in _HEADS):
+        if mine.output is not None and not has_model(Path(mine.output)):
             raise StoreError(
                 f"{ended}, and the model that it saved in {mine.output} is not there any more; --resume restart trains "
                 f"it again"
@@ -354,107 +274,3 @@ def _finished(config: Config, mine: Identity) -> Finished | None:
     output = None if mine.output is None else Path(mine.output)
     again = "--resume restart begins it again" + (", with another --output" if output is not None else "")
     return Finished(f"{ended}; nothing to do. {again}", run, mine.steps, output)
-
-
-_HEADS = ("config.json", "adapter_config.json")
-"""Of a model, and of adapters."""
-
-
-# -- steps --------------------------------------------------------------------------------------------
-
-
-def about(job: Job) -> dict[str, Any]:
-    """What the first line of a log says of its run."""
-    engine, config = job.engine, job.engine.config
-    predicted = {"predicted": dict(job.predicted)} if job.predicted else {}
-    return {
-        "run": job.run,
-        "model": type(engine.module).__name__,
-        "parameters": engine.parameter_count,
-        "dtype": next((name for name in ("bf16", "fp16") if config[name]["enabled"]), "fp32"),
-        "device": str(engine.device),
-        "ranks": engine.world_size,
-        "steps": job.steps,
-        "samples_a_step": engine.train_batch_size(),
-        "host_budget_bytes": engine.host_memory,
-        "device_budget_bytes": engine.device_memory,
-        "drive_tbw": config["offload"]["drive_tbw"],
-        "drive_share": config["offload"]["drive_share"],
-        **predicted,
-    }
-
-
-def steps(
-    job: Job, hold: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> Iterator[StepReport | Evaluation | Saved]:
-    """Train, one report a step, from the step after the last committed one; and one of what is between steps.
-
-    `hold()` is a context in which no signal raises. It spans the end of a step and the use of its report, so that a
-    stopped run has told of every step that it commits.
-    """
-    engine, accumulation = job.engine, job.engine.gradient_accumulation_steps()
-    engine.train()
-    last, moved = time.perf_counter(), engine.io_bytes()
-    while engine.global_steps < job.steps:
-        step, lr = engine.global_steps + 1, engine.get_lr()[0]
-        loss, tokens = 0.0, 0
-        for micro_batch in range(accumulation):
-            if micro_batch:
-                engine.step()
-            inputs = job.data.batches.inputs(step, micro_batch)
-            part = engine(**inputs, **job.always).loss
-            engine.backward(part)
-            loss += float(part.detach()) / accumulation
-            tokens += inputs["input_ids"].numel() * engine.world_size
-        loss = engine.mean(loss)
-        with hold():
-            engine.step()
-            now, after = time.perf_counter(), engine.io_bytes()
-            norm = engine.get_global_grad_norm()
-            assert norm is not None
-            read, written = after.read - moved.read, after.written - moved.written
-            drives = {each.path: each.life_bytes for each in engine.drive_writes()}
-            yield StepReport(step, loss, norm, lr, tokens, now - last, read, written, engine.measured, drives)
-            last, moved = now, after
-        evaluates = job.eval_every and (step % job.eval_every == 0 or step == job.steps)
-        saves = job.save_every and step % job.save_every == 0 and step < job.steps  # the last is saved for itself
-        if not (evaluates or saves):
-            continue
-        engine.synchronize()  # what is left of the step belongs to the next one's numbers, as it does without a pause
-        began, before = time.perf_counter(), engine.io_bytes()
-        if evaluates:
-            yield evaluate(job)
-        if saves:
-            with hold():
-                yield _saved(job)
-        after = engine.io_bytes()
-        last += time.perf_counter() - began
-        moved = type(moved)(moved.read + after.read - before.read, moved.written + after.written - before.written)
-
-
-def evaluate(job: Job) -> Evaluation:
-    """The loss on what was held out, without dropout. All ranks call it, between steps."""
-    engine, held_out, begin = job.engine, job.data.held_out, time.perf_counter()
-    assert held_out is not None
-
-    def loss_of(inputs: Mapping[str, torch.Tensor]) -> float:
-        return float(engine(**inputs, **job.always).loss)
-
-    engine.eval()
-    try:
-        with torch.no_grad():
-            loss = held_out.loss(loss_of, engine.mean)
-    finally:
-        engine.train()
-    return Evaluation(engine.global_steps, loss, time.perf_counter() - begin)
-
-
-def _saved(job: Job) -> Saved:
-    """Write the model as it is after this step, whole or not at all."""
-    assert job.output is not None
-    folder = job.output / f"checkpoint-{job.engine.global_steps}"
-    if job.engine.global_rank == 0:
-        job.output.mkdir(parents=True, exist_ok=True)
-        atomic_write(job.output / _MARK, json.dumps(job.identity._asdict()))
-    job.engine.save_pretrained(folder, tokenizer=job.tokenizer)
-    return Saved(job.engine.global_steps, folder)

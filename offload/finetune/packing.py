@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from offload.errors import ConfigError
-from offload.evaluation import choose
-from offload.records import Chat, Completion, Record, Text
+from offload.finetune.documents import Chat, Completion, Record, Text
+from offload.finetune.evaluation import choose
 from offload.sizes import count_of
 
 _IGNORED = -100  # of torch's cross entropy

@@ -1,0 +1,144 @@
+"""The steps of a job, and what is done between them: evaluations, and models that are saved on the way."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.fileio import atomic_write
+from offload.finetune.evaluation import Evaluation
+from offload.finetune.job import Job
+from offload.finetune.output import MARK
+
+
+class StepReport(NamedTuple):
+    """One step, as the log has it. Bytes and seconds are those between two returns of `step()`."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    read_bytes: int
+    written_bytes: int
+    measured: Mapping[str, float]
+    """All else that the engine has measured of it; empty on other ranks than the first."""
+    drives: Mapping[str, int]
+    """Bytes that the run has written to each drive in its life."""
+
+    def line(self) -> dict[str, Any]:
+        """What the log has of it."""
+        mine = self._asdict()
+        mine |= {name: value for name, value in mine.pop("measured").items() if name not in mine}
+        return mine | {"drives": mine.pop("drives"), "time": time.time()}
+
+
+class Saved(NamedTuple):
+    """The model was written after so many steps."""
+
+    step: int
+    folder: Path
+
+
+def about(job: Job) -> dict[str, Any]:
+    """What the first line of a log says of its run."""
+    engine, config = job.engine, job.engine.config
+    predicted = {"predicted": dict(job.predicted)} if job.predicted else {}
+    return {
+        "run": job.run,
+        "model": type(engine.module).__name__,
+        "parameters": engine.parameter_count,
+        "dtype": next((name for name in ("bf16", "fp16") if config[name]["enabled"]), "fp32"),
+        "device": str(engine.device),
+        "ranks": engine.world_size,
+        "steps": job.steps,
+        "samples_a_step": engine.train_batch_size(),
+        "host_budget_bytes": engine.host_memory,
+        "device_budget_bytes": engine.device_memory,
+        "drive_tbw": config["offload"]["drive_tbw"],
+        "drive_share": config["offload"]["drive_share"],
+        **predicted,
+    }
+
+
+def steps(
+    job: Job, hold: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Iterator[StepReport | Evaluation | Saved]:
+    """Train, one report a step, from the step after the last committed one; and one of what is between steps.
+
+    `hold()` is a context in which no signal raises. It spans the end of a step and the use of its report, so that a
+    stopped run has told of every step that it commits.
+    """
+    engine, accumulation = job.engine, job.engine.gradient_accumulation_steps()
+    engine.train()
+    last, moved = time.perf_counter(), engine.io_bytes()
+    while engine.global_steps < job.steps:
+        step, lr = engine.global_steps + 1, engine.get_lr()[0]
+        loss, tokens = 0.0, 0
+        for micro_batch in range(accumulation):
+            if micro_batch:
+                engine.step()
+            inputs = job.data.batches.inputs(step, micro_batch)
+            part = engine(**inputs, **job.always).loss
+            engine.backward(part)
+            loss += float(part.detach()) / accumulation
+            tokens += inputs["input_ids"].numel() * engine.world_size
+        loss = engine.mean(loss)
+        with hold():
+            engine.step()
+            now, after = time.perf_counter(), engine.io_bytes()
+            norm = engine.get_global_grad_norm()
+            assert norm is not None
+            read, written = after.read - moved.read, after.written - moved.written
+            drives = {each.path: each.life_bytes for each in engine.drive_writes()}
+            yield StepReport(step, loss, norm, lr, tokens, now - last, read, written, engine.measured, drives)
+            last, moved = now, after
+        evaluates = job.eval_every and (step % job.eval_every == 0 or step == job.steps)
+        saves = job.save_every and step % job.save_every == 0 and step < job.steps  # the last is saved for itself
+        if not (evaluates or saves):
+            continue
+        engine.synchronize()  # what is left of the step belongs to the next one's numbers, as it does without a pause
+        began, before = time.perf_counter(), engine.io_bytes()
+        if evaluates:
+            yield evaluate(job)
+        if saves:
+            with hold():
+                yield _saved(job)
+        after = engine.io_bytes()
+        last += time.perf_counter() - began
+        moved = type(moved)(moved.read + after.read - before.read, moved.written + after.written - before.written)
+
+
+def evaluate(job: Job) -> Evaluation:
+    """The loss on what was held out, without dropout. All ranks call it, between steps."""
+    engine, held_out, begin = job.engine, job.data.held_out, time.perf_counter()
+    assert held_out is not None
+
+    def loss_of(inputs: Mapping[str, torch.Tensor]) -> float:
+        return float(engine(**inputs, **job.always).loss)
+
+    engine.eval()
+    try:
+        with torch.no_grad():
+            loss = held_out.loss(loss_of, engine.mean)
+    finally:
+        engine.train()
+    return Evaluation(engine.global_steps, loss, time.perf_counter() - begin)
+
+
+def _saved(job: Job) -> Saved:
+    """Write the model as it is after this step, whole or not at all."""
+    assert job.output is not None
+    folder = job.output / f"checkpoint-{job.engine.global_steps}"
+    if job.engine.global_rank == 0:
+        job.output.mkdir(parents=True, exist_ok=True)
+        atomic_write(job.output / MARK, json.dumps(job.identity._asdict()))
+    job.engine.save_pretrained(folder, tokenizer=job.tokenizer)
+    return Saved(job.engine.global_steps, folder)
