@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,41 @@ def test_one_that_is_to_be_kept_is_refused_and_unharmed(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r'"resume": "auto".*"resume": "restart".*offload rm'):
         script(tmp_path)
     assert_same(Result([], [], first.weights), script(tmp_path, resume="must")[0])
+
+
+@pytest.mark.parametrize("steps", [0, JOB.steps])
+def test_one_that_ended_without_destroy_is_replaced(
+    steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    engine = start(JOB, DISK, tmp_path)
+    for step in range(steps):
+        train_step(engine, JOB, step)
+    caplog.clear()
+    engine.at_exit()
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert f"at step {steps}: " in line and "the next start replaces it" in line
+    _, told = script(tmp_path)
+    assert any("which was closed at its end, is replaced" in line for line in told)
+
+
+@pytest.mark.parametrize("how", ["exception", "failed engine"])
+def test_one_that_ended_by_an_error_is_protected(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    engine = start(JOB, DISK, tmp_path)
+    train_step(engine, JOB, 0)
+    if how == "exception":
+        monkeypatch.setattr(sys, "last_value", ValueError("of the script"), raising=False)
+    else:
+        engine._parts.pager.fail(RuntimeError("of the test"))
+    caplog.clear()
+    engine.at_exit()
+    (line,) = (record.getMessage() for record in caplog.records if "is left in" in record.getMessage())
+    assert "the next start that does not resume it is refused" in line
+    with pytest.raises(StoreError, match="holds a run that did not end"):
+        script(tmp_path)
 
 
 def test_one_that_was_killed_is_refused_and_restarted_by_a_word(tmp_path: Path) -> None:
