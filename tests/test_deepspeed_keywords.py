@@ -76,6 +76,20 @@ def test_gathered() -> None:
     engine.destroy()
 
 
+def test_backward_and_step() -> None:
+    engine = begin()
+    loss = engine(torch.ones(1, 2)).square().mean()
+    for given in ({"allreduce_gradients": False}, {"release_loss": True}):
+        with pytest.raises(UsageError, match=next(iter(given))):
+            engine.backward(loss, **given)
+    engine.backward(loss, allreduce_gradients=True, release_loss=False)
+    with pytest.raises(UsageError, match=r"lr_kwargs=\{'epoch': 1\}: the schedule's step\(\)"):
+        engine.step(lr_kwargs={"epoch": 1})
+    engine.step(lr_kwargs=None)
+    assert engine.global_steps == 1
+    engine.destroy()
+
+
 def test_load_checkpoint(tmp_path: Path) -> None:
     engine = begin()
     engine.save_checkpoint(tmp_path)
