@@ -109,6 +109,20 @@ def test_compile_says_what_to_do_and_leaves_the_model(given: dict[str, Any]) -> 
     engine.destroy()
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("zero", r"offload\.init is zero\.Init, offload\.gathered"),
+        ("comm", r"torch\.distributed"),
+        ("init_distributed", "nothing to call: initialize"),
+        ("add_config_arguments", "config= of initialize takes the path"),
+    ],
+)
+def test_names_that_are_not_here_say_what_is(name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': .*{words}"):
+        getattr(offload, name)
+
+
 COLD: dict[str, Callable[..., None]] = {
     "zero2": lambda total, largest: offload.estimate_zero2_model_states_mem_needs_all_cold(total_params=total),
     "zero3": lambda total, largest: offload.estimate_zero3_model_states_mem_needs_all_cold(
