@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import re
 import sys
 from pathlib import Path
@@ -138,6 +140,23 @@ def _on_ranks(folder: Path) -> tuple[Result, tuple[str, ...]]:
     found = Result(losses, [], weights_of(engine))
     engine.destroy()
     return found, engine.notices
+
+
+def _exits_on_ranks(folder: Path) -> list[str]:
+    sys.__dict__.pop("last_value", None)
+    engine = rank_pool.start(JOB, DISK, folder)
+    train_step(engine, JOB, 0)
+    heard = logging.handlers.BufferingHandler(99)
+    logging.getLogger("offload").addHandler(heard)
+    engine.at_exit()
+    logging.getLogger("offload").removeHandler(heard)
+    return [record.getMessage() for record in heard.buffer]
+
+
+def test_on_several_ranks_the_first_says_the_end_for_all(tmp_path: Path) -> None:
+    with rank_pool.pool(2) as ranks:
+        (line,), others = ranks.run(_exits_on_ranks, tmp_path)
+    assert "the next start replaces it" in line and others == []
 
 
 def test_on_several_ranks_the_whole_run_is_replaced(tmp_path: Path) -> None:

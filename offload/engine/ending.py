@@ -38,7 +38,7 @@ class Ending:
         self._alive = True
         self._closed = False
         self._told = False
-        """Whether it was said what stays on the disk."""
+        """Whether it was said what stays on the disk, here or by the first rank."""
         atexit.register(self.at_exit)
 
     def check(self) -> None:
@@ -136,6 +136,8 @@ class Ending:
     def _leave(self, keep: bool) -> None:
         """Say, on the first rank for all, what stays on the disk; note that it may go, unless it is to be kept."""
         store = self._parts.store
+        if self._parts.rank != 0:
+            self._told = True
         if store is None or store.durable is None or self._parts.rank != 0 or not self.resumable:
             return
         if not keep:
