@@ -100,6 +100,14 @@ _PARTS = {
 }
 """Modules that are there, with a dot, after `import offload` alone; and what to import so that what is in them is."""
 
+_OF_DEEPSPEED = {
+    "zero": "offload.init is zero.Init, offload.gathered is zero.GatheredParameters",
+    "comm": "torch.distributed has the collectives; ranks are joined by initialize where torchrun has started them",
+    "init_distributed": "there is nothing to call: initialize joins the ranks that torchrun has started",
+    "add_config_arguments": "there is nothing to add: config= of initialize takes the path of the JSON file",
+}
+"""Names of DeepSpeed that are not here, with what is in their place."""
+
 if TYPE_CHECKING:
     from offload import schedules
     from offload.engine.birth import init
@@ -149,7 +157,8 @@ else:
             import_module(_PARTS[name])
             return import_module(f"{__name__}.{name}")
         if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            instead = f": {_OF_DEEPSPEED[name]}" if name in _OF_DEEPSPEED else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
         value = getattr(import_module(_MODULE_OF[name]), name)
         globals()[name] = value
         return value

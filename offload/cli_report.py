@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ import typer
 from offload.cli_machine import BAD_INPUT, FAILED, errors
 from offload.cli_signals import signals
 from offload.errors import ConfigError
+from offload.fileio import atomic_write
 from offload.sizes import count_of
 
 
@@ -46,6 +46,8 @@ def report(
         place = output or log.parent / f"{log.stem}.html"
         if place.resolve() in {each.resolve() for each in (log, trace, plan) if each is not None}:
             raise ConfigError(f"the page would take the place of {place}; give another --output")
+        if _is_strange(place):
+            raise ConfigError(f"{place} exists and is no page of offload report; give another --output, or remove it")
         steps = read_log(log)
         window = None if trace is None else read_window(trace)
         found = figures(steps, None if plan is None else read_plan(plan))
@@ -59,15 +61,22 @@ def report(
 
 
 def _write(place: Path, text: str) -> None:
-    """The page as a whole, or what was there before."""
-    new = place.with_name(f".{place.name}.{os.getpid()}") if place.is_file() or not place.exists() else place
+    """Put the page there as a whole, or leave what was there before."""
     try:
-        try:
-            new.write_text(text, encoding="utf-8")
-            if new != place:
-                os.replace(new, place)
-        finally:
-            if new != place:
-                new.unlink(missing_ok=True)
+        atomic_write(place, text, durable=False)
     except OSError as error:
         raise OSError(f"cannot write the page {place}: {error.strerror}; give another place with --output") from error
+
+
+def _is_strange(place: Path) -> bool:
+    """Whether there is a file that is neither empty nor a page of this command: a device or a pipe is written to."""
+    from offload.report.page import BEGIN
+
+    if not place.is_file():
+        return False
+    try:
+        with place.open("rb") as file:
+            head = file.read(len(BEGIN))
+    except OSError:  # the writing says what is wrong
+        return False
+    return head not in (b"", BEGIN.encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,32 @@ def test_the_users_own_optimizer_and_schedule(tmp_path: Path) -> None:
     assert scheduler.last_epoch == 5
     engine.destroy(remove=True)
     bounds.same_losses(found, expected, job)
+
+
+ARGUMENTS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
+    "lr_scheduler": (lambda _: {"lr_scheduler": "cosine"}, r"object with step\(\).*got str; .*block \"scheduler\""),
+    "names": (
+        lambda model: {"model_parameters": model.named_parameters()},
+        r"got a tuple among them; .*parameters\(\)",
+    ),
+    "names in a group": (lambda model: {"model_parameters": [{"params": model.named_parameters()}]}, "got a tuple"),
+    "no parameters": (lambda model: {"model_parameters": model.parameters}, "got a method among them; leave it out"),
+    "a DataLoader": (
+        lambda _: {"training_data": torch.utils.data.DataLoader([1, 2, 3])},
+        "expects a data set, .*got DataLoader; give DataLoader.dataset",
+    ),
+    "a dict": (lambda _: {"training_data": {"train": [1]}}, "got dict; .*one split of a dict"),
+    "collate_fn": (lambda _: {"collate_fn": 3}, "expects a function that makes a batch .*got int; leave it out"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_of_other_kinds(case: str, tmp_path: Path) -> None:
+    arguments, words = ARGUMENTS[case]
+    model = models.gpt2()
+    with pytest.raises(ConfigError, match=words):
+        offload.initialize(model=model, config=config(models.GPT2, DISK, tmp_path), **arguments(model))
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
 def test_training_data_is_shuffled_by_the_seed(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytes
         train_step(engine)
     with caplog.at_level(logging.WARNING, "offload"):
         engine.at_exit()
-    assert "the store is kept at step 3:" in caplog.text
+    assert "at step 3: " in caplog.text and "the next start replaces it" in caplog.text
     caplog.clear()
     engine = begin(tmp_path / "failed", durability={"every": 2})
     for _ in range(4):
@@ -159,7 +159,8 @@ def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytes
     engine._parts.pager.fail(RuntimeError("of the test"))
     with caplog.at_level(logging.WARNING, "offload"):
         engine.at_exit()
-    assert "the store is kept at step 4, the last that was committed of 5:" in caplog.text
+    assert "at step 4, the last that was committed of 5: " in caplog.text
+    assert "the next start that does not resume it is refused" in caplog.text
     again = begin(tmp_path / "failed")
     assert again.global_steps == 4
     again.destroy()

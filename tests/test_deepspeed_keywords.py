@@ -76,6 +76,20 @@ def test_gathered() -> None:
     engine.destroy()
 
 
+def test_backward_and_step() -> None:
+    engine = begin()
+    loss = engine(torch.ones(1, 2)).square().mean()
+    for given in ({"allreduce_gradients": False}, {"release_loss": True}):
+        with pytest.raises(UsageError, match=next(iter(given))):
+            engine.backward(loss, **given)
+    engine.backward(loss, allreduce_gradients=True, release_loss=False)
+    with pytest.raises(UsageError, match=r"lr_kwargs=\{'epoch': 1\}: the schedule's step\(\)"):
+        engine.step(lr_kwargs={"epoch": 1})
+    engine.step(lr_kwargs=None)
+    assert engine.global_steps == 1
+    engine.destroy()
+
+
 def test_load_checkpoint(tmp_path: Path) -> None:
     engine = begin()
     engine.save_checkpoint(tmp_path)
@@ -93,6 +107,20 @@ def test_compile_says_what_to_do_and_leaves_the_model(given: dict[str, Any]) -> 
     assert engine.module._compiled_call_impl is None
     assert engine(torch.ones(1, 2)).shape == (1, 2)
     engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("zero", r"offload\.init is zero\.Init, offload\.gathered"),
+        ("comm", r"torch\.distributed"),
+        ("init_distributed", "nothing to call: initialize"),
+        ("add_config_arguments", "config= of initialize takes the path"),
+    ],
+)
+def test_names_that_are_not_here_say_what_is(name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': .*{words}"):
+        getattr(offload, name)
 
 
 COLD: dict[str, Callable[..., None]] = {

@@ -142,6 +142,7 @@ REFUSED: dict[str, Any] = {
     "sparse_attention": {"mode": "fixed"},
     "pipeline": {"stages": 2},
     "expert_parallel": {"size": 2},
+    "load_universal_checkpoint": True,
     "tensor_parallel": {"autotp_size": 2},
     "compile": {"deepcompile": True},
     "zenflow": {"topk_ratio": 0.1},
@@ -223,6 +224,7 @@ def test_refused(key: str) -> None:
         {"fp8": {"enabled": False}, "compile": {"deepcompile": False}},
         {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
         {"checkpoint": {"load_universal": False}},
+        {"tensor_parallel": {"autotp_size": 1}},
     ],
 )
 def test_what_is_off_needs_no_word(given: dict[str, Any]) -> None:
@@ -242,6 +244,8 @@ def test_what_is_off_needs_no_word(given: dict[str, Any]) -> None:
         ({"compile": {"deepcompile": True}}, "torch.compile on the model"),
         ({"hybrid_engine": {"enabled": True}}, "model.generate works under the engine"),
         ({"tensor_parallel": {"autotp_size": 2}}, "splits each layer over ranks"),
+        ({"tensor_parallel": True}, "splits each layer over ranks"),
+        ({"load_universal_checkpoint": True}, r"is checkpoint\.load_universal of DeepSpeed.*offload\.load_pretrained"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "gradient_checkpointing_enable"),
         ({"activation_checkpointing": {"partition": True}}, "activation_checkpointing.partition;"),
     ],

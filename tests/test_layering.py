@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli_store": {"errors", "sizes", "aio", "swapper", "verification", "export", "cli_machine", "cli_signals"},
     "cli_machine": {"errors", "sizes", "config", "aio", "bench", "info", "tune", "cli_signals", "<root>"},
     "cli_summary": {"sizes", "report"},
-    "cli_report": {"errors", "sizes", "report", "cli_machine", "cli_signals"},
+    "cli_report": {"errors", "sizes", "fileio", "report", "cli_machine", "cli_signals"},
     "cli_run": {
         "errors",
         "sizes",

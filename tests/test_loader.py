@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from offload.engine.loader import Loader, Position, RankBatches, check_length, load
+from offload.engine.loader import Loader, Position, RankBatches, check_data, load
 from offload.engine.progress import read_generators
 from offload.errors import ConfigError
 
@@ -137,7 +137,7 @@ class Stream(IterableDataset[int]):
 
 def test_data_without_a_length_is_an_error() -> None:
     with pytest.raises(ConfigError, match="training_data is a Stream, which has no length"):
-        check_length(Stream())
+        check_data(Stream(), None)
 
 
 @pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4] * 8 + [1]), (True, [4] * 8)])

@@ -114,7 +114,7 @@ def test_the_state_of_an_optimizer_of_torch_is_taken_over(tmp_path: Path) -> Non
 
 
 @pytest.mark.numeric
-def test_a_parameter_without_a_state_begins_anew(tmp_path: Path) -> None:
+def test_a_parameter_without_a_state_begins_anew_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As in torch, where a state that is loaded takes the place of all that was there."""
     model, engine = _model(), _start(tmp_path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -125,6 +125,7 @@ def test_a_parameter_without_a_state_begins_anew(tmp_path: Path) -> None:
         del state["state"][number]
     optimizer.load_state_dict(copy.deepcopy(state))
     engine.optimizer.load_state_dict(copy.deepcopy(state))
+    assert caplog.text.count("has no state of 2 parameters, of 4 that train: moments begin at zero there") == 1
     assert engine.optimizer.state_dict()["state"].keys() == {1, 2}
     _plain(model, optimizer, 2)
     _close(_train(engine, 2), model)
@@ -141,6 +142,10 @@ def test_a_parameter_without_a_state_begins_anew(tmp_path: Path) -> None:
         (
             {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"params": [0, 1, 2, 3]}]},
             r"state 0, of parameter 0.weight, must have exp_avg, exp_avg_sq, each a tensor of shape \[20, 12\]",
+        ),
+        (
+            {"state": {"0": {}, 7: {}}, "param_groups": [{"params": [0, 1, 2, 3]}]},
+            "got 2 states of others, the first is '0'; give what",
         ),
         ({"state": {}, "param_groups": [{"params": [0, 1, 2, 3], "lr": math.nan}]}, "lr of group 0 is nan"),
     ],

@@ -122,8 +122,14 @@ def test_a_run_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     train_step(engine, job, 0)
     engine.save_checkpoint(tmp_path / "saved")
     engine.destroy()
-    with pytest.raises(StoreError, match=r'mode is "fp32 lion" there and "fp32" here'):
+    with pytest.raises(
+        StoreError, match=r'mode is "fp32 lion" there and "fp32" here; go on with the optimizer that it had'
+    ):
         start(MIXTURE, DISK, tmp_path, resume="must")
+    with pytest.raises(StoreError, match="here; go on in the dtype and with the optimizer that it had"):
+        start(MIXTURE._replace(dtype="bf16"), DISK, tmp_path, resume="must")
+    with pytest.raises(StoreError, match="here; go on in the dtype that it had"):
+        start(job._replace(dtype="bf16"), DISK, tmp_path, resume="must")
     engine = start(MIXTURE, DISK, tmp_path / "other")
     with pytest.raises(StoreError, match="of mode fp32 lion, this engine is of mode fp32"):
         engine.load_checkpoint(tmp_path / "saved")

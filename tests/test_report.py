@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import tempfile
 from html import unescape
@@ -21,7 +22,7 @@ from offload.errors import ConfigError
 from offload.report.charts import points, ticks
 from offload.report.figures import figures
 from offload.report.log import read_log
-from offload.report.page import page
+from offload.report.page import BEGIN, page
 from offload.report.phases import PARTS, bound, parts
 from offload.report.spans import read_window
 from tests.sampling import examples
@@ -401,18 +402,28 @@ def test_a_folder_is_no_log() -> None:
     assert done.exit_code == 2 and "cannot read the log" in done.stderr, done.output
 
 
+def test_a_page_is_replaced_and_another_file_is_not(log: Path, tmp_path: Path) -> None:
+    place = tmp_path / "page.html"
+    for _ in range(2):
+        assert call(log, "-o", place).exit_code == 0
+    place.write_text("<!DOCTYPE html>\n<html>of somebody else")
+    done = call(log, "-o", place)
+    assert done.exit_code == 2 and "exists and is no page of offload report; give another" in done.stderr, done.output
+    assert "of somebody else" in place.read_text()
+    place.write_text("")
+    assert call(log, "-o", place).exit_code == 0
+
+
 def test_a_page_that_cannot_be_written_leaves_the_one_before(
     tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "page.html"
-    place.write_text("before")
-    write = Path.write_text
+    place.write_text(BEGIN + "before")
 
-    def full(path: Path, text: str, **options: Any) -> int:
-        write(path, text[:10], **options)
+    def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "replace", full)
     done = CliRunner().invoke(app, ["report", str(log), "-o", str(place)])
     assert done.exit_code == 1 and "cannot write the page" in done.stderr, done.output
-    assert place.read_text() == "before" and len(list(tmp_path.glob(".page*"))) == 0
+    assert place.read_text() == BEGIN + "before" and len(list(tmp_path.glob(".page*"))) == 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,41 @@ def test_one_that_is_to_be_kept_is_refused_and_unharmed(tmp_path: Path) -> None:
     assert_same(Result([], [], first.weights), script(tmp_path, resume="must")[0])
 
 
+@pytest.mark.parametrize("steps", [0, JOB.steps])
+def test_one_that_ended_without_destroy_is_replaced(
+    steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    engine = start(JOB, DISK, tmp_path)
+    for step in range(steps):
+        train_step(engine, JOB, step)
+    caplog.clear()
+    engine.at_exit()
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert f"at step {steps}: " in line and "the next start replaces it" in line
+    _, told = script(tmp_path)
+    assert any("which was closed at its end, is replaced" in line for line in told)
+
+
+@pytest.mark.parametrize("how", ["exception", "failed engine"])
+def test_one_that_ended_by_an_error_is_protected(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    engine = start(JOB, DISK, tmp_path)
+    train_step(engine, JOB, 0)
+    if how == "exception":
+        monkeypatch.setattr(sys, "last_value", ValueError("of the script"), raising=False)
+    else:
+        engine._parts.pager.fail(RuntimeError("of the test"))
+    caplog.clear()
+    engine.at_exit()
+    (line,) = (record.getMessage() for record in caplog.records if "is left in" in record.getMessage())
+    assert "the next start that does not resume it is refused" in line
+    with pytest.raises(StoreError, match="holds a run that did not end"):
+        script(tmp_path)
+
+
 def test_one_that_was_killed_is_refused_and_restarted_by_a_word(tmp_path: Path) -> None:
     dies(_killed, tmp_path)
     with pytest.raises(StoreError, match="holds a run that did not end"):
@@ -102,6 +140,23 @@ def _on_ranks(folder: Path) -> tuple[Result, tuple[str, ...]]:
     found = Result(losses, [], weights_of(engine))
     engine.destroy()
     return found, engine.notices
+
+
+def _exits_on_ranks(folder: Path) -> list[str]:
+    sys.__dict__.pop("last_value", None)
+    engine = rank_pool.start(JOB, DISK, folder)
+    train_step(engine, JOB, 0)
+    heard = logging.handlers.BufferingHandler(99)
+    logging.getLogger("offload").addHandler(heard)
+    engine.at_exit()
+    logging.getLogger("offload").removeHandler(heard)
+    return [record.getMessage() for record in heard.buffer]
+
+
+def test_on_several_ranks_the_first_says_the_end_for_all(tmp_path: Path) -> None:
+    with rank_pool.pool(2) as ranks:
+        (line,), others = ranks.run(_exits_on_ranks, tmp_path)
+    assert "the next start replaces it" in line and others == []
 
 
 def test_on_several_ranks_the_whole_run_is_replaced(tmp_path: Path) -> None:

@@ -104,6 +104,33 @@ def test_an_optimizer_that_no_kernel_does(optim: str, tmp_path: Path) -> None:
     assert mine.engine is None
 
 
+SGD = {"optimizer": {"type": "SGD"}}
+DECAY = {"scheduler": {"type": "WarmupDecayLR"}}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "changed", "said"),
+    [
+        (SGD, {"optim": "adafactor"}, 'optimizer.type is "SGD" in .*optim is "adafactor" .*: take optim out of'),
+        ({"optimizer": {"type": "AdamW"}}, {"optim": "adamw_bnb_8bit"}, 'is "adamw_bnb_8bit" in the script'),
+        (DECAY, {"lr_scheduler_type": "cosine"}, 'type is "WarmupDecayLR" .*lr_scheduler_type is "cosine"'),
+        (SGD, {"optim": "sgd"}, None),
+        (SGD, {}, None),
+        ({"scheduler": {"type": "WarmupCosineLR"}}, {"lr_scheduler_type": "cosine"}, None),
+        (DECAY, {}, None),
+    ],
+    ids=str,
+)
+def test_an_optimizer_or_a_schedule_of_another_kind(
+    blocks: dict[str, Any], changed: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    if said is None:
+        assert made(tmp_path, blocks, **changed).engine is None
+        return
+    with pytest.raises(offload.ConfigError, match=said):
+        made(tmp_path, blocks, **changed)
+
+
 @pytest.mark.parametrize("name", ["fsdp", "deepspeed", "parallelism_config", "auto_find_batch_size", "bf16_full_eval"])
 def test_arguments_of_another_engine(name: str, tmp_path: Path) -> None:
     args = arguments(tmp_path)

@@ -111,6 +111,10 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
         {"offload": {"host_memory": "16 GB of RAM"}},
         "offload.host_memory expected a size such as '16GiB', '800MB' or a number of bytes, got '16 GB of RAM'",
     ),
+    "an empty folder": (
+        {"offload": {"nvme_path": ""}},
+        "offload.nvme_path should be a folder on the drive, or a list of such, one for each drive, got ''",
+    ),
     # unknown keys
     "a plural of ours": ({"offload": {"nvme_paths": "/x"}}, 'offload.nvme_paths; did you mean "nvme_path"?'),
     "deep in ours": ({"offload": {"debug": {"poisn": True}}}, 'offload.debug.poisn; did you mean "poison"?'),

@@ -42,6 +42,7 @@ _EXPECTED = {
     "dict_type": "should be a block, as {...}",
     "tuple_type": "should be a list",
     "missing": "is needed",
+    "string_too_short": "should not be empty",
 }
 _ADVICE = {
     "gradient_clipping": "0 switches clipping off",
@@ -70,6 +71,9 @@ def explain(error: pydantic.ValidationError, path: str = "") -> str:
         " after validation, not", ", not"
     )
     expected = _EXPECTED.get(first["type"], expected)
+    if first["type"] == "string_too_short" and re.search(r"nvme_path\.\d+$", key):
+        key = key.rpartition(".")[0]  # one folder needs no list
+        expected = "should be a folder on the drive, or a list of such, one for each drive"
     advice = next((f"; {words}" for name, words in _ADVICE.items() if key == name or key.startswith(f"{name}.")), "")
     if first["type"] == "model_type" and not path:
         advice = _instead(key, first["input"]) or advice

@@ -183,7 +183,9 @@ def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, found: 
             continue
         name, dotted = model.OLD_NAMES.get(key, key), f"{path}{key}"
         if name in model.REFUSED:
-            if _is_on(value) and not (name.endswith("_size") and value in (-1, 1)):
+            asked = value.get("autotp_size", value) if isinstance(value, Mapping) else value
+            alone = asked in (-1, 1) and (name.endswith("_size") or asked is not value)  # nothing is split
+            if _is_on(asked) and not alone:
                 raise ConfigError(f'"{dotted}" {model.REFUSED[name]}')
         elif name in model.TUNING:
             found.tuning.extend([dotted] * tuned)

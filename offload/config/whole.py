@@ -54,7 +54,13 @@ class Config(Block):
         "hybrid_engine": missing(
             "has kernels of DeepSpeed generate", "model.generate works under the engine without it; remove it"
         ),
-        "tensor_parallel": missing("splits each layer over ranks"),
+        "load_universal_checkpoint": missing(
+            "is checkpoint.load_universal of DeepSpeed, and reads a universal checkpoint",
+            "read its weights by offload.load_pretrained, and remove it",
+        ),
+        "tensor_parallel": missing(
+            "splits each layer over ranks", 'remove it, or set it to {"autotp_size": 1}, or switch it off'
+        ),
         "tensor_parallel_size": missing("splits each layer over ranks", "leave it out, or set it to 1"),
         "expert_parallel": missing("splits experts over ranks"),
         "pipeline": missing("splits the layers over ranks"),

@@ -2,7 +2,7 @@
 
     destroy      what was begun is finished and committed; with several ranks all come here, and serve each other until
                  then; the store goes where the user says so
-    at exit      the same, for a process that ends without it; how to go on is said
+    at exit      the same, for a process that ends without it; one that ends by an error leaves what no start replaces
     abandon      nothing is finished: the last commit is what there is
 
 In a forked child none of it does anything.
@@ -37,6 +37,8 @@ class Ending:
         self._pid = os.getpid()
         self._alive = True
         self._closed = False
+        self._told = False
+        """Whether it was said what stays on the disk, here or by the first rank."""
         atexit.register(self.at_exit)
 
     def check(self) -> None:
@@ -74,16 +76,17 @@ class Ending:
         self._close(remove)
 
     def at_exit(self) -> None:
-        """End the process without a word lost: commit, keep the store, say how to resume."""
+        """End the process as `destroy()` does, where it ends by no error; else what is committed is kept, and said."""
         if not self._alive or os.getpid() != self._pid:
             return
+        # An exception that ends this process, which is known by now, ends the run: nobody is served any more.
+        broken = hasattr(sys, "last_value")
         try:
-            # An exception that ends this process, which is known by now, ends the run: nobody is served any more.
-            self._end(remove=False, meet=not hasattr(sys, "last_value"))
+            self._end(remove=False, meet=not broken, keep=broken)
         except (OffloadError, OSError, RuntimeError) as error:  # the last from CUDA
             logger.error("at exit: %s", error)
-        if self.resumable:
-            self._say_what_is_kept(self.resumable)
+        if not self._told:
+            self._say_what_is_left(keep=True)
 
     def _end(self, remove: bool, meet: bool, keep: bool = True, facts: Mapping[str, Any] | None = None) -> None:
         """`meet` says whether to wait for the other ranks, `keep` whether a later start must not replace the run.
@@ -133,6 +136,8 @@ class Ending:
     def _leave(self, keep: bool) -> None:
         """Say, on the first rank for all, what stays on the disk; note that it may go, unless it is to be kept."""
         store = self._parts.store
+        if self._parts.rank != 0:
+            self._told = True
         if store is None or store.durable is None or self._parts.rank != 0 or not self.resumable:
             return
         if not keep:
@@ -140,28 +145,27 @@ class Ending:
                 store.note_closed({"steps": store.durable.epoch})
             except OSError:  # a full disk: what cannot be noted is kept
                 keep = True
-        where = f"the run is left in {self.resumable}, at step {store.durable.epoch}"
-        goes = "the next start that does not resume it is refused" if keep else "the next start replaces it"
-        tell(f'{where}: "resume": "auto" goes on with it, {goes}; `offload rm {self.resumable}` deletes it')
+        self._say_what_is_left(keep)
 
     def _note_end(self, facts: Mapping[str, Any]) -> None:
         """Leave a note that the run has ended, which its first rank does for all."""
         if self._parts.store is not None and self._parts.rank == 0:
             self._parts.store.note_end({"steps": self._state.global_steps, **facts})
 
-    def _say_what_is_kept(self, folder: str) -> None:
-        assert self._parts.store is not None
-        durable, steps = self._parts.store.durable, self._state.global_steps
-        if durable is None:
-            logger.warning("nothing is committed in the store, delete it with `offload rm %s`", folder)
+    def _say_what_is_left(self, keep: bool) -> None:
+        """Say where the run is, and what the next start does with it; nothing where none can go on with it."""
+        self._told = True
+        store, folder, steps = self._parts.store, self.resumable, self._state.global_steps
+        if store is None or folder is None:
             return
-        made = f", the last that was committed of {steps}" if durable.epoch != steps else ""
-        logger.warning(
-            'the store is kept at step %d%s: set "resume": "auto" in the "offload" block to go on, or delete it with '
-            "`offload rm %s`",
-            durable.epoch,
-            made,
-            folder,
+        if store.durable is None:
+            tell(f"nothing is committed in {folder}; `offload rm {folder}` deletes it")
+            return
+        made = f", the last that was committed of {steps}" if store.durable.epoch != steps else ""
+        goes = "the next start that does not resume it is refused" if keep else "the next start replaces it"
+        tell(
+            f'the run is left in {folder}, at step {store.durable.epoch}{made}: "resume": "auto" goes on with it, '
+            f"{goes}; `offload rm {folder}` deletes it"
         )
 
     # -- closing ------------------------------------------------------------------------------------

@@ -184,11 +184,21 @@ class Engine(Facts):
             "with the backend and other keywords there"
         )
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        allreduce_gradients: bool | None = None,
+        release_loss: bool | None = None,
+    ) -> torch.Tensor:
         """Add the gradients of `loss`, a scalar, divided by the accumulation unless `scale_wrt_gas` is false.
 
-        In fp16 of the loss times the loss scale; what is returned is without it.
+        In fp16 of the loss times the loss scale; what is returned is without it. The last two are DeepSpeed's: their
+        defaults there, True and False, are taken; another value is a `UsageError`.
         """
+        refuse(allreduce_gradients=allreduce_gradients, release_loss=release_loss)
         self._enter()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -209,13 +219,14 @@ class Engine(Facts):
         """`loss` times the loss scale, for a `backward()` of one's own; it is as it was outside of fp16."""
         return loss if self._state.scaler is None else self._state.scaler.multiply(loss)
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: None = None) -> None:
         """End a micro-batch; at a boundary, clip, schedule the updates and advance the learning rates.
 
         Raises `UsageError` where several backwards ran since the last call and micro-batches accumulate, since it
         cannot know what they are, and `NumericsError` where the norm is not finite: then the gradients are dropped and
-        nothing was updated.
+        nothing was updated. `lr_kwargs` is DeepSpeed's: another value than None is a `UsageError`.
         """
+        refuse(lr_kwargs=lr_kwargs)
         self._enter()
         self._micro.end(self._choices.accumulation)
         if not self._micro.ends_step(self._choices.accumulation):

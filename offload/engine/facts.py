@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from offload.engine.boundary import Boundary
-from offload.engine.loader import Loader, check_length, load
+from offload.engine.loader import Loader, check_data, load
 from offload.engine.memory_report import MemoryReport, memory_report
 from offload.engine.micro_batches import MicroBatches
 from offload.engine.optimizer import Optimizer
@@ -208,7 +208,7 @@ class Facts:
         `batch_size` is that of one rank, the micro-batch's by default. Its position is in no commit; that of
         `training_data` is. Raises `UsageError`, and `ConfigError` where the data have no length, or not one batch.
         """
-        check_length(dataset)
+        check_data(dataset, collate_fn)
         choices = self._choices
         size = choices.micro_batch_size if batch_size is None else batch_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:

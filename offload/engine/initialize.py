@@ -25,7 +25,7 @@ from offload.engine.description import about, describe
 from offload.engine.dtype_choice import warn_if_slow
 from offload.engine.engine import Engine
 from offload.engine.keywords import refuse
-from offload.engine.loader import Loader, check_length, load
+from offload.engine.loader import Loader, check_data, load
 from offload.engine.loss_scale import LossScaler
 from offload.engine.meter import Meter
 from offload.engine.monitor import check_monitor, make_reporter
@@ -97,8 +97,7 @@ def initialize(
         loaded = load_config(_the_config(args, config, config_params))
         if not isinstance(model, nn.Module):
             raise ConfigError(f"initialize expects model, a torch.nn.Module, got {type(model).__name__}")
-        if training_data is not None:
-            check_length(training_data)
+        check_data(training_data, collate_fn)
         device = open_device(compute_device(loaded.offload.device))
     except Exception as error:
         stay_away(f"{type(error).__name__}: {error}")

@@ -20,7 +20,12 @@ _ADVICE = {
     "dtype": 'the config says the dtype ("bf16", "fp16"); leave it out',
     "modifier_rank": "expected None or 0: changes of the first rank count; make them there",
     "custom_load_fn": "weights are read by name; load others by offload.load_pretrained or load_state_dict",
+    "allreduce_gradients": "gradients of all ranks are reduced at each boundary, where no_sync() does not delay it",
+    "release_loss": "the loss is yours; delete it yourself, or leave it out",
+    "lr_kwargs": "the schedule's step() is called without arguments; step one of your own, and pass no lr_scheduler",
 }
+_DEFAULTS = {"modifier_rank": 0, "allreduce_gradients": True, "release_loss": False}
+"""What DeepSpeed has where None is not said; it is what is done here."""
 
 
 def refuse(**given: Any) -> None:
@@ -28,7 +33,7 @@ def refuse(**given: Any) -> None:
     for name, value in given.items():
         if value is None or (name == "dist_init_required" and isinstance(value, bool)):
             continue
-        if name == "modifier_rank" and value == 0:
+        if name in _DEFAULTS and value == _DEFAULTS[name]:
             continue
         if name == "distributed_port" and str(value) == os.environ.get("MASTER_PORT", "29500"):
             continue

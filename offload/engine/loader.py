@@ -42,7 +42,7 @@ def load(
 
     Raises `ConfigError` where there are none.
     """
-    assert isinstance(data, Sized), "see check_length"
+    assert isinstance(data, Sized), "see check_data"
     batches = RankBatches(len(data), micro, rank, world_size, seed, drop_last)
     if not len(batches):
         advice = "; give more of them, smaller batches, or leave dataloader_drop_last out" if batches.length else ""
@@ -53,8 +53,21 @@ def load(
     return Loader(data, batches, collate_fn, device)
 
 
-def check_length(data: Any) -> None:
-    """Raise `ConfigError` where `data` cannot be shuffled."""
+def check_data(data: Any, collate_fn: Any) -> None:
+    """Raise `ConfigError` where `data`, unless None, cannot be shuffled, or `collate_fn` makes no batch."""
+    if collate_fn is not None and not callable(collate_fn):
+        raise ConfigError(
+            f"collate_fn= expects a function that makes a batch of a list of samples, got {type(collate_fn).__name__}; "
+            f"leave it out for torch's"
+        )
+    if data is None:
+        return
+    if isinstance(data, DataLoader | Mapping | str | bytes):
+        raise ConfigError(
+            f"training_data= expects a data set, samples by their number, got {type(data).__name__}; give "
+            f"DataLoader.dataset, or one split of a dict of data sets, and train_micro_batch_size_per_gpu makes the "
+            f"batches; or loop over a DataLoader of your own and leave training_data out"
+        )
     if not isinstance(data, Sized):
         raise ConfigError(
             f"training_data is a {type(data).__name__}, which has no length and cannot be shuffled; make a DataLoader "

@@ -53,9 +53,12 @@ class Wanted(NamedTuple):
         check_dtype(self.dtype)
         if self.tokenizer is not None and not hasattr(self.tokenizer, "save_pretrained"):
             raise UsageError(f"tokenizer must be one of transformers, with save_pretrained, got {self.tokenizer!r}")
-        if self.file_name is not None and (
-            not self.file_name.endswith(".safetensors") or Path(self.file_name).name != self.file_name
-        ):
+        if self.file_name is not None and Path(self.file_name).name != self.file_name:
+            raise UsageError(
+                f"save_filename is {self.file_name!r}, a path, where the name of a file in save_directory is expected: "
+                f"give the folder as save_directory"
+            )
+        if self.file_name is not None and not self.file_name.endswith(".safetensors"):
             raise UsageError(
                 f"save_filename is {self.file_name!r}, and what is written is a safetensors file, never a pickle: give "
                 f"a name that ends with .safetensors, such as model.safetensors"

@@ -15,6 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from offload.engine.placeholder import place_of
 from offload.engine.rules import RULES, Rule
 from offload.errors import UsageError
+from offload.notices import tell
+from offload.sizes import count_of
 from offload.swapper.modes import ADAM, TORCH
 
 _OTHER_GROUPS = (
@@ -147,6 +149,12 @@ class Optimizer(torch.optim.Optimizer):
         check_numbers([{**mine, **theirs} for mine, theirs in zip(self.param_groups, groups, strict=True)], self.rule)
         parameters = self._numbered()
         numbers = [number for group in groups for number in group["params"]]
+        if strangers := [number for number in states if number not in set(numbers)]:
+            raise UsageError(
+                f"load_state_dict expects states of parameters that a group has, by their numbers there, got "
+                f"{count_of(len(strangers), 'state')} of others, the first is {strangers[0]!r}; give what state_dict() "
+                f"gives, as it is"
+            )
         work = [(each, states.get(number, {}), number) for each, number in zip(parameters, numbers, strict=True)]
         for parameter, state, number in work:
             self.states.check(parameter, state, number)
@@ -154,6 +162,13 @@ class Optimizer(torch.optim.Optimizer):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
         for parameter, state, _ in work:
             self.states.write(parameter, state)
+        trained = [bool(state) for parameter, state, _ in work if parameter.requires_grad]
+        if any(trained) and not all(trained):
+            without = count_of(trained.count(False), "parameter")
+            tell(
+                f"load_state_dict: what was given has no state of {without}, of {len(trained)} that train: moments "
+                f"begin at zero there"
+            )
 
     def _numbered(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

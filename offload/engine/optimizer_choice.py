@@ -45,10 +45,30 @@ def _trainable_only(given: Iterable[Any] | None, trainable: Sequence[nn.Paramete
     """`given`, parameters or groups of them, without frozen ones."""
     if given is None:
         return list(trainable)
-    items = list(given)
-    if items and isinstance(items[0], Mapping):
-        return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in items]
+    items = _listed(given)
+    if items and all(isinstance(group, Mapping) and "params" in group for group in items):
+        groups = [{**group, "params": _listed(group["params"])} for group in items]
+        inner = [p for group in groups for p in group["params"]]
+    else:
+        groups, inner = [], items
+    wrong = [p for p in inner if not isinstance(p, torch.Tensor)]
+    if wrong:
+        pairs = "; named_parameters() gives pairs, parameters() does not" if isinstance(wrong[0], tuple) else ""
+        raise ConfigError(
+            f"model_parameters= expects parameters, as model.parameters() gives them, or groups of them, dicts with "
+            f'"params", got {_kind(wrong[0])} among them{pairs}; leave it out to train all that require gradients'
+        )
+    if groups:
+        return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     return [p for p in items if p.requires_grad]
+
+
+def _listed(given: Any) -> list[Any]:
+    return [given] if isinstance(given, torch.Tensor) or not isinstance(given, Iterable) else list(given)
+
+
+def _kind(item: Any) -> str:
+    return "a dict without them" if isinstance(item, Mapping) else f"a {type(item).__name__}"
 
 
 def _no_optimizer() -> Optimizer:

@@ -44,6 +44,11 @@ def _check_given(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
             "ReduceLROnPlateau needs a metric at each step, which engine.step() has not; call its step(metric) "
             "yourself and do not pass it as lr_scheduler"
         )
+    if not callable(getattr(schedule, "step", None)):
+        raise ConfigError(
+            f"lr_scheduler= expects a schedule, an object with step(), or a function that makes one of the optimizer, "
+            f'got {type(schedule).__name__}; one by name is made by the config\'s block "scheduler"'
+        )
     groups = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
     if groups and groups[0] is not optimizer.param_groups[0]:
         raise ConfigError(

@@ -13,6 +13,11 @@ from offload.hf.fill import Said, said_of_batches, said_of_optimizer, value_of
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adagrad", "sgd", "rmsprop", "adafactor")
 """Values of `optim` that an engine does: the first four by a kernel, the others by running them."""
 
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+_OPTIMIZER_KINDS = {"adagrad": "Adagrad", "sgd": "SGD"}
+_SCHEDULE_KINDS = {"constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"}
+"""What arguments call the types of a config."""
+
 _REFUSED = {
     "deepspeed": "offload_config is in its place: give the same file there, and leave deepspeed out",
     "fsdp": "the engine shards what FSDP would; leave fsdp out",
@@ -54,6 +59,27 @@ def check_optim(name: str) -> None:
             f'optim="{name}" cannot be done on states that are paged; expected one of {", ".join(OPTIMIZERS)}, or a '
             f'block "optimizer" in offload_config, which also knows Lion and Lamb'
         )
+
+
+def check_kinds(content: Mapping[str, Any], args: Any) -> None:
+    """Raise `ConfigError` where the config has an optimizer or a schedule, and the arguments ask for another kind.
+
+    What is the default of the arguments asks for nothing.
+    """
+    for block, argument, defaults, kinds in (
+        ("optimizer", "optim", _ADAMW, _OPTIMIZER_KINDS),
+        ("scheduler", "lr_scheduler_type", ("linear",), _SCHEDULE_KINDS),
+    ):
+        asked, there = getattr(args, argument), content.get(block)
+        name = str(getattr(asked, "value", asked))
+        if not isinstance(there, Mapping) or name in defaults:
+            continue
+        kind = str(there.get("type", ""))
+        if kinds.get(name, "").lower() != kind.lower():
+            raise ConfigError(
+                f'{block}.type is "{kind}" in the config, and {argument} is "{name}" in the script, which would not '
+                f'be used: take {argument} out of the script, or the block "{block}" out of the config'
+            )
 
 
 def said_by_arguments(content: Mapping[str, Any], args: Any) -> list[Said]:

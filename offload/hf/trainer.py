@@ -38,7 +38,7 @@ from offload.engine.optimizer_choice import from_config
 from offload.engine.schedule_choice import choose
 from offload.errors import ConfigError, StoreError
 from offload.hf.accelerator import Accelerator
-from offload.hf.arguments import check_arguments, check_model, check_optim, said_by_arguments
+from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, said_by_arguments
 from offload.hf.fill import content_of, filled, said_of_schedule, without
 
 logger = logging.getLogger("offload")
@@ -100,6 +100,7 @@ class OffloadMixin(_Base):
         """Called by `__init__` as soon as it knows its arguments: the first moment to refuse them."""
         check_arguments(self.args)
         check_model(self.model)
+        check_kinds(self._content, self.args)
         self._content = filled(self._content, said_by_arguments(self._content, self.args))
         load_config(without(self._content, "scheduler"))  # which may wait for the number of steps
         super().create_accelerator_and_postprocess()

@@ -14,6 +14,9 @@ from offload.report.predicted import time_of, words
 from offload.report.spans import Window, rows
 from offload.sizes import count_of, format_decimal, format_time
 
+BEGIN = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="generator" content="offload report">'
+"""By this a page of ours is known from another file."""
+
 _COLORS = {
     "compute": "--blue",
     "optimizer": "--green",
@@ -41,8 +44,7 @@ def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
         f'<section><h2>{escape(name)}</h2><div class="charts">{body}</div></section>' for name, body in sections if body
     )
     return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'{BEGIN}<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>"
         f"<header><h1>{escape(title)}</h1><p>{_subtitle(found)}</p></header>"
         f"{_tiles(found)}{_points(found)}{shown}{_notes(found)}</main>"

@@ -210,13 +210,22 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
             there, here = ("none" if spec.slots == 1 else "step, or every N" for spec in (found, mine))
             difference = f'"durability" was {there} there and is {here} here'
         if "layout/mode" in difference:
-            advice = f"go on in the dtype that it had (leave --dtype out, or change the config), or {advice}"
+            advice = f"{_advice_of_modes(str(there['mode']), str(expected['mode']))}, or {advice}"
         if "world_size" in difference:
             advice = (
                 "go on with as many ranks as it had; with another number of ranks, save_checkpoint there and "
                 "load_checkpoint here"
             )
         raise StoreError(f"{folder} is of another model, layout or setting: {difference}; {advice}")
+
+
+def _advice_of_modes(there: str, here: str) -> str:
+    """What to go on with: modes are named by a dtype, and by an optimizer behind it where that is not Adam."""
+    (dtype, _, optimizer), (other_dtype, _, other_optimizer) = there.partition(" "), here.partition(" ")
+    if dtype == other_dtype:
+        return "go on with the optimizer that it had (change the config, or optimizer=)"
+    both = " and with the optimizer" if optimizer != other_optimizer else ""
+    return f"go on in the dtype{both} that it had (leave --dtype out, or change the config)"
 
 
 def _plain(value: Any) -> Any:
