@@ -72,7 +72,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config",
         "engine",
         "finetune",
-        "finetune",
         "cli_machine",
         "cli_signals",
         "cli_summary",
