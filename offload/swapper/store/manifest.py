@@ -209,7 +209,7 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
             advice = "go on with the durability that it had, or leave it out"
             there, here = ("none" if spec.slots == 1 else "step, or every N" for spec in (found, mine))
             difference = f'"durability" was {there} there and is {here} here'
-        if "layout/mode" in difference:
+        if difference.startswith("layout/mode is "):
             advice = f"{_advice_of_modes(str(there['mode']), str(expected['mode']))}, or {advice}"
         if "world_size" in difference:
             advice = (
