@@ -21,10 +21,10 @@ def wear(job: Any, reports: Sequence[Any]) -> Iterator[str]:
     if len(reports) != _STEADY or block["drive_tbw"] is None:
         return
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun: each writes as much
-    last, before = reports[-1], reports[-2]
+    first, last = reports[0], reports[-1]
     left = max(job.steps - last.step, 0)
     for path, so_far in last.drives.items():
-        a_step = so_far - before.drives[path]
+        a_step = (so_far - first.drives[path]) / (last.step - first.step)  # what is written late counts later
         words = warning(
             foresee(path, ranks * so_far, ranks * a_step, left, block["drive_tbw"]),
             block["drive_share"],

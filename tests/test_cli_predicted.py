@@ -75,7 +75,7 @@ def test_without_a_probe_one_line_says_how_to_get_a_prediction() -> None:
 
 def test_the_report_shows_what_was_foreseen_beside_what_came() -> None:
     keep()
-    found = facts("--steps", "4", "--log", "log")["predicted"]
+    found = facts("--steps", "4", "--eval-every", "0", "--log", "log")["predicted"]
     assert reported("log") == found
     by_name = {row["name"]: row for row in found}
     assert by_name.keys() >= {"seconds", "tokens", "read_bytes", "written_bytes", "host_peak_bytes", "compute"}
