@@ -345,7 +345,8 @@ class Engine(Facts):
 
         Nothing needs it but measurements: whoever reads a weight gets the new one.
         """
-        self._between("synchronize")
+        with self._parts.timeline.span(Row.COMPUTE, "synchronize"):  # a part of the step, as the meter counts
+            self._between("synchronize")
 
     # -- weights ------------------------------------------------------------------------------------
 
