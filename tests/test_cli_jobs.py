@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from offload.cli import app
 from offload.errors import StoreError
 from offload.finetune.identity import weights_of
+from offload.finetune.output import check_output
 from tests.commanded import _alone, call, facts, log, swap_files
 from tests.folders import make_folder
 
@@ -103,6 +105,22 @@ def test_a_place_that_cannot_be_written_is_found_before_training() -> None:
     refused = call("--steps", "1", "--output", "/proc/offload/out")
     assert refused.exit_code == 2 and "--output /proc/offload/out cannot be written" in refused.stderr
     assert not Path("swap").exists()
+
+
+def test_what_another_rank_tries_in_an_empty_folder_does_not_fill_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("out").mkdir()
+    made: list[str] = []
+    remove = os.rmdir
+
+    def tried_by_another_too(path: str) -> None:
+        made.append(path)
+        if len(made) == 1:
+            check_output(Path("out"), may_be_there=False)
+        remove(path)
+
+    monkeypatch.setattr("os.rmdir", tried_by_another_too)
+    check_output(Path("out"), may_be_there=False)
+    assert len(made) == 2 and not [*Path("out").iterdir()]
 
 
 def test_passes_over_the_data_are_steps() -> None:

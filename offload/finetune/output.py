@@ -13,6 +13,8 @@ from offload.finetune.identity import Identity, differences
 
 _HEADS = ("config.json", "adapter_config.json")
 """Of a model, and of adapters."""
+_TRIED = ".offload-tried-"
+"""A folder that another rank makes at this moment, to see whether it can."""
 
 
 def check_output(folder: Path | None, may_be_there: bool) -> None:
@@ -21,11 +23,11 @@ def check_output(folder: Path | None, may_be_there: bool) -> None:
         return
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--output {folder} is not a folder; give a folder, or a name that is not there")
-    if folder.exists() and not may_be_there and any(folder.iterdir()):
+    if folder.exists() and not may_be_there and any(not path.name.startswith(_TRIED) for path in folder.iterdir()):
         raise ConfigError(f"--output {folder} is not empty, and nothing in it will be replaced; give another folder")
     above = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".offload-", dir=above))  # what access() says is not so for root, or on NFS
+        os.rmdir(tempfile.mkdtemp(prefix=_TRIED, dir=above))  # what access() says is not so for root, or on NFS
     except OSError as error:
         raise ConfigError(
             f"--output {folder} cannot be written: nothing can be made in {above} ({error.strerror}); give another "
