@@ -30,6 +30,7 @@ from offload.engine.reduction import ReducedGradients
 from offload.engine.rounds import Rounds
 from offload.engine.saved import SavedTensors
 from offload.engine.spill import Spill, windows
+from offload.engine.torch_function_rules import RULES
 from offload.engine.torch_steps import Stepper
 from offload.engine.updater import Updater
 from offload.engine.weights import Weights
@@ -176,7 +177,7 @@ def _places(plan: Plan, model: nn.Module) -> list[list[Place]]:
     dtype, device = plan.mode.weight_dtype, plan.device.torch
     return [
         [
-            Place(model.get_parameter(segment.name), segment.name, unit, position, dtype, segment.shape, device)
+            Place(model.get_parameter(segment.name), segment.name, unit, position, dtype, segment.shape, device, RULES)
             for position, segment in enumerate(layout.segments)
         ]
         for unit, layout in enumerate(plan.layouts)
