@@ -20,7 +20,8 @@ from torch import nn
 import offload
 from offload.config import load_config
 from offload.engine.meter import cause_of
-from offload.engine.monitor import Line, Record, Reporter, cut, events, line
+from offload.engine.monitor import Line, Reporter, line
+from offload.engine.writers import Record, cut, events
 from offload.errors import ConfigError, NumericsError
 from offload.finetune.options import Options, merge
 from offload.swapper.timeline import OFF, Row

@@ -35,7 +35,8 @@ from offload.engine.optimizer import Optimizer, refuse_others
 from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.plan import Plan, compute_device, decide, summary
 from offload.engine.progress import Progress, persistent_buffers
-from offload.engine.ranks import UNABLE, Ranks, join_ranks, meet_others, stay_away
+from offload.engine.ranks import Ranks, join_ranks
+from offload.engine.rendezvous import UNABLE, meet_others, stay_away
 from offload.engine.watch import measure, watch
 from offload.errors import ConfigError, StoreError
 from offload.notices import tell
