@@ -67,7 +67,7 @@ _MODULE_OF = {
     "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.estimates",
     "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.estimates",
     "gathered": "offload.engine.weights",
-    "init": "offload.engine.birth",
+    "init": "offload.engine.pretrained",
     "initialize": "offload.engine.initialize",
     "load_pretrained": "offload.engine.pretrained",
     "register_external_parameter": "offload.engine.calls",
@@ -110,7 +110,6 @@ _OF_DEEPSPEED = {
 
 if TYPE_CHECKING:
     from offload import schedules
-    from offload.engine.birth import init
     from offload.engine.calls import (
         register_external_parameter,
         safe_get_full_fp32_param,
@@ -130,7 +129,7 @@ if TYPE_CHECKING:
     from offload.engine.dtype_choice import auto_dtype
     from offload.engine.engine import Engine
     from offload.engine.initialize import initialize
-    from offload.engine.pretrained import load_pretrained
+    from offload.engine.pretrained import init, load_pretrained
     from offload.engine.weights import gathered
     from offload.errors import (
         BudgetError,

@@ -1,9 +1,9 @@
 """Building a model without its weights, and giving it weights one unit at a time.
 
-Inside `init`, parameters are registered on the meta device and buffers stay real. `materialize` then makes
-the parameters of one unit real, by the initialization of the modules that own them, seeded by the unit, so
-that the weights do not depend on budgets, placements or the number of ranks. Those that are read from files
-(see `pretrained`) are none of its business.
+Inside of `deferring_weights`, parameters are registered on the meta device and buffers stay real. `materialize` then
+makes the parameters of one unit real, by the initialization of the modules that own them. The unit gives the seed, so
+the weights do not depend on budgets, placements or the number of ranks. Parameters that are read from files (see
+`pretrained`) stay as they are.
 """
 
 from __future__ import annotations
@@ -23,37 +23,16 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.engine.absent import Absent, building, building_a_model, origin_of
-from offload.engine.keywords import refuse
-from offload.engine.streaming import streaming
 from offload.errors import ConfigError
 
 
 @contextlib.contextmanager
-def init(
-    config: Any = None,
-    *,
-    enabled: bool = True,
-    config_dict_or_path: Any = None,
-    remote_device: Any = None,
-    dtype: Any = None,
-    data_parallel_group: Any = None,
-    mpu: Any = None,
-) -> Iterator[None]:
-    """Build a model inside without memory for its parameters; `initialize` makes them, unit by unit.
+def deferring_weights() -> Iterator[None]:
+    """Registers parameters on the meta device, in this thread, while a model is built inside of the context.
 
-    `config` (or `config_dict_or_path`) is accepted as by `deepspeed.zero.Init` and is read by `initialize`. Where it is
-    not `enabled`, nothing is done. The other keywords are DeepSpeed's: None is taken, else `UsageError`. Modules whose
-    class has no `reset_parameters` keep the values that their constructor gave them; those of transformers are
-    initialized by the model's `_init_weights`. Values that a parameter is given otherwise are kept, in memory: by
-    `nn.init`, `load_state_dict`, `module.weight = ...`, or as an argument of its module. `from_pretrained` of
-    transformers reads a local folder of safetensors as `load_pretrained` does. Buffers and other tensors are real. It
-    may be nested, and counts for its thread. Raises `ConfigError` where a constructor needs values that are not there,
-    or changes them.
+    Raises:
+        ConfigError: if a constructor needs values that are not there, or changes them.
     """
-    refuse(remote_device=remote_device, dtype=dtype, data_parallel_group=data_parallel_group, mpu=mpu)
-    if not enabled:
-        yield
-        return
     thread = threading.get_ident()
     seen = WeakTensorKeyDictionary()  # what became of a parameter that is registered again: it stays tied
 
@@ -68,7 +47,7 @@ def init(
 
     removal = register_module_parameter_registration_hook(register)
     try:
-        with building_a_model(), streaming(config if config is not None else config_dict_or_path):
+        with building_a_model():
             yield
     except (RuntimeError, NotImplementedError) as error:
         if "meta" not in str(error).lower():

@@ -9,10 +9,11 @@ not is initialized by the model's own modules, from the config's seed. Buffers a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +22,13 @@ from torch import nn
 
 from offload.config import load_config
 from offload.engine.absent import make_absent
-from offload.engine.birth import init
+from offload.engine.birth import deferring_weights
+from offload.engine.keywords import refuse
 from offload.engine.model_files import CONFIG, GENERATION, stored_tensors
 from offload.engine.placeholder import Paged
 from offload.engine.pretrained_names import Named, Source, name_tensors
 from offload.engine.progress import persistent_buffers
+from offload.engine.streaming import streaming
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
 from offload.sizes import count_of
 from offload.swapper.modes import DTYPES
@@ -46,6 +49,37 @@ class LoadingInfo(NamedTuple):
     """In the folder, and not of the model: left out."""
     mismatched_keys: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     """Of another shape: (name, the folder's shape, the model's); left out, with `ignore_mismatched_sizes`."""
+
+
+@contextlib.contextmanager
+def init(
+    config: Any = None,
+    *,
+    enabled: bool = True,
+    config_dict_or_path: Any = None,
+    remote_device: Any = None,
+    dtype: Any = None,
+    data_parallel_group: Any = None,
+    mpu: Any = None,
+) -> Iterator[None]:
+    """Build a model inside without memory for its parameters; `initialize` makes them, unit by unit.
+
+    `config` (or `config_dict_or_path`) is accepted as by `deepspeed.zero.Init` and is read by `initialize`. Where it is
+    not `enabled`, nothing is done. The other keywords are DeepSpeed's: None is taken, else `UsageError`. Modules whose
+    class has no `reset_parameters` keep the values that their constructor gave them; those of transformers are
+    initialized by the model's `_init_weights`. Values that a parameter is given otherwise are kept, in memory: by
+    `nn.init`, `load_state_dict`, `module.weight = ...`, or as an argument of its module. `from_pretrained` of
+    transformers reads a local folder of safetensors as `load_pretrained` does. Buffers and other tensors are real. It
+    may be nested, and counts for its thread. Raises `ConfigError` where a constructor needs values that are not there,
+    or changes them.
+    """
+    refuse(remote_device=remote_device, dtype=dtype, data_parallel_group=data_parallel_group, mpu=mpu)
+    if not enabled:
+        yield
+        return
+    given = config if config is not None else config_dict_or_path
+    with streaming(lambda cls, folder, **more: load_pretrained(cls, folder, given, **more)), deferring_weights():
+        yield
 
 
 def load_pretrained(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,13 @@ _THEIRS = ("state_dict", "subfolder", "variant", "from_tf", "from_flax", "gguf_f
 
 
 @contextlib.contextmanager
-def streaming(config: Any) -> Iterator[None]:
-    """Have `from_pretrained` read by `load_pretrained` where it can, in this thread; `config` is the engine's."""
+def streaming(load: Callable[..., Any]) -> Iterator[None]:
+    """Lets `from_pretrained` of transformers stream a local folder, in this thread.
+
+    Args:
+        load: is called as `load(model_class, folder, output_loading_info=True, **keywords)` in place of it, and
+            returns the model and what `load_pretrained` tells of its loading.
+    """
     if "transformers" not in sys.modules:  # what is imported inside reads its own way
         yield
         return
@@ -40,13 +45,11 @@ def streaming(config: Any) -> Iterator[None]:
             return theirs(name, *args, **kwargs)
         if name is None or not (Path(name).is_dir() and any(Path(name).glob("*.safetensors"))):
             return theirs(name, **kwargs)
-        from offload.engine.pretrained import load_pretrained
-
         wants_info = kwargs.pop("output_loading_info", False)
         fit = {key: value for key, value in kwargs.items() if key not in (*_NO_VALUES, *_THEIRS)}
         fit["model_config"] = fit.pop("config", None)
         with _inside():
-            model, info = load_pretrained(cls, name, config, output_loading_info=True, **fit)
+            model, info = load(cls, name, output_loading_info=True, **fit)
         return (model, info._asdict()) if wants_info else model
 
     patched.from_pretrained = classmethod(from_pretrained)  # each AutoModel calls it too
