@@ -13,12 +13,14 @@ from torch import nn
 
 from offload.engine.absent import forget
 from offload.engine.bindings import Bindings
+from offload.engine.compute_spans import ComputeSpans, compute_spans
 from offload.engine.downloads import Downloads
 from offload.engine.fill import Filler, make_residents
 from offload.engine.forecast import limits, unit_sizes
 from offload.engine.gradients import Gradients, borders
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
+from offload.engine.meter import Meter
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Parts
 from offload.engine.placeholder import Place
@@ -33,6 +35,7 @@ from offload.engine.torch_steps import Stepper
 from offload.engine.updater import Updater
 from offload.engine.weights import Weights
 from offload.swapper.arena import DeviceArena
+from offload.swapper.drive_spans import DriveSpans
 from offload.swapper.host import HostArena, process_memory
 from offload.swapper.pager import Pager
 from offload.swapper.residency import Tier
@@ -40,6 +43,7 @@ from offload.swapper.scratch import Scratch
 from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.states import State
 from offload.swapper.store import Store, Written
+from offload.swapper.timeline import Timeline
 
 
 def assemble(
@@ -50,34 +54,53 @@ def assemble(
     store: Store | None,
     written: Written,
     resume: bool,
+    *,
+    timeline: Timeline,
+    spans: DriveSpans,
+    meter: Meter | None,
 ) -> Parts:
-    """Map the arenas, take the model's weights over, or on a `resume` the store's, install hooks, start the worker."""
+    """Map the arenas, take the model's weights over, or on a `resume` the store's, install hooks, start the worker.
+
+    The parts record in `timeline`, of which the `meter` hears if it has to, and what goes to scratch files in `spans`.
+    """
     with contextlib.ExitStack() as undo:
         host = HostArena(plan.placement.classes, plan.device, process_memory(), plan.config.offload.host_memory)
         undo.callback(host.close)
         arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
-        names = [layout.name or "the root" for layout in plan.layouts]
-        rounds = None if plan.ranks is None else Rounds(plan.ranks, names)
-        pager = _pager(plan, host, arena, store, rounds)
+        names = shown_names(plan)
+        compute = compute_spans(timeline, names)
+        rounds = None if plan.ranks is None else Rounds(plan.ranks, names, timeline)
+        pager = _pager(plan, host, arena, store, rounds, timeline)
         undo.callback(pager.close)
         held = _held(plan, host, arena, pager, store)
         _fill(plan, model, held, resume)
         trainable = tuple(share[0] for share in plan.shares)
-        gradients = _gradients(plan, trainable, host, arena, queue, pager, rounds, written)
+        spill = _spill(plan, trainable, host, queue, pager, written, spans)
+        gradients = _gradients(plan, trainable, host, arena, spill, rounds, timeline, compute)
         undo.callback(gradients.close)
         _move_buffers(model, plan)
         places = _places(plan, model)
         bindings = Bindings(plan.layouts, places, pager, plan.mode.weight_dtype)
-        saved = SavedTensors([layout.name for layout in plan.layouts], places, bindings, pager)
-        hooks = Hooks(model, plan.units.sites, places, bindings, saved, gradients, pager)
+        saved = SavedTensors([layout.name for layout in plan.layouts], places, bindings, pager, compute)
+        hooks = Hooks(
+            model,
+            plan.units.sites,
+            places,
+            bindings,
+            saved,
+            gradients,
+            pager,
+            timeline=timeline,
+            compute=compute,
+        )
         undo.callback(hooks.remove)
         weights = Weights(model, plan.layouts, places, pager, hooks, plan.mode.weight_dtype)
         undo.callback(weights.remove)
         updater = None
         if any(plan.parts.trainable_numel):
             if not plan.device.host_addressable:
-                gradients.downloads = _downloads(plan, host, pager)
-            updater = _updater(plan, optimizer, host, held, gradients)
+                gradients.downloads = _downloads(plan, host, pager, timeline)
+            updater = _updater(plan, optimizer, host, held, gradients, timeline)
         undo.pop_all()
     return Parts(
         hooks,
@@ -95,12 +118,21 @@ def assemble(
         trainable,
         held,
         written,
+        timeline=timeline,
+        meter=meter,
     )
 
 
-def _pager(plan: Plan, host: HostArena, arena: DeviceArena, store: Store | None, rounds: Rounds | None) -> Pager:
+def shown_names(plan: Plan) -> list[str]:
+    """Returns the name of each unit, as messages and time lines have it."""
+    return [layout.name or "the root" for layout in plan.layouts]
+
+
+def _pager(
+    plan: Plan, host: HostArena, arena: DeviceArena, store: Store | None, rounds: Rounds | None, timeline: Timeline
+) -> Pager:
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode)
-    pager = Pager(sizes, host, arena, plan.device, store, limits(plan.config, plan.mode), rounds)
+    pager = Pager(sizes, host, arena, plan.device, store, limits(plan.config, plan.mode), rounds, timeline=timeline)
     pager.table.committed = lambda: store is not None and store.spec.slots == 2 and store.durable is not None
     if rounds is not None:
         rounds.give_weights = pager.take_part
@@ -169,15 +201,13 @@ def _gradients(
     trainable: Sequence[range],
     host: HostArena,
     arena: DeviceArena,
-    queue: SharedQueue | None,
-    pager: Pager,
+    spill: Spill | None,
     rounds: Rounds | None,
-    written: Written,
+    timeline: Timeline,
+    compute: ComputeSpans,
 ) -> Gradients:
+    """Owns `spill` from here on, also where it raises."""
     dtype = plan.parts.gradient_dtype
-    spill = None
-    if queue is not None and plan.placement.spilled:
-        spill = _spill(plan, trainable, host, queue, pager, written)
     try:
         on_device = {
             unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtype)
@@ -186,10 +216,24 @@ def _gradients(
         }
         totals = {unit: arena.keep(nbytes).view(dtype) for unit, nbytes in plan.placement.added}
         if plan.ranks is None or rounds is None or not any(trainable):
-            return Gradients(plan.layouts, trainable, host, dtype, spill, on_device, totals)
+            return Gradients(
+                plan.layouts, trainable, host, dtype, spill, on_device, totals, timeline=timeline, compute=compute
+            )
         made = plan.mode.weight_dtype  # what a backward makes
         return ReducedGradients(
-            plan.layouts, trainable, host, dtype, spill, on_device, totals, arena, made, plan.ranks, rounds
+            plan.layouts,
+            trainable,
+            host,
+            dtype,
+            spill,
+            on_device,
+            totals,
+            arena,
+            made,
+            plan.ranks,
+            rounds,
+            timeline=timeline,
+            compute=compute,
         )
     except BaseException:
         if spill is not None:
@@ -197,16 +241,26 @@ def _gradients(
         raise
 
 
-def _downloads(plan: Plan, host: HostArena, pager: Pager) -> Downloads:
+def _downloads(plan: Plan, host: HostArena, pager: Pager, timeline: Timeline) -> Downloads:
     staging = [host.staging.take(host.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
     leases = [lease for lease in staging if lease is not None]
     assert len(leases) == STAGING_BUFFERS, "the class was sized for them"
-    return Downloads(plan.device, leases, plan.parts.largest_gradient, plan.device_kernels, pager.fail, pager.check)
+    most = plan.parts.largest_gradient
+    return Downloads(plan.device, leases, most, plan.device_kernels, pager.fail, pager.check, timeline=timeline)
 
 
 def _spill(
-    plan: Plan, trainable: Sequence[range], host: HostArena, queue: SharedQueue, pager: Pager, written: Written
-) -> Spill:
+    plan: Plan,
+    trainable: Sequence[range],
+    host: HostArena,
+    queue: SharedQueue | None,
+    pager: Pager,
+    written: Written,
+    spans: DriveSpans,
+) -> Spill | None:
+    """Returns what holds gradients that wait on DISK; None where none does."""
+    if queue is None or not plan.placement.spilled:
+        return None
     placement, parts = plan.placement, plan.parts
     itemsize = parts.gradient_dtype.itemsize
     leases = [host.gradients.take(placement.window_numel * itemsize) for _ in range(WINDOWS)]
@@ -215,11 +269,13 @@ def _spill(
         for unit in placement.spilled
     }
     nbytes = {unit: parts.nbytes[unit][State.GRAD] for unit in stretches}
-    scratch = Scratch(plan.config.drives, nbytes, queue, written)
+    scratch = Scratch(plan.config.drives, nbytes, queue, written, spans)
     return Spill(stretches, parts.gradient_dtype, [lease for lease in leases if lease], scratch, pager.fail)
 
 
-def _updater(plan: Plan, optimizer: Optimizer, host: HostArena, held: Held, gradients: Gradients) -> Updater:
+def _updater(
+    plan: Plan, optimizer: Optimizer, host: HostArena, held: Held, gradients: Gradients, timeline: Timeline
+) -> Updater:
     placement = plan.placement
     stepper = None
     if placement.scratch_nbytes:
@@ -239,4 +295,5 @@ def _updater(plan: Plan, optimizer: Optimizer, host: HostArena, held: Held, grad
         placement.tile_buffers,
         plan.commit_every,
         stepper,
+        timeline=timeline,
     )

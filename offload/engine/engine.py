@@ -107,8 +107,7 @@ class Engine(Facts):
         module.__dict__["zero_grad"] = _ZeroGrad(module, self.zero_grad)
         # A user may run the model without the engine; the first moment of that is an entry too.
         parts.hooks.entered, parts.weights.entered = self._enter, self._look
-        measure, parts.hooks.began_backward = parts.hooks.began_backward, self._begin_backward
-        self._measure_backward = measure
+        parts.hooks.began_backward = self._begin_backward
         if parts.updater is not None:
             parts.weights.apply, parts.weights.settle = self._edit, parts.bindings.settle
             parts.gradients.settle = self._await_updates
@@ -572,7 +571,6 @@ class Engine(Facts):
 
     def _begin_backward(self) -> None:
         """Called where a backward begins, by its thread."""
-        self._measure_backward()
         if self._state.scaler is not None:
             self._state.scaler.begin_backward()
 

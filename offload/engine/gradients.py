@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from offload import kernels
+from offload.engine.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.downloads import Downloads
 from offload.engine.layout import UnitLayout
 from offload.engine.placement import CHUNK
@@ -30,6 +31,7 @@ from offload.engine.totals import Totals
 from offload.kernels import cuda
 from offload.swapper.host import HostArena, Lease
 from offload.swapper.store import Future
+from offload.swapper.timeline import OFF, Phase, Row, Timeline
 
 
 class Known(NamedTuple):
@@ -62,9 +64,15 @@ class Gradients:
         spill: Spill | None,
         on_device: Mapping[int, torch.Tensor] = {},
         totals: Mapping[int, torch.Tensor] = {},
+        *,
+        timeline: Timeline = OFF,
+        compute: ComputeSpans = NO_SPANS,
     ) -> None:
         """`spill` has the units whose gradients wait on DISK, `on_device` memory of those that wait there, (numel,) of
-        `dtype`; the others get a lease each. `totals` is memory as well, of those that are added up there and leave."""
+        `dtype`; the others get a lease each. `totals` is memory as well, of those that are added up there and leave.
+        `compute` shows of which unit a gradient is, `timeline` its way to the host."""
+        self._timeline, self._compute = timeline, compute
+        self._titles = [f"gradient of {layout.name or 'the root'}" for layout in layouts]
         self.dtype = dtype
         self.spill = spill
         self._on_device = on_device
@@ -96,11 +104,27 @@ class Gradients:
 
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Store the first gradient of a parameter, add any further one."""
+        self._compute.leave_for(unit)
+        self._compute.turn_to(unit)
+        if self._timeline is OFF or self.downloads is not None:  # these show it themselves, when it has come
+            self._add(unit, segment, gradient)
+            return
+        nbytes = gradient.numel() * gradient.element_size()  # as it is stored; a sparse one has no `nbytes`
+        with self._timeline.span(Row.DOWNLOADS, self._titles[unit], nbytes):
+            self._add(unit, segment, gradient)
+
+    def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         if self._layouts[unit].segments[segment].numel:
             self.put(unit, segment, 0, flat(gradient))
 
     def end_backward(self) -> None:
-        """An outermost backward is over."""
+        """Ends an outermost backward, or one that was aborted before."""
+        self._compute.end_stretch()
+        self._flush()
+        self._timeline.end_phase(Phase.BACKWARD)
+
+    def _flush(self) -> None:
+        """Takes what `add` has put aside. Nothing is, where this process is alone."""
 
     def put(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Store or add `values`, (n,) on the device: elements [first, first + n) of a segment, all of them this rank's.
@@ -154,7 +178,7 @@ class Gradients:
         summed = downloads.sums and new and values.dtype == self.dtype
         chunks = range(0, len(values), CHUNK)
         squares: Sequence[float | torch.Tensor] = squares_of(values).unbind() if summed else [0.0] * len(chunks)
-        title, target, receive = f"gradient of {self._layouts[unit].name or 'the root'}", None, None
+        target, receive = None, None
         if summed and not self._spills(unit):
             start = self._start(unit, segment, first)
             target = self._part(unit, start, start + len(values))
@@ -163,7 +187,7 @@ class Gradients:
             def receive(position: int, some: torch.Tensor) -> None:
                 self._accumulate(unit, segment, first + position, some, new, summed)
 
-        downloads.send(title, values, target, receive)
+        downloads.send(self._titles[unit], values, target, receive)
         # Only now: what an interrupt has kept from leaving is not there. The other thread may have come first.
         for chunk, value in zip(chunks, squares, strict=True):
             if summed:

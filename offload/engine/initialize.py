@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from offload.aio import IoQueue
 from offload.config import Config, effective, load_config, resolve_batch
 from offload.engine import optimizer_choice, schedule_choice
-from offload.engine.assembly import assemble
+from offload.engine.assembly import assemble, shown_names
 from offload.engine.description import about, describe
 from offload.engine.dtype_choice import warn_if_slow
 from offload.engine.engine import Engine
@@ -34,15 +34,16 @@ from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.plan import Plan, compute_device, decide, summary
 from offload.engine.progress import Progress, persistent_buffers
 from offload.engine.ranks import UNABLE, Ranks, join_ranks, meet_others, stay_away
-from offload.engine.watch import measure, watch
 from offload.errors import ConfigError, StoreError
 from offload.notices import tell
 from offload.sizes import count_of
 from offload.swapper.device import Device, open_device
+from offload.swapper.drive_spans import DriveSpans
+from offload.swapper.relay import Relay
 from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.store.record import last_of_all
-from offload.swapper.timeline import open_timeline
+from offload.swapper.timeline import Timeline, open_timeline
 
 logger = logging.getLogger("offload")
 
@@ -218,13 +219,14 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         check_monitor(plan.config)
     queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
     written = _written(plan)
+    spans = DriveSpans(timeline, shown_names(plan))
     store: Store | None = None
     parts: Parts | None = None
     try:
         progress: Progress | None = None
         if queue is not None and plan.slots:
             where = (plan.config.drives, plan.config.offload.run, plan.rank)
-            store = Store(*where, _store_spec(plan, model), queue, written)
+            store = Store(*where, _store_spec(plan, model), queue, written, spans)
             at = _last_commit_of_all(plan, store)
             if at is not None:
                 progress = Progress.unpack(store.open(at))
@@ -233,8 +235,20 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
                 store.create(over=plan.resume or plan.replace)
                 if plan.ranks is not None:  # the first commit says that nobody has anything of an earlier run any more
                     plan.ranks.share(None, "make its store")
-        parts = assemble(plan, model, optimizer, queue, store, written, resume=progress is not None)
-        parts = _measured(plan, watch(parts, timeline, model, plan.units.sites))
+        meter = _meter(plan, queue, written)
+        parts = assemble(
+            plan,
+            model,
+            optimizer,
+            queue,
+            store,
+            written,
+            resume=progress is not None,
+            timeline=_heard(plan, timeline, meter),
+            spans=spans,
+            meter=meter,
+        )
+        timeline.start()  # the run begins with its weights in their homes: what brought them there is not shown
         notices = (
             *plan.notices,
             *_io_notices(queue),
@@ -290,17 +304,21 @@ def _choices(plan: Plan) -> Choices:
     )
 
 
-def _measured(plan: Plan, parts: Parts) -> Parts:
-    """The parts with a meter, where the config wants to know of steps; rank 0 alone tells of them."""
+def _meter(plan: Plan, queue: SharedQueue | None, written: Written) -> Meter | None:
+    """Returns the meter of steps; None where the config does not ask for one, and on all ranks but 0."""
     reporter = make_reporter(plan.config, plan.batch.total) if plan.rank == 0 else None
     if reporter is None:
-        return parts
-    queue, breakdown = parts.queue, plan.config.wall_clock_breakdown
+        return None
 
     def io_bytes() -> tuple[int, int]:
         return (0, 0) if queue is None else (queue.read_bytes, queue.written_bytes)
 
-    return measure(parts, Meter(plan.device.torch, io_bytes, parts.written.drives, breakdown, reporter), breakdown)
+    return Meter(plan.device.torch, io_bytes, written.drives, plan.config.wall_clock_breakdown, reporter)
+
+
+def _heard(plan: Plan, timeline: Timeline, meter: Meter | None) -> Timeline:
+    """Returns the time line for the parts: with a breakdown of steps the `meter` hears of it."""
+    return timeline if meter is None or not plan.config.wall_clock_breakdown else Relay(timeline, meter)
 
 
 def _written(plan: Plan) -> Written:

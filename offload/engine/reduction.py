@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from offload.engine.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.gradients import Gradients, flat
 from offload.engine.layout import UnitLayout
 from offload.engine.placement import CHUNK
@@ -22,6 +23,7 @@ from offload.engine.rounds import Rounds
 from offload.engine.spill import Spill
 from offload.swapper.arena import DeviceArena
 from offload.swapper.host import HostArena
+from offload.swapper.timeline import OFF, Timeline
 
 
 class ReducedGradients(Gradients):
@@ -43,8 +45,11 @@ class ReducedGradients(Gradients):
         bucket_dtype: torch.dtype,
         ranks: Ranks,
         rounds: Rounds,
+        *,
+        timeline: Timeline = OFF,
+        compute: ComputeSpans = NO_SPANS,
     ) -> None:
-        super().__init__(layouts, parts, arena, dtype, spill, on_device, totals)
+        super().__init__(layouts, parts, arena, dtype, spill, on_device, totals, timeline=timeline, compute=compute)
         self._ranks, self._rounds = ranks, rounds
         nbytes = max(layout.trainable_stop for layout in layouts) * bucket_dtype.itemsize
         self._bucket, self._received = (device_arena.keep(nbytes).view(bucket_dtype) for _ in range(2))
@@ -54,7 +59,7 @@ class ReducedGradients(Gradients):
         self._seen: list[set[int]] = [set() for _ in layouts]
         rounds.holds, rounds.give_gradients = lambda: self._unit, self._exchange
 
-    def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
+    def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         place = self._layouts[unit].segments[segment]
         if not place.numel:
             return
@@ -68,9 +73,6 @@ class ReducedGradients(Gradients):
         self._seen[unit].add(segment)
         if self._filled == self._wanted[unit]:
             self._flush()
-
-    def end_backward(self) -> None:
-        self._flush()
 
     def _flush(self) -> None:
         if self._unit >= 0:

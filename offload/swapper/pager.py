@@ -43,8 +43,8 @@ from offload.swapper.policy import Limits, keeps, next_to_bring
 from offload.swapper.residency import Residency, Tier
 from offload.swapper.slices import Having, Peers, Slices
 from offload.swapper.store import Store
-from offload.swapper.table import Table
-from offload.swapper.timeline import Row
+from offload.swapper.table import MemoryCounters, Table
+from offload.swapper.timeline import OFF, Row, Timeline
 from offload.swapper.trace import Kind
 
 _T = TypeVar("_T")
@@ -72,8 +72,12 @@ class Pager:
         store: Store | None,
         limits: Limits,
         peers: Peers | None = None,
+        *,
+        timeline: Timeline = OFF,
     ) -> None:
-        self.table = Table(sizes)
+        recorded = timeline.recorded
+        memory = None if recorded is OFF else MemoryCounters(host, arena, recorded)
+        self.table = Table(sizes, timeline, memory)
         self.changed = self.table.changed
         self.lock = self.changed.lock
         self.sizes = sizes
