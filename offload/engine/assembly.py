@@ -6,6 +6,7 @@ What fails on the way takes back what was made before it; files are the caller's
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -46,6 +47,18 @@ from offload.swapper.store import Store, Written
 from offload.swapper.timeline import Timeline
 
 
+@dataclasses.dataclass(frozen=True)
+class Recorders:
+    """What the parts of an engine tell of their work."""
+
+    timeline: Timeline
+    """Gets spans, counters and phases; `OFF` where neither a file nor the meter is to have them."""
+    spans: DriveSpans
+    """Gets requests to the drives, and commits."""
+    meter: Meter | None
+    """Listens to `timeline` where a breakdown of steps is asked for; None where nobody wants to know of steps."""
+
+
 def assemble(
     plan: Plan,
     model: nn.Module,
@@ -54,15 +67,13 @@ def assemble(
     store: Store | None,
     written: Written,
     resume: bool,
-    *,
-    timeline: Timeline,
-    spans: DriveSpans,
-    meter: Meter | None,
+    recorders: Recorders,
 ) -> Parts:
     """Map the arenas, take the model's weights over, or on a `resume` the store's, install hooks, start the worker.
 
-    The parts record in `timeline`, of which the `meter` hears if it has to, and what goes to scratch files in `spans`.
+    The parts record what they do with `recorders`.
     """
+    timeline = recorders.timeline
     with contextlib.ExitStack() as undo:
         host = HostArena(plan.placement.classes, plan.device, process_memory(), plan.config.offload.host_memory)
         undo.callback(host.close)
@@ -75,7 +86,7 @@ def assemble(
         held = _held(plan, host, arena, pager, store)
         _fill(plan, model, held, resume)
         trainable = tuple(share[0] for share in plan.shares)
-        spill = _spill(plan, trainable, host, queue, pager, written, spans)
+        spill = _spill(plan, trainable, host, queue, pager, written, recorders.spans)
         gradients = _gradients(plan, trainable, host, arena, spill, rounds, timeline, compute)
         undo.callback(gradients.close)
         _move_buffers(model, plan)
@@ -83,15 +94,7 @@ def assemble(
         bindings = Bindings(plan.layouts, places, pager, plan.mode.weight_dtype)
         saved = SavedTensors([layout.name for layout in plan.layouts], places, bindings, pager, compute)
         hooks = Hooks(
-            model,
-            plan.units.sites,
-            places,
-            bindings,
-            saved,
-            gradients,
-            pager,
-            timeline=timeline,
-            compute=compute,
+            model, plan.units.sites, places, bindings, saved, gradients, pager, timeline=timeline, compute=compute
         )
         undo.callback(hooks.remove)
         weights = Weights(model, plan.layouts, places, pager, hooks, plan.mode.weight_dtype)
@@ -119,7 +122,7 @@ def assemble(
         held,
         written,
         timeline=timeline,
-        meter=meter,
+        meter=recorders.meter,
     )
 
 

@@ -83,8 +83,7 @@ class Gradients:
         """Whether a total may be on its way that is still there: where an interrupt came between."""
         self.downloads: Downloads | None = None
         """Bring what the host cannot address; None where it can."""
-        self._layouts = layouts
-        self._parts = parts
+        self._layouts, self._parts = layouts, parts
         self._lock = threading.Lock()
         self.settle: Callable[[], None] = lambda: None
         """Waits until every update has read its gradient."""
@@ -106,11 +105,9 @@ class Gradients:
         """Store the first gradient of a parameter, add any further one."""
         self._compute.leave_for(unit)
         self._compute.turn_to(unit)
-        if self._timeline is OFF or self.downloads is not None:  # these show it themselves, when it has come
-            self._add(unit, segment, gradient)
-            return
+        timeline = self._timeline if self.downloads is None else OFF  # downloads show a gradient when it has come
         nbytes = gradient.numel() * gradient.element_size()  # as it is stored; a sparse one has no `nbytes`
-        with self._timeline.span(Row.DOWNLOADS, self._titles[unit], nbytes):
+        with timeline.span(Row.DOWNLOADS, self._titles[unit], nbytes):
             self._add(unit, segment, gradient)
 
     def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:

@@ -220,9 +220,9 @@ class Hooks:
             self.entered()
             self._thread = threading.current_thread()
             if not inside_backward():
-                trains = bool(self._trainable) and torch.is_grad_enabled()
-                self._pager.begin(Kind.TRAIN if trains else Kind.EVAL)
-                self._timeline.begin_phase(Phase.FORWARD if trains else Phase.EVALUATION)
+                kind = Kind.TRAIN if self._trainable and torch.is_grad_enabled() else Kind.EVAL
+                self._pager.begin(kind)
+                self._timeline.begin_phase(Phase.FORWARD if kind is Kind.TRAIN else Phase.EVALUATION)
         kept = torch.is_autocast_cache_enabled()
         if not local.frames:
             local.casts_kept = kept

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from offload.aio import IoQueue
 from offload.config import Config, effective, load_config, resolve_batch
 from offload.engine import optimizer_choice, schedule_choice
-from offload.engine.assembly import assemble, shown_names
+from offload.engine.assembly import Recorders, assemble, shown_names
 from offload.engine.description import about, describe
 from offload.engine.dtype_choice import warn_if_slow
 from offload.engine.engine import Engine
@@ -219,14 +219,14 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         check_monitor(plan.config)
     queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
     written = _written(plan)
-    spans = DriveSpans(timeline, shown_names(plan))
     store: Store | None = None
     parts: Parts | None = None
     try:
+        recorders = _recorders(plan, timeline, queue, written)
         progress: Progress | None = None
         if queue is not None and plan.slots:
             where = (plan.config.drives, plan.config.offload.run, plan.rank)
-            store = Store(*where, _store_spec(plan, model), queue, written, spans)
+            store = Store(*where, _store_spec(plan, model), queue, written, recorders.spans)
             at = _last_commit_of_all(plan, store)
             if at is not None:
                 progress = Progress.unpack(store.open(at))
@@ -235,19 +235,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
                 store.create(over=plan.resume or plan.replace)
                 if plan.ranks is not None:  # the first commit says that nobody has anything of an earlier run any more
                     plan.ranks.share(None, "make its store")
-        meter = _meter(plan, queue, written)
-        parts = assemble(
-            plan,
-            model,
-            optimizer,
-            queue,
-            store,
-            written,
-            resume=progress is not None,
-            timeline=_heard(plan, timeline, meter),
-            spans=spans,
-            meter=meter,
-        )
+        parts = assemble(plan, model, optimizer, queue, store, written, progress is not None, recorders)
         timeline.start()  # the run begins with its weights in their homes: what brought them there is not shown
         notices = (
             *plan.notices,
@@ -304,6 +292,17 @@ def _choices(plan: Plan) -> Choices:
     )
 
 
+def _recorders(plan: Plan, timeline: Timeline, queue: SharedQueue | None, written: Written) -> Recorders:
+    """Returns what the parts record with: with a breakdown of steps the meter listens to the `timeline`."""
+    meter = _meter(plan, queue, written)
+    breakdown = plan.config.wall_clock_breakdown
+    return Recorders(
+        timeline=timeline if meter is None or not breakdown else Relay(timeline, meter),
+        spans=DriveSpans(timeline, shown_names(plan)),
+        meter=meter,
+    )
+
+
 def _meter(plan: Plan, queue: SharedQueue | None, written: Written) -> Meter | None:
     """Returns the meter of steps; None where the config does not ask for one, and on all ranks but 0."""
     reporter = make_reporter(plan.config, plan.batch.total) if plan.rank == 0 else None
@@ -314,11 +313,6 @@ def _meter(plan: Plan, queue: SharedQueue | None, written: Written) -> Meter | N
         return (0, 0) if queue is None else (queue.read_bytes, queue.written_bytes)
 
     return Meter(plan.device.torch, io_bytes, written.drives, plan.config.wall_clock_breakdown, reporter)
-
-
-def _heard(plan: Plan, timeline: Timeline, meter: Meter | None) -> Timeline:
-    """Returns the time line for the parts: with a breakdown of steps the `meter` hears of it."""
-    return timeline if meter is None or not plan.config.wall_clock_breakdown else Relay(timeline, meter)
 
 
 def _written(plan: Plan) -> Written:

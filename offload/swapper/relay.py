@@ -35,6 +35,10 @@ class Relay(Timeline):
     def recorded(self) -> Timeline:
         return self._onto
 
+    @property
+    def started(self) -> bool:
+        return self._onto.started
+
     def start(self) -> None:
         self._onto.start()
 

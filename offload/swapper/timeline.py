@@ -123,6 +123,11 @@ class Timeline:
         """The time line that keeps the spans; `OFF` where none does, although somebody may hear of them."""
         return self
 
+    @property
+    def started(self) -> bool:
+        """True from the first moment on."""
+        return self._first != sys.maxsize
+
     def start(self) -> None:
         """Begins to record. A span that has begun earlier, such as the first write of a weight, is dropped."""
         self._first = now()
@@ -261,7 +266,7 @@ class _Off(Timeline):
     """A time line that nobody asked for."""
 
     def __init__(self) -> None:
-        super().__init__(Path(os.devnull))
+        super().__init__(Path(os.devnull), waits=True)
         self.notices = ()
         self._nothing = contextlib.nullcontext()
 
