@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from offload.engine import assembly, initialize
+from offload.engine import assembly, core, initialize
 from tests import models
 from tests.oracle import start
 
@@ -28,7 +28,7 @@ def workers() -> int:
     ("where", "name"),
     [
         *((assembly, "compute_spans"), (assembly, "Hooks"), (assembly, "Weights"), (assembly, "Updater")),
-        *((initialize, "_meter"), (initialize, "_choices"), (initialize, "Engine")),
+        *((initialize, "_meter"), (core, "Boundary"), (initialize, "Engine")),
     ],
 )
 def test_a_start_that_fails_late_leaves_nothing(
@@ -50,11 +50,11 @@ def test_a_part_that_cannot_be_closed_keeps_nothing_open(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(models.GPT2, DISK, tmp_path)
-    it = getattr(engine._parts, part)
+    it = getattr(engine._core.parts, part)
     closed = it.close
     monkeypatch.setattr(it, "close", lambda: (closed(), fails()))
     with pytest.raises(RuntimeError, match="of the test"):
         engine.destroy()
-    assert not workers() and engine._parts.arena not in engine._parts.arena._memory._arenas
+    assert not workers() and engine._core.parts.arena not in engine._core.parts.arena._memory._arenas
     again = start(models.GPT2, DISK, tmp_path, resume="must")  # the lock is free
     again.destroy(remove=True)

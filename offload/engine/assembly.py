@@ -14,11 +14,12 @@ from torch import nn
 
 from offload.engine.absent import forget
 from offload.engine.bindings import Bindings
+from offload.engine.callbacks import EngineCallbacks
 from offload.engine.compute_spans import ComputeSpans, compute_spans
 from offload.engine.downloads import Downloads
 from offload.engine.fill import Filler, make_residents
 from offload.engine.forecast import limits, unit_sizes
-from offload.engine.gradients import Gradients, borders
+from offload.engine.gradients import Gradients, Waiting, borders
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
 from offload.engine.meter import Meter
@@ -68,42 +69,56 @@ def assemble(
     written: Written,
     resume: bool,
     recorders: Recorders,
+    callbacks: EngineCallbacks,
 ) -> Parts:
-    """Map the arenas, take the model's weights over, or on a `resume` the store's, install hooks, start the worker.
+    """Maps the arenas, takes the model's weights over, installs hooks and starts the update worker.
 
-    The parts record what they do with `recorders`.
+    Args:
+        plan: all decisions.
+        model: loses its weights, also where a `resume` reads them from the store.
+        optimizer: groups of its parameters.
+        queue: of the store's requests; None without files.
+        store: the swap files; None without states on DISK.
+        written: counts what goes to the drives.
+        resume: whether the weights come from the store.
+        recorders: what the components record their work with.
+        callbacks: the engine, which is not complete yet; the components keep it.
+
+    Raises:
+        BudgetError: if other engines of the process leave no room.
     """
     timeline = recorders.timeline
     with contextlib.ExitStack() as undo:
-        host = HostArena(plan.placement.classes, plan.device, process_memory(), plan.config.offload.host_memory)
+        host = HostArena(
+            plan.placement.classes, plan.device, process_memory(), plan.config.offload.host_memory, callbacks.give_cache
+        )
         undo.callback(host.close)
         arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
         names = shown_names(plan)
         compute = compute_spans(timeline, names)
-        rounds = None if plan.ranks is None else Rounds(plan.ranks, names, timeline)
+        rounds = None if plan.ranks is None else Rounds(plan.ranks, names, callbacks, timeline=timeline)
         pager = _pager(plan, host, arena, store, rounds, timeline)
         undo.callback(pager.close)
         held = _held(plan, host, arena, pager, store)
         _fill(plan, model, held, resume)
         trainable = tuple(share[0] for share in plan.shares)
-        spill = _spill(plan, trainable, host, queue, pager, written, recorders.spans)
-        gradients = _gradients(plan, trainable, host, arena, spill, rounds, timeline, compute)
+        gradients = _gradients(
+            plan, trainable, host, arena, queue, pager, rounds, written, callbacks, recorders, compute
+        )
         undo.callback(gradients.close)
         _move_buffers(model, plan)
         places = _places(plan, model)
         bindings = Bindings(plan.layouts, places, pager, plan.mode.weight_dtype)
         saved = SavedTensors([layout.name for layout in plan.layouts], places, bindings, pager, compute)
+        sites = plan.units.sites
         hooks = Hooks(
-            model, plan.units.sites, places, bindings, saved, gradients, pager, timeline=timeline, compute=compute
+            model, sites, places, bindings, saved, gradients, pager, callbacks, timeline=timeline, compute=compute
         )
         undo.callback(hooks.remove)
-        weights = Weights(model, plan.layouts, places, pager, hooks, plan.mode.weight_dtype)
+        weights = _weights(plan, model, places, pager, hooks, bindings, callbacks)
         undo.callback(weights.remove)
-        updater = None
-        if any(plan.parts.trainable_numel):
-            if not plan.device.host_addressable:
-                gradients.downloads = _downloads(plan, host, pager, timeline)
-            updater = _updater(plan, optimizer, host, held, gradients, timeline)
+        trains = any(plan.parts.trainable_numel)
+        updater = _updater(plan, optimizer, host, held, gradients, timeline) if trains else None
         undo.pop_all()
     return Parts(
         hooks,
@@ -135,11 +150,7 @@ def _pager(
     plan: Plan, host: HostArena, arena: DeviceArena, store: Store | None, rounds: Rounds | None, timeline: Timeline
 ) -> Pager:
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode)
-    pager = Pager(sizes, host, arena, plan.device, store, limits(plan.config, plan.mode), rounds, timeline=timeline)
-    pager.table.committed = lambda: store is not None and store.spec.slots == 2 and store.durable is not None
-    if rounds is not None:
-        rounds.give_weights = pager.take_part
-    return pager
+    return Pager(sizes, host, arena, plan.device, store, limits(plan.config, plan.mode), rounds, timeline=timeline)
 
 
 # -- weights ------------------------------------------------------------------------------------------
@@ -196,6 +207,29 @@ def _places(plan: Plan, model: nn.Module) -> list[list[Place]]:
     ]
 
 
+def _weights(
+    plan: Plan,
+    model: nn.Module,
+    places: Sequence[Sequence[Place]],
+    pager: Pager,
+    hooks: Hooks,
+    bindings: Bindings,
+    callbacks: EngineCallbacks,
+) -> Weights:
+    return Weights(
+        model,
+        plan.layouts,
+        places,
+        pager,
+        hooks,
+        bindings,
+        plan.mode.weight_dtype,
+        trains=any(plan.parts.trainable_numel),
+        several_ranks=plan.ranks is not None,
+        callbacks=callbacks,
+    )
+
+
 # -- gradients and updates ----------------------------------------------------------------------------
 
 
@@ -204,44 +238,52 @@ def _gradients(
     trainable: Sequence[range],
     host: HostArena,
     arena: DeviceArena,
-    spill: Spill | None,
+    queue: SharedQueue | None,
+    pager: Pager,
     rounds: Rounds | None,
-    timeline: Timeline,
+    written: Written,
+    callbacks: EngineCallbacks,
+    recorders: Recorders,
     compute: ComputeSpans,
 ) -> Gradients:
-    """Owns `spill` from here on, also where it raises."""
     dtype = plan.parts.gradient_dtype
-    try:
+    with contextlib.ExitStack() as undo:
+        spill = downloads = None
+        if queue is not None and plan.placement.spilled:
+            spill = _spill(plan, trainable, host, queue, pager, written, recorders.spans)
+            undo.callback(spill.close)
+        if any(plan.parts.trainable_numel) and not plan.device.host_addressable:
+            downloads = _downloads(plan, host, pager, recorders.timeline)
+            undo.callback(downloads.close)
         on_device = {
             unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtype)
             for unit, homes in enumerate(plan.placement.homes)
             if homes.get(State.GRAD) is Tier.DEVICE
         }
         totals = {unit: arena.keep(nbytes).view(dtype) for unit, nbytes in plan.placement.added}
+        waiting = Waiting(spill=spill, on_device=on_device, totals=totals, downloads=downloads)
+        gradients: Gradients
         if plan.ranks is None or rounds is None or not any(trainable):
-            return Gradients(
-                plan.layouts, trainable, host, dtype, spill, on_device, totals, timeline=timeline, compute=compute
+            gradients = Gradients(
+                plan.layouts, trainable, host, dtype, waiting, callbacks, timeline=recorders.timeline, compute=compute
             )
-        made = plan.mode.weight_dtype  # what a backward makes
-        return ReducedGradients(
-            plan.layouts,
-            trainable,
-            host,
-            dtype,
-            spill,
-            on_device,
-            totals,
-            arena,
-            made,
-            plan.ranks,
-            rounds,
-            timeline=timeline,
-            compute=compute,
-        )
-    except BaseException:
-        if spill is not None:
-            spill.close()
-        raise
+        else:
+            gradients = ReducedGradients(
+                plan.layouts,
+                trainable,
+                host,
+                dtype,
+                waiting,
+                callbacks,
+                device_arena=arena,
+                bucket_dtype=plan.mode.weight_dtype,  # what a backward makes
+                ranks=plan.ranks,
+                rounds=rounds,
+                timeline=recorders.timeline,
+                compute=compute,
+            )
+        undo.pop_all()
+    return gradients
 
 
 def _downloads(plan: Plan, host: HostArena, pager: Pager, timeline: Timeline) -> Downloads:
@@ -256,14 +298,11 @@ def _spill(
     plan: Plan,
     trainable: Sequence[range],
     host: HostArena,
-    queue: SharedQueue | None,
+    queue: SharedQueue,
     pager: Pager,
     written: Written,
     spans: DriveSpans,
-) -> Spill | None:
-    """Returns what holds gradients that wait on DISK; None where none does."""
-    if queue is None or not plan.placement.spilled:
-        return None
+) -> Spill:
     placement, parts = plan.placement, plan.parts
     itemsize = parts.gradient_dtype.itemsize
     leases = [host.gradients.take(placement.window_numel * itemsize) for _ in range(WINDOWS)]

@@ -71,7 +71,7 @@ class Place:
     ) -> None:
         self.parameter, self.name, self.unit, self.position = parameter, name, unit, position
         self.keeper: Keeper | None = None
-        """None before the engine is whole, and after it was destroyed."""
+        """None before the engine is complete, and after it was destroyed; see `attach`."""
         self.trainable = parameter.requires_grad
         self.gradient_hook: Any = None
         """The handle of the engine's own hook, which must stay the last."""
@@ -85,6 +85,27 @@ class Place:
         self._aliases: weakref.WeakValueDictionary[int, PagedAlias] = weakref.WeakValueDictionary()
         self._nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
         self.storage_address = self._nan.untyped_storage().data_ptr()
+
+    def attach(self, keeper: Keeper) -> None:
+        """Makes `keeper` the one that brings, reads and edits this parameter."""
+        self.keeper = keeper
+
+    def detach(self) -> None:
+        """Takes the keeper and the gradient hook away, at the end of the engine."""
+        self.keeper = self.take_gradient = self.gradient_hook = None
+
+    def hook_gradient(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """Registers the hook that moves `.grad` into the engine's gradients.
+
+        Args:
+            hook: is called with this parameter, or with a copy of it, after `.grad` was accumulated.
+
+        Returns:
+            torch's handle of the hook.
+        """
+        self.take_gradient = hook
+        self.gradient_hook = self.parameter.register_post_accumulate_grad_hook(hook)
+        return self.gradient_hook
 
     def bind(self, values: torch.Tensor) -> None:
         """Make the parameter an ordinary one, over the memory of `values`, of its shape."""
