@@ -250,10 +250,10 @@ def room_for(job: Job, units: int) -> int:
 
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tiny models: tiny pieces of a gradient, of a unit that streams, and of an update."""
-    from offload.engine import gradients, placement, reduction, weighing
+    from offload.engine import gradient_values, gradients, placement, reduction, weighing
     from offload.swapper import simulate_updater
 
-    for module in (placement, gradients, reduction, weighing):
+    for module in (placement, gradient_values, gradients, reduction, weighing):
         monkeypatch.setattr(module, "CHUNK", 1024)
     for module in (placement, simulate_updater):
         monkeypatch.setattr(module, "TILE_BUFFERS", 3)  # else tiles are most of a tiny budget

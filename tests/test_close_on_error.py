@@ -26,7 +26,10 @@ def workers() -> int:
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(assembly, "Hooks"), (assembly, "Weights"), (assembly, "Updater"), (core, "Boundary"), (initialize, "Engine")],
+    [
+        *((assembly, "compute_spans"), (assembly, "Hooks"), (assembly, "Weights"), (assembly, "Updater")),
+        *((initialize, "_meter"), (core, "Boundary"), (initialize, "Engine")),
+    ],
 )
 def test_a_start_that_fails_late_leaves_nothing(
     where: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

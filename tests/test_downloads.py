@@ -59,11 +59,13 @@ class Engine:
 
 
 @pytest.fixture
-def made() -> Iterator[tuple[Downloads, HeldDevice, Engine]]:
+def made(tmp_path: Path) -> Iterator[tuple[Downloads, HeldDevice, Engine]]:
     device, engine = HeldDevice(), Engine()
     arena = HostArena(Classes(0, 0, 0, 0, 3 * STAGING), device)
     leases = [arena.staging.take(STAGING) for _ in range(3)]
-    downloads = Downloads(device, [each for each in leases if each], 16384, True, engine.fail, engine.check)
+    timeline = Timeline(tmp_path / "trace.json")
+    free = [each for each in leases if each]
+    downloads = Downloads(device, free, 16384, True, engine.fail, engine.check, timeline=timeline)
     yield downloads, device, engine
     device.go.set()
     downloads.close()
@@ -155,14 +157,13 @@ def test_an_error_is_told_and_every_later_call_raises_it(made: Made) -> None:
     downloads.close()
 
 
-def test_a_time_line_has_what_came(made: Made, tmp_path: Path) -> None:
+def test_a_time_line_has_what_came(made: Made) -> None:
     downloads, device, _ = made
     device.go.set()
-    downloads.timeline = Timeline(tmp_path / "trace.json")
     downloads.send("gradient of a", numbers(4096, 0), torch.zeros(4096), None)
     downloads.send("gradient of b", numbers(1500, 1), None, lambda *_: None)
     downloads.drain()
-    spans = [(span.row, span.name, span.nbytes) for span in downloads.timeline._spans]
+    spans = [(span.row, span.name, span.nbytes) for span in downloads._timeline._spans]
     assert spans == [
         (Row.DOWNLOADS, f"gradient of {name}", size) for name, size in (("a", 16384), ("b", 4096), ("b", 1904))
     ]

@@ -18,11 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import offload
+from offload.aio import IoFuture
 from offload.cli import app
+from offload.engine.compute_spans import NO_SPANS
 from offload.engine.facts import IoBytes
 from offload.errors import ConfigError, EngineFailed
 from offload.presets import PRESETS
-from offload.swapper.timeline import OFF, Row, Timeline, path_of
+from offload.swapper.relay import Relay
+from offload.swapper.timeline import OFF, Phase, Row, Timeline, now, path_of
 from tests import models, warm
 from tests.faults import LateQueue, use_queue
 from tests.late_device import LateDevice, use_device
@@ -247,14 +250,79 @@ def test_dropout_and_a_real_model(tmp_path: Path) -> None:
 # -- what it costs -------------------------------------------------------------------------------------
 
 
-def test_nothing_of_it_is_there_where_nobody_asked(tmp_path: Path) -> None:
+def test_nothing_of_it_is_there_where_nobody_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No recorder, no hook on a module, and no request that somebody is to be told of."""
+    calls: list[object] = []
+    monkeypatch.setattr(IoFuture, "add_done_callback", lambda future, function: calls.append(function))
     engine = start(JOB, DISK, tmp_path)
     parts = engine._core.parts
     assert parts.timeline is parts.pager.table.timeline is OFF and parts.updater is not None
-    assert parts.updater.timeline is OFF
-    for part in (parts.pager, parts.store, parts.gradients, parts.bindings, parts.hooks):
-        assert not {"notify", "read", "write", "commit", "add", "view", "remove"} & vars(part).keys()
+    assert parts.updater._timeline is parts.gradients._timeline is parts.hooks._timeline is OFF
+    assert parts.pager.table._memory is None
+    assert parts.hooks._compute is parts.gradients._compute is NO_SPANS
+    for module in engine.module.modules():
+        assert len(module._forward_pre_hooks) <= 1 and len(module._forward_hooks) <= 1, "the engine's own"
+    train_step(engine, JOB, 0)
     engine.destroy(remove=True)
+    assert not calls
+
+
+def test_what_begins_before_its_start_is_not_in_it(tmp_path: Path) -> None:
+    """Such as the first write of every weight, which ends on another thread, at any time."""
+    timeline = Timeline(tmp_path / "trace.json", waits=True)
+    timeline.count("device memory", 1)
+    before = now()
+    timeline.begin(Row.UPDATES, "h.0")
+    timeline.start()
+    timeline.add(Row.WRITES, "h.0 weight", before, now(), 1)
+    timeline.end(Row.UPDATES, "h.0")
+    with timeline.span(Row.WAITS, "waits for upload of h.0"):
+        timeline.count("device memory", 1)
+    timeline.close()
+    content = read(tmp_path / "trace.json")
+    assert list(threads(content)) == ["waits"] and counters(content)["device memory"] == [1]
+
+
+class Heard:
+    """A listener that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def on_span(self, row: Row, name: str, nanoseconds: int, nbytes: int) -> None:
+        assert nanoseconds >= 0
+        self.calls.append((row, name, nbytes))
+
+    def on_phase_begin(self, phase: Phase) -> None:
+        self.calls.append(("begin", phase))
+
+    def on_phase_end(self, phase: Phase) -> None:
+        self.calls.append(("end", phase))
+
+    def on_gradient(self, nbytes: int) -> None:
+        self.calls.append(("gradient", nbytes))
+
+
+def test_who_listens_hears_what_is_recorded_and_more(tmp_path: Path) -> None:
+    for kept in (Timeline(tmp_path / "trace.json", waits=True), OFF):
+        heard = Heard()
+        relay = Relay(kept, heard)
+        assert relay.recorded is kept
+        relay.start()
+        relay.begin_phase(Phase.FORWARD)
+        with relay.span(Row.UPLOADS, "h.0", 4096):
+            relay.add_gradient(128)
+        relay.end_phase(Phase.FORWARD)
+        relay.count("device memory", 4096)
+        relay.close()
+        assert heard.calls == [
+            ("begin", Phase.FORWARD),
+            ("gradient", 128),
+            (Row.UPLOADS, "h.0", 4096),
+            ("end", Phase.FORWARD),
+        ]
+    content = read(tmp_path / "trace.json")
+    assert [span.name for span in row(content, Row.UPLOADS)] == ["h.0"] and counters(content)["device memory"] == [4096]
 
 
 def test_it_is_bounded_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,8 +12,6 @@ PACKAGE = Path(__file__).parents[1] / "offload"
 OF_OTHERS = {
     # transformers offers no hook round `from_pretrained`; the context puts the method back.
     ("engine/streaming.py", "patched.from_pretrained"),
-    # The time line's, which still goes in front of methods.
-    ("engine/watch.py", "setattr(owner, method, functools.partial(watcher, getattr(owner, method)))"),
 }
 """Methods of other packages' objects that are replaced, each with its reason. None of ours may be here."""
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -6,6 +6,7 @@ What fails on the way takes back what was made before it; files are the caller's
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -14,12 +15,14 @@ from torch import nn
 from offload.engine.absent import forget
 from offload.engine.bindings import Bindings
 from offload.engine.callbacks import EngineCallbacks
+from offload.engine.compute_spans import ComputeSpans, compute_spans
 from offload.engine.downloads import Downloads
 from offload.engine.fill import Filler, make_residents
 from offload.engine.forecast import limits, unit_sizes
 from offload.engine.gradients import Gradients, Waiting, borders
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
+from offload.engine.meter import Meter
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Parts
 from offload.engine.placeholder import Place
@@ -35,6 +38,7 @@ from offload.engine.torch_steps import Stepper
 from offload.engine.updater import Updater
 from offload.engine.weights import Weights
 from offload.swapper.arena import DeviceArena
+from offload.swapper.drive_spans import DriveSpans
 from offload.swapper.host import HostArena, process_memory
 from offload.swapper.pager import Pager
 from offload.swapper.residency import Tier
@@ -42,6 +46,19 @@ from offload.swapper.scratch import Scratch
 from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.states import State
 from offload.swapper.store import Store, Written
+from offload.swapper.timeline import Timeline
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorders:
+    """What the parts of an engine tell of their work."""
+
+    timeline: Timeline
+    """Gets spans, counters and phases; `OFF` where neither a file nor the meter is to have them."""
+    spans: DriveSpans
+    """Gets requests to the drives, and commits."""
+    meter: Meter | None
+    """Listens to `timeline` where a breakdown of steps is asked for; None where nobody wants to know of steps."""
 
 
 def assemble(
@@ -52,6 +69,7 @@ def assemble(
     store: Store | None,
     written: Written,
     resume: bool,
+    recorders: Recorders,
     callbacks: EngineCallbacks,
 ) -> Parts:
     """Maps the arenas, takes the model's weights over, installs hooks and starts the update worker.
@@ -64,47 +82,44 @@ def assemble(
         store: the swap files; None without states on DISK.
         written: counts what goes to the drives.
         resume: whether the weights come from the store.
+        recorders: what the components record their work with.
         callbacks: the engine, which is not complete yet; the components keep it.
 
     Raises:
         BudgetError: if other engines of the process leave no room.
     """
+    timeline = recorders.timeline
     with contextlib.ExitStack() as undo:
         host = HostArena(
             plan.placement.classes, plan.device, process_memory(), plan.config.offload.host_memory, callbacks.give_cache
         )
         undo.callback(host.close)
         arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
-        names = [layout.name or "the root" for layout in plan.layouts]
-        rounds = None if plan.ranks is None else Rounds(plan.ranks, names, callbacks)
-        pager = _pager(plan, host, arena, store, rounds)
+        names = shown_names(plan)
+        compute = compute_spans(timeline, names)
+        rounds = None if plan.ranks is None else Rounds(plan.ranks, names, callbacks, timeline=timeline)
+        pager = _pager(plan, host, arena, store, rounds, timeline)
         undo.callback(pager.close)
         held = _held(plan, host, arena, pager, store)
         _fill(plan, model, held, resume)
         trainable = tuple(share[0] for share in plan.shares)
-        gradients = _gradients(plan, trainable, host, arena, queue, pager, rounds, written, callbacks)
+        gradients = _gradients(
+            plan, trainable, host, arena, queue, pager, rounds, written, callbacks, recorders, compute
+        )
         undo.callback(gradients.close)
         _move_buffers(model, plan)
         places = _places(plan, model)
         bindings = Bindings(plan.layouts, places, pager, plan.mode.weight_dtype)
-        saved = SavedTensors([layout.name for layout in plan.layouts], places, bindings, pager)
-        hooks = Hooks(model, plan.units.sites, places, bindings, saved, gradients, pager, callbacks)
-        undo.callback(hooks.remove)
-        trains = any(plan.parts.trainable_numel)
-        weights = Weights(
-            model,
-            plan.layouts,
-            places,
-            pager,
-            hooks,
-            bindings,
-            plan.mode.weight_dtype,
-            trains=trains,
-            several_ranks=rounds is not None,
-            callbacks=callbacks,
+        saved = SavedTensors([layout.name for layout in plan.layouts], places, bindings, pager, compute)
+        sites = plan.units.sites
+        hooks = Hooks(
+            model, sites, places, bindings, saved, gradients, pager, callbacks, timeline=timeline, compute=compute
         )
+        undo.callback(hooks.remove)
+        weights = _weights(plan, model, places, pager, hooks, bindings, callbacks)
         undo.callback(weights.remove)
-        updater = _updater(plan, optimizer, host, held, gradients) if trains else None
+        trains = any(plan.parts.trainable_numel)
+        updater = _updater(plan, optimizer, host, held, gradients, timeline) if trains else None
         undo.pop_all()
     return Parts(
         hooks,
@@ -122,12 +137,21 @@ def assemble(
         trainable,
         held,
         written,
+        timeline=timeline,
+        meter=recorders.meter,
     )
 
 
-def _pager(plan: Plan, host: HostArena, arena: DeviceArena, store: Store | None, rounds: Rounds | None) -> Pager:
+def shown_names(plan: Plan) -> list[str]:
+    """Returns the name of each unit, as messages and time lines have it."""
+    return [layout.name or "the root" for layout in plan.layouts]
+
+
+def _pager(
+    plan: Plan, host: HostArena, arena: DeviceArena, store: Store | None, rounds: Rounds | None, timeline: Timeline
+) -> Pager:
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode)
-    return Pager(sizes, host, arena, plan.device, store, limits(plan.config, plan.mode), rounds)
+    return Pager(sizes, host, arena, plan.device, store, limits(plan.config, plan.mode), rounds, timeline=timeline)
 
 
 # -- weights ------------------------------------------------------------------------------------------
@@ -184,6 +208,29 @@ def _places(plan: Plan, model: nn.Module) -> list[list[Place]]:
     ]
 
 
+def _weights(
+    plan: Plan,
+    model: nn.Module,
+    places: Sequence[Sequence[Place]],
+    pager: Pager,
+    hooks: Hooks,
+    bindings: Bindings,
+    callbacks: EngineCallbacks,
+) -> Weights:
+    return Weights(
+        model,
+        plan.layouts,
+        places,
+        pager,
+        hooks,
+        bindings,
+        plan.mode.weight_dtype,
+        trains=any(plan.parts.trainable_numel),
+        several_ranks=plan.ranks is not None,
+        callbacks=callbacks,
+    )
+
+
 # -- gradients and updates ----------------------------------------------------------------------------
 
 
@@ -197,15 +244,17 @@ def _gradients(
     rounds: Rounds | None,
     written: Written,
     callbacks: EngineCallbacks,
+    recorders: Recorders,
+    compute: ComputeSpans,
 ) -> Gradients:
     dtype = plan.parts.gradient_dtype
     with contextlib.ExitStack() as undo:
         spill = downloads = None
         if queue is not None and plan.placement.spilled:
-            spill = _spill(plan, trainable, host, queue, pager, written)
+            spill = _spill(plan, trainable, host, queue, pager, written, recorders.spans)
             undo.callback(spill.close)
         if any(plan.parts.trainable_numel) and not plan.device.host_addressable:
-            downloads = _downloads(plan, host, pager)
+            downloads = _downloads(plan, host, pager, recorders.timeline)
             undo.callback(downloads.close)
         on_device = {
             unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtype)
@@ -216,7 +265,9 @@ def _gradients(
         waiting = Waiting(spill=spill, on_device=on_device, totals=totals, downloads=downloads)
         gradients: Gradients
         if plan.ranks is None or rounds is None or not any(trainable):
-            gradients = Gradients(plan.layouts, trainable, host, dtype, waiting, callbacks)
+            gradients = Gradients(
+                plan.layouts, trainable, host, dtype, waiting, callbacks, timeline=recorders.timeline, compute=compute
+            )
         else:
             gradients = ReducedGradients(
                 plan.layouts,
@@ -229,20 +280,29 @@ def _gradients(
                 bucket_dtype=plan.mode.weight_dtype,  # what a backward makes
                 ranks=plan.ranks,
                 rounds=rounds,
+                timeline=recorders.timeline,
+                compute=compute,
             )
         undo.pop_all()
     return gradients
 
 
-def _downloads(plan: Plan, host: HostArena, pager: Pager) -> Downloads:
+def _downloads(plan: Plan, host: HostArena, pager: Pager, timeline: Timeline) -> Downloads:
     staging = [host.staging.take(host.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
     leases = [lease for lease in staging if lease is not None]
     assert len(leases) == STAGING_BUFFERS, "the class was sized for them"
-    return Downloads(plan.device, leases, plan.parts.largest_gradient, plan.device_kernels, pager.fail, pager.check)
+    most = plan.parts.largest_gradient
+    return Downloads(plan.device, leases, most, plan.device_kernels, pager.fail, pager.check, timeline=timeline)
 
 
 def _spill(
-    plan: Plan, trainable: Sequence[range], host: HostArena, queue: SharedQueue, pager: Pager, written: Written
+    plan: Plan,
+    trainable: Sequence[range],
+    host: HostArena,
+    queue: SharedQueue,
+    pager: Pager,
+    written: Written,
+    spans: DriveSpans,
 ) -> Spill:
     placement, parts = plan.placement, plan.parts
     itemsize = parts.gradient_dtype.itemsize
@@ -252,11 +312,13 @@ def _spill(
         for unit in placement.spilled
     }
     nbytes = {unit: parts.nbytes[unit][State.GRAD] for unit in stretches}
-    scratch = Scratch(plan.config.drives, nbytes, queue, written)
+    scratch = Scratch(plan.config.drives, nbytes, queue, written, spans)
     return Spill(stretches, parts.gradient_dtype, [lease for lease in leases if lease], scratch, pager.fail)
 
 
-def _updater(plan: Plan, optimizer: Optimizer, host: HostArena, held: Held, gradients: Gradients) -> Updater:
+def _updater(
+    plan: Plan, optimizer: Optimizer, host: HostArena, held: Held, gradients: Gradients, timeline: Timeline
+) -> Updater:
     placement = plan.placement
     stepper = None
     if placement.scratch_nbytes:
@@ -276,4 +338,5 @@ def _updater(plan: Plan, optimizer: Optimizer, host: HostArena, held: Held, grad
         placement.tile_buffers,
         plan.commit_every,
         stepper,
+        timeline=timeline,
     )

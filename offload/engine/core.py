@@ -205,8 +205,6 @@ class EngineCore(EngineCallbacks):
             self._begin()
 
     def begin_backward(self) -> None:
-        if self.parts.meter is not None:
-            self.parts.meter.begin_phase("backward")
         if self.state.scaler is not None:
             self.state.scaler.begin_backward()
 

@@ -65,11 +65,13 @@ class Downloads:
         sums: bool,
         fail: Callable[[BaseException], None],
         check: Callable[[], None],
+        *,
+        timeline: Timeline = OFF,
     ) -> None:
         """At most `most` bytes are on their way, or one tensor. `sums` says whether the device can sum squares. An
         error in the thread is told to `fail`; `check` raises from then on."""
         self.device, self.sums = device, sums
-        self.timeline: Timeline = OFF
+        self._timeline = timeline
         self._most, self._fail, self._check = most, fail, check
         self._changed = Monitor()
         self._sent: deque[_Sent] = deque()
@@ -191,7 +193,7 @@ class Downloads:
         if arriving.staging is not None:
             self._free.append(arriving.staging)
         self._arriving.popleft()
-        self.timeline.add(Row.DOWNLOADS, sent.title, arriving.began, now(), arriving.values.nbytes)
+        self._timeline.add(Row.DOWNLOADS, sent.title, arriving.began, now(), arriving.values.nbytes)
         if arriving.last:
             self._begun -= 1
             with self._changed.lock:

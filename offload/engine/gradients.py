@@ -22,15 +22,17 @@ import torch
 
 from offload import kernels
 from offload.engine.callbacks import EngineCallbacks
+from offload.engine.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.downloads import Downloads
+from offload.engine.gradient_values import flat, squares_of
 from offload.engine.layout import UnitLayout
 from offload.engine.placement import CHUNK
 from offload.engine.spill import Spill
 from offload.engine.step_values import Known
 from offload.engine.totals import Totals
-from offload.kernels import cuda
 from offload.swapper.host import HostArena, Lease
 from offload.swapper.store import Future
+from offload.swapper.timeline import OFF, Phase, Row, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,9 @@ class Gradients:
         dtype: torch.dtype,
         waiting: Waiting,
         callbacks: EngineCallbacks,
+        *,
+        timeline: Timeline = OFF,
+        compute: ComputeSpans = NO_SPANS,
     ) -> None:
         """Takes a lease of the class of homes for each unit whose gradients stay in HOST.
 
@@ -72,7 +77,11 @@ class Gradients:
             dtype: of the gradients that are kept.
             waiting: where gradients wait that have no lease.
             callbacks: the engine.
+            timeline: shows each gradient, as it comes.
+            compute: shows of which unit a gradient is.
         """
+        self._timeline, self._compute = timeline, compute
+        self._titles = [f"gradient of {layout.name or 'the root'}" for layout in layouts]
         self.dtype = dtype
         self.spill, self.downloads = waiting.spill, waiting.downloads
         self._on_device = waiting.on_device
@@ -80,8 +89,7 @@ class Gradients:
         self._callbacks = callbacks
         self._leaving = False
         """Whether a total may be on its way that is still there: where an interrupt came between."""
-        self._layouts = layouts
-        self._parts = parts
+        self._layouts, self._parts = layouts, parts
         self._lock = threading.Lock()
         self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
         """For each unit, (segment, first element) of a stretch to its sum of squares; a tensor is on the device."""
@@ -99,11 +107,25 @@ class Gradients:
 
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Store the first gradient of a parameter, add any further one."""
+        self._compute.leave_for(unit)
+        self._compute.turn_to(unit)
+        timeline = self._timeline if self.downloads is None else OFF  # downloads show a gradient when it has come
+        nbytes = gradient.numel() * gradient.element_size()  # as it is stored; a sparse one has no `nbytes`
+        with timeline.span(Row.DOWNLOADS, self._titles[unit], nbytes):
+            self._add(unit, segment, gradient)
+
+    def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         if self._layouts[unit].segments[segment].numel:
             self.put(unit, segment, 0, flat(gradient))
 
     def end_backward(self) -> None:
-        """An outermost backward is over."""
+        """Ends an outermost backward, or one that was aborted before."""
+        self._compute.end_stretch()
+        self._flush()
+        self._timeline.end_phase(Phase.BACKWARD)
+
+    def _flush(self) -> None:
+        """Takes what `add` has put aside. Nothing is, where this process is alone."""
 
     @property
     def pending_unit(self) -> int:
@@ -168,7 +190,7 @@ class Gradients:
         summed = downloads.sums and new and values.dtype == self.dtype
         chunks = range(0, len(values), CHUNK)
         squares: Sequence[float | torch.Tensor] = squares_of(values).unbind() if summed else [0.0] * len(chunks)
-        title, target, receive = f"gradient of {self._layouts[unit].name or 'the root'}", None, None
+        target, receive = None, None
         if summed and not self._spills(unit):
             start = self._start(unit, segment, first)
             target = self._part(unit, start, start + len(values))
@@ -177,7 +199,7 @@ class Gradients:
             def receive(position: int, some: torch.Tensor) -> None:
                 self._accumulate(unit, segment, first + position, some, new, summed)
 
-        downloads.send(title, values, target, receive)
+        downloads.send(self._titles[unit], values, target, receive)
         # Only now: what an interrupt has kept from leaving is not there. The other thread may have come first.
         for chunk, value in zip(chunks, squares, strict=True):
             if summed:
@@ -372,22 +394,3 @@ def borders(layout: UnitLayout, part: range) -> list[int]:
         first, last = max(segment.start, part.start), min(segment.stop, part.stop)
         found.update(start - part.start for start in range(first, last, CHUNK))
     return sorted(found)
-
-
-def squares_of(values: torch.Tensor) -> torch.Tensor:
-    """(chunks,) float64: the sum of squares of each `CHUNK` elements of `values`, (n,), where they are.
-
-    On a GPU nobody waits for it. The same bits everywhere, and those of `kernels.accumulate`.
-    """
-    if values.is_cuda:
-        return cuda.sum_squares(values, CHUNK)
-    parts = (values[start : start + CHUNK] for start in range(0, len(values), CHUNK))
-    return torch.tensor([kernels.sum_squares(part) for part in parts], dtype=torch.float64, device="cpu")
-
-
-def flat(gradient: torch.Tensor) -> torch.Tensor:
-    """(numel,) of a gradient, dense and contiguous."""
-    gradient = gradient.detach()
-    if gradient.layout is not torch.strided:  # of an embedding with sparse=True
-        gradient = gradient.to_dense()
-    return gradient.contiguous().view(-1)

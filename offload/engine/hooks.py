@@ -29,11 +29,13 @@ from torch.nn.modules.module import __file__ as module_file
 
 from offload.engine.bindings import Bindings
 from offload.engine.callbacks import EngineCallbacks
+from offload.engine.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.gradients import Gradients
 from offload.engine.placeholder import Place, place_of
 from offload.engine.saved import SavedTensors, storage_address
 from offload.errors import UsageError
 from offload.swapper.pager import Pager
+from offload.swapper.timeline import OFF, Phase, Timeline
 from offload.swapper.trace import Kind
 from offload.torch_internals import call_after_backward, inside_backward, tree_leaves, tree_map
 
@@ -78,8 +80,13 @@ class Hooks:
         gradients: Gradients,
         pager: Pager,
         callbacks: EngineCallbacks,
+        *,
+        timeline: Timeline = OFF,
+        compute: ComputeSpans = NO_SPANS,
     ) -> None:
+        """`timeline` is told of phases and gradients, `compute` shows forwards."""
         self._bindings, self._saved, self._gradients, self._pager = bindings, saved, gradients, pager
+        self._timeline, self._compute = timeline, compute
         self._callbacks = callbacks
         self._root = model
         self._local = _Nesting()
@@ -102,6 +109,7 @@ class Hooks:
         self._trainable = [place for unit in places for place in unit if place.trainable]
         for place in self._trainable:
             self._removers.append(place.hook_gradient(self._gradient_hook(place)).remove)
+        compute.install(modules, {"": ()} | sites)
 
     def remove(self) -> None:
         """Take every hook away."""
@@ -109,6 +117,7 @@ class Hooks:
         for remover in self._removers:
             remover()
         self._removers.clear()
+        self._compute.remove()
 
     def reset_aborted(self) -> None:
         """Release what an aborted forward or backward left behind. Does nothing inside of a backward."""
@@ -206,7 +215,9 @@ class Hooks:
             self._callbacks.enter_forward()
             self._thread = threading.current_thread()
             if not inside_backward():
-                self._pager.begin(Kind.TRAIN if self._trainable and torch.is_grad_enabled() else Kind.EVAL)
+                kind = Kind.TRAIN if self._trainable and torch.is_grad_enabled() else Kind.EVAL
+                self._pager.begin(kind)
+                self._timeline.begin_phase(Phase.FORWARD if kind is Kind.TRAIN else Phase.EVALUATION)
         kept = torch.is_autocast_cache_enabled()
         if not local.frames:
             local.casts_kept = kept
@@ -243,6 +254,8 @@ class Hooks:
             if not inside_backward():
                 self._bindings.end_kept()
                 self._pager.end_forward()
+                self._timeline.end_phase(Phase.FORWARD)
+                self._timeline.end_phase(Phase.EVALUATION)
 
     def _own_memory(self, output: Any) -> Any:
         """Clone what in a module's output is weights: a view would keep their slice for as long as it lives."""
@@ -265,6 +278,7 @@ class Hooks:
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
+            self._timeline.begin_phase(Phase.BACKWARD)
             self._callbacks.begin_backward()
             self._in_backward = True
             call_after_backward(self._end_backward)
@@ -281,6 +295,7 @@ class Hooks:
             self._begin_backward()
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
+                self._timeline.add_gradient(gradient.numel() * gradient.element_size())
                 self._gradients.add(place.unit, place.position, gradient)
             self._gradient_seen = True
 

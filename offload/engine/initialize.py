@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from offload.aio import IoQueue
 from offload.config import Config, effective, load_config, resolve_batch
 from offload.engine import optimizer_choice, schedule_choice
-from offload.engine.assembly import assemble
+from offload.engine.assembly import Recorders, assemble, shown_names
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.core import EngineCore
 from offload.engine.description import about, describe
@@ -37,15 +37,16 @@ from offload.engine.plan import Plan, compute_device, decide, summary
 from offload.engine.progress import Progress, persistent_buffers
 from offload.engine.ranks import Ranks, join_ranks
 from offload.engine.rendezvous import UNABLE, meet_others, stay_away
-from offload.engine.watch import measure, watch
 from offload.errors import ConfigError, StoreError
 from offload.notices import tell
 from offload.sizes import count_of
 from offload.swapper.device import Device, open_device
+from offload.swapper.drive_spans import DriveSpans
+from offload.swapper.relay import Relay
 from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.store.record import last_of_all
-from offload.swapper.timeline import open_timeline
+from offload.swapper.timeline import Timeline, open_timeline
 
 logger = logging.getLogger("offload")
 
@@ -223,10 +224,11 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
     written = _written(plan)
     store: Store | None = None
     try:
+        recorders = _recorders(plan, timeline, queue, written)
         progress: Progress | None = None
         if queue is not None and plan.slots:
             where = (plan.config.drives, plan.config.offload.run, plan.rank)
-            store = Store(*where, _store_spec(plan, model), queue, written)
+            store = Store(*where, _store_spec(plan, model), queue, written, recorders.spans)
             at = _last_commit_of_all(plan, store)
             if at is not None:
                 progress = Progress.unpack(store.open(at))
@@ -237,8 +239,9 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
                     plan.ranks.share(None, "make its store")
 
         def components(callbacks: EngineCallbacks) -> Parts:
-            parts = assemble(plan, model, optimizer, queue, store, written, progress is not None, callbacks)
-            return _measured(plan, watch(parts, timeline, model, plan.units.sites))
+            parts = assemble(plan, model, optimizer, queue, store, written, progress is not None, recorders, callbacks)
+            timeline.start()  # the run begins with its weights in their homes: what brought them there is not shown
+            return parts
 
         notices = (
             *plan.notices,
@@ -295,17 +298,27 @@ def _choices(plan: Plan) -> Choices:
     )
 
 
-def _measured(plan: Plan, parts: Parts) -> Parts:
-    """The parts with a meter, where the config wants to know of steps; rank 0 alone tells of them."""
+def _recorders(plan: Plan, timeline: Timeline, queue: SharedQueue | None, written: Written) -> Recorders:
+    """Returns what the parts record with: with a breakdown of steps the meter listens to the `timeline`."""
+    meter = _meter(plan, queue, written)
+    breakdown = plan.config.wall_clock_breakdown
+    return Recorders(
+        timeline=timeline if meter is None or not breakdown else Relay(timeline, meter),
+        spans=DriveSpans(timeline, shown_names(plan)),
+        meter=meter,
+    )
+
+
+def _meter(plan: Plan, queue: SharedQueue | None, written: Written) -> Meter | None:
+    """Returns the meter of steps; None where the config does not ask for one, and on all ranks but 0."""
     reporter = make_reporter(plan.config, plan.batch.total) if plan.rank == 0 else None
     if reporter is None:
-        return parts
-    queue, breakdown = parts.queue, plan.config.wall_clock_breakdown
+        return None
 
     def io_bytes() -> tuple[int, int]:
         return (0, 0) if queue is None else (queue.read_bytes, queue.written_bytes)
 
-    return measure(parts, Meter(plan.device.torch, io_bytes, parts.written.drives, breakdown, reporter), breakdown)
+    return Meter(plan.device.torch, io_bytes, written.drives, plan.config.wall_clock_breakdown, reporter)
 
 
 def _written(plan: Plan) -> Written:

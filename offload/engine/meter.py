@@ -2,7 +2,8 @@
 
 Without a meter none of this runs. With one, each number is a sum that only grows, of nanoseconds or bytes, and each sum
 belongs to one thread at a time. The end of a step takes all of them and subtracts those of the end before: so nothing
-is locked or reset, no device is waited for, and a step costs microseconds. `watch.measure` says where it listens.
+is locked or reset, no device is waited for, and a step costs microseconds. With a breakdown a `Relay` is the engine's
+time line: spans and marks that parts make in place come here by it.
 
     seconds = forward + backward + step + all else: the loader, evaluations, the user's own
               └─ waits lie in these three ─┘        what an evaluation waits for is not counted
@@ -23,7 +24,7 @@ import torch
 from offload.engine.monitor import Reporter
 from offload.engine.writers import Record
 from offload.swapper.store import DriveWrites
-from offload.swapper.timeline import Row
+from offload.swapper.timeline import Phase, Row
 
 _WAITS = (
     ("waits for read of ", "wait_for_reads"),
@@ -47,8 +48,6 @@ _SECONDS = (
     *dict.fromkeys(name for _, name in _WORKER),
 )
 _BYTES = ("uploaded", "gradients")
-EVALUATION = "evaluation"
-"""The phase of a forward without gradients, which is no part of a step."""
 
 now = time.perf_counter_ns
 
@@ -69,7 +68,7 @@ class Stepped(NamedTuple):
 
 
 class Meter:
-    """Measures steps and gives the `reporter` a record of each. From `begin` to `close`."""
+    """A listener of the time line that measures steps and gives the `reporter` a record of each, until `close`."""
 
     def __init__(
         self,
@@ -83,9 +82,9 @@ class Meter:
         self._breakdown, self._reporter = breakdown, reporter
         self.last: Record | None = None
         """Of the last step."""
-        self._sums = dict.fromkeys((*_SECONDS, *_BYTES, EVALUATION), 0)
+        self._sums = dict.fromkeys((*_SECONDS, *_BYTES, Phase.EVALUATION.value), 0)
         self._last: dict[str, int] = {}
-        self._began: dict[str, int] = {}
+        self._began: dict[Phase, int] = {}
         """Phases under way, each with its start."""
         self._loss: torch.Tensor | None = None
 
@@ -105,29 +104,29 @@ class Meter:
         part = loss.detach().to(torch.float32).sum()  # memory of its own
         self._loss = part if first or self._loss is None else self._loss + part
 
-    def begin_phase(self, phase: str) -> None:
-        """A forward or a backward begins; one of a name that has not ended was given up."""
+    def on_phase_begin(self, phase: Phase) -> None:
+        """Notes the start of a phase. One that has not ended by then was given up."""
         self._began[phase] = now()
 
-    def end_phase(self, phase: str) -> None:
-        """The end of what was begun, if it was."""
+    def on_phase_end(self, phase: Phase) -> None:
+        """Adds the time of a phase that has begun."""
         start = self._began.pop(phase, None)
         if start is not None:
-            self._sums[phase] += now() - start
+            self._sums[phase.value] += now() - start
 
-    def add_bytes(self, name: str, nbytes: int) -> None:
-        """Bytes that were moved."""
-        self._sums[name] += nbytes
+    def on_gradient(self, nbytes: int) -> None:
+        """Adds the bytes of a gradient."""
+        self._sums["gradients"] += nbytes
 
-    def hear(self, row: Row, name: str, nanoseconds: int, nbytes: int) -> None:
-        """A span of the time line has ended."""
+    def on_span(self, row: Row, name: str, nanoseconds: int, nbytes: int) -> None:
+        """Adds a span of the time line, on the thread that has ended it. Rows that no sum is made of are ignored."""
         if row is Row.UPLOADS:
             self._sums["uploaded"] += nbytes
         elif row is Row.COMPUTE:  # what the engine itself calls so: the end of a step
             self._sums["step"] += nanoseconds
         else:
             cause = cause_of(row, name)
-            if cause is not None and (row is Row.WORKER or EVALUATION not in self._began):
+            if cause is not None and (row is Row.WORKER or Phase.EVALUATION not in self._began):
                 self._sums[cause] += nanoseconds
 
     # -- the end of a step --------------------------------------------------------------------------

@@ -15,13 +15,16 @@ from collections.abc import Sequence
 import torch
 
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.gradients import Gradients, Waiting, flat
+from offload.engine.compute_spans import NO_SPANS, ComputeSpans
+from offload.engine.gradient_values import flat
+from offload.engine.gradients import Gradients, Waiting
 from offload.engine.layout import UnitLayout
 from offload.engine.placement import CHUNK
 from offload.engine.ranks import Ranks
 from offload.engine.rounds import Rounds
 from offload.swapper.arena import DeviceArena
 from offload.swapper.host import HostArena
+from offload.swapper.timeline import OFF, Timeline
 
 
 class ReducedGradients(Gradients):
@@ -43,6 +46,8 @@ class ReducedGradients(Gradients):
         bucket_dtype: torch.dtype,
         ranks: Ranks,
         rounds: Rounds,
+        timeline: Timeline = OFF,
+        compute: ComputeSpans = NO_SPANS,
     ) -> None:
         """Takes two buckets of the device arena.
 
@@ -51,8 +56,10 @@ class ReducedGradients(Gradients):
             bucket_dtype: of the gradients that a backward makes.
             ranks: the processes that train together.
             rounds: this rank's side of their agreement.
+            timeline: shows each gradient, as it comes.
+            compute: shows of which unit a gradient is.
         """
-        super().__init__(layouts, parts, arena, dtype, waiting, callbacks)
+        super().__init__(layouts, parts, arena, dtype, waiting, callbacks, timeline=timeline, compute=compute)
         self._ranks, self._rounds = ranks, rounds
         nbytes = max(layout.trainable_stop for layout in layouts) * bucket_dtype.itemsize
         self._bucket, self._received = (device_arena.keep(nbytes).view(bucket_dtype) for _ in range(2))
@@ -61,7 +68,7 @@ class ReducedGradients(Gradients):
         self._wanted = [{p for p, s in enumerate(layout.segments) if s.trainable and s.numel} for layout in layouts]
         self._seen: list[set[int]] = [set() for _ in layouts]
 
-    def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
+    def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         place = self._layouts[unit].segments[segment]
         if not place.numel:
             return
@@ -75,9 +82,6 @@ class ReducedGradients(Gradients):
         self._seen[unit].add(segment)
         if self._filled == self._wanted[unit]:
             self._flush()
-
-    def end_backward(self) -> None:
-        self._flush()
 
     def _flush(self) -> None:
         if self._unit >= 0:

@@ -29,6 +29,7 @@ from offload.errors import RankError, UsageError
 from offload.swapper.device import Event
 from offload.swapper.slices import Agreed, Having
 from offload.swapper.states import State
+from offload.swapper.timeline import OFF, Row, Timeline
 
 
 class Kind(enum.IntEnum):
@@ -112,8 +113,13 @@ _MUST_AGREE = (
 class Rounds:
     """One rank's side of every agreement; `pager.Peers` for its pager. Serves others until its own turn comes."""
 
-    def __init__(self, ranks: Ranks, names: Sequence[str], callbacks: EngineCallbacks) -> None:
-        self._ranks, self._names, self._callbacks = ranks, names, callbacks
+    def __init__(
+        self, ranks: Ranks, names: Sequence[str], callbacks: EngineCallbacks, timeline: Timeline = OFF
+    ) -> None:
+        """`names` has the name of each unit. `timeline` shows what is done with other ranks, with the wait for them."""
+        self._ranks, self._names, self._callbacks, self._timeline = ranks, names, callbacks, timeline
+        self._agree_titles = [f"agree to gather {name}" for name in names]
+        self._reduce_titles = [f"reduce the gradients of {name}" for name in names]
         self.rank, self.size = ranks.rank, ranks.size
         self._lock = threading.RLock()  # two of autograd's threads may come at once
         self._agreed = -1
@@ -127,6 +133,10 @@ class Rounds:
 
     def agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
         """What all ranks do for this one's use of `unit`; `having` is asked in each round."""
+        with self._timeline.span(Row.RANKS, self._agree_titles[unit]):
+            return self._agree(unit, having)
+
+    def _agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
         if self._agreed == unit:  # it was to be gathered, there was no room, and now there is some
             return self._again
         wishes = self._reach(Kind.USE, unit, having)
@@ -140,7 +150,7 @@ class Rounds:
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
         """The unit that every rank could gather next, or -1. Only right after a gather to which all had come."""
-        with self._lock:
+        with self._timeline.span(Row.RANKS, "agree to gather ahead"), self._lock:
             self._check()
             mine = ahead()
             with self._question():
@@ -155,13 +165,14 @@ class Rounds:
 
     def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
         """Fill in what the other ranks have of a unit, as all have agreed to; see `Ranks.gather`."""
-        gathered = self._ranks.gather(whole, share, uploaded)
-        self._agreed = -1
-        return gathered
+        with self._timeline.span(Row.RANKS, "gather"):
+            gathered = self._ranks.gather(whole, share, uploaded)
+            self._agreed = -1
+            return gathered
 
     def reduce(self, unit: int) -> None:
         """Reduce the gradients of `unit` with those of all ranks that have some."""
-        with self._lock:
+        with self._timeline.span(Row.RANKS, self._reduce_titles[unit]), self._lock:
             self._serve(Kind.REDUCE, unit, self._reach(Kind.REDUCE, unit))
 
     def step(self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], Known]) -> Known:
@@ -171,6 +182,10 @@ class Rounds:
         checksum of the optimizer's. Raises `UsageError` on all ranks where they are not at the same step, had not as
         many micro-batches, or have other settings.
         """
+        with self._timeline.span(Row.RANKS, "agree on a step"):
+            return self._step(micro_batches, global_steps, settings, known)
+
+    def _step(self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], Known]) -> Known:
         self._reach(Kind.STEP, -1)
         sum_squares, present = known()
         flags = b"".join(_bitmap(segments) for segments in present)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.engine.bindings import Bindings
+from offload.engine.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.placeholder import Place, place_of
 from offload.errors import UsageError
 from offload.swapper.pager import Pager
@@ -71,9 +72,15 @@ class SavedTensors:
     """Packs on the thread that runs a forward, unpacks on autograd's."""
 
     def __init__(
-        self, names: Sequence[str], places: Sequence[Sequence[Place]], bindings: Bindings, pager: Pager
+        self,
+        names: Sequence[str],
+        places: Sequence[Sequence[Place]],
+        bindings: Bindings,
+        pager: Pager,
+        compute: ComputeSpans = NO_SPANS,
     ) -> None:
-        self._names, self._bindings, self._pager = names, bindings, pager
+        """`compute` shows of which unit a backward has asked for weights."""
+        self._names, self._bindings, self._pager, self._compute = names, bindings, pager, compute
         self._placeholders = {place.storage_address: place.name for unit in places for place in unit}
 
     def push(self) -> bool:
@@ -146,7 +153,10 @@ class SavedTensors:
                 f"backward through a graph made before step(): the weights of {self._names[packed.unit]} have changed "
                 f"since"
             )
-        return self._bindings.view(packed.unit, packed.dtype, packed.size, packed.stride, packed.offset)
+        self._compute.leave_for(packed.unit)  # before the wait for the weights, which is no unit's compute
+        view = self._bindings.view(packed.unit, packed.dtype, packed.size, packed.stride, packed.offset)
+        self._compute.turn_to(packed.unit)
+        return view
 
 
 def storage_address(tensor: torch.Tensor) -> int:

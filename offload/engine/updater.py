@@ -36,7 +36,7 @@ from offload.swapper.pager import Pager
 from offload.swapper.residency import Tier
 from offload.swapper.states import State
 from offload.swapper.store import Future, Store
-from offload.swapper.timeline import OFF, Row, Timeline
+from offload.swapper.timeline import Row, Timeline
 
 
 class UnitUpdate(NamedTuple):
@@ -127,11 +127,13 @@ class Updater:
         tile_buffers: int,
         commit_every: int,
         stepper: Stepper | None = None,
+        *,
+        timeline: Timeline,
     ) -> None:
         self._mode, self._sizes, self._pager, self._device, self._store = mode, sizes, pager, device, store
         self._residents, self._gradients, self._commit_every = residents, gradients, commit_every
         self._stepper = stepper
-        self.timeline: Timeline = OFF
+        self._timeline = timeline
         self._queue: deque[UnitUpdate] = deque()
         self._job: _Job | None = None
         self._reading: deque[_Tile] = deque()
@@ -190,7 +192,7 @@ class Updater:
             try:
                 while self._busy or (commit and self._commit_epoch is not None):
                     self._pager.check()
-                    with self.timeline.span(Row.WAITS, f"waits for {'all updates' if self._busy else 'the commit'}"):
+                    with self._timeline.span(Row.WAITS, f"waits for {'all updates' if self._busy else 'the commit'}"):
                         self._pager.changed.wait()
                 self._pager.check()
             finally:
@@ -246,7 +248,7 @@ class Updater:
             self._compute(self._reading.popleft())
             return True
         if self._writing:
-            with self.timeline.span(Row.WORKER, f"waits for writes of {self._title(self._writing[0].job)}"):
+            with self._timeline.span(Row.WORKER, f"waits for writes of {self._title(self._writing[0].job)}"):
                 self._retire(wait=True)
             return True
         if self._job is None and self._commit():
@@ -295,7 +297,7 @@ class Updater:
             if lease is None and (self._reading or self._writing or not self._goes_on_without()):
                 return None  # what is in flight ends by itself and may free a lease
         self._queue.remove(update)
-        self.timeline.begin(Row.UPDATES, self._sizes[update.unit].title)
+        self._timeline.begin(Row.UPDATES, self._sizes[update.unit].title)
         delivered = lease is not None or self._sizes[update.unit].home is Tier.DEVICE
         job = _Job(update, lease, delivered)
         if self._mode.optimizer == LAMB and update.segments:
@@ -412,13 +414,13 @@ class Updater:
     def _compute(self, tile: _Tile) -> None:
         """Wait for a tile's reads, run the kernel on each segment in it, start its writes."""
         job = tile.job
-        with self.timeline.span(Row.WORKER, f"waits for reads of {self._title(job)}"):
+        with self._timeline.span(Row.WORKER, f"waits for reads of {self._title(job)}"):
             for read in tile.reads:
                 read.wait()
         for piece in tile.pieces.values():
             if piece.away is not None and not tile.on_device:
                 self._copy(piece.work, piece.away)
-        with self.timeline.span(Row.WORKER, f"kernel of {self._title(job)}"):
+        with self._timeline.span(Row.WORKER, f"kernel of {self._title(job)}"):
             self._kernel(tile)
         if tile.weighing:
             self._free.append(tile.buffer)
@@ -444,7 +446,7 @@ class Updater:
         return self._sizes[job.update.unit].title
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        with self.timeline.span(Row.WORKER, "copy of states", destination.nbytes):
+        with self._timeline.span(Row.WORKER, "copy of states", destination.nbytes):
             self._device.copy(destination, source)
 
     def _kernel(self, tile: _Tile) -> None:

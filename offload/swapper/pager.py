@@ -43,8 +43,8 @@ from offload.swapper.policy import Limits, keeps, next_to_bring
 from offload.swapper.residency import Residency, Tier
 from offload.swapper.slices import Having, Peers, Slices
 from offload.swapper.store import Store
-from offload.swapper.table import Table
-from offload.swapper.timeline import Row
+from offload.swapper.table import MemoryCounters, Table
+from offload.swapper.timeline import OFF, Row, Timeline
 from offload.swapper.trace import Kind
 
 _T = TypeVar("_T")
@@ -72,8 +72,16 @@ class Pager:
         store: Store | None,
         limits: Limits,
         peers: Peers | None = None,
+        *,
+        timeline: Timeline = OFF,
     ) -> None:
-        self.table = Table(sizes, lambda: store is not None and store.spec.slots == 2 and store.durable is not None)
+        recorded = timeline.recorded
+        self.table = Table(
+            sizes,
+            lambda: store is not None and store.spec.slots == 2 and store.durable is not None,
+            timeline=timeline,
+            memory=None if recorded is OFF else MemoryCounters(host, arena, recorded),
+        )
         self.changed = self.table.changed
         self.lock = self.changed.lock
         self.sizes = sizes

@@ -10,7 +10,10 @@ from pathlib import Path
 from offload.aio import DirectFile
 from offload.errors import IoError, StoreError
 from offload.sizes import align_up, format_size
+from offload.swapper.drive_spans import NO_SPANS, DriveSpans
+from offload.swapper.states import State
 from offload.swapper.store import Future, Queue, Written, close_in_children
+from offload.swapper.timeline import Row, now
 
 
 class Scratch:
@@ -21,9 +24,15 @@ class Scratch:
     """
 
     def __init__(
-        self, paths: Sequence[str | Path], nbytes: Mapping[int, int], queue: Queue, written: Written | None = None
+        self,
+        paths: Sequence[str | Path],
+        nbytes: Mapping[int, int],
+        queue: Queue,
+        written: Written | None = None,
+        spans: DriveSpans = NO_SPANS,
     ) -> None:
-        self._queue = queue
+        """`spans` shows each request as one of the gradient of a unit, which is the key."""
+        self._queue, self._spans = queue, spans
         self._written = Written(paths) if written is None else written
         self._places: dict[int, tuple[int, int]] = {}
         self._files: list[DirectFile] = []
@@ -42,14 +51,18 @@ class Scratch:
 
     def read(self, key: int, start: int, buffer: memoryview) -> Future:
         """Fill `buffer` from byte `start` of a stretch."""
+        began = now()
         drive, offset = self._places[key]
-        return self._queue.read(self._files[drive], offset + start, buffer)
+        future = self._queue.read(self._files[drive], offset + start, buffer)
+        return self._spans.show(Row.READS, key, State.GRAD, began, len(buffer), future)
 
     def write(self, key: int, start: int, buffer: memoryview) -> Future:
         """Write `buffer` at byte `start` of a stretch; it must stay unchanged until the future is done."""
+        began = now()
         drive, offset = self._places[key]
         self._written.add(drive, len(buffer))
-        return self._queue.write(self._files[drive], offset + start, buffer)
+        future = self._queue.write(self._files[drive], offset + start, buffer)
+        return self._spans.show(Row.WRITES, key, State.GRAD, began, len(buffer), future)
 
     def close(self) -> None:
         """Give the room back; idempotent."""

@@ -12,28 +12,55 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from offload.errors import EngineFailed
+from offload.swapper.arena import DeviceArena
 from offload.swapper.entry import Entry, UnitSize
+from offload.swapper.host import HostArena
 from offload.swapper.monitor import Monitor
 from offload.swapper.residency import ARROWS, Residency
 from offload.swapper.timeline import OFF, Row, Timeline
 from offload.swapper.trace import Trace
 
 
+class MemoryCounters:
+    """Counters of the bytes in use: of the device arena, and of each class of the host's leases."""
+
+    def __init__(self, host: HostArena, device: DeviceArena, timeline: Timeline) -> None:
+        self._host, self._device, self._timeline = host, device, timeline
+        self._titles = {name: f"leases of {name}" for name in host.regions}
+
+    def count(self) -> None:
+        """Records the counters as they are now. The lock of the pager is held."""
+        for name, region in self._host.regions.items():  # anew each time: a region changes when the cache is dropped
+            if region.space.nbytes:
+                self._timeline.count(self._titles[name], region.space.used_bytes)
+        self._timeline.count("device memory", self._device.used_bytes)
+
+
 class Table:
     """What all parts of the pager share. The methods are for the thread that holds the lock, but for `check`."""
 
-    def __init__(self, sizes: Sequence[UnitSize], committed: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[UnitSize],
+        committed: Callable[[], bool] = lambda: False,
+        *,
+        timeline: Timeline = OFF,
+        memory: MemoryCounters | None = None,
+    ) -> None:
         """Makes an entry for each unit.
 
         Args:
             sizes: the units.
             committed: returns whether the store holds a commit, for the text of an error.
+            timeline: shows the waits.
+            memory: is counted at each change; None where nothing records it.
         """
         self.changed = Monitor()
         self.version = 0  # counts changes, so that a waiter can tell whether it missed one
         self.entries = [Entry(index, size, size.start) for index, size in enumerate(sizes)]
         self.trace = Trace()
-        self.timeline: Timeline = OFF
+        self.timeline = timeline
+        self._memory = memory
         self.failure: BaseException | None = None
         self.torn = False
         """Whether the caller's thread is in the middle of a change; see [Note: torn]."""
@@ -49,6 +76,8 @@ class Table:
 
     def notify(self) -> None:
         """Tell all waiters of a change."""
+        if self._memory is not None:
+            self._memory.count()
         self.version += 1
         self.changed.notify_all()
 

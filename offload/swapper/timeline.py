@@ -24,9 +24,10 @@ import gzip
 import json
 import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -66,6 +67,15 @@ _TIDS = 1000
 """Threads of the file that each row may have."""
 
 
+class Phase(enum.Enum):
+    """The parts of a step that the model's own work makes up, and the forward that is no part of one."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    EVALUATION = "evaluation"
+    """A forward without gradients."""
+
+
 class Span(NamedTuple):
     """Nanoseconds of `now`, and the bytes that were moved, if any."""
 
@@ -86,9 +96,12 @@ now = time.perf_counter_ns
 
 
 class Timeline:
-    """Records spans and counters until `close` writes them to `path`. `most` bounds how many."""
+    """A recorder of spans and counters, which `close` writes to `path`. `most` bounds how many.
 
-    def __init__(self, path: Path, rank: int = 0, most: int = MOST_EVENTS) -> None:
+    What begins before the first moment is not recorded. That is the construction, unless `waits`: then it is `start`.
+    """
+
+    def __init__(self, path: Path, rank: int = 0, most: int = MOST_EVENTS, *, waits: bool = False) -> None:
         self.path = path
         self.notices: tuple[str, ...] = (
             Remark(f"a time line is written to {path} at the end: see it at ui.perfetto.dev"),
@@ -100,8 +113,24 @@ class Timeline:
         self._last: dict[str, int] = {}
         self._begun: dict[tuple[Row, str], int] = {}
         self._full_at: int | None = None
+        self._first = sys.maxsize if waits else 0
+        """The first moment that is recorded."""
         self._began = time.time()
         self._written = False
+
+    @property
+    def recorded(self) -> Timeline:
+        """The time line that keeps the spans; `OFF` where none does, although somebody may hear of them."""
+        return self
+
+    @property
+    def started(self) -> bool:
+        """True from the first moment on."""
+        return self._first != sys.maxsize
+
+    def start(self) -> None:
+        """Begins to record. A span that has begun earlier, such as the first write of a weight, is dropped."""
+        self._first = now()
 
     def span(self, row: Row, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
         """What is done inside is a span."""
@@ -121,14 +150,24 @@ class Timeline:
 
     def add(self, row: Row, name: str, start: int, end: int, nbytes: int = 0) -> None:
         """A span that is over."""
-        if self._has_room(end):
+        if start >= self._first and self._has_room(end):
             self._spans.append(Span(row, name, start, end, nbytes))
 
     def count(self, name: str, value: int) -> None:
         """A counter is at `value` from now on."""
-        if self._last.get(name) != value and self._has_room(now()):
+        at = now()
+        if at >= self._first and self._last.get(name) != value and self._has_room(at):
             self._last[name] = value
             self._samples.append(_Sample(name, now(), value))
+
+    def begin_phase(self, phase: Phase) -> None:
+        """Marks the start of a phase, for who listens; the file shows a phase by its modules."""
+
+    def end_phase(self, phase: Phase) -> None:
+        """Marks the end of a phase. A phase that has not begun has no end."""
+
+    def add_gradient(self, nbytes: int) -> None:
+        """Marks the arrival of a gradient of `nbytes`, for who listens."""
 
     def _has_room(self, at: int) -> bool:
         if len(self._spans) + len(self._samples) < self._most:
@@ -227,7 +266,7 @@ class _Off(Timeline):
     """A time line that nobody asked for."""
 
     def __init__(self) -> None:
-        super().__init__(Path(os.devnull))
+        super().__init__(Path(os.devnull), waits=True)
         self.notices = ()
         self._nothing = contextlib.nullcontext()
 
@@ -246,6 +285,9 @@ class _Off(Timeline):
     def count(self, name: str, value: int) -> None:
         pass
 
+    def start(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -253,35 +295,9 @@ class _Off(Timeline):
 OFF: Timeline = _Off()
 
 
-class Relay(Timeline):
-    """A time line of which somebody hears each span as well, on the thread that has ended it."""
-
-    def __init__(self, onto: Timeline, hear: Callable[[Row, str, int, int], None]) -> None:
-        """`hear` gets row, name, nanoseconds and bytes."""
-        super().__init__(onto.path)
-        self.notices = onto.notices
-        self._onto, self._hear = onto, hear
-
-    def begin(self, row: Row, name: str) -> None:
-        self._onto.begin(row, name)
-
-    def end(self, row: Row, name: str) -> None:
-        self._onto.end(row, name)
-
-    def add(self, row: Row, name: str, start: int, end: int, nbytes: int = 0) -> None:
-        self._hear(row, name, end - start, nbytes)
-        self._onto.add(row, name, start, end, nbytes)
-
-    def count(self, name: str, value: int) -> None:
-        self._onto.count(name, value)
-
-    def close(self) -> None:
-        self._onto.close()
-
-
 def open_timeline(file: str | None, rank: int, world_size: int) -> Timeline:
-    """The time line that is to be written to `file`; `OFF` without one. Raises `ConfigError` as `path_of` does."""
-    return OFF if file is None else Timeline(path_of(file, rank, world_size), rank)
+    """Returns the time line of `file`, which `start` begins; `OFF` without a file. Raises as `path_of` does."""
+    return OFF if file is None else Timeline(path_of(file, rank, world_size), rank, waits=True)
 
 
 def path_of(file: str, rank: int, world_size: int) -> Path:

@@ -20,6 +20,7 @@ from offload.aio import Bandwidth, Priority, StripedFile, bandwidths, crc32c
 from offload.aio.stripes import whole_weights
 from offload.errors import IoError, StoreError
 from offload.sizes import MIB, PAGE, count_of, format_size
+from offload.swapper.drive_spans import NO_SPANS, DriveSpans
 from offload.swapper.states import State
 from offload.swapper.store import blob, sums
 from offload.swapper.store.check import first_damage
@@ -41,6 +42,7 @@ from offload.swapper.store.record import MAX_UNITS, Record, Records, read_record
 from offload.swapper.store.requests import Compared, Future, Queue, bytes_of
 from offload.swapper.store.sums import Key, Passages, Slot, Stretch
 from offload.swapper.store.written import Written
+from offload.swapper.timeline import Row, now
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +74,9 @@ class Store:
         spec: StoreSpec,
         queue: Queue,
         written: Written | None = None,
+        spans: DriveSpans = NO_SPANS,
     ) -> None:
+        """`spans` shows requests and commits."""
         if len(spec.partitions) > MAX_UNITS:
             raise StoreError(f"the model has {len(spec.partitions)} units, a store holds at most {MAX_UNITS}")
         self.spec = spec
@@ -85,7 +89,7 @@ class Store:
         """What goes to each drive, of this store and of whoever else shares the count."""
         self.notices: list[str] = []
         """What was found at `open` that a user should know."""
-        self._rank, self._queue = rank, queue
+        self._rank, self._queue, self._spans = rank, queue, spans
         self._places = spec.places()
         self._checked = spec.slots == 2
         self._sums: dict[Key, Slot] = {}
@@ -349,16 +353,17 @@ class Store:
 
         With `compare` also what this process has written, or found right before.
         """
+        began = now()
         place = self._places[unit][state][slot]
         assert start + len(buffer) <= place.nbytes and self._file is not None
         unproven = (unit, state) in self._unproven
         checked = slot == self.newest[unit] and ((compare and self._checked) or unproven)
         file, offset = bytes_of(self._file, place, start, len(buffer))
-        future = self._queue.read(file, offset, buffer, priority=priority, checksum=checked)
-        if not checked:
-            return future
-        # The sums of this moment: an update may have given the unit others by the time that somebody looks.
-        return Compared(future, partial(self._compare, (unit, state), slot, self._sums[unit, state], start))
+        future: Future = self._queue.read(file, offset, buffer, priority=priority, checksum=checked)
+        if checked:
+            # The sums of this moment: an update may have given the unit others by the time that somebody looks.
+            future = Compared(future, partial(self._compare, (unit, state), slot, self._sums[unit, state], start))
+        return self._spans.show(Row.READS, unit, state, began, len(buffer), future)
 
     def sum_of(self, unit: int, state: State, nbytes: int) -> int | None:
         """The CRC-32C of the first `nbytes` of the newest slot; None where it is not known."""
@@ -378,13 +383,15 @@ class Store:
 
     def write(self, unit: int, state: State, slot: int, start: int, buffer: memoryview) -> Future:
         """Write `buffer` at byte `start` of a slot; it must stay unchanged until the future is done."""
+        began = now()
         place = self._places[unit][state][slot]
         assert start + len(buffer) <= place.nbytes and self._file is not None
         for offset, nbytes in place.stretches(start, len(buffer)):
             for drive, _, count in self._file.layout.places(offset, nbytes):
                 self.written.add(drive, count)
         file, offset = bytes_of(self._file, place, start, len(buffer))
-        return self._queue.write(file, offset, buffer, priority=Priority.BACKGROUND, checksum=self._checked)
+        future = self._queue.write(file, offset, buffer, priority=Priority.BACKGROUND, checksum=self._checked)
+        return self._spans.show(Row.WRITES, unit, state, began, len(buffer), future)
 
     def wrote(self, unit: int, slot: int, written: Mapping[State, Sequence[tuple[int, Future]]]) -> None:
         """From now on `slot` is the newest: of each state kept, `written` has each write's start and ended future.
@@ -428,6 +435,10 @@ class Store:
 
     def commit(self, epoch: int, contents: Mapping[str, torch.Tensor]) -> None:
         """Make `newest` and `contents` the durable state. All writes must have ended."""
+        with self._spans.commit(epoch):
+            self._commit(epoch, contents)
+
+    def _commit(self, epoch: int, contents: Mapping[str, torch.Tensor]) -> None:
         assert self._file is not None and self._manifest is not None
         self._file.sync()
         which = 0 if self.durable is None else 1 - self.durable.blob
