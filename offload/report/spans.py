@@ -12,9 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from markupsafe import Markup
+
 from offload.errors import ConfigError
 from offload.report.charts import say, seconds_unit, ticks
 from offload.report.log import is_number, plain
+from offload.report.render import render
 from offload.sizes import format_size
 
 COLORS = {
@@ -129,7 +132,7 @@ def _step(spans: Sequence[Span]) -> tuple[float, float, str]:
     return next(each for each in steady if each[1] - each[0] == middle)
 
 
-def rows(window: Window) -> str:
+def rows(window: Window) -> Markup:
     """The window as a figure: a row for each kind of work, spans in it to scale."""
     used = seconds_unit((window.end - window.start) / 1e6)
     scale = (_WIDTH - _LEFT - 8) / (window.end - window.start or 1.0)
@@ -154,11 +157,17 @@ def rows(window: Window) -> str:
         y += _GAP
     parts += _ruler(window, used.name, used.size * 1e6, scale, y)
     title = f"Time line of {window.title}, {used.name}"
-    return (
-        f'<figure class="wide"><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {_WIDTH} {y + 22}" role="img" '
-        f'aria-label="{escape(title, quote=True)}">{"".join(parts)}</svg>'
-        f'<p class="note">Point at a span for its name, bytes and time. Spans that overlap stand below each other.</p>'
-        "</figure>"
+    return render(
+        "figure.html",
+        wide=True,
+        title=title,
+        label=title,
+        numbers="",
+        series=(),
+        width=_WIDTH,
+        height=y + 22,
+        body=Markup("".join(parts)),
+        note="Point at a span for its name, bytes and time. Spans that overlap stand below each other.",
     )
 
 
