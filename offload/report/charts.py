@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
@@ -42,7 +43,8 @@ class Unit(NamedTuple):
     size: float = 1.0
 
 
-class Point(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Point:
     """A stretch of steps."""
 
     first: int
@@ -83,10 +85,15 @@ def points(steps: Sequence[int], values: Values, most: int = POINTS) -> list[Poi
     for index in range(count):
         start, end = index * len(steps) // count, (index + 1) * len(steps) // count
         some = [value for value in values[start:end] if value is not None]
-        if some:
-            found.append(Point(steps[start], steps[end - 1], sum(some) / len(some), min(some), max(some)))
-        else:
-            found.append(Point(steps[start], steps[end - 1], None, None, None))
+        found.append(
+            Point(
+                first=steps[start],
+                last=steps[end - 1],
+                mean=sum(some) / len(some) if some else None,
+                least=min(some, default=None),
+                most=max(some, default=None),
+            )
+        )
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
@@ -44,7 +45,8 @@ class Row(NamedTuple):
     color: str = ""
 
 
-class Table(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Table:
     """A table of a section; above that of a step's parts stands what it is bound by."""
 
     head: tuple[str, ...]
@@ -205,12 +207,13 @@ def _parts_table(found: Mapping[str, Any]) -> Block:
         Row((PARTS[name], f"{say(spent[name] / unit.size)} {unit.name}", f"{spent[name] / whole:.1%}"), _COLORS[name])
         for name in sorted(spent, key=lambda each: -spent[each])
     )
-    return Table(("a mean step", "time", "share"), rows, found["bound_by"], found["advice"])
+    head = ("a mean step", "time", "share")
+    return Table(head=head, rows=rows, bound_by=found["bound_by"], advice=found["advice"])
 
 
 def _predicted(found: Mapping[str, Any]) -> list[Block]:
     rows = tuple(Row((each["what"], *words(each))) for each in found["predicted"])
-    return [Table(("", "predicted", "measured", "difference"), rows)] if rows else []
+    return [Table(head=("", "predicted", "measured", "difference"), rows=rows)] if rows else []
 
 
 def _moved(log: Log) -> list[Block]:
@@ -260,7 +263,7 @@ def _drives(log: Log, found: Mapping[str, Any]) -> list[Block]:
     ]
     chart = lines("Written in the life of the run", _steps(log), series, decimal_unit, resumed=log.resumed)
     head = ("drive", "written so far", "a step", "at the last step", "rated life", "used")
-    return [Table(head, tuple(map(_drive_row, found["drives"]))), chart]
+    return [Table(head=head, rows=tuple(map(_drive_row, found["drives"]))), chart]
 
 
 def _drive_row(each: Mapping[str, Any]) -> Row:
@@ -276,7 +279,7 @@ def _window(window: Window) -> list[Block]:
     busy = tuple(
         Row((row, time_of(seconds), f"{seconds * 1e6 / took:.0%}")) for row, seconds in window.seconds().items()
     )
-    return [rows(window), Table(("something of it was under way", "time", "share"), busy)]
+    return [rows(window), Table(head=("something of it was under way", "time", "share"), rows=busy)]
 
 
 def _notes(found: Mapping[str, Any]) -> list[str]:

@@ -7,10 +7,11 @@ import json
 import statistics
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from markupsafe import Markup
 
@@ -38,7 +39,8 @@ _LANES = 6
 _WIDTH, _LEFT, _LANE, _GAP = 1100, 104, 13, 7
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Span:
     """Microseconds of the file."""
 
     row: str
@@ -49,7 +51,8 @@ class Span(NamedTuple):
     nbytes: int
 
 
-class Window(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Window:
     """A stretch of a time line."""
 
     title: str
@@ -87,7 +90,7 @@ def read_window(path: Path) -> Window:
     start, end, title = _step(spans)
     end = max(end, start + 1)
     inside = tuple(span for span in spans if span.end > start and span.start < end)
-    return Window(title, start, end, inside, complete)
+    return Window(title=title, start=start, end=end, spans=inside, complete=complete)
 
 
 def _events(path: Path) -> list[Mapping[str, Any]]:
@@ -114,11 +117,15 @@ def _is_ours(event: Mapping[str, Any]) -> bool:
 
 
 def _span(event: Mapping[str, Any]) -> Span:
-    args = event.get("args")
+    args, start = event.get("args"), float(event["ts"])
     nbytes = args.get("bytes", 0) if isinstance(args, Mapping) else 0
-    start, name = float(event["ts"]), plain(event["name"])
     return Span(
-        event["cat"], event["tid"] % 1000, name, start, start + event["dur"], int(nbytes) if is_number(nbytes) else 0
+        row=event["cat"],
+        lane=event["tid"] % 1000,
+        name=plain(event["name"]),
+        start=start,
+        end=start + event["dur"],
+        nbytes=int(nbytes) if is_number(nbytes) else 0,
     )
 
 
@@ -179,7 +186,7 @@ def _drawn(spans: Sequence[Span], least: float) -> list[Span]:
         small = span.end - span.start < least
         if last is not None and small and last.end - last.start < 8 * least and span.start - last.end < least:
             names = last.name if last.name.endswith("…") or last.name == span.name else f"{last.name} …"
-            drawn[-1] = last._replace(name=names, end=max(last.end, span.end), nbytes=last.nbytes + span.nbytes)
+            drawn[-1] = replace(last, name=names, end=max(last.end, span.end), nbytes=last.nbytes + span.nbytes)
         else:
             drawn.append(span)
     return drawn
