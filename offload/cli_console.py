@@ -1,4 +1,4 @@
-"""What the commands have in common: exit codes, errors in one line, a line that changes, and counts such as 250M."""
+"""Parts that all commands share: exit codes, errors in one line, a line that changes, counts such as 250M."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; all e
 
 @contextmanager
 def errors(code: int) -> Iterator[None]:
-    """Errors of ours in one line, with an exit code. What cannot be honoured is bad input wherever it shows."""
+    """Reports an error of ours in one line, and exits with `code`.
+
+    `ConfigError` and `BudgetError` are bad input wherever they show, and exit with `BAD_INPUT`.
+    """
     try:
         yield
     except (OffloadError, OSError) as error:
@@ -31,7 +34,7 @@ def errors(code: int) -> Iterator[None]:
 
 @contextmanager
 def telling(console: Console) -> Iterator[Callable[[str], None]]:
-    """A line that changes, in a terminal; nothing elsewhere."""
+    """Yields a function that replaces a line of the terminal with its text; elsewhere the function does nothing."""
     if not console.is_terminal:
         yield lambda _: None
         return
@@ -43,7 +46,11 @@ _COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]{1,2})?)(?:([kmgbt])(i?))?
 
 
 def parse_count(text: str) -> int:
-    """A number of things: 250M is 250 million, 64Mi is 64 * 2**20, 1.5B and 1.5e9 are 1.5 billion, 2T 2 * 10**12."""
+    """Returns the count that `text` names: 250M is 250 million, 64Mi is 64 * 2**20, 1.5B is 1.5 billion, 2T 2 * 10**12.
+
+    Raises:
+        ConfigError: `text` is no such count, or less than 1.
+    """
     found = _COUNT.fullmatch(text.strip())
     power = 0 if found is None else " kmgt".index((found[2] or " ").lower().replace("b", "g"))
     count = 0 if found is None else int(float(found[1]) * (1024 if found[3] else 1000) ** power)

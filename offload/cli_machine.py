@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Add these commands to `app`."""
+    """Adds these commands to `app`."""
     app.command()(info)
     app.command()(tune)
     app.add_typer(bench, name="bench")

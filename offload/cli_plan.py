@@ -22,7 +22,7 @@ _MODEL, _MACHINE, _STEP, _TOLD = "Model", "Machine", "Step", "What is told"
 
 
 def register(app: typer.Typer) -> None:
-    """Add these commands to `app`."""
+    """Adds these commands to `app`."""
     app.command()(probe)
     app.command(cls=Grouped, context_settings=UNDERSCORES)(plan)
 

@@ -252,7 +252,7 @@ class TrainOptions:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+    """Adds the command to `app`."""
     app.command(cls=Grouped, context_settings=UNDERSCORES)(train)
 
 

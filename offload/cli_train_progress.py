@@ -1,4 +1,4 @@
-"""What `offload train` tells of each step: a line in a log, and a progress line or plain lines for a person."""
+"""Reports of each step of `offload train`: a line in a log, and a progress line or plain lines for a person."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload.sizes import format_size
 
 
 class StepLog:
-    """The log of steps. One that cannot be written any more is given up with a line: training goes on."""
+    """The log of steps. If it can no longer be written, it is closed with a warning, and training continues."""
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
@@ -30,7 +30,7 @@ class StepLog:
         self._close()
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Add a line."""
+        """Adds a line with `content` as one JSON object."""
         from offload.engine.json_lines import json_line
 
         if self._file is None:
@@ -55,7 +55,7 @@ class ProgressLine:
     """The progress line of a terminal; elsewhere a plain line every few seconds."""
 
     def __init__(self, console: Console, job: Any, every: int | None) -> None:
-        """With `every` there is a plain line each so many steps, also in a terminal."""
+        """Prepares the line of `job`; with `every` there is a plain line each so many steps, also in a terminal."""
         self._console, self._job, self._every = console, job, every
         self._process = psutil.Process()
         self._said = 0.0
@@ -84,11 +84,11 @@ class ProgressLine:
             self._progress.stop()
 
     def print(self, words: str) -> None:
-        """A plain line, above the progress line."""
+        """Prints a plain line, above the progress line."""
         self._console.print(words, markup=False)
 
     def show(self, report: Any) -> None:
-        """Tell of one step."""
+        """Reports one step."""
         gpu = f"  GPU {format_size(self._on_gpu())}" if self._job.engine.device.type == "cuda" else ""
         words = (
             f"loss {report.loss:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}  "
@@ -104,13 +104,13 @@ class ProgressLine:
             self.print(f"step {report.step}/{self._job.steps}  {words}")
 
     def _is_due(self, step: int) -> bool:
-        """Whether this step has a line of its own: as asked for, or every few seconds where no line moves."""
+        """Returns whether this step has a line of its own: as asked for, or every few seconds where no line moves."""
         if self._every is not None:
             return step % self._every == 0 or step == self._job.steps
         return self._progress is None and (step == self._job.steps or time.monotonic() - self._said > 5)
 
     def _on_gpu(self) -> int:
-        """What torch has taken of the GPU."""
+        """Returns the bytes of the GPU that torch has reserved."""
         import torch
 
         return torch.cuda.memory_reserved(self._job.engine.device)

@@ -29,7 +29,7 @@ def has_nvidia_driver() -> bool:
 
 
 def pip_has_own_source() -> bool:
-    """Whether pip was told where packages come from, by the environment or its configuration file."""
+    """Returns whether pip was told where packages come from, by the environment or its configuration file."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     settings = [line.partition("=")[0] for line in listed.splitlines()]
@@ -64,7 +64,7 @@ def choose_installer() -> tuple[str, bool]:
 
 
 def torch_source(own_source: bool) -> tuple[str, list[str]]:
-    """What is about to be downloaded, in words, and the installer's arguments for it."""
+    """Returns a description of the download, and the installer's arguments for it."""
     if own_source:
         return "from where your pip or uv is set to look: about 200 MB for the CPU, 3 GB with CUDA", []
     if has_nvidia_driver():
@@ -76,7 +76,7 @@ def torch_source(own_source: bool) -> tuple[str, list[str]]:
 
 
 def install(uv: str, *arguments: str) -> None:
-    """Install by uv, or by pip where `uv` is empty."""
+    """Installs by uv, or by pip where `uv` is empty."""
     if uv:
         # As pip does, the newest version of all indexes is taken; uv alone would look no further than the first index.
         tool, options = [uv, "pip", "install"], ["--python", sys.executable, "--index-strategy", "unsafe-best-match"]

@@ -79,7 +79,7 @@ def plain_unit(most: float) -> Unit:
 
 
 def points(steps: Sequence[int], values: Values, most: int = POINTS) -> list[Point]:
-    """At most `most` stretches of steps, as even as can be, each with what its values are."""
+    """Returns at most `most` stretches of steps, as even as can be, each with the mean and the range of its values."""
     count = min(len(steps), most)
     found: list[Point] = []
     for index in range(count):
@@ -179,7 +179,7 @@ def lines(
     bounds: Sequence[tuple[str, float]] = (),
     note: str = "",
 ) -> Markup:
-    """A chart of lines. With `zero` its axis begins there; `bounds` are names and values of lines across.
+    """Returns a chart of lines. With `zero` its axis begins there; `bounds` are names and values of lines across.
 
     Empty where no series has a value.
     """
@@ -251,7 +251,7 @@ def stack(
     resumed: Sequence[int] = (),
     note: str = "",
 ) -> Markup:
-    """Layers that add up, from zero, a column for each stretch of steps. Empty where there is nothing to show."""
+    """Returns a chart of layers that add up, from zero, a column for each stretch of steps; empty without values."""
     drawn = [each for each in series if any(each.values)]
     if not drawn:
         return Markup()
@@ -301,7 +301,7 @@ def _figure(
     rows: Sequence[Sequence[str | None]],
     note: str,
 ) -> Markup:
-    """The chart with its title, its legend, and the numbers that its pointer shows."""
+    """Returns the chart with its title, its legend, and the numbers that its pointer shows."""
     words = f"{title}, {unit.name}" if unit.name else title
     about = {
         "x": [round(axes.x((p.first + p.last) / 2), 1) for p in row],

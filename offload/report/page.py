@@ -1,4 +1,4 @@
-"""What the page shows, section by section; `templates/page.html` says how. It needs no network and no second file."""
+"""The content of the page, section by section, for `templates/page.html`. It needs no network and no second file."""
 
 from __future__ import annotations
 
