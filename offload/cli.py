@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import offload
-from offload import cli_inspect, cli_machine, cli_plan, cli_report, cli_store, cli_train
+from offload import cli_console, cli_inspect, cli_machine, cli_plan, cli_report, cli_store, cli_train
 
 _NotUsable: type[Exception] = typer.BadParameter.__mro__[1]  # typer's UsageError: of click, or of its own copy
 
@@ -25,7 +25,7 @@ def _in_one_line() -> Iterator[None]:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
             raise
         print(f"error: {_one_line(error)}", file=sys.stderr)
-        raise typer.Exit(cli_machine.BAD_INPUT) from None
+        raise typer.Exit(cli_console.BAD_INPUT) from None
 
 
 def _one_line(error: Any) -> str:
@@ -72,7 +72,7 @@ def main() -> None:
         app()
     except OSError as error:  # a full disk below stdout, mostly
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(cli_machine.FAILED)
+        sys.exit(cli_console.FAILED)
 
 
 def _version(wanted: bool) -> None:

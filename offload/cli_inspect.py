@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from offload.cli_machine import BAD_INPUT, Json, errors
+from offload.cli_console import BAD_INPUT, Json, errors
 
 
 def inspect(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -20,6 +23,31 @@ def option(panel: str, name: str, help: str, *names: str, **more: Any) -> Any:
         names: other names of it, as Hugging Face's arguments have them.
     """
     return typer.Option(name, *names, help=help, rich_help_panel=panel, **more)
+
+
+T = TypeVar("T")
+
+
+def takes_options(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Returns a decorator that makes a typer command of a function which takes its options as one object.
+
+    typer reads a command's options from its signature. The decorated function shows the fields of `kind` there, so
+    that each option is written once: name, type, default, help.
+
+    Args:
+        kind: a dataclass, each field annotated with `typer.Option` or `typer.Argument`.
+    """
+    signature = inspect.signature(kind, eval_str=True)
+
+    def decorate(command: Callable[[T], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def typed(**options: Any) -> None:
+            command(kind(**options))
+
+        typed.__signature__ = signature  # type: ignore[attr-defined]  # which `inspect` looks for
+        return typed
+
+    return decorate
 
 
 class Grouped(TyperCommand):

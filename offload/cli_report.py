@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from offload.cli_machine import BAD_INPUT, FAILED, errors
+from offload.cli_console import BAD_INPUT, FAILED, errors
 from offload.cli_signals import signals
 from offload.errors import ConfigError
 from offload.fileio import atomic_write

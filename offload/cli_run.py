@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import resource
@@ -10,21 +9,20 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
-import psutil
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Table
 
 from offload import cli_summary
-from offload.cli_machine import BAD_INPUT, FAILED
+from offload.cli_console import BAD_INPUT, FAILED
 from offload.cli_signals import obeyed
+from offload.cli_train_progress import ProgressLine, StepLog
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
 from offload.sizes import count_of, format_size
 
@@ -52,41 +50,6 @@ class Stopped(KeyboardInterrupt):
 def _quit(error: BaseException, code: int) -> NoReturn:
     print(f"error: {error}", file=sys.stderr)
     raise typer.Exit(code)
-
-
-class _Log:
-    """The log of steps. One that cannot be written any more is given up with a line: training goes on."""
-
-    def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
-        self._path, self._say = path, say
-        self._file: TextIO | None = None if path is None else open(path, "a", encoding="utf-8")
-
-    def __enter__(self) -> _Log:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def write(self, content: Mapping[str, Any]) -> None:
-        """Add a line."""
-        from offload.engine.json_lines import json_line
-
-        if self._file is None:
-            return
-        try:
-            print(json_line(content), file=self._file, flush=True)
-        except OSError as error:
-            self._close()
-            self._say(
-                f"warning: cannot write the log {self._path}: {error.strerror}; training goes on, and nothing more is "
-                f"written to it"
-            )
-
-    def _close(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # what could not be written is tried once more, and was told of
-                self._file.close()
-        self._file = None
 
 
 class Signals:
@@ -200,8 +163,8 @@ class Training:
         self.console.print(f"{options.model}: {_count(engine)}", markup=False)
         with (
             self._kept(job),
-            _Log(options.log, self._warn) as log,
-            _Line(self.console, job, options.log_every) as line,
+            StepLog(options.log, self._warn) as log,
+            ProgressLine(self.console, job, options.log_every) as line,
         ):
             from offload.finetune.loop import StepReport, about, steps
 
@@ -221,7 +184,7 @@ class Training:
             job.save_model()
             self._finish(job, remove=not (options.keep or ended))
 
-    def _between(self, report: Any, log: _Log, line: _Line) -> None:
+    def _between(self, report: Any, log: StepLog, line: ProgressLine) -> None:
         """Tell of what was done between two steps."""
         from offload.finetune.evaluation import Evaluation
 
@@ -339,68 +302,3 @@ def _count(engine: Any) -> str:
     training = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
     some = f", {training:,} of them train" if training < engine.parameter_count else ""
     return f"{count_of(engine.parameter_count, 'parameter')}{some}"
-
-
-class _Line:
-    """The progress line of a terminal; elsewhere a plain line every few seconds."""
-
-    def __init__(self, console: Console, job: Any, every: int | None) -> None:
-        """With `every` there is a plain line each so many steps, also in a terminal."""
-        self._console, self._job, self._every = console, job, every
-        self._process = psutil.Process()
-        self._said = 0.0
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
-
-    def __enter__(self) -> _Line:
-        if self._console.is_terminal:
-            rest = Column(ratio=1, no_wrap=True)  # in a narrow terminal its end is what is cut
-            self._progress = Progress(
-                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(10),
-                TextColumn("{task.description}", table_column=rest),
-                TimeRemainingColumn(),
-                console=self._console,
-                expand=True,
-            )
-            self._task = self._progress.add_task(
-                "", total=self._job.steps, completed=min(self._job.engine.global_steps, self._job.steps)
-            )
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def print(self, words: str) -> None:
-        """A plain line, above the progress line."""
-        self._console.print(words, markup=False)
-
-    def show(self, report: Any) -> None:
-        """Tell of one step."""
-        gpu = f"  GPU {format_size(self._on_gpu())}" if self._job.engine.device.type == "cuda" else ""
-        words = (
-            f"loss {report.loss:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}  "
-            f"{report.tokens / report.seconds:,.0f} tokens/s{gpu}  "
-            f"RAM {format_size(self._process.memory_info().rss)}  "
-            f"read {report.read_bytes / report.seconds / 1e9:.2f} GB/s  "
-            f"write {report.written_bytes / report.seconds / 1e9:.2f} GB/s"
-        )
-        if self._progress is not None:
-            self._progress.update(self._task, completed=report.step, description=words)
-        if self._is_due(report.step):
-            self._said = time.monotonic()
-            self.print(f"step {report.step}/{self._job.steps}  {words}")
-
-    def _is_due(self, step: int) -> bool:
-        """Whether this step has a line of its own: as asked for, or every few seconds where no line moves."""
-        if self._every is not None:
-            return step % self._every == 0 or step == self._job.steps
-        return self._progress is None and (step == self._job.steps or time.monotonic() - self._said > 5)
-
-    def _on_gpu(self) -> int:
-        """What torch has taken of the GPU."""
-        import torch
-
-        return torch.cuda.memory_reserved(self._job.engine.device)

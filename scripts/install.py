@@ -1,7 +1,8 @@
 """Install the project into the virtual environment that runs this: `python scripts/install.py EXTRA`.
 
 torch comes first: PyTorch's CPU build where there is no NVIDIA driver, because the default one is gigabytes of CUDA
-libraries. pip's own settings (PIP_* and pip.conf) stay in force.
+libraries. uv installs where it is on the PATH, pip otherwise. Settings of pip (PIP_* and pip.conf) stay in force: uv
+reads none of them, so pip installs where they name a source of packages, unless uv has one of its own (UV_*).
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidia0")
 SOURCES = ("index-url", "find-links", "no-index")
 """Settings that tell pip where packages come from; "index-url" is in "extra-index-url" too."""
+UV_SOURCES = ("UV_INDEX", "UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_NO_INDEX")
+"""Variables that tell uv the same."""
 
 
 def has_nvidia_driver() -> bool:
     return shutil.which("nvidia-smi") is not None or any(map(os.path.exists, DRIVER))
 
 
-def has_own_source() -> bool:
-    """Whether pip was told where packages come from, by the environment or its configuration file."""
+def pip_has_own_source() -> bool:
+    """Returns whether pip was told where packages come from, by the environment or its configuration file."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     settings = [line.partition("=")[0] for line in listed.splitlines()]
@@ -50,35 +53,52 @@ def is_reachable(url: str, seconds: float = 3) -> bool:
     return bool(answers)
 
 
-def torch_source() -> tuple[str, list[str]]:
-    """What is about to be downloaded, in words, and pip's arguments for it."""
-    if has_own_source():
-        return "from where your pip is set to look: about 200 MB for the CPU, 3 GB with CUDA", []
+def choose_installer() -> tuple[str, bool]:
+    """Returns the path of uv, or "" for pip; and whether the one that installs was told where packages come from."""
+    uv = shutil.which("uv")
+    pip_was_told = pip_has_own_source()
+    uv_was_told = any(os.environ.get(name) for name in UV_SOURCES)
+    if uv is None or (pip_was_told and not uv_was_told):
+        return "", pip_was_told
+    return uv, uv_was_told
+
+
+def torch_source(own_source: bool) -> tuple[str, list[str]]:
+    """Returns a description of the download, and the installer's arguments for it."""
+    if own_source:
+        return "from where your pip or uv is set to look: about 200 MB for the CPU, 3 GB with CUDA", []
     if has_nvidia_driver():
         return "with CUDA: a download of about 3 GB", []
     if is_reachable(f"{CPU_INDEX}/torch/"):
-        # The CPU build's version, 2.13.0+cpu, sorts above PyPI's 2.13.0, so pip takes it.
+        # The CPU build's version, 2.13.0+cpu, sorts above PyPI's 2.13.0, so it is taken.
         return "for the CPU: a download of about 200 MB", ["--extra-index-url", CPU_INDEX]
     return "from PyPI, with CUDA: about 3 GB, since download.pytorch.org with its CPU build does not answer", []
 
 
-def pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-q", *arguments]
-    print("+ pip", *command[3:], flush=True)
-    if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
-        sys.exit("pip failed; its words are above, and the same command goes on from here")
+def install(uv: str, *arguments: str) -> None:
+    """Installs by uv, or by pip where `uv` is empty."""
+    if uv:
+        # As pip does, the newest version of all indexes is taken; uv alone would look no further than the first index.
+        tool, options = [uv, "pip", "install"], ["--python", sys.executable, "--index-strategy", "unsafe-best-match"]
+    else:
+        tool, options = [sys.executable, "-m", "pip", "install"], ["--disable-pip-version-check"]
+    name = "uv" if uv else "pip"
+    print("+", name, "install", *arguments, flush=True)
+    if subprocess.run([*tool, *options, "-q", *arguments], cwd=ROOT, check=False).returncode != 0:
+        sys.exit(f"{name} failed; its words are above, and the same command goes on from here")
 
 
 def main() -> None:
     extra = sys.argv[1]
     pinned = ("-c", "constraints.txt")
+    uv, own_source = choose_installer()
     if subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, check=False).returncode != 0:
-        words, arguments = torch_source()
+        words, arguments = torch_source(own_source)
         print("installing torch", words, flush=True)
-        pip(*pinned, *arguments, "torch")
+        install(uv, *pinned, *arguments, "torch")
     # Built without isolation, so that the pinned build tools are used and an edited source rebuilds in seconds.
-    pip(*pinned, "scikit-build-core", "nanobind", "ninja", "cmake")
-    pip(*pinned, "--no-build-isolation", "-e", f".[{extra}]")
+    install(uv, *pinned, "scikit-build-core", "nanobind", "ninja", "cmake")
+    install(uv, *pinned, "--no-build-isolation", "-e", f".[{extra}]")
 
 
 if __name__ == "__main__":

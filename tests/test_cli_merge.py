@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from offload import schedules
+from offload.cli_train import TrainOptions
 from offload.config import load_config, resolve_batch
 from offload.errors import ConfigError
 from offload.finetune.options import Options, Start, chooses_dtype, decay_groups, merge, schedule
@@ -27,6 +29,14 @@ FILE: dict[str, Any] = {
 }
 
 
+def test_the_job_has_the_options_of_the_command_and_their_defaults() -> None:
+    typed = {each.name: each.default for each in dataclasses.fields(TrainOptions) if each.name != "json_output"}
+    asked = {each.name: each.default for each in dataclasses.fields(Options)}
+    several = {name for name, default in asked.items() if default == ()}
+    assert {name: () if name in several else default for name, default in typed.items()} == asked
+    assert all(typed[name] is None for name in several)
+
+
 def test_defaults_without_a_file() -> None:
     content, lines = merge(None, Options())
     config = load_config(content)
@@ -40,7 +50,7 @@ def test_defaults_without_a_file() -> None:
 
 def scheduled(file: dict[str, Any] | None, **typed: Any) -> Any:
     """The schedule of a run of 100 steps, and what was said of it."""
-    options = Options()._replace(**typed)
+    options = Options(**typed)
     content, lines = schedule(merge(file, options)[0], options, 100)
     return load_config(content).scheduler, lines
 
@@ -64,7 +74,7 @@ def test_a_schedule_that_asks_for_the_end_gets_the_steps() -> None:
 
 def rates(steps: int, file: dict[str, Any] | None = None, **typed: Any) -> list[float]:
     """The learning rates of a run's steps, in shares of the highest."""
-    options = Options()._replace(lr=1.0, **typed)
+    options = Options(lr=1.0, **typed)
     content = load_config(schedule(merge(file, options)[0], options, steps)[0])
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -156,7 +166,7 @@ def test_nothing_typed_leaves_the_file_as_it_is() -> None:
     ],
 )
 def test_a_typed_option_wins_with_one_line(typed: dict[str, Any], line: str) -> None:
-    assert merge(FILE, Options()._replace(**typed))[1] == (line,)
+    assert merge(FILE, Options(**typed))[1] == (line,)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +174,7 @@ def test_a_typed_option_wins_with_one_line(typed: dict[str, Any], line: str) -> 
     [{"lr": 1e-3}, {"dtype": "fp32"}, {"offload_param": "cpu"}, {"nvme_path": ("/fast",)}, {"seed": 7}],
 )
 def test_the_same_value_needs_no_line(typed: dict[str, Any]) -> None:
-    content, lines = merge(FILE, Options()._replace(**typed))
+    content, lines = merge(FILE, Options(**typed))
     assert lines == ()
     assert load_config(content).drives == ("/fast",)
 
@@ -214,7 +224,7 @@ def test_the_machine_chooses_the_dtype_where_that_is_asked_for(name: str) -> Non
     ],
 )
 def test_batch_size_is_a_micro_batch(file: dict[str, Any], typed: dict[str, int], batch: tuple[int, ...]) -> None:
-    assert resolve_batch(load_config(merge(file, Options()._replace(**typed))[0]), 1) == batch
+    assert resolve_batch(load_config(merge(file, Options(**typed))[0]), 1) == batch
 
 
 def test_batch_size_says_what_it_overrules() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -130,4 +131,4 @@ def test_a_run_is_foreseen_to_its_end() -> None:
     assert (use.at_end_bytes, use.share) == (1e11, 0.2)
     words = warning(use, 0.1, seconds_left=7200)
     assert words is not None and "100 GB to it in 2.0 hours, 20.0% of the 500 GB" in words
-    assert warning(use, 0.2, 7200) is None and warning(use._replace(rated_bytes=None), 0.1, 7200) is None
+    assert warning(use, 0.2, 7200) is None and warning(dataclasses.replace(use, rated_bytes=None), 0.1, 7200) is None

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli import app
-from offload.cli_machine import parse_count
+from offload.cli_console import parse_count
 from offload.errors import BudgetError, ConfigError
 from offload.finetune.options import Options, merge, schedule
 from offload.planner import ask, choice, memory, timing

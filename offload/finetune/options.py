@@ -6,8 +6,9 @@ import enum
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from offload.errors import ConfigError
 
@@ -46,7 +47,8 @@ def recipe(start: Start) -> dict[str, Any]:
     return {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": DEFAULT_CLIP}
 
 
-class Options(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Options:
     """What was asked for. None is what was not typed: the config's value, or else the default, counts."""
 
     model: str = "gpt2-tiny"

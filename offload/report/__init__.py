@@ -8,7 +8,8 @@
 | `figures.py` | the numbers of a whole run |
 | `spans.py` | one step of a time line |
 | `charts.py` | lines, stacks and rows as SVG |
-| `page.py` | the HTML |
+| `page.py` | what the page shows: tiles, sections, tables |
+| `render.py`, `templates/` | its HTML, CSS and script |
 
 Needs neither torch nor a network: a log can be looked at on any machine.
 """

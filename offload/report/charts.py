@@ -9,9 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
+from markupsafe import Markup
+
+from offload.report.render import render
 from offload.sizes import count_of
 
 POINTS = 240
@@ -39,7 +43,8 @@ class Unit(NamedTuple):
     size: float = 1.0
 
 
-class Point(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Point:
     """A stretch of steps."""
 
     first: int
@@ -74,16 +79,21 @@ def plain_unit(most: float) -> Unit:
 
 
 def points(steps: Sequence[int], values: Values, most: int = POINTS) -> list[Point]:
-    """At most `most` stretches of steps, as even as can be, each with what its values are."""
+    """Returns at most `most` stretches of steps, as even as can be, each with the mean and the range of its values."""
     count = min(len(steps), most)
     found: list[Point] = []
     for index in range(count):
         start, end = index * len(steps) // count, (index + 1) * len(steps) // count
         some = [value for value in values[start:end] if value is not None]
-        if some:
-            found.append(Point(steps[start], steps[end - 1], sum(some) / len(some), min(some), max(some)))
-        else:
-            found.append(Point(steps[start], steps[end - 1], None, None, None))
+        found.append(
+            Point(
+                first=steps[start],
+                last=steps[end - 1],
+                mean=sum(some) / len(some) if some else None,
+                least=min(some, default=None),
+                most=max(some, default=None),
+            )
+        )
     return found
 
 
@@ -168,14 +178,14 @@ def lines(
     resumed: Sequence[int] = (),
     bounds: Sequence[tuple[str, float]] = (),
     note: str = "",
-) -> str:
-    """A chart of lines. With `zero` its axis begins there; `bounds` are names and values of lines across.
+) -> Markup:
+    """Returns a chart of lines. With `zero` its axis begins there; `bounds` are names and values of lines across.
 
     Empty where no series has a value.
     """
     drawn = [each for each in series if any(value is not None for value in each.values)]
     if not drawn:
-        return ""
+        return Markup()
     shown = [points(steps, each.values) for each in drawn]
     every = [value for row in shown for p in row for value in (p.least, p.most) if value is not None]
     every += [value for _, value in bounds]
@@ -240,11 +250,11 @@ def stack(
     unit: Callable[[float], Unit],
     resumed: Sequence[int] = (),
     note: str = "",
-) -> str:
-    """Layers that add up, from zero, a column for each stretch of steps. Empty where there is nothing to show."""
+) -> Markup:
+    """Returns a chart of layers that add up, from zero, a column for each stretch of steps; empty without values."""
     drawn = [each for each in series if any(each.values)]
     if not drawn:
-        return ""
+        return Markup()
     shown = [points(steps, each.values) for each in drawn]
     tops = [sum(row[index].mean or 0.0 for row in shown) for index in range(len(shown[0]))]
     used = unit(max(tops))
@@ -290,13 +300,9 @@ def _figure(
     row: Sequence[Point],
     rows: Sequence[Sequence[str | None]],
     note: str,
-) -> str:
-    """The chart with its title, its legend, and the numbers that its pointer shows."""
+) -> Markup:
+    """Returns the chart with its title, its legend, and the numbers that its pointer shows."""
     words = f"{title}, {unit.name}" if unit.name else title
-    legend = ""
-    if len(series) > 1:
-        keys = (f'<li style="--c: var({each.color})">{escape(each.name)}</li>' for each in series)
-        legend = f'<ul class="legend">{"".join(keys)}</ul>'
     about = {
         "x": [round(axes.x((p.first + p.last) / 2), 1) for p in row],
         "step": [f"step {p.first:,}" if p.first == p.last else f"steps {p.first:,} to {p.last:,}" for p in row],
@@ -304,10 +310,16 @@ def _figure(
         "rows": rows,
         "unit": unit.name,
     }
-    data = escape(json.dumps(about, separators=(",", ":")), quote=True)
-    caption = f'<p class="note">{escape(note)}</p>' if note else ""
-    return (
-        f'<figure data-chart="{data}"><figcaption>{escape(words)}</figcaption>{legend}'
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(words, quote=True)} by step">{body}'
-        f'<line class="cursor" x1="0" x2="0" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/></svg>{caption}</figure>'
+    cursor = f'<line class="cursor" x1="0" x2="0" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+    return render(
+        "figure.html",
+        wide=False,
+        title=words,
+        label=f"{words} by step",
+        numbers=json.dumps(about, separators=(",", ":")),
+        series=series,
+        width=_WIDTH,
+        height=_HEIGHT,
+        body=Markup(body + cursor),
+        note=note,
     )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from offload.sizes import format_decimal, format_time
 
 _TERA = 1e12
 
 
-class Use(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Use:
     """What a drive has borne, and will have borne at the end."""
 
     path: str
@@ -25,7 +26,12 @@ class Use(NamedTuple):
 
 def foresee(path: str, so_far: float, a_step: float, steps_left: int, tbw: float | None) -> Use:
     """What a drive will have borne when `steps_left` more have written as much as those of now."""
-    return Use(path, so_far, so_far + a_step * steps_left, None if tbw is None else tbw * _TERA)
+    return Use(
+        path=path,
+        so_far_bytes=so_far,
+        at_end_bytes=so_far + a_step * steps_left,
+        rated_bytes=None if tbw is None else tbw * _TERA,
+    )
 
 
 def warning(use: Use, share: float, seconds_left: float) -> str | None:

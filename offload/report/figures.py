@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -101,5 +102,5 @@ def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, A
         grown = [after - before for before, after in pairwise(known) if after >= before]
         a_step = statistics.median(grown) if grown else None
         use = foresee(path, so_far, a_step or 0, left, tbw if is_number(tbw) and tbw > 0 else None)
-        found.append({**use._asdict(), "step_bytes": a_step, "share": use.share})
+        found.append({**dataclasses.asdict(use), "step_bytes": a_step, "share": use.share})
     return found

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 from offload.errors import ConfigError
 
 
-class Log(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Log:
     """What a log tells."""
 
     path: Path
@@ -68,7 +70,7 @@ def read_log(path: Path) -> Log:
         raise ConfigError(
             f"{path} has no step of a run: expected a JSON object a line, as `offload train --log FILE` writes"
         )
-    return Log(path, tuple(found.values()), tuple(abouts), torn, again)
+    return Log(path=path, steps=tuple(found.values()), abouts=tuple(abouts), torn=torn, again=again)
 
 
 def _values(line: str) -> dict[str, Any] | None:

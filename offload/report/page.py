@@ -1,16 +1,18 @@
-"""The page: HTML with everything in it, which needs no network and no second file."""
+"""The content of the page, section by section, for `templates/page.html`. It needs no network and no second file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
 
 from offload.report.charts import POINTS, Series, bytes_unit, decimal_unit, lines, rate_unit, say, seconds_unit, stack
 from offload.report.log import Log, number
-from offload.report.look import SCRIPT, STYLE
 from offload.report.phases import PARTS, parts
 from offload.report.predicted import time_of, words
+from offload.report.render import render
 from offload.report.spans import Window, rows
 from offload.sizes import count_of, format_decimal, format_time
 
@@ -28,28 +30,63 @@ _COLORS = {
 }
 
 
+class Tile(NamedTuple):
+    """A number that a reader wants to know first."""
+
+    name: str
+    value: str
+    more: str
+
+
+class Row(NamedTuple):
+    """A row of a table; with a colour, a variable of the CSS, it has a mark of the legend."""
+
+    cells: tuple[str, ...]
+    color: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of a section; above that of a step's parts stands what it is bound by."""
+
+    head: tuple[str, ...]
+    rows: tuple[Row, ...]
+    bound_by: str = ""
+    advice: str = ""
+
+
+Block = Markup | Table
+
+
+class Section(NamedTuple):
+    """Charts and tables below a heading; one without any is left out."""
+
+    name: str
+    blocks: Sequence[Block]
+
+
 def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
-    """A whole HTML document of a log's figures, and of a stretch of its time line."""
-    title = _title(found)
+    """Returns a whole HTML document of a log's figures, and of a stretch of its time line."""
     sections = [
-        ("Learning", _learning(log)),
-        ("Where the time goes", _time(log, found)),
-        ("Predicted and measured", _predicted(found)),
-        ("Bytes", _moved(log)),
-        ("Memory", _memory(log, found)),
-        ("Drives", _drives(log, found)),
-        ("One step in detail", "" if window is None else _window(window)),
+        Section("Learning", _learning(log)),
+        Section("Where the time goes", _time(log, found)),
+        Section("Predicted and measured", _predicted(found)),
+        Section("Bytes", _moved(log)),
+        Section("Memory", _memory(log, found)),
+        Section("Drives", _drives(log, found)),
+        Section("One step in detail", [] if window is None else _window(window)),
     ]
-    shown = "".join(
-        f'<section><h2>{escape(name)}</h2><div class="charts">{body}</div></section>' for name, body in sections if body
+    document = render(
+        "page.html",
+        begin=Markup(BEGIN),
+        title=_title(found),
+        subtitle=_subtitle(found),
+        tiles=_tiles(found),
+        steps_a_point=f"{found['steps'] / POINTS:,.0f}" if found["steps"] > POINTS else "",
+        sections=[Section(name, [block for block in blocks if block]) for name, blocks in sections],
+        notes=" ".join(_notes(found)),
     )
-    return (
-        f'{BEGIN}<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>"
-        f"<header><h1>{escape(title)}</h1><p>{_subtitle(found)}</p></header>"
-        f"{_tiles(found)}{_points(found)}{shown}{_notes(found)}</main>"
-        f'<div id="tip" role="status"></div><script>{SCRIPT}</script></body></html>\n'
-    )
+    return f"{document}\n"
 
 
 def _title(found: Mapping[str, Any]) -> str:
@@ -68,46 +105,37 @@ def _subtitle(found: Mapping[str, Any]) -> str:
     if isinstance(about.get("ranks"), int) and about["ranks"] > 1:
         words.append(f"{about['ranks']} ranks")
     words.append(f"log {found['log']}")
-    return escape(", ".join(words))
+    return ", ".join(words)
 
 
-def _tiles(found: Mapping[str, Any]) -> str:
-    """What a reader wants to know first."""
+def _tiles(found: Mapping[str, Any]) -> list[Tile]:
+    """Returns what a reader wants to know first."""
     loss, step = found["loss"], found["step_seconds"]
-    tiles: list[tuple[str, str, str]] = [
-        ("steps", f"{found['first_step']:,} to {found['last_step']:,}", format_time(found["seconds"]) + " in all")
+    tiles = [
+        Tile("steps", f"{found['first_step']:,} to {found['last_step']:,}", format_time(found["seconds"]) + " in all")
     ]
     if loss is not None:
-        tiles.append(("loss", say(loss["last"]), f"from {say(loss['first'])}, least {say(loss['least'])}"))
+        tiles.append(Tile("loss", say(loss["last"]), f"from {say(loss['first'])}, least {say(loss['least'])}"))
     if (held_out := found["eval_loss"]) is not None:
         more = f"from {say(held_out['first'])}, least {say(held_out['least'])}"
-        tiles.append(("evaluation loss", say(held_out["last"]), more))
+        tiles.append(Tile("evaluation loss", say(held_out["last"]), more))
     if step is not None:
         unit = seconds_unit(step["median"])
         slow = f"95 % below {say(step['p95'] / unit.size)} {unit.name}"
-        tiles.append(("median step", f"{say(step['median'] / unit.size)} {unit.name}", slow))
+        tiles.append(Tile("median step", f"{say(step['median'] / unit.size)} {unit.name}", slow))
     for name in ("tokens", "samples"):
         if found[f"{name}_per_second"]:
-            tiles.append(("speed", f"{found[f'{name}_per_second']:,.4g} {name}/s", ""))
+            tiles.append(Tile("speed", f"{found[f'{name}_per_second']:,.4g} {name}/s", ""))
             break
     if found["bound_by"] is not None:
         share = found["step_parts_seconds"][found["bound_by"]] / max(sum(found["step_parts_seconds"].values()), 1e-12)
-        tiles.append(("bound by", found["bound_by"], f"{share:.0%} of a step: {PARTS[found['bound_by']]}"))
+        tiles.append(Tile("bound by", found["bound_by"], f"{share:.0%} of a step: {PARTS[found['bound_by']]}"))
     if found["drives"]:
         total = sum(each["so_far_bytes"] for each in found["drives"])
         rated = [each["share"] for each in found["drives"] if each["share"] is not None]
         more = f"{max(rated):.2%} of rated life at the end" if rated else "drive_tbw is not set"
-        tiles.append(("written to drives", format_decimal(total), more))
-    each = (f"<div><dt>{a}</dt><dd>{escape(b)}</dd><dd class=sub>{escape(c)}</dd></div>" for a, b, c in tiles)
-    return f'<dl class="tiles">{"".join(each)}</dl>'
-
-
-def _points(found: Mapping[str, Any]) -> str:
-    """What a point of a chart is, where it is more than a step."""
-    if found["steps"] <= POINTS:
-        return ""
-    each = f"Each point of a chart is about {found['steps'] / POINTS:,.0f} steps"
-    return f'<p class="note">{each}: a line is their mean, its band their least and most; a column is their mean.</p>'
+        tiles.append(Tile("written to drives", format_decimal(total), more))
+    return tiles
 
 
 # -- sections -----------------------------------------------------------------------------------------
@@ -126,21 +154,20 @@ def _series(log: Log, name: str, color: str, field: str, over: str | None = None
     return Series(name, color, found)
 
 
-def _learning(log: Log) -> str:
+def _learning(log: Log) -> list[Block]:
     steps, marks = _steps(log), log.resumed
     losses = [_series(log, "training", "--blue", "loss"), _series(log, "evaluation", "--orange", "eval_loss")]
-    charts = (
+    return [
         lines("Loss", steps, losses, zero=False, resumed=marks),
         lines("Learning rate", steps, [_series(log, "learning rate", "--blue", "lr")], resumed=marks),
         lines(
             "Norm of the gradient before the clip", steps, [_series(log, "norm", "--blue", "grad_norm")], resumed=marks
         ),
         lines("Loss scale", steps, [_series(log, "scale", "--blue", "loss_scale")], resumed=marks),
-    )
-    return "".join(charts)
+    ]
 
 
-def _time(log: Log, found: Mapping[str, Any]) -> str:
+def _time(log: Log, found: Mapping[str, Any]) -> list[Block]:
     steps = _steps(log)
     each = [parts(values) for values in log.steps]
     layers = [
@@ -163,42 +190,33 @@ def _time(log: Log, found: Mapping[str, Any]) -> str:
         log.resumed,
         "It costs time only where the model waits for it.",
     )
-    return _parts_table(found) + parted + whole + beside
+    return [_parts_table(found), parted, whole, beside]
 
 
 def _legend(name: str) -> str:
     return {"compute": "compute", "loop": "loader and your loop"}.get(name, f"waits: {name}")
 
 
-def _parts_table(found: Mapping[str, Any]) -> str:
+def _parts_table(found: Mapping[str, Any]) -> Block:
     spent = found["step_parts_seconds"]
     if not spent:
-        return '<p class="note wide">Phases were not measured: set "wall_clock_breakdown" in the config.</p>'
+        return Markup('<p class="note wide">Phases were not measured: set "wall_clock_breakdown" in the config.</p>')
     whole = sum(spent.values())
     unit = seconds_unit(whole)
-    body = "".join(
-        f"<tr><td><i style='--c: var({_COLORS[name]})'></i>{PARTS[name]}</td>"
-        f"<td>{say(spent[name] / unit.size)} {unit.name}</td><td>{spent[name] / whole:.1%}</td></tr>"
+    rows = tuple(
+        Row((PARTS[name], f"{say(spent[name] / unit.size)} {unit.name}", f"{spent[name] / whole:.1%}"), _COLORS[name])
         for name in sorted(spent, key=lambda each: -spent[each])
     )
-    words = f"Bound by <b>{found['bound_by']}</b>. To be faster: {escape(found['advice'])}."
-    return (
-        f'<div class="wide"><p>{words}</p><table><thead><tr><th>a mean step</th><th>time</th><th>share</th></tr>'
-        f"</thead><tbody>{body}</tbody></table></div>"
-    )
+    head = ("a mean step", "time", "share")
+    return Table(head=head, rows=rows, bound_by=found["bound_by"], advice=found["advice"])
 
 
-def _predicted(found: Mapping[str, Any]) -> str:
-    if not found["predicted"]:
-        return ""
-    body = ""
-    for each in found["predicted"]:
-        body += f"<tr><td>{each['what']}</td>" + "".join(f"<td>{cell}</td>" for cell in words(each)) + "</tr>"
-    head = "<th></th><th>predicted</th><th>measured</th><th>difference</th>"
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+def _predicted(found: Mapping[str, Any]) -> list[Block]:
+    rows = tuple(Row((each["what"], *words(each))) for each in found["predicted"])
+    return [Table(head=("", "predicted", "measured", "difference"), rows=rows)] if rows else []
 
 
-def _moved(log: Log) -> str:
+def _moved(log: Log) -> list[Block]:
     steps, marks = _steps(log), log.resumed
     drive = [
         _series(log, "read", "--orange", "read_bytes"),
@@ -212,27 +230,28 @@ def _moved(log: Log) -> str:
         _series(log, "weights to the device", "--yellow", "uploaded_bytes"),
         _series(log, "gradients from it", "--violet", "gradients_bytes"),
     ]
-    return (
-        lines("Drives, a step", steps, drive, bytes_unit, resumed=marks)
-        + lines("Drives, over a step's time", steps, rates, rate_unit, resumed=marks)
-        + lines("Device, a step", steps, device, bytes_unit, resumed=marks)
-    )
+    return [
+        lines("Drives, a step", steps, drive, bytes_unit, resumed=marks),
+        lines("Drives, over a step's time", steps, rates, rate_unit, resumed=marks),
+        lines("Device, a step", steps, device, bytes_unit, resumed=marks),
+    ]
 
 
-def _memory(log: Log, found: Mapping[str, Any]) -> str:
+def _memory(log: Log, found: Mapping[str, Any]) -> list[Block]:
     steps, about = _steps(log), found["about"]
     ram = [("host budget", about["host_budget_bytes"])] if isinstance(about.get("host_budget_bytes"), int) else []
     host = [_series(log, "RAM of the process", "--blue", "host_peak_bytes")]
     device = [_series(log, "allocated on the device", "--blue", "device_peak_bytes")]
     note = "The most so far. Beside the budget it holds Python, torch and, on a CPU, activations."
-    return lines("Peak of RAM", steps, host, bytes_unit, resumed=log.resumed, bounds=ram, note=note) + lines(
-        "Peak of device memory", steps, device, bytes_unit, resumed=log.resumed
-    )
+    return [
+        lines("Peak of RAM", steps, host, bytes_unit, resumed=log.resumed, bounds=ram, note=note),
+        lines("Peak of device memory", steps, device, bytes_unit, resumed=log.resumed),
+    ]
 
 
-def _drives(log: Log, found: Mapping[str, Any]) -> str:
+def _drives(log: Log, found: Mapping[str, Any]) -> list[Block]:
     if not found["drives"]:
-        return ""
+        return []
     colors = ("--magenta", "--blue", "--green", "--orange", "--violet", "--yellow", "--gray")
     series = [
         Series(
@@ -243,43 +262,34 @@ def _drives(log: Log, found: Mapping[str, Any]) -> str:
         for index, each in enumerate(found["drives"])
     ]
     chart = lines("Written in the life of the run", _steps(log), series, decimal_unit, resumed=log.resumed)
-    body = "".join(_drive_row(each) for each in found["drives"])
-    head = (
-        "<th>drive</th><th>written so far</th><th>a step</th><th>at the last step</th><th>rated life</th><th>used</th>"
-    )
-    table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    return table + chart
+    head = ("drive", "written so far", "a step", "at the last step", "rated life", "used")
+    return [Table(head=head, rows=tuple(map(_drive_row, found["drives"]))), chart]
 
 
-def _drive_row(each: Mapping[str, Any]) -> str:
+def _drive_row(each: Mapping[str, Any]) -> Row:
     rated = "not known: drive_tbw" if each["rated_bytes"] is None else format_decimal(each["rated_bytes"])
     used = "" if each["share"] is None else f"{each['share']:.2%}"
     known = [each[key] for key in ("so_far_bytes", "step_bytes", "at_end_bytes")]
     sizes = ["" if nbytes is None else format_decimal(nbytes) for nbytes in known]
-    cells = [escape(each["path"]), *sizes, rated, used]
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    return Row((each["path"], *sizes, rated, used))
 
 
-def _window(window: Window) -> str:
+def _window(window: Window) -> list[Block]:
     took = window.end - window.start
-    busy = "".join(
-        f"<tr><td>{row}</td><td>{time_of(seconds)}</td><td>{seconds * 1e6 / took:.0%}</td></tr>"
-        for row, seconds in window.seconds().items()
+    busy = tuple(
+        Row((row, time_of(seconds), f"{seconds * 1e6 / took:.0%}")) for row, seconds in window.seconds().items()
     )
-    head = "<th>something of it was under way</th><th>time</th><th>share</th>"
-    table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{busy}</tbody></table></div>'
-    return rows(window) + table
+    return [rows(window), Table(head=("something of it was under way", "time", "share"), rows=busy)]
 
 
-def _notes(found: Mapping[str, Any]) -> str:
+def _notes(found: Mapping[str, Any]) -> list[str]:
     torn = count_of(found["torn_lines"], "line of the log is", "lines of the log are")
     again = count_of(found["repeated_steps"], "step was", "steps were")
     skipped = count_of(found["skipped_steps"], "step was", "steps were")
-    words: Sequence[str] = [
+    return [
         "Times and medians leave out the first step of each process, which reads everything on demand.",
         *([f"Resumed at step {', '.join(map(str, found['resumed_at']))}."] if found["resumed_at"] else []),
         *([f"{torn} cut short."] if found["torn_lines"] else []),
         *([f"{again} trained again; the later time counts."] if found["repeated_steps"] else []),
         *([f"{skipped} skipped."] if found["skipped_steps"] else []),
     ]
-    return f"<footer><p>{' '.join(map(escape, words))}</p></footer>"

@@ -7,14 +7,18 @@ import json
 import statistics
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from markupsafe import Markup
 
 from offload.errors import ConfigError
 from offload.report.charts import say, seconds_unit, ticks
 from offload.report.log import is_number, plain
+from offload.report.render import render
 from offload.sizes import format_size
 
 COLORS = {
@@ -35,7 +39,8 @@ _LANES = 6
 _WIDTH, _LEFT, _LANE, _GAP = 1100, 104, 13, 7
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Span:
     """Microseconds of the file."""
 
     row: str
@@ -46,7 +51,8 @@ class Span(NamedTuple):
     nbytes: int
 
 
-class Window(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Window:
     """A stretch of a time line."""
 
     title: str
@@ -84,7 +90,7 @@ def read_window(path: Path) -> Window:
     start, end, title = _step(spans)
     end = max(end, start + 1)
     inside = tuple(span for span in spans if span.end > start and span.start < end)
-    return Window(title, start, end, inside, complete)
+    return Window(title=title, start=start, end=end, spans=inside, complete=complete)
 
 
 def _events(path: Path) -> list[Mapping[str, Any]]:
@@ -111,11 +117,15 @@ def _is_ours(event: Mapping[str, Any]) -> bool:
 
 
 def _span(event: Mapping[str, Any]) -> Span:
-    args = event.get("args")
+    args, start = event.get("args"), float(event["ts"])
     nbytes = args.get("bytes", 0) if isinstance(args, Mapping) else 0
-    start, name = float(event["ts"]), plain(event["name"])
     return Span(
-        event["cat"], event["tid"] % 1000, name, start, start + event["dur"], int(nbytes) if is_number(nbytes) else 0
+        row=event["cat"],
+        lane=event["tid"] % 1000,
+        name=plain(event["name"]),
+        start=start,
+        end=start + event["dur"],
+        nbytes=int(nbytes) if is_number(nbytes) else 0,
     )
 
 
@@ -129,7 +139,7 @@ def _step(spans: Sequence[Span]) -> tuple[float, float, str]:
     return next(each for each in steady if each[1] - each[0] == middle)
 
 
-def rows(window: Window) -> str:
+def rows(window: Window) -> Markup:
     """The window as a figure: a row for each kind of work, spans in it to scale."""
     used = seconds_unit((window.end - window.start) / 1e6)
     scale = (_WIDTH - _LEFT - 8) / (window.end - window.start or 1.0)
@@ -154,11 +164,17 @@ def rows(window: Window) -> str:
         y += _GAP
     parts += _ruler(window, used.name, used.size * 1e6, scale, y)
     title = f"Time line of {window.title}, {used.name}"
-    return (
-        f'<figure class="wide"><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {_WIDTH} {y + 22}" role="img" '
-        f'aria-label="{escape(title, quote=True)}">{"".join(parts)}</svg>'
-        f'<p class="note">Point at a span for its name, bytes and time. Spans that overlap stand below each other.</p>'
-        "</figure>"
+    return render(
+        "figure.html",
+        wide=True,
+        title=title,
+        label=title,
+        numbers="",
+        series=(),
+        width=_WIDTH,
+        height=y + 22,
+        body=Markup("".join(parts)),
+        note="Point at a span for its name, bytes and time. Spans that overlap stand below each other.",
     )
 
 
@@ -170,7 +186,7 @@ def _drawn(spans: Sequence[Span], least: float) -> list[Span]:
         small = span.end - span.start < least
         if last is not None and small and last.end - last.start < 8 * least and span.start - last.end < least:
             names = last.name if last.name.endswith("…") or last.name == span.name else f"{last.name} …"
-            drawn[-1] = last._replace(name=names, end=max(last.end, span.end), nbytes=last.nbytes + span.nbytes)
+            drawn[-1] = replace(last, name=names, end=max(last.end, span.end), nbytes=last.nbytes + span.nbytes)
         else:
             drawn.append(span)
     return drawn

@@ -1,0 +1,59 @@
+"""Parts that all commands share: exit codes, errors in one line, a line that changes, counts such as 250M."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offload.errors import BudgetError, ConfigError, OffloadError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+BAD_INPUT, FAILED = 2, 1
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; all else goes to stderr.")]
+
+
+@contextmanager
+def errors(code: int) -> Iterator[None]:
+    """Reports an error of ours in one line, and exits with `code`.
+
+    `ConfigError` and `BudgetError` are bad input wherever they show, and exit with `BAD_INPUT`.
+    """
+    try:
+        yield
+    except (OffloadError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(BAD_INPUT if isinstance(error, ConfigError | BudgetError) else code) from None
+
+
+@contextmanager
+def telling(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yields a function that replaces a line of the terminal with its text; elsewhere the function does nothing."""
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("") as status:
+        yield status.update
+
+
+_COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]{1,2})?)(?:([kmgbt])(i?))?", re.IGNORECASE)
+
+
+def parse_count(text: str) -> int:
+    """Returns the count that `text` names: 250M is 250 million, 64Mi is 64 * 2**20, 1.5B is 1.5 billion, 2T 2 * 10**12.
+
+    Raises:
+        ConfigError: `text` is no such count, or less than 1.
+    """
+    found = _COUNT.fullmatch(text.strip())
+    power = 0 if found is None else " kmgt".index((found[2] or " ").lower().replace("b", "g"))
+    count = 0 if found is None else int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if count < 1:
+        raise ConfigError(f"expected a number such as 250M, 64Mi, 1.5B or 2T, got {text!r}")
+    return count
