@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offload
-from offload.engine.placement import free_host_memory
+from offload.engine.layout import layouts_of
 from offload.engine.units import find_units
 from offload.errors import BudgetError
 from offload.planner import memory as planning
-from offload.planner.memory import Memory, Room, layouts_of, settle
+from offload.planner.memory import Memory, Room, settle
 from offload.sizes import GIB, MIB
+from offload.swapper.limits import free_host_memory
 from offload.swapper.residency import Tier
 from offload.swapper.states import State
 from tests.sampling import examples

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -31,14 +32,14 @@ from offload.engine.meter import Meter
 from offload.engine.monitor import check_monitor, make_reporter
 from offload.engine.optimizer import Optimizer, refuse_others
 from offload.engine.parts import Choices, Parts, close_all
-from offload.engine.plan import Plan, compute_device, decide, summary
+from offload.engine.plan import Plan, decide, summary
 from offload.engine.progress import Progress, persistent_buffers
 from offload.engine.ranks import UNABLE, Ranks, join_ranks, meet_others, stay_away
 from offload.engine.watch import measure, watch
 from offload.errors import ConfigError, StoreError
 from offload.notices import tell
 from offload.sizes import count_of
-from offload.swapper.device import Device, open_device
+from offload.swapper.device import Device, compute_device, open_device
 from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.store.record import last_of_all
@@ -131,10 +132,10 @@ def _initialize(
     plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept)
     schedule, notices = schedule_choice.choose(loaded.scheduler, lr_scheduler, chosen)
     as_trained = _as_trained(loaded, plan.world_size, model)
-    plan = plan._replace(notices=(*plan.notices, *as_trained, *notices, *chosen.notices()))
+    plan = dataclasses.replace(plan, notices=(*plan.notices, *as_trained, *notices, *chosen.notices()))
     if optimizer is not None and loaded.optimizer is not None:
         unused = f"the optimizer {loaded.optimizer.type} of the config is not used: optimizer= is given"
-        plan = plan._replace(notices=(*plan.notices, unused))
+        plan = dataclasses.replace(plan, notices=(*plan.notices, unused))
     loader = None
     if training_data is not None:
         loader = load(

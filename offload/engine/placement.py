@@ -5,12 +5,8 @@ Pure functions. What they decide is carried out in `initialize`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-import psutil
-import torch
 
 from offload.engine.homes import (
     Homes,
@@ -26,13 +22,13 @@ from offload.engine.homes import (
     ways_down,
     with_home,
 )
+from offload.engine.tiles import pipeline, tile_growth, tiles
 from offload.errors import BudgetError
-from offload.kernels.lamb import BLOCK as LAMB_BLOCK
 from offload.notices import Remark
 from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.swapper.arena import check_budget
-from offload.swapper.host import TILE_BUFFERS, Classes
-from offload.swapper.modes import ADAM, LAMB, TORCH, Mode
+from offload.swapper.host import Classes
+from offload.swapper.modes import ADAM, TORCH, Mode
 from offload.swapper.residency import Tier
 from offload.swapper.states import State
 from offload.swapper.store import StoreSpec
@@ -40,17 +36,12 @@ from offload.swapper.store import StoreSpec
 STAGING_BUFFERS = 3
 WINDOWS = 3
 """Buffers of gradients that spill: one is filled while the others are written."""
-_TILE_STEP = 2048
-"""Elements: 4096 bytes of the smallest state."""
 CHUNK = 1 << 22
 """Elements of a parameter's gradient that are added, and whose squares are summed, at a time: everywhere the same."""
 
 _STREAM_NBYTES = 16 * MIB
 """A lease of weights where there is no room for two of the largest unit, which then comes piece by piece."""
 _WINDOW_NBYTES = 32 * MIB
-_WHOLE_UNITS = 3
-"""Tiles where each is a whole unit, for an optimizer of torch: one is read, one computed, one written."""
-_TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
 _DEVICE_UNITS = 3
 _HOST_SHARE = 0.8
 _GRADIENT_SHARE = 0.75
@@ -217,7 +208,7 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
         device_nbytes,
         device_need,
         device_need.added(device_nbytes),
-        *_tiles(parts, mode, homes, classes.tiles),
+        *tiles(parts, mode, homes, classes.tiles),
         _window_nbytes(parts, homes) // parts.gradient_dtype.itemsize,
         tuple(notices),
     )
@@ -275,7 +266,7 @@ def _too_small(wish: Wish, mode: Mode, budget: int, machine: Machine, least: Cla
 
 
 def _needs(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, homes: Homes) -> _Need:
-    small, large = _pipeline(parts, mode, wish, homes)
+    small, large = pipeline(parts, mode, wish, homes)
     largest = max((n for _, n in _disk_weights(parts, homes)), default=0)
     buffer = 0 if machine.host_addressable else min(CHUNK * 4, align_up(2 * parts.largest_gradient))
     gradients = WINDOWS * align_up(_window_nbytes(parts, homes))
@@ -292,79 +283,13 @@ def _cut(parts: Partitions, wish: Wish, mode: Mode, homes: Homes, need: _Need, b
     room = budget - sum(least)
     weights = min(most.weights, (least.weights + room) // (2 * PAGE) * (2 * PAGE))
     room -= weights - least.weights
-    step = _tile_growth(parts, mode, homes)
+    step = tile_growth(parts, mode, homes)
     tiles = min(most.tiles, least.tiles + (room // step * step if step else 0))
     room -= tiles - least.tiles
     cache = _cacheable(parts, homes, weights)
     if wish.host_memory is None or wish.cached_weights is not None:
         cache = min(cache, max((wish.cached_weights or 0) * mode.weight_dtype.itemsize - weights, 0))
     return least._replace(tiles=tiles, weights=weights, cache=min(cache, room) // PAGE * PAGE)
-
-
-def _pipeline(parts: Partitions, mode: Mode, wish: Wish, homes: Homes) -> tuple[int, int]:
-    """Bytes of the smallest and the largest class of tiles."""
-    numel = max(parts.trainable_numel, default=0)
-    if not numel:
-        return 0, 0
-    step = _tile_growth(parts, mode, homes)
-    if mode.optimizer == TORCH:
-        return _scratch_nbytes(parts, mode) + step, _scratch_nbytes(parts, mode) + _WHOLE_UNITS * step
-    element_bytes = _tile_element_bytes(parts, mode, homes)
-    if wish.tile is not None:
-        numel = min(numel, max(wish.tile, tile_step(mode)))
-    small, large = (
-        align_up(TILE_BUFFERS * min(numel * element_bytes, nbytes), step) or step
-        for nbytes in (_TILE_NBYTES[0], _TILE_NBYTES[-1])
-    )
-    return small, large
-
-
-def _tile_growth(parts: Partitions, mode: Mode, homes: Homes) -> int:
-    """Bytes by which the class of tiles may become larger: one more unit, or one more step of every tile."""
-    if not any(parts.trainable_numel):
-        return 0
-    if mode.optimizer == TORCH:
-        return _whole_unit_nbytes(parts, homes)
-    return TILE_BUFFERS * tile_step(mode) * _tile_element_bytes(parts, mode, homes)
-
-
-def _tiles(parts: Partitions, mode: Mode, homes: Homes, nbytes: int) -> tuple[int, int, int]:
-    """Elements of a tile, how many tiles there are, and bytes beside them, of a class of `nbytes`."""
-    if mode.optimizer == TORCH:
-        scratch = _scratch_nbytes(parts, mode) if nbytes else 0
-        buffers = (nbytes - scratch) // max(_whole_unit_nbytes(parts, homes), 1)
-        return max(parts.trainable_numel, default=0), buffers, scratch
-    step, element_bytes = tile_step(mode), _tile_element_bytes(parts, mode, homes)
-    return nbytes // TILE_BUFFERS // element_bytes // step * step, TILE_BUFFERS, 0
-
-
-def _whole_unit_nbytes(parts: Partitions, homes: Homes) -> int:
-    """Bytes of all that a tile holds where it is a whole unit, of the largest."""
-    return max(
-        sum(
-            align_up(nbytes)
-            for state, nbytes in row.items()
-            if state is not State.GRAD or home[State.GRAD] is Tier.DISK
-        )
-        for row, home, numel in zip(parts.nbytes, homes, parts.trainable_numel, strict=True)
-        if numel
-    )
-
-
-def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
-    """A gradient, and a master where it has no memory of its own."""
-    copies = 2 if State.RESIDUAL in mode.weights else 1
-    return copies * align_up(parts.largest_parameter * torch.float32.itemsize)
-
-
-def tile_step(mode: Mode) -> int:
-    """Elements of which a tile has a whole number: LAMB sums squares block by block."""
-    return LAMB_BLOCK if mode.optimizer == LAMB else _TILE_STEP
-
-
-def _tile_element_bytes(parts: Partitions, mode: Mode, homes: Homes) -> int:
-    """Bytes of all that a tile holds of one element: its states, and its gradient where some spill."""
-    return mode.element_bytes + (parts.gradient_dtype.itemsize if _window_nbytes(parts, homes) else 0)
 
 
 def _window_nbytes(parts: Partitions, homes: Homes) -> int:
@@ -443,37 +368,3 @@ def _moving(parts: Partitions, homes: Homes) -> list[int]:
 
 def _largest_moving(parts: Partitions, homes: Homes) -> int:
     return max(_moving(parts, homes), default=0)
-
-
-# -- the machine --------------------------------------------------------------------------------------
-
-
-def free_host_memory() -> int:
-    """Bytes that this process may still take: what the machine has available, within its cgroup's limit."""
-    free = int(psutil.virtual_memory().available)
-    return min([free, *(max(0, limit - used) for limit, used in memory_limits())])
-
-
-def memory_limits() -> Iterator[tuple[int, int]]:
-    """The limits of this process's cgroups, and what each has used, in bytes."""
-    for line in _read("/proc/self/cgroup").splitlines():
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0":
-            folder, limit_name, used_name = f"/sys/fs/cgroup{path}", "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            folder = f"/sys/fs/cgroup/memory{path}"
-            limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        # Inside of a container the path may be that of the host: then the mount itself is our cgroup.
-        for place in (folder, folder[: -len(path)]):
-            limit, used = _read(f"{place}/{limit_name}").strip(), _read(f"{place}/{used_name}").strip()
-            if limit.isdigit() and used.isdigit():
-                yield int(limit), int(used)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.config import load_config, read_json, resolve_batch
-from offload.engine.placement import free_host_memory
 from offload.errors import ConfigError
 from offload.planner import choice
 from offload.planner.choice import Planned
@@ -27,6 +26,7 @@ from offload.planner.timing import Load
 from offload.precision import choose
 from offload.probe import kept
 from offload.sizes import format_size, parse_size
+from offload.swapper.limits import free_host_memory
 from offload.swapper.modes import DTYPES
 
 _DURABILITIES = ("auto", "step", "none")

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 from offload.config import Config, load_config, resolve_batch
-from offload.engine.placement import free_host_memory
-from offload.engine.plan import compute_device
 from offload.errors import ConfigError
 from offload.planner import choice
 from offload.planner.choice import Planned
@@ -18,6 +16,8 @@ from offload.planner.hardware import Hardware, probed
 from offload.planner.shape import from_training
 from offload.planner.timing import Load
 from offload.probe import Probed
+from offload.swapper.device import compute_device
+from offload.swapper.limits import free_host_memory
 from offload.swapper.modes import DTYPES
 
 
