@@ -45,7 +45,7 @@ class Choices(NamedTuple):
     """All else that it says."""
     scaler: LossScaler | None = None
     """In fp16."""
-    device_need: DeviceNeed = DeviceNeed(0, 0, 0, 0)
+    device_need: DeviceNeed = DeviceNeed(least=0, most=0, unit=0, weights=0)
 
 
 def resized(choices: Choices, total: int, ranks: int, gradients: torch.dtype | None) -> Choices:

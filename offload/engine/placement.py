@@ -6,6 +6,7 @@ Pure functions. What they decide is carried out in `initialize`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from offload.engine.homes import (
@@ -48,7 +49,8 @@ _GRADIENT_SHARE = 0.75
 """Of what is free on the device, for all that lives there and its gradients: activations need the rest."""
 
 
-class Machine(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
     """What there is to place things in."""
 
     free_host: int
@@ -64,7 +66,8 @@ class Machine(NamedTuple):
     """Whether the device has a kernel of its own for AdamW, and for sums of squares."""
 
 
-class DeviceNeed(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceNeed:
     """Bytes of the device arena."""
 
     least: int
@@ -83,7 +86,8 @@ class DeviceNeed(NamedTuple):
         return that_fit(self.totals, nbytes - self.weights)
 
 
-class Placement(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
     """The homes of this rank's partitions, and the memory that they and the work on them take."""
 
     homes: Homes
@@ -122,7 +126,7 @@ class Placement(NamedTuple):
     def grown(self, nbytes: int) -> Placement:
         """With so much more of the device, as after a first step."""
         device_nbytes = self.device_nbytes + nbytes
-        return self._replace(device_nbytes=device_nbytes, added=self.device_need.added(device_nbytes))
+        return replace(self, device_nbytes=device_nbytes, added=self.device_need.added(device_nbytes))
 
     def tiers(self, *states: State) -> str:
         """Where these states are, in words: "disk", or "host and disk"."""
@@ -134,7 +138,7 @@ class Placement(NamedTuple):
         """For a store that does not keep what is at home above it: what was raised stays where it is."""
         nbytes = sum(align_up(parts.nbytes[unit][state]) for unit, state in self.raised)
         classes = self.classes._replace(homes=self.classes.homes + nbytes, cache=self.classes.cache - nbytes)
-        return self._replace(classes=classes, raised=())
+        return replace(self, classes=classes, raised=())
 
     def stored(self, parts: Partitions, slots: int) -> tuple[Mapping[State, int], ...]:
         """Bytes of each state that a store of so many slots keeps: 2 durable, 1 in place, 0 where there is none."""
@@ -201,16 +205,19 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
             f"host budget of {format_size(sum(classes))}; {format_size(machine.free_host)} is free: lower "
             f'"device_memory" or "host_memory", or move homes from the device to cpu or nvme'
         )
+    tile_numel, tile_buffers, scratch_nbytes = tiles(parts, mode, homes, classes.tiles)
     return Placement(
-        homes,
-        raised,
-        classes,
-        device_nbytes,
-        device_need,
-        device_need.added(device_nbytes),
-        *tiles(parts, mode, homes, classes.tiles),
-        _window_nbytes(parts, homes) // parts.gradient_dtype.itemsize,
-        tuple(notices),
+        homes=homes,
+        raised=raised,
+        classes=classes,
+        device_nbytes=device_nbytes,
+        device_need=device_need,
+        added=device_need.added(device_nbytes),
+        tile_numel=tile_numel,
+        tile_buffers=tile_buffers,
+        scratch_nbytes=scratch_nbytes,
+        window_numel=_window_nbytes(parts, homes) // parts.gradient_dtype.itemsize,
+        notices=tuple(notices),
     )
 
 
@@ -341,7 +348,8 @@ def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, hom
         room = most = min(_DEVICE_UNITS * largest, live)
         if not machine.host_addressable:
             most = weights + sum(nbytes for _, nbytes in totals)
-    return fixed + room, DeviceNeed(least, fixed + most, largest, fixed + weights, totals)
+    need = DeviceNeed(least=least, most=fixed + most, unit=largest, weights=fixed + weights, totals=totals)
+    return fixed + room, need
 
 
 def _device_spare(parts: Partitions, wish: Wish, machine: Machine, homes: Homes) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +60,8 @@ class Finished(NamedTuple):
     output: Path | None
 
 
-class Job(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
     """A run that is ready."""
 
     engine: Engine
@@ -77,9 +79,9 @@ class Job(NamedTuple):
     """After how many steps each it is evaluated; 0 for never."""
     tokenizer: Any = None
     """Of the model's folder."""
-    always: Mapping[str, Any] = {}
+    always: Mapping[str, Any] = field(default_factory=dict)
     """What each forward is given beside a batch."""
-    predicted: Mapping[str, Any] = {}
+    predicted: Mapping[str, Any] = field(default_factory=dict)
     """What was foreseen of a step, by the log's names; empty where nothing was."""
 
     def save_model(self) -> None:
@@ -162,18 +164,18 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     if options.log is not None and rank == 0:
         cut_log(options.log, engine.global_steps)
     return Job(
-        engine,
-        data,
-        steps,
-        config.offload.run,
-        engine.resumable,
-        mine,
-        options.output,
-        options.save_every,
-        0 if data.held_out is None else options.eval_every or max(1, steps // _EVALUATIONS),
-        tokenizer,
-        always,
-        predicted,
+        engine=engine,
+        data=data,
+        steps=steps,
+        run=config.offload.run,
+        folder=engine.resumable,
+        identity=mine,
+        output=options.output,
+        save_every=options.save_every,
+        eval_every=0 if data.held_out is None else options.eval_every or max(1, steps // _EVALUATIONS),
+        tokenizer=tokenizer,
+        always=always,
+        predicted=predicted,
     )
 
 

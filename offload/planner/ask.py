@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,7 +145,7 @@ def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) ->
     if memory is not None or link is not None:
         raise ConfigError("--memory-bandwidth and --pcie belong to a described machine; give --gpu too")
     on = probed(found, free_host_memory() if ram is None else ram, machine.paths, dtype, autocast)
-    return on._replace(drives=drives) if drives else on
+    return replace(on, drives=drives) if drives else on
 
 
 # -- drives -------------------------------------------------------------------------------------------

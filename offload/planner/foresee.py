@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,9 +54,9 @@ def _machine(found: Probed, config: Config, going_on: bool) -> Hardware:
     drives = config.drives if config.wants_store else ()
     machine = probed(found, free_host_memory(), drives, config.dtype, config.torch_autocast.enabled)
     if device.type == "cuda":
-        machine = machine._replace(gpu_memory=int(torch.cuda.mem_get_info(device)[0]))
+        machine = replace(machine, gpu_memory=int(torch.cuda.mem_get_info(device)[0]))
     if going_on:
-        machine = machine._replace(drives=tuple(drive._replace(free=None) for drive in machine.drives))
+        machine = replace(machine, drives=tuple(drive._replace(free=None) for drive in machine.drives))
     return machine
 
 

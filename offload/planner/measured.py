@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def measured(
         ) from error
     predicted = compute_seconds(part, hardware, load.batch)
     slower = seconds / predicted
-    return hardware._replace(
+    return replace(
+        hardware,
         matmul=hardware.matmul / slower,
         weights=hardware.weights / slower,
         fresh=hardware.fresh / slower,
@@ -72,7 +74,7 @@ def measured(
 
 def compute_seconds(shape: Shape, hardware: Hardware, batch: int) -> float:
     """A forward and backward of the model alone, as rates have it: no gradient is on its way to anywhere."""
-    alone = hardware._replace(handed_seconds=0.0)
+    alone = replace(hardware, handed_seconds=0.0)
     first = forward(shape, alone, batch)
     second = backward(first, [0] * len(shape.layouts), alone, recompute=False)
     return sum(each.seconds for each in (*first, *second))

@@ -6,6 +6,7 @@ A run that finds as much free memory and disk as the plan was told holds what th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from offload.config import Config, load_config
@@ -51,7 +52,8 @@ class Row(NamedTuple):
     disk: int = 0
 
 
-class Memory(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
     """Every byte of a run, but for activations and libraries."""
 
     config: Config

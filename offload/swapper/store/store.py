@@ -524,14 +524,14 @@ class Store:
             speeds = [each.swap for each in _measured(self.folders)]
             weights = [max(share, 1.0) for share in shares(self._drives, speeds, self.spec.nbytes)]
         return Manifest(
-            uuid.uuid4().hex,
-            self.run,
-            self._rank,
-            datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            tuple(str(drive.resolve()) for drive in self._drives),
-            whole_weights(weights),
-            _STRIPE_BYTES,
-            self.spec,
+            id=uuid.uuid4().hex,
+            run=self.run,
+            rank=self._rank,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            drives=tuple(str(drive.resolve()) for drive in self._drives),
+            weights=whole_weights(weights),
+            stripe_bytes=_STRIPE_BYTES,
+            spec=self.spec,
         )
 
     def _write_manifests(self) -> None:
