@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch_internals": set(),
     "aio": {"errors", "sizes"},
     "kernels": {"errors", "sizes"},
-    "swapper": {"errors", "sizes", "notices", "aio"},
+    "swapper": {"errors", "sizes", "notices", "fileio", "aio"},
     "engine": {
         *("errors", "sizes", "notices", "fileio", "torch_internals"),
         *("config", "aio", "kernels", "swapper", "precision"),

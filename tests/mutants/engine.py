@@ -86,9 +86,9 @@ MUTANTS = (
     ),
     Mutant(
         "lock a file that has lost its name",
-        "offload.engine.checkpoint_folder",
-        "            if _is_at(descriptor, path):\n                with",
-        "            if True:\n                with",
+        "offload.fileio.locked_dir",
+        "if not self._has_its_name():",
+        "if False:",
         "tests/test_checkpoint_folder.py",
     ),
     Mutant(

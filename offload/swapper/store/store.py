@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from offload.aio import Bandwidth, Priority, StripedFile, bandwidths, crc32c
 from offload.aio.stripes import whole_weights
 from offload.errors import IoError, StoreError
+from offload.fileio import sync_folder
 from offload.sizes import MIB, PAGE, count_of, format_size
 from offload.swapper.states import State
 from offload.swapper.store import blob, sums
@@ -31,7 +32,6 @@ from offload.swapper.store.folder import (
     make_folders,
     remove_files,
     reserve,
-    sync_folder,
     write_durably,
     write_in_place,
 )
