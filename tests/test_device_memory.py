@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload.engine.device_room import growth
+from offload.engine.device_need import DeviceNeed, growth
 from offload.engine.loader import to_device
-from offload.engine.placement import DeviceNeed
 from offload.errors import BudgetError
 from offload.sizes import GIB, MIB, PAGE, format_size
 from offload.swapper.arena import DeviceArena

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from offload.engine.device_need import DeviceNeed
 from offload.engine.homes import (
     Homes,
     Partitions,
@@ -64,26 +65,6 @@ class Machine:
     """Bytes of the host budget that engines of this process need already."""
     device_kernels: bool = False
     """Whether the device has a kernel of its own for AdamW, and for sums of squares."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceNeed:
-    """Bytes of the device arena."""
-
-    least: int
-    """What works: homes there, gradients to be reduced, and the largest unit that comes and goes."""
-    most: int
-    """What it may grow to, once a step has shown what activations leave free."""
-    unit: int
-    """The largest unit that comes and goes."""
-    weights: int
-    """All that the units need, so that none has to go: what is beyond is for `totals`."""
-    totals: tuple[tuple[int, int], ...] = ()
-    """Units whose gradients may be added up there, and the bytes of each; whom it helps most is first."""
-
-    def added(self, nbytes: int) -> tuple[tuple[int, int], ...]:
-        """Those of `totals` that an arena of `nbytes` has room for."""
-        return that_fit(self.totals, nbytes - self.weights)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "let weights go for totals of gradients",
-        "offload.engine.placement",
+        "offload.engine.device_need",
         "return that_fit(self.totals, nbytes - self.weights)",
         "return that_fit(self.totals, nbytes - self.least)",
         "tests/test_homes.py",
