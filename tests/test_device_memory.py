@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from offload.engine.device_need import DeviceNeed, growth
-from offload.engine.loader import to_device
+from offload.engine.inputs import to_device
 from offload.errors import BudgetError
 from offload.sizes import GIB, MIB, PAGE, format_size
 from offload.swapper.arena import DeviceArena

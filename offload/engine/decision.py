@@ -9,9 +9,9 @@ from torch import nn
 from offload import kernels
 from offload.engine.layout import UnitLayout
 from offload.engine.optimizer import Optimizer
+from offload.engine.step_values import Edit
 from offload.engine.torch_steps import TorchSegment, TorchStep, attributes_of
 from offload.engine.updater import UnitUpdate
-from offload.engine.weights import Edit
 
 
 def grad_scale(norm: float, clip: float, loss_scale: float) -> float:

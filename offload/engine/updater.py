@@ -24,8 +24,8 @@ from offload import kernels
 from offload.engine.gradients import Gradients
 from offload.engine.lamb import Trust
 from offload.engine.masters import put_weight, split
+from offload.engine.step_values import Edit
 from offload.engine.torch_steps import Stepper, TorchSegment
-from offload.engine.weights import Edit
 from offload.kernels import cuda
 from offload.sizes import align_up
 from offload.swapper.device import Device
