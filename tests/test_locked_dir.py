@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.fileio import DirLock, LockHeldError, holder_of, this_process
+from offload.fileio import DirLock, LockHeldError, holder_of, locked_dir, this_process
 
 
 def test_one_holder_at_a_time_that_others_can_name(tmp_path: Path) -> None:
@@ -71,3 +71,19 @@ def test_who_waits_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     second = DirLock(tmp_path / "lock", tries=2)
     assert second.held and not first.held
     second.close()
+
+
+def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder removes the file between the two calls of whoever comes next, who then locks a new one."""
+    path, real = tmp_path / "lock", locked_dir._flock
+    first = DirLock(path)
+
+    def late(descriptor: int, operation: int) -> None:
+        monkeypatch.undo()
+        first.remove()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(locked_dir, "_flock", late)
+    second = DirLock(path)
+    assert second.held and holder_of(path) == this_process()
+    second.remove()

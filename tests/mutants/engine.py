@@ -89,7 +89,7 @@ MUTANTS = (
         "offload.fileio.locked_dir",
         "if not self._has_its_name():",
         "if False:",
-        "tests/test_checkpoint_folder.py",
+        "tests/test_locked_dir.py",
     ),
     Mutant(
         "load without comparing checksums",
