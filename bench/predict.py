@@ -16,7 +16,6 @@ from typing import Any
 import offload
 from bench.measure import apart, median_ratio, options, random_ids, report, resident, seconds
 from bench.throttle import throttled
-from offload.engine.placement import free_host_memory
 from offload.planner import choice, memory
 from offload.planner.hardware import Hardware, probed
 from offload.planner.measured import compute_seconds, measured
@@ -25,6 +24,7 @@ from offload.planner.timing import Load
 from offload.presets import build
 from offload.probe import DTYPES, probe
 from offload.sizes import parse_size
+from offload.swapper.limits import free_host_memory
 
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
 _UNCOUNTED = 2

@@ -50,7 +50,7 @@ def probe(
     console = Console(stderr=json_output, highlight=False)
     with errors(BAD_INPUT):
         nbytes = parse_size(size)
-        probing.compute_device(device)
+        probing.device_of(device)
         probing.check_size(nbytes)
         probing.check_folders(paths or ["."])
         if keep:

@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ def tune(
 def _measured(
     plan: Plan, cases: Sequence[Case], rounds: int, tell: Callable[[str], None]
 ) -> Mapping[tuple[Case, str], list[Pass]]:
-    return passes_of(plan._replace(cases=tuple(cases), rounds=rounds), tell)
+    return passes_of(replace(plan, cases=tuple(cases), rounds=rounds), tell)
 
 
 def trials_of(passes: Mapping[tuple[Case, str], list[Pass]]) -> list[Trial]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +23,8 @@ from offload.swapper.store.look import Commit, Found, Wrong
 from offload.swapper.store.record import last_of_all
 
 
-class RankReport(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport:
     """What was found in one rank's folder."""
 
     folder: Path
@@ -239,7 +241,17 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
     before: str | None = None
     compared = False
     if not found.whole:
-        return RankReport(found.folder, found.rank, None, None, 0, found.wrong, (), (), None)
+        return RankReport(
+            folder=found.folder,
+            rank=found.rank,
+            serial=None,
+            epoch=None,
+            nbytes=0,
+            wrong=found.wrong,
+            damages=(),
+            places=(),
+            before=None,
+        )
     commit = found.commit(serial)
     if commit is None:
         commit = found.whole[0]
@@ -261,16 +273,16 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
         if not any(each.path.startswith(error.path) or error.path.startswith(each.path) for each in wrong):
             wrong.append(Wrong(error.path, str(error)))
     return RankReport(
-        found.folder,
-        found.rank,
-        record.serial,
-        record.epoch,
-        _nbytes(commit) if compared else 0,
-        tuple(wrong),
-        tuple(bad),
-        tuple(places),
-        before,
-        compared,
+        folder=found.folder,
+        rank=found.rank,
+        serial=record.serial,
+        epoch=record.epoch,
+        nbytes=_nbytes(commit) if compared else 0,
+        wrong=tuple(wrong),
+        damages=tuple(bad),
+        places=tuple(places),
+        before=before,
+        compared=compared,
     )
 
 

@@ -250,16 +250,16 @@ def room_for(job: Job, units: int) -> int:
 
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tiny models: tiny pieces of a gradient, of a unit that streams, and of an update."""
-    from offload.engine import gradient_values, gradients, placement, reduction, weighing
+    from offload.engine import gradient_values, gradients, placement, reduction, tiles, weighing
     from offload.swapper import simulate_updater
 
     for module in (placement, gradient_values, gradients, reduction, weighing):
         monkeypatch.setattr(module, "CHUNK", 1024)
-    for module in (placement, simulate_updater):
+    for module in (tiles, simulate_updater):
         monkeypatch.setattr(module, "TILE_BUFFERS", 3)  # else tiles are most of a tiny budget
     monkeypatch.setattr(placement, "_WINDOW_NBYTES", 8192)
     monkeypatch.setattr(placement, "_STREAM_NBYTES", 8192)
-    monkeypatch.setattr(placement, "_TILE_NBYTES", range(16_000, 48_000))
+    monkeypatch.setattr(tiles, "_TILE_NBYTES", range(16_000, 48_000))
 
 
 def least_host_memory(job: Job, folder: Path, placement: tuple[str, str] = ("nvme", "nvme"), **options: Any) -> int:

@@ -179,7 +179,18 @@ def test_a_table_for_people(tmp_path: Path) -> None:
 def test_a_plot(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"plot.{suffix}"
     rows = [
-        Row(name, op, 1 << 20, depth, 1 << 30, 2.0 + depth / 10, None, 0.01, 100.0, 200.0)
+        Row(
+            backend=name,
+            op=op,
+            block_bytes=1 << 20,
+            depth=depth,
+            bytes=1 << 30,
+            gb_per_s=2.0 + depth / 10,
+            of_fio=None,
+            cpu_s_per_gb=0.01,
+            p50_us=100.0,
+            p99_us=200.0,
+        )
         for op in ("write", "read")
         for name in ("io_uring", "fio libaio")
         for depth in (8, 32)

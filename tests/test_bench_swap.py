@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +57,7 @@ def test_bytes_are_those_of_training(tmp_path: Path) -> None:
     assert 24 * NUMEL <= answer["file_bytes"] < 24.1 * NUMEL
     assert all(answer["drive"][f"{name}_gb_per_s"] > 0 for name in ("read", "write", "mixed"))
     (row,) = answer["rows"]
-    assert set(row) == set(Row._fields)
+    assert set(row) == {each.name for each in fields(Row)}
     assert row["bytes_per_parameter"] == pytest.approx(26, rel=0.04)
     assert row["written_bytes"] == pytest.approx(12 * NUMEL, rel=0.01)
     assert row["read_bytes"] + row["written_bytes"] == pytest.approx(row["bytes_per_parameter"] * NUMEL, rel=0.01)
@@ -256,7 +257,7 @@ def test_updates_hide_behind_the_first_forward_alone() -> None:
     row = make_row(plan, 50, rates, [_turn(plan, 3)])
     assert row.order_seconds == pytest.approx(1 + 1), "0.5 s of forward beside 1 s of updates, 1 s of backward"
     assert row.hiding_compute_ms == pytest.approx(100)
-    serial = make_row(plan._replace(overlap=False), 50, rates, [_turn(plan, 3)])
+    serial = make_row(replace(plan, overlap=False), 50, rates, [_turn(plan, 3)])
     assert serial.order_seconds == pytest.approx(1 + 0.5 + 1) and serial.hiding_compute_ms is None
     assert make_row(plan, 200, rates, [_turn(plan, 6)]).order_seconds == pytest.approx(6)
 
@@ -283,4 +284,4 @@ def test_every_limit_has_words() -> None:
         ("order", "first forward"),
         ("budgets", "budgets limit"),
     ):
-        assert words in in_words(plan, row._replace(limit=limit))
+        assert words in in_words(plan, replace(row, limit=limit))

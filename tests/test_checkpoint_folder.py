@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -295,7 +296,7 @@ def test_a_file_system_without_locks_is_warned_of(
     def refuses(*_: Any) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(checkpoint_folder.fcntl, "flock", refuses)
+    monkeypatch.setattr(fcntl, "flock", refuses)
     engine.save_checkpoint(folder, tag="tag")
     assert "cannot be locked" in caplog.text and names(folder) == {"tag", "latest"}
 

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli import app
-from offload.swapper.store import folder, other_runs
+from offload.fileio import locked_dir
+from offload.swapper.store import other_runs
 from offload.swapper.store.folder import Lock, holder
 from tests import models
 from tests.oracle import start, train_step
@@ -131,7 +132,7 @@ def test_who_starts_at_the_moment_of_a_look_has_the_lock(run: Path, monkeypatch:
     """`holder` asks by taking it for a moment: a start waits for that."""
     looking = os.open(run / "rank0" / "lock", os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
-    monkeypatch.setattr(folder, "time", SimpleNamespace(sleep=lambda _: os.close(looking)))
+    monkeypatch.setattr(locked_dir, "time", SimpleNamespace(sleep=lambda _: os.close(looking)))
     with Lock(run / "rank0"):
         assert holder(run / "rank0") is not None
 

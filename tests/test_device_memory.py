@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from offload.engine.device_room import growth
+from offload.engine.device_need import DeviceNeed, growth
 from offload.engine.inputs import to_device
-from offload.engine.placement import DeviceNeed
 from offload.errors import BudgetError
 from offload.sizes import GIB, MIB, PAGE, format_size
 from offload.swapper.arena import DeviceArena
@@ -116,17 +116,17 @@ def test_the_arena_grows_into_what_the_first_step_has_left_free(nbytes: int, roo
 
 
 def test_beyond_all_weights_it_grows_by_whole_totals_of_gradients() -> None:
-    need = NEED._replace(most=14 * GIB, totals=((3, GIB), (1, 2 * GIB), (2, GIB)))
+    need = replace(NEED, most=14 * GIB, totals=((3, GIB), (1, 2 * GIB), (2, GIB)))
     for free, more in ((8 * GIB, 7), (9 * GIB, 8), (10 * GIB, 9), (10.5 * GIB, 10), (100 * GIB, 11)):
         assert growth(3 * GIB, need, DeviceRoom(int(free), 0)) == more * GIB
     assert growth(3 * GIB, need, DeviceRoom(11 * GIB, 3 * GIB)) == 7 * GIB, "as much as activations took stays free"
-    nothing_moves = DeviceNeed(GIB, 3 * GIB, 0, GIB, ((0, 2 * GIB),))
+    nothing_moves = DeviceNeed(least=GIB, most=3 * GIB, unit=0, weights=GIB, totals=((0, 2 * GIB),))
     assert growth(GIB, nothing_moves, DeviceRoom(2 * GIB, 0)) == 0
     assert growth(GIB, nothing_moves, DeviceRoom(3 * GIB, 0)) == 2 * GIB
 
 
 def test_nothing_comes_and_goes_so_nothing_grows() -> None:
-    assert growth(GIB, DeviceNeed(GIB, GIB, 0, GIB), DeviceRoom(100 * GIB, 0)) == 0
+    assert growth(GIB, DeviceNeed(least=GIB, most=GIB, unit=0, weights=GIB), DeviceRoom(100 * GIB, 0)) == 0
 
 
 def test_an_arena_that_has_grown_changes_no_bit_and_uploads_less(

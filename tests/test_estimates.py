@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import offload
+from offload.engine.layout import layouts_of
 from offload.engine.units import find_units
 from offload.planner import estimates
-from offload.planner.memory import layouts_of
 
 
 def model(layers: int = 8, width: int = 512) -> nn.Module:

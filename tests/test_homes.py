@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -31,11 +33,20 @@ def parts_of(numels: list[int]) -> Partitions:
         for numel in numels
     ]
     sizes = tuple(2 * numel for numel in numels)
-    return Partitions(tuple(rows), tuple(numels), sizes, max(sizes), torch.bfloat16, True)
+    return Partitions(
+        nbytes=tuple(rows),
+        trainable_numel=tuple(numels),
+        unit_nbytes=sizes,
+        largest_gradient=max(sizes),
+        gradient_dtype=torch.bfloat16,
+        alone=True,
+    )
 
 
 def placed(numels: list[int], wish: Wish, drives: bool = True, free: int = 1 << 50) -> Placement:
-    return place(parts_of(numels), MODE, wish, Machine(free, 0, True, drives))
+    return place(
+        parts_of(numels), MODE, wish, Machine(free_host=free, free_device=0, host_addressable=True, drives=drives)
+    )
 
 
 def tiers(homes: Homes, state: State) -> list[Tier]:
@@ -44,12 +55,12 @@ def tiers(homes: Homes, state: State) -> list[Tier]:
 
 MEGA = 1 << 20
 BLOCKS = [8 * MEGA] * 10
-DISK = Wish(Tier.DISK, Tier.DISK)
-HOST = Wish(Tier.HOST, Tier.HOST)
+DISK = Wish(weights=Tier.DISK, states=Tier.DISK)
+HOST = Wish(weights=Tier.HOST, states=Tier.HOST)
 
 
 def test_with_room_everything_is_where_the_config_says() -> None:
-    found = placed(BLOCKS, Wish(Tier.DISK, Tier.HOST))
+    found = placed(BLOCKS, Wish(weights=Tier.DISK, states=Tier.HOST))
     assert set(tiers(found.homes, State.WEIGHT)) == {Tier.DISK}
     assert {tier for state in STATES for tier in tiers(found.homes, state)} == {Tier.HOST}
     assert found.spilled == () and found.window_numel == 0 and found.notices == ()
@@ -62,7 +73,7 @@ def test_gradients_leave_the_host_first_then_moments_then_the_rest() -> None:
     seen: list[tuple[int, ...]] = []
     for budget in range(sum(placed(BLOCKS, HOST).classes), 0, -16 * MIB):
         try:
-            found = placed(BLOCKS, HOST._replace(host_memory=budget))
+            found = placed(BLOCKS, replace(HOST, host_memory=budget))
         except BudgetError:
             break
         assert sum(found.classes) <= budget
@@ -75,21 +86,21 @@ def test_gradients_leave_the_host_first_then_moments_then_the_rest() -> None:
 
 def test_what_moved_is_said() -> None:
     ample = sum(placed(BLOCKS, DISK).classes)
-    (notice,) = placed(BLOCKS, DISK._replace(host_memory=ample - 140 * MIB)).notices
+    (notice,) = placed(BLOCKS, replace(DISK, host_memory=ample - 140 * MIB)).notices
     assert "grad of " in notice and "to disk" in notice
-    (notice,) = placed(BLOCKS, DISK._replace(host_memory=ample + 400 * MIB)).notices
+    (notice,) = placed(BLOCKS, replace(DISK, host_memory=ample + 400 * MIB)).notices
     assert "residual of " in notice and "exp_avg_sq of " in notice and "to host" in notice
 
 
 def test_room_that_is_left_is_for_the_cache_of_weights_first_then_for_states() -> None:
     ample = placed(BLOCKS, DISK)
     weights = 2 * sum(BLOCKS)
-    more = placed(BLOCKS, DISK._replace(host_memory=sum(ample.classes) + weights - ample.classes.weights))
+    more = placed(BLOCKS, replace(DISK, host_memory=sum(ample.classes) + weights - ample.classes.weights))
     assert more.classes.weights + more.classes.cache == weights and more.homes == ample.homes
-    most = placed(BLOCKS, DISK._replace(host_memory=2 * GIB))
+    most = placed(BLOCKS, replace(DISK, host_memory=2 * GIB))
     assert set(tiers(most.homes, State.EXP_AVG_SQ)) == {Tier.HOST} and len(most.raised) == 3 * len(BLOCKS)
     assert most.classes.weights + most.classes.cache == weights + sum(BLOCKS) * 10
-    half = placed(BLOCKS, DISK._replace(host_memory=sum(more.classes) + 5 * 80 * MIB))
+    half = placed(BLOCKS, replace(DISK, host_memory=sum(more.classes) + 5 * 80 * MIB))
     moved = [all(row[state] is Tier.HOST for state in STATES) for row in half.homes]
     assert moved == [True] * 5 + [False] * 5, "a fixed share, unit by unit"
 
@@ -97,7 +108,7 @@ def test_room_that_is_left_is_for_the_cache_of_weights_first_then_for_states() -
 def test_without_a_disk_nothing_moves_and_the_least_is_said() -> None:
     need = sum(placed(BLOCKS, HOST, drives=False).classes)
     with pytest.raises(BudgetError, match="with an nvme_path") as caught:
-        placed(BLOCKS, HOST._replace(host_memory=500 * MIB), drives=False)
+        placed(BLOCKS, replace(HOST, host_memory=500 * MIB), drives=False)
     least = int(str(caught.value).split("is 1.1 GiB (")[1].split()[0])
     assert need - 97 * MIB < least < need - 95 * MIB, "with the smallest tiles"
 
@@ -106,11 +117,11 @@ def test_without_a_disk_nothing_moves_and_the_least_is_said() -> None:
 def test_the_least_does_not_grow_with_the_model(sizes: list[int]) -> None:
     """As the guide says: 161 MiB, and 48 MiB more with a GPU."""
     for on_cpu, enough in ((True, 161 * MIB), (False, 209 * MIB)):
-        machine = Machine(1 << 50, 0 if on_cpu else GIB, on_cpu, True)
-        found = place(parts_of(sizes), MODE, DISK._replace(host_memory=enough), machine)
+        machine = Machine(free_host=1 << 50, free_device=0 if on_cpu else GIB, host_addressable=on_cpu, drives=True)
+        found = place(parts_of(sizes), MODE, replace(DISK, host_memory=enough), machine)
         assert enough - MIB < sum(found.classes) <= enough and len(found.spilled) == len(sizes)
         with pytest.raises(BudgetError, match="the least that works"):
-            place(parts_of(sizes), MODE, DISK._replace(host_memory=enough - MIB), machine)
+            place(parts_of(sizes), MODE, replace(DISK, host_memory=enough - MIB), machine)
 
 
 def test_the_default_budget_is_what_is_needed_at_most_80_percent_of_what_is_free() -> None:
@@ -124,45 +135,50 @@ def test_the_default_budget_is_what_is_needed_at_most_80_percent_of_what_is_free
 
 def test_a_unit_that_has_no_room_for_two_leases_comes_in_pieces() -> None:
     numels = [4 * MEGA, 400 * MEGA, 4 * MEGA]
-    whole = placed(numels, DISK._replace(host_memory=3 * GIB))
+    whole = placed(numels, replace(DISK, host_memory=3 * GIB))
     assert whole.classes.weights >= 2 * 800 * MIB
-    pieces = placed(numels, DISK._replace(host_memory=600 * MIB))
+    pieces = placed(numels, replace(DISK, host_memory=600 * MIB))
     assert pieces.classes.weights < 2 * 800 * MIB and 1 in pieces.spilled
     assert pieces.window_numel * 2 <= 32 * MIB, "nor is its gradient ever whole"
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5, 1.0])
 def test_ratio_is_the_share_of_states_that_leaves_the_device(ratio: float) -> None:
-    found = placed(BLOCKS, Wish(Tier.DEVICE, Tier.HOST, states_off_device=ratio))
+    found = placed(BLOCKS, Wish(weights=Tier.DEVICE, states=Tier.HOST, states_off_device=ratio))
     assert tiers(found.homes, State.EXP_AVG).count(Tier.HOST) == round(10 * ratio)
 
 
 def on_gpu(numels: list[int], wish: Wish, free: int, kernels: bool = True, mode: str = "bf16") -> Placement:
-    return place(parts_of(numels), MODES[mode], wish, Machine(1 << 50, free, False, True, device_kernels=kernels))
+    return place(
+        parts_of(numels),
+        MODES[mode],
+        wish,
+        Machine(free_host=1 << 50, free_device=free, host_addressable=False, drives=True, device_kernels=kernels),
+    )
 
 
 def test_gradients_of_what_lives_on_a_gpu_altogether_stay_there_as_far_as_there_is_room() -> None:
     states, gradients = 80 * MEGA * 12, 8 * MEGA * 2
-    whole = Wish(Tier.DEVICE, Tier.DEVICE)
+    whole = Wish(weights=Tier.DEVICE, states=Tier.DEVICE)
     ample = on_gpu(BLOCKS, whole, 100 * GIB)
     assert set(tiers(ample.homes, State.GRAD)) == {Tier.DEVICE} and ample.classes.homes == 0
     assert ample.device_nbytes == states + 10 * gradients and ample.device_need.least == states
-    some = on_gpu(BLOCKS, whole._replace(device_memory=states + 3 * gradients + 4096), 100 * GIB)
+    some = on_gpu(BLOCKS, replace(whole, device_memory=states + 3 * gradients + 4096), 100 * GIB)
     assert tiers(some.homes, State.GRAD) == [Tier.DEVICE] * 3 + [Tier.HOST] * 7
     assert some.classes.homes == 7 * gradients and some.device_need.least == states
     scarce = on_gpu(BLOCKS, whole, states + 10 * gradients)
     assert Tier.DEVICE not in tiers(scarce.homes, State.GRAD), "activations need room as well"
     with pytest.raises(BudgetError, match=rf"\({states} bytes\)"):
-        on_gpu(BLOCKS, whole._replace(device_memory=states - 4096), 100 * GIB)
+        on_gpu(BLOCKS, replace(whole, device_memory=states - 4096), 100 * GIB)
 
 
 @pytest.mark.parametrize(
     ("wish", "kernels", "mode"),
     [
-        (Wish(Tier.HOST, Tier.DEVICE), True, "bf16"),
-        (Wish(Tier.DEVICE, Tier.HOST), True, "bf16"),
-        (Wish(Tier.DEVICE, Tier.DEVICE), False, "bf16"),
-        (Wish(Tier.DEVICE, Tier.DEVICE), True, "bf16 lamb"),
+        (Wish(weights=Tier.HOST, states=Tier.DEVICE), True, "bf16"),
+        (Wish(weights=Tier.DEVICE, states=Tier.HOST), True, "bf16"),
+        (Wish(weights=Tier.DEVICE, states=Tier.DEVICE), False, "bf16"),
+        (Wish(weights=Tier.DEVICE, states=Tier.DEVICE), True, "bf16 lamb"),
     ],
 )
 def test_else_they_come_to_the_host(wish: Wish, kernels: bool, mode: str) -> None:
@@ -170,7 +186,7 @@ def test_else_they_come_to_the_host(wish: Wish, kernels: bool, mode: str) -> Non
 
 
 def test_with_a_share_of_the_states_there_so_is_that_of_their_gradients() -> None:
-    found = on_gpu(BLOCKS, Wish(Tier.DEVICE, Tier.HOST, states_off_device=0.3), 100 * GIB)
+    found = on_gpu(BLOCKS, Wish(weights=Tier.DEVICE, states=Tier.HOST, states_off_device=0.3), 100 * GIB)
     assert tiers(found.homes, State.GRAD) == tiers(found.homes, State.EXP_AVG)
     assert tiers(found.homes, State.GRAD).count(Tier.DEVICE) == 7
 
@@ -179,17 +195,18 @@ def test_on_a_gpu_the_arena_may_grow_to_all_units_where_no_number_was_given() ->
     """At first it has room for three of the largest; what activations leave is known after a step."""
     block = 2 * BLOCKS[0]
     found = on_gpu(BLOCKS, DISK, 100 * GIB)
-    assert found.device_nbytes == 3 * block and found.device_need[:3] == (block, 11 * block, block)
-    given = on_gpu(BLOCKS, DISK._replace(device_memory=4 * block), 100 * GIB)
+    need = found.device_need
+    assert found.device_nbytes == 3 * block and (need.least, need.most, need.unit) == (block, 11 * block, block)
+    given = on_gpu(BLOCKS, replace(DISK, device_memory=4 * block), 100 * GIB)
     assert given.device_nbytes == given.device_need.most == 4 * block
-    assert on_gpu(BLOCKS, DISK._replace(live=2 * BLOCKS[0]), 100 * GIB).device_need.most == 2 * block
+    assert on_gpu(BLOCKS, replace(DISK, live=2 * BLOCKS[0]), 100 * GIB).device_need.most == 2 * block
     assert placed(BLOCKS, DISK).device_need.most == 3 * block, "where the CPU computes it never grows"
 
 
 def test_where_micro_batches_accumulate_a_gpu_adds_up_what_it_has_room_for_beyond_all_weights() -> None:
     """Those that spill first; no weight goes for them, and no budget that worked before is too small."""
     block, whole = 2 * BLOCKS[0], 11 * 2 * BLOCKS[0]
-    wish = DISK._replace(accumulation=2)
+    wish = replace(DISK, accumulation=2)
 
     def added(asked: Wish) -> list[int]:
         found = on_gpu(BLOCKS, asked, 100 * GIB)
@@ -197,41 +214,46 @@ def test_where_micro_batches_accumulate_a_gpu_adds_up_what_it_has_room_for_beyon
         assert found.device_need.least == block
         return [unit for unit, nbytes in found.added if nbytes == block]
 
-    assert added(wish._replace(device_memory=whole)) == []
-    assert added(wish._replace(device_memory=whole + 3 * block + 4096)) == [0, 1, 2]
-    assert added(DISK._replace(device_memory=100 * block)) == []
-    least = sum(on_gpu(BLOCKS, wish._replace(states=Tier.HOST), 100 * GIB).classes)
-    some = wish._replace(states=Tier.HOST, device_memory=whole + 6 * block, host_memory=least - 100 * MIB)
+    assert added(replace(wish, device_memory=whole)) == []
+    assert added(replace(wish, device_memory=whole + 3 * block + 4096)) == [0, 1, 2]
+    assert added(replace(DISK, device_memory=100 * block)) == []
+    least = sum(on_gpu(BLOCKS, replace(wish, states=Tier.HOST), 100 * GIB).classes)
+    some = replace(wish, states=Tier.HOST, device_memory=whole + 6 * block, host_memory=least - 100 * MIB)
     spilled = on_gpu(BLOCKS, some, 100 * GIB).spilled
     assert 0 < len(spilled) < 6 and set(spilled) == set(range(10 - len(spilled), 10))
     assert added(some) == [*spilled, *range(6 - len(spilled))]
 
 
+def without_totals(found: Placement) -> tuple[int, ...]:
+    need = found.device_need
+    return need.least, need.most, need.unit, need.weights
+
+
 def test_without_a_budget_a_gpu_adds_gradients_up_in_what_a_first_step_has_left_free() -> None:
     block = 2 * BLOCKS[0]
-    found = on_gpu(BLOCKS, DISK._replace(accumulation=4), 100 * GIB)
+    found = on_gpu(BLOCKS, replace(DISK, accumulation=4), 100 * GIB)
     assert found.device_nbytes == 3 * block and found.added == ()
-    assert found.device_need[:4] == (block, 21 * block, block, 11 * block)
+    assert without_totals(found) == (block, 21 * block, block, 11 * block)
     assert [unit for unit, _ in found.grown(10 * block).added] == [0, 1]
-    live = on_gpu(BLOCKS, DISK._replace(accumulation=4, live=BLOCKS[0] * 2), 100 * GIB)
-    assert live.device_nbytes == 2 * block and live.device_need[:4] == (block, 12 * block, block, 2 * block)
-    given = on_gpu(BLOCKS, DISK._replace(accumulation=4, live=BLOCKS[0] * 2, device_memory=5 * block), 100 * GIB)
+    live = on_gpu(BLOCKS, replace(DISK, accumulation=4, live=BLOCKS[0] * 2), 100 * GIB)
+    assert live.device_nbytes == 2 * block and without_totals(live) == (block, 12 * block, block, 2 * block)
+    given = on_gpu(BLOCKS, replace(DISK, accumulation=4, live=BLOCKS[0] * 2, device_memory=5 * block), 100 * GIB)
     assert given.device_nbytes == 5 * block and len(given.added) == 3
-    on_cpu = placed(BLOCKS, DISK._replace(accumulation=4))
+    on_cpu = placed(BLOCKS, replace(DISK, accumulation=4))
     assert on_cpu.device_need.most == 3 * block and not on_cpu.grown(100 * block).added
 
 
 def test_deepspeeds_numbers_are_inputs() -> None:
-    assert placed([1000, *BLOCKS], DISK._replace(small_unit=1000)).homes[0][State.WEIGHT] is Tier.DEVICE
+    assert placed([1000, *BLOCKS], replace(DISK, small_unit=1000)).homes[0][State.WEIGHT] is Tier.DEVICE
     block = 2 * BLOCKS[0]
     assert placed(BLOCKS, DISK).device_nbytes == 3 * block
-    assert placed(BLOCKS, DISK._replace(live=2 * BLOCKS[0])).device_nbytes == 2 * block
-    assert placed(BLOCKS, DISK._replace(live=1)).device_nbytes == block, "one unit at least"
-    assert placed(BLOCKS, DISK._replace(live=10**9)).device_nbytes == 3 * block
-    assert placed(BLOCKS, DISK._replace(tile=100_000)).tile_numel <= 102_400
-    assert placed(BLOCKS, DISK._replace(tile=10**9)).tile_numel == placed(BLOCKS, DISK).tile_numel
-    assert placed(BLOCKS, DISK._replace(cached_weights=4 * BLOCKS[0])).classes.cache == 2 * block
-    assert placed(BLOCKS, DISK._replace(cached_weights=10**9)).classes.cache == 8 * block, "no more than there are"
+    assert placed(BLOCKS, replace(DISK, live=2 * BLOCKS[0])).device_nbytes == 2 * block
+    assert placed(BLOCKS, replace(DISK, live=1)).device_nbytes == block, "one unit at least"
+    assert placed(BLOCKS, replace(DISK, live=10**9)).device_nbytes == 3 * block
+    assert placed(BLOCKS, replace(DISK, tile=100_000)).tile_numel <= 102_400
+    assert placed(BLOCKS, replace(DISK, tile=10**9)).tile_numel == placed(BLOCKS, DISK).tile_numel
+    assert placed(BLOCKS, replace(DISK, cached_weights=4 * BLOCKS[0])).classes.cache == 2 * block
+    assert placed(BLOCKS, replace(DISK, cached_weights=10**9)).classes.cache == 8 * block, "no more than there are"
 
 
 numels = st.lists(st.integers(1, 40).map(lambda n: n * 2048 * 97), min_size=1, max_size=12)
@@ -242,15 +264,15 @@ homes = st.sampled_from(list(Tier))
 def test_any_budget_is_kept_or_refused_with_the_least_that_works(
     sizes: list[int], weights: Tier, states: Tier, budget: int, drives: bool
 ) -> None:
-    wish = Wish(weights, states, host_memory=budget)
+    wish = Wish(weights=weights, states=states, host_memory=budget)
     try:
         found = placed(sizes, wish, drives)
     except BudgetError as error:
         least = int(str(error).split("the least that works is ")[1].split("(")[1].split(" ")[0])
         assert least > budget
         with pytest.raises(BudgetError):
-            placed(sizes, wish._replace(host_memory=least - 4096), drives)
-        found = placed(sizes, wish._replace(host_memory=least), drives)
+            placed(sizes, replace(wish, host_memory=least - 4096), drives)
+        found = placed(sizes, replace(wish, host_memory=least), drives)
         budget = least
     assert sum(found.classes) <= budget
     row_bytes = MODE.element_bytes + (2 if found.spilled else 0)

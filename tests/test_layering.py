@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch_internals": set(),
     "aio": {"errors", "sizes"},
     "kernels": {"errors", "sizes"},
-    "swapper": {"errors", "sizes", "notices", "aio"},
+    "swapper": {"errors", "sizes", "notices", "fileio", "aio"},
     "engine": {
         *("errors", "sizes", "notices", "fileio", "torch_internals"),
         *("config", "aio", "kernels", "swapper", "precision"),
@@ -145,6 +145,12 @@ def _room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+PURE = {
+    *("units", "layout", "homes", "tiles", "device_need", "placement", "memory_plan", "config_request", "forecast"),
+    *("description", "masters", "packed", "pieces"),
+}
+"""Modules of the engine that decide from plain values; the planner may import these alone."""
+
 FILES = sorted(PACKAGE.rglob("*.py"))
 OF_HF = {"transformers", "accelerate", "peft", "trl"}
 """What `hf` alone imports at the top of a file."""
@@ -157,6 +163,15 @@ def test_every_room_is_listed() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_down(path: Path) -> None:
     assert _broken(_room(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if _room(path) == "planner" or (_room(path) == "engine" and path.stem in PURE)]
+)
+def test_what_decides_memory_knows_pure_modules_of_the_engine_alone(path: Path) -> None:
+    """So a run and the planner decide by the same functions, and these by plain values."""
+    names = [name.split(".") for name in _imports(path.read_text()) if name.startswith("offload.engine.")]
+    assert {name[2] for name in names} <= PURE
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -34,10 +34,10 @@ def test_late_writes_through(placement: tuple[str, str], tmp_path: Path, monkeyp
 
 def test_tiles_that_split_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of a few pages, so that every unit takes many and every tensor is cut."""
-    from offload.engine import placement
+    from offload.engine import tiles
 
     job = models.GPT2._replace(dtype="bf16", steps=4)
     expected = run(job, ("none", "none"), tmp_path / "memory")
-    monkeypatch.setattr(placement, "_TILE_NBYTES", range(3 * 2048 * 12, 3 * 2048 * 12 + 1))
+    monkeypatch.setattr(tiles, "_TILE_NBYTES", range(3 * 2048 * 12, 3 * 2048 * 12 + 1))
     use_queue(monkeypatch, lambda: LateQueue(2, 0.002))
     assert_same(expected, run(job, ("nvme", "nvme"), tmp_path / "tiles"), "whole and in tiles")

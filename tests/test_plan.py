@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def test_a_step_on_drives_is_what_the_formula_says(billions: int, layers: int) -
 
 
 def test_with_all_in_memory_compute_is_all_there_is(shape: Shape) -> None:
-    machine = described("H200", 2048 * GIB)._replace(gpu_memory=1024 * GIB)
+    machine = replace(described("H200", 2048 * GIB), gpu_memory=1024 * GIB)
     planned = plan(shape, machine, Load(8), weights="none", states="none")
     assert planned.timing.limit == "compute"
     assert planned.timing.compute_seconds <= planned.timing.seconds <= 1.05 * planned.timing.compute_seconds
@@ -175,14 +176,14 @@ def test_faster_parts_never_make_a_step_slower(shape: Shape) -> None:
     machine = described("RTX 4090", 64 * GIB, [parse_drive("3GB/s")], memory=40e9)
     before = plan(shape, machine, Load(2, 1, True)).timing.seconds
     for name in ("matmul", "weights", "fresh", "elementwise", "upload", "download", "optimizer", "gradient"):
-        faster = machine._replace(**{name: 2 * getattr(machine, name)})
+        faster = replace(machine, **{name: 2 * getattr(machine, name)})
         assert plan(shape, faster, Load(2, 1, True)).timing.seconds <= before * 1.001, name
-    drives = machine._replace(drives=machine.drives * 2)
+    drives = replace(machine, drives=machine.drives * 2)
     assert plan(shape, drives, Load(2, 1, True)).timing.seconds < 0.6 * before
 
 
 def test_tokens_that_hide_are_the_least_that_do(shape: Shape) -> None:
-    machine = described("RTX 4090", 64 * GIB, [parse_drive("14GB/s")])._replace(gpu_memory=1 << 50)
+    machine = replace(described("RTX 4090", 64 * GIB, [parse_drive("14GB/s")]), gpu_memory=1 << 50)
     planned = plan(shape, machine, Load(1, 1, True), host_memory=50 * GIB)
     tokens = timing.hiding_tokens(planned.memory, shape, machine, planned.load)
     assert tokens is not None and tokens % shape.sequence == 0
@@ -194,7 +195,7 @@ def test_tokens_that_hide_are_the_least_that_do(shape: Shape) -> None:
 
 
 def test_the_optimizer_on_a_cpu_takes_cores() -> None:
-    machine = described("RTX 4090", 1024 * GIB)._replace(gpu_memory=0)
+    machine = replace(described("RTX 4090", 1024 * GIB), gpu_memory=0)
     planned = plan(from_count(10**9, 16, 512), machine, Load(1), weights="none", states="none")
     kernel = 10**9 / machine.optimizer
     assert planned.timing.seconds == pytest.approx(planned.timing.compute_seconds + kernel, rel=0.02)
@@ -240,7 +241,7 @@ def test_the_recommended_host_budget_is_what_pays(shape: Shape) -> None:
     advised = choice.recommended_host(by_default)
     assert advised == choice.recommended_host(tight) > by_default.memory.host
     assert plan(shape, machine, Load(1, 1, True), host_memory=advised).timing.seconds < by_default.timing.seconds / 1.03
-    slow = plan(shape, machine._replace(matmul=1e12), Load(1, 1, True))
+    slow = plan(shape, replace(machine, matmul=1e12), Load(1, 1, True))
     assert choice.recommended_host(slow) == by_default.memory.host, "compute hides it all"
 
 
@@ -256,7 +257,7 @@ def test_a_gpu_has_room_for_more_layers_the_less_activations_take() -> None:
     shape = from_count(13 * 10**9, 40, 2048)
     sizes = []
     for room in (24 * GIB, 40 * GIB, 80 * GIB):
-        machine = described("A100", 128 * GIB, [parse_drive("7GB/s")])._replace(gpu_memory=room)
+        machine = replace(described("A100", 128 * GIB, [parse_drive("7GB/s")]), gpu_memory=room)
         planned = plan(shape, machine, Load(2, 1, True))
         beside = timing.beside_weights(planned.memory, shape, planned.load)
         assert planned.memory.device + beside < room
@@ -267,7 +268,7 @@ def test_a_gpu_has_room_for_more_layers_the_less_activations_take() -> None:
 
 
 def test_no_drive_no_homes_there(shape: Shape) -> None:
-    machine = described("RTX 4090", 64 * GIB)._replace(drives=())
+    machine = replace(described("RTX 4090", 64 * GIB), drives=())
     with pytest.raises(BudgetError):
         choice.choose(shape, machine, Load(1), None)
     with pytest.raises(ConfigError, match="no drive"):
@@ -349,7 +350,7 @@ def test_what_is_added_up_on_a_gpu_leaves_it_with_the_last_micro_batch() -> None
     numel = small.layouts[3].trainable_stop
     alone = timing.backward(timing.forward(small, machine, 1), [0] * len(small.layouts), machine, False)
     for bus, longer in ((1e15, False), (1e9, True)):
-        slow = machine._replace(download=bus)
+        slow = replace(machine, download=bus)
         planned = plan(small, slow, Load(1, 4), weights="cpu", states="cpu")
         totals = dict(planned.memory.placement.added)
         assert len(totals) == len(small.layouts) and totals[3] == 4 * numel

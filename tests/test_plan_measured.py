@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def shape(tmp_path: Path) -> Shape:
 @pytest.fixture
 def machine() -> Hardware:
     """One whose compute is the CPU's, and whose rates are those of a GPU."""
-    return described("24GB", 64 * GIB)._replace(gpu_memory=0, handed_seconds=1e-3)
+    return replace(described("24GB", 64 * GIB), gpu_memory=0, handed_seconds=1e-3)
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_the_rates_come_to_what_was_timed(
     assert found.measured is not None and found.measured[:3] == (4, 4, 2.5)
     assert found.measured.by_probe_seconds == measured.compute_seconds(shape, machine, 3)
     same = ("matmul", "weights", "fresh", "elementwise", "measured")
-    assert found._replace(**{name: getattr(machine, name) for name in same}) == machine, "nothing else has changed"
+    assert replace(found, **{name: getattr(machine, name) for name in same}) == machine, "nothing else has changed"
 
 
 def test_a_model_without_room_is_measured_in_part(
@@ -88,12 +89,12 @@ def test_a_model_without_room_is_measured_in_part(
     least = 2 * measured._nbytes(one, 1, BF16)
     each = (2 * measured._nbytes(shape, 1, BF16) - least) // 3
     for more, taken in ((0, 1), (each - 1000, 1), (each + 1000, 2), (2 * each + 1000, 3), (3 * each + 1000, 4)):
-        found = measured.measured(machine._replace(ram=least + more), shape, Load(1), BF16)
+        found = measured.measured(replace(machine, ram=least + more), shape, Load(1), BF16)
         assert layers[-1] == taken, more
         part = from_name(shape.name, TOKENS, layers=taken)
         assert measured.compute_seconds(part, found, 1) == pytest.approx(1.0)
     with pytest.raises(ConfigError, match=r"the least of .* give a smaller --batch-size or --seq-len"):
-        measured.measured(machine._replace(ram=least - 1000), shape, Load(1), BF16)
+        measured.measured(replace(machine, ram=least - 1000), shape, Load(1), BF16)
 
 
 def test_a_model_that_would_take_long_is_measured_in_part(
@@ -103,7 +104,7 @@ def test_a_model_that_would_take_long_is_measured_in_part(
     whole = measured.compute_seconds(shape, machine, 1)
     slow = 1.5 * measured._PASS_SECONDS / whole  # all layers together take half as long again as they may
     rates = {name: getattr(machine, name) / slow for name in ("matmul", "weights", "fresh", "elementwise")}
-    measured.measured(machine._replace(**rates), shape, Load(1), BF16)
+    measured.measured(replace(machine, **rates), shape, Load(1), BF16)
     assert 1 <= layers[-1] < 4
 
 
@@ -124,7 +125,7 @@ def test_one_layer_that_takes_long_is_run(
     layers = taking(1.0)
     single = from_name(save_config(tmp_path / "single", layers=1), TOKENS)
     rates = {name: getattr(machine, name) / 1e9 for name in ("matmul", "weights", "fresh", "elementwise")}
-    measured.measured(machine._replace(**rates), single, Load(1), BF16)
+    measured.measured(replace(machine, **rates), single, Load(1), BF16)
     assert layers == [1]
 
 
@@ -139,7 +140,7 @@ def test_a_model_that_cannot_be_cut_is_run_where_it_fits(
     measured.measured(machine, mamba, Load(1), BF16)
     assert layers == [4]
     with pytest.raises(ConfigError, match=r"too large to be run as a whole.*cannot cut .*leave out --measure"):
-        measured.measured(machine._replace(ram=1000), mamba, Load(1), BF16)
+        measured.measured(replace(machine, ram=1000), mamba, Load(1), BF16)
 
 
 def test_layers_of_two_kinds_are_cut_together(tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ def test_a_real_model_is_run_and_leaves_nothing(shape: Shape, machine: Hardware)
 
 def test_the_hand_over_of_weights_is_not_the_models(shape: Shape, machine: Hardware) -> None:
     """What a model takes alone has none; a step has it once for each use in the forward and in the backward."""
-    free = machine._replace(handed_seconds=0.0)
+    free = replace(machine, handed_seconds=0.0)
     assert measured.compute_seconds(shape, machine, 1) == measured.compute_seconds(shape, free, 1)
     first, second = (sum(each.seconds for each in measured.forward(shape, on, 1)) for on in (machine, free))
     assert first - second == pytest.approx(len(shape.uses) * 1e-3)

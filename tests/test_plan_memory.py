@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offload
-from offload.engine.placement import free_host_memory
+from offload.engine.layout import layouts_of
 from offload.engine.units import find_units
-from offload.errors import BudgetError
+from offload.errors import BudgetError, ConfigError
 from offload.planner import memory as planning
-from offload.planner.memory import Memory, Room, layouts_of, settle
+from offload.planner.memory import Memory, Room, settle
 from offload.sizes import GIB, MIB
+from offload.swapper.limits import free_host_memory
 from offload.swapper.residency import Tier
 from offload.swapper.states import State
 from tests.sampling import examples
@@ -165,6 +166,19 @@ def test_a_drive_without_room_for_two_slots_takes_one() -> None:
     layouts, count = blocks(8, 1 << 20), 8 << 20
     memory = settle(layouts, planning.settings(), Room(GIB, GIB, 20 * count))
     assert memory.slots == 1 and memory.stored == 12 * count and "durability none" in memory.notices[-1]
+
+
+def test_what_a_run_refuses_is_refused_by_the_plan() -> None:
+    """In the same words: durable steps need a drive, and a drive that has not the room is no drive."""
+    layouts, count = blocks(8, 1 << 20), 8 << 20
+    content = planning.settings("cpu", "cpu", durability={"every": 2})
+    with pytest.raises(ConfigError, match="asks for a store, but no nvme_path is given") as planned:
+        settle(layouts, content, Room(GIB, GIB, None))
+    with pytest.raises(ConfigError) as ran:
+        offload.initialize(model=nn.Linear(8, 8), config=content)
+    assert str(planned.value) == str(ran.value)
+    with pytest.raises(ConfigError, match='"durability" needs'):
+        settle(layouts, planning.settings(durability="step"), Room(GIB, GIB, 20 * count))
 
 
 def test_states_kept_in_memory_have_their_slots_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -30,7 +31,7 @@ def machine(on_cpu: bool, drive: str, dtype: str = "bf16", **rates: float) -> Ha
         "elementwise": 1e10,
         "handed_seconds": 4e-4,
     }
-    return found._replace(**(of_cpu if on_cpu else {}) | rates)
+    return replace(found, **(of_cpu if on_cpu else {}) | rates)
 
 
 def planned(shape: Shape, on: Hardware, load: Load, homes: tuple[str, str], **options: int) -> choice.Planned:
@@ -95,7 +96,7 @@ def test_weights_and_activations_of_fp32_have_four_bytes() -> None:
     on = {dtype: machine(True, "5GB/s", dtype) for dtype in ("bf16", "fp32")}
     for name, more in (("weights", 2.0), ("elementwise", 1.3)):
         seconds = {
-            dtype: sum(each.seconds for each in timing.forward(small(of.itemsize), of._replace(**{name: 1e7}), 1))
+            dtype: sum(each.seconds for each in timing.forward(small(of.itemsize), replace(of, **{name: 1e7}), 1))
             for dtype, of in on.items()
         }
         assert seconds["fp32"] > more * 0.95 * seconds["bf16"], name

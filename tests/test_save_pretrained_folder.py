@@ -14,6 +14,7 @@ import pytest
 import transformers
 
 import offload
+from offload import fileio
 from offload.engine import model_folder, tensor_file
 from offload.errors import IoError, OffloadError, StoreError
 from tests.oracle import assert_same_tensors, train_step
@@ -73,7 +74,7 @@ def test_a_disk_that_is_full_leaves_what_was_there(
     def full_file(*_: Any) -> None:
         raise IoError(str(out), 0, 0, errno.ENOSPC, "write")
 
-    tokenizer, opened = a_tokenizer(), Path.open
+    tokenizer = a_tokenizer()
     with monkeypatch.context() as patch:
         if failure == "room":
             usage = shutil.disk_usage(tmp_path)
@@ -83,9 +84,7 @@ def test_a_disk_that_is_full_leaves_what_was_there(
         elif failure == "write":
             patch.setattr(tensor_file.Writer, "write", full_file)
         elif failure == "config":
-            patch.setattr(
-                Path, "open", lambda path, *mode, **how: full() if "x" in mode else opened(path, *mode, **how)
-            )
+            patch.setattr(fileio, "write_new", full)
         else:
             patch.setattr(type(tokenizer), "save_pretrained", full)
         with pytest.raises((StoreError, OSError)) as error:

@@ -14,8 +14,8 @@ import offload
 from offload.aio import IoQueue
 from offload.cli import app
 from offload.errors import StoreError
+from offload.fileio import locked_dir
 from offload.swapper.store import Store, find_removal, remove_run, run_status
-from offload.swapper.store import folder as folder_module
 from offload.swapper.store.folder import Lock
 from offload.swapper.store.record import was_committed
 from tests import models, rank_pool, warm
@@ -216,16 +216,16 @@ def test_a_run_that_another_process_has_made_meanwhile(tmp_path: Path, queue: Io
 def test_a_lock_of_a_folder_that_was_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process removes the folder and makes it anew between the two calls of whoever locks it."""
     (tmp_path / "rank0").mkdir()
-    real, others = folder_module._lock, list[Lock]()
+    real, others = locked_dir._flock, list[Lock]()
 
-    def remade(descriptor: int) -> None:
+    def remade(descriptor: int, operation: int) -> None:
         monkeypatch.undo()
         shutil.rmtree(tmp_path / "rank0")
         (tmp_path / "rank0").mkdir()
         others.append(Lock(tmp_path / "rank0"))
-        real(descriptor)
+        real(descriptor, operation)
 
-    monkeypatch.setattr(folder_module, "_lock", remade)
+    monkeypatch.setattr(locked_dir, "_flock", remade)
     with pytest.raises(StoreError, match="in use by"):
         Lock(tmp_path / "rank0")
     others[0].release()

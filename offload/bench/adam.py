@@ -11,6 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,8 @@ class Case(NamedTuple):
     isa: str
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
     """One contender: medians of the rounds."""
 
     name: str
@@ -154,12 +156,15 @@ def _rows(
         mine, bound = taken[1:], seconds["probe"][1:]  # the first touches memory and finds its kernels
         median = statistics.median(mine)
         yield Row(
-            name,
-            arrays.weight.numel(),
-            *case,
-            median * 1e3,
-            arrays.weight.numel() * arrays.bytes_per_parameter / median / 1e9,
-            statistics.median(p / m for p, m in zip(bound, mine, strict=True)),
+            name=name,
+            numel=arrays.weight.numel(),
+            weight_dtype=case.weight_dtype,
+            grad_dtype=case.grad_dtype,
+            threads=case.threads,
+            isa=case.isa,
+            ms=median * 1e3,
+            gb_per_s=arrays.weight.numel() * arrays.bytes_per_parameter / median / 1e9,
+            of_probe=statistics.median(p / m for p, m in zip(bound, mine, strict=True)),
         )
 
 
@@ -236,7 +241,7 @@ def as_json(machine: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
     return {
         "machine": machine,
         "rows": [
-            {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row._asdict().items()}
+            {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in asdict(row).items()}
             for row in rows
         ],
     }

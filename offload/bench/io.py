@@ -13,6 +13,7 @@ import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -36,7 +37,8 @@ class Case(NamedTuple):
     depth: int
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
     """What one contender did in one operation: medians of the rounds."""
 
     backend: str
@@ -61,7 +63,8 @@ class Contender(Protocol):
     def close(self) -> None: ...
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
     """What to measure."""
 
     folders: tuple[str, ...]
@@ -116,13 +119,13 @@ def make_plan(
     ordered = sorted(chosen, key=known.index)
     cases = tuple(Case(name, block, depth) for name in ordered for block in blocks for depth in depths)
     return Plan(
-        tuple(folders),
-        cases,
-        tuple(dict.fromkeys(operations or OPERATIONS)),
-        nbytes,
-        request_bytes,
-        rounds,
-        with_fio and shutil.which("fio") is not None,
+        folders=tuple(folders),
+        cases=cases,
+        operations=tuple(dict.fromkeys(operations or OPERATIONS)),
+        nbytes=nbytes,
+        request_bytes=request_bytes,
+        rounds=rounds,
+        with_fio=with_fio and shutil.which("fio") is not None,
     )
 
 
@@ -226,16 +229,16 @@ def _row(case: Case, operation: str, passes: Passes, contender: Contender) -> Ro
     mine = passes[case, operation]
     p50, p99 = (contender.latency(operation, fraction) for fraction in (0.5, 0.99))
     return Row(
-        case.backend,
-        operation,
-        case.block_bytes,
-        case.depth,
-        mine[0].nbytes,
-        statistics.median(each.nbytes / each.seconds for each in mine) / 1e9,
-        _of_fio(case, operation, passes),
-        statistics.median(each.cpu_seconds / each.nbytes for each in mine) * 1e9,
-        None if p50 is None else p50 * 1e6,
-        None if p99 is None else p99 * 1e6,
+        backend=case.backend,
+        op=operation,
+        block_bytes=case.block_bytes,
+        depth=case.depth,
+        bytes=mine[0].nbytes,
+        gb_per_s=statistics.median(each.nbytes / each.seconds for each in mine) / 1e9,
+        of_fio=_of_fio(case, operation, passes),
+        cpu_s_per_gb=statistics.median(each.cpu_seconds / each.nbytes for each in mine) * 1e9,
+        p50_us=None if p50 is None else p50 * 1e6,
+        p99_us=None if p99 is None else p99 * 1e6,
     )
 
 
@@ -315,7 +318,7 @@ def as_json(machine: dict[str, Any], plan: Plan, rows: Iterable[Row]) -> dict[st
         "machine": machine,
         "paths": list(plan.folders),
         "rounds": plan.rounds,
-        "rows": [{key: _rounded(value) for key, value in row._asdict().items()} for row in rows],
+        "rows": [{key: _rounded(value) for key, value in asdict(row).items()} for row in rows],
     }
 
 

@@ -13,6 +13,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,8 +139,15 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
 
 
 def _in_memory(plan: Plan) -> Plan:
-    return plan._replace(
-        folders=(), weights="none", states="none", durability="none", host_memory=None, device_memory=None, overlap=True
+    return replace(
+        plan,
+        folders=(),
+        weights="none",
+        states="none",
+        durability="none",
+        host_memory=None,
+        device_memory=None,
+        overlap=True,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from offload.bench.swap_plan import BACKWARD, Plan
@@ -45,7 +46,8 @@ class Turn(NamedTuple):
     kernel_written_bytes: float | None
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
     """A step at one `compute_ms`: medians of all counted steps of all rounds, bytes are means."""
 
     compute_ms: float
@@ -174,7 +176,7 @@ def as_json(machine: dict[str, Any], plan: Plan, result: Result) -> dict[str, An
         "drive": {
             f"{name}_gb_per_s": rounded(value / 1e9) for name, value in zip(Rates._fields, result.rates, strict=True)
         },
-        "rows": [{key: rounded(value) for key, value in row._asdict().items()} for row in result.rows],
+        "rows": [{key: rounded(value) for key, value in asdict(row).items()} for row in result.rows],
     }
 
 

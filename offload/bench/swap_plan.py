@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -25,7 +25,8 @@ _TILES = 96 * MIB
 _DEVICE_UNITS = 3
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
     """What to measure."""
 
     folders: tuple[str, ...]
@@ -99,30 +100,30 @@ def make_plan(
     `in_memory` None measures compute in memory where there is room for it.
     """
     plan = Plan(
-        tuple(folders),
-        units,
-        unit_bytes // PAGE * PAGE,
-        tuple(dict.fromkeys(compute_ms or (50.0,))),
-        steps,
-        rounds,
-        accumulation,
-        weights,
-        states,
-        durability,
-        host_memory,
-        device_memory,
-        overlap,
-        busy,
-        True,
-        backend,
-        block_bytes,
-        depth,
-        align_up(probe_bytes),
+        folders=tuple(folders),
+        units=units,
+        unit_bytes=unit_bytes // PAGE * PAGE,
+        compute_ms=tuple(dict.fromkeys(compute_ms or (50.0,))),
+        steps=steps,
+        rounds=rounds,
+        accumulation=accumulation,
+        weights=weights,
+        states=states,
+        durability=durability,
+        host_memory=host_memory,
+        device_memory=device_memory,
+        overlap=overlap,
+        busy=busy,
+        in_memory=True,
+        backend=backend,
+        block_bytes=block_bytes,
+        depth=depth,
+        probe_bytes=align_up(probe_bytes),
     )
     _check_numbers(plan, unit_bytes, probe_bytes)
     _check_words(plan)
     _check_room(plan)
-    return plan._replace(in_memory=_fits_in_memory(plan, in_memory))
+    return replace(plan, in_memory=_fits_in_memory(plan, in_memory))
 
 
 def _check_numbers(plan: Plan, unit_bytes: int, probe_bytes: int) -> None:

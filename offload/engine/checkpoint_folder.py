@@ -19,16 +19,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import json
 import logging
 import os
 import re
-import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from offload import fileio
 from offload.engine.checkpoint_files import (
     LATEST,
     MANIFEST,
@@ -39,7 +37,7 @@ from offload.engine.checkpoint_files import (
     wrong_files,
 )
 from offload.errors import IoError, StoreError
-from offload.swapper.store.folder import sync_folder
+from offload.fileio import DirLock, LockHeldError, holder_of, replace_durably, sync_folder
 
 logger = logging.getLogger("offload")
 
@@ -47,7 +45,7 @@ LOCK = ".offload.lock"
 _FILES = re.compile(r"manifest\.json|(states|progress)\.rank\d+\.safetensors")
 _NAMES = re.compile(r"\.(?P<tag>[^.].*)\.(?P<what>partial|old|removed)", re.DOTALL)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_TRIES, _PAUSE = 20, 0.01
+_TRIES = 20
 """Who asks by `saver` has the lock for a moment, which is waited for. A save is not."""
 
 
@@ -62,71 +60,26 @@ def only_save(folder: Path, tag: str, lock: Path | None = None) -> Iterator[None
     """
     path = folder / LOCK if lock is None else lock
     with told(path, "lock"):
-        descriptor = _lock(path, folder, tag)
+        try:
+            held = DirLock(path, f" ({tag})", mode=0o666, tries=_TRIES)
+        except LockHeldError as error:
+            raise StoreError(
+                f"{folder} is being saved to by {error.holder}: save again when that is done, or give each run a "
+                f"folder of its own"
+            ) from None
+    if held.refused is not None:
+        logger.warning(
+            "%s cannot be locked (%s): nothing else may save into %s now", path, held.refused.strerror, folder
+        )
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            if _is_at(descriptor, path):
-                os.unlink(path)  # while it is locked: the next one sees that it has locked what is gone
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough where a child was forked meanwhile
-        os.close(descriptor)
-
-
-def _lock(path: Path, folder: Path, tag: str) -> int:
-    """The descriptor of the lock's file, which is there and locked."""
-    held_by = ""
-    for _ in range(_TRIES):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                logger.warning(
-                    "%s cannot be locked (%s): nothing else may save into %s now", path, error.strerror, folder
-                )
-                return descriptor
-            held_by = _told_by(descriptor)
-        else:
-            if _is_at(descriptor, path):
-                with contextlib.suppress(OSError):  # a disk that is full
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} ({tag})".encode(), 0)
-                return descriptor
-        os.close(descriptor)
-        time.sleep(_PAUSE)
-    raise StoreError(
-        f"{folder} is being saved to by {held_by or 'another process'}: save again when that is done, or give "
-        f"each run a folder of its own"
-    )
+        held.remove()
 
 
 def saver(folder: Path) -> str | None:
-    """Who saves into `folder` now, as it has written itself down; None where nobody does. Keeps nothing."""
-    try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return _told_by(descriptor) if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-    finally:
-        os.close(descriptor)
-    return None
-
-
-def _told_by(descriptor: int) -> str:
-    return os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "another process"
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether this is the file that has the name."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except FileNotFoundError:
-        return False
+    """Returns who saves into `folder` now, as it has written itself down; None where nobody does. Keeps nothing."""
+    return holder_of(folder / LOCK)
 
 
 # -- what is ours -------------------------------------------------------------------------------------
@@ -234,17 +187,9 @@ def told(path: Path, operation: str) -> Iterator[None]:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file that is not there, durably."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    """Writes a file that is not there, durably. Raises `IoError`."""
     with told(path, "write"):
-        descriptor = os.open(path, flags, 0o666)
-        try:
-            done = 0
-            while done < len(data):
-                done += os.write(descriptor, memoryview(data)[done:])
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        fileio.write_new(path, data)
 
 
 def make_folder(folder: Path) -> None:
@@ -302,8 +247,7 @@ def end_folder(checkpoint: Path, latest: bool) -> None:
             os.rename(partial, checkpoint)
         sync_folder(folder)
         if latest:
-            os.replace(new, folder / LATEST)
-            sync_folder(folder)
+            replace_durably(new, folder / LATEST)
     for left in (going, old):  # all is there by now, and what stays is removed by the next save
         with contextlib.suppress(OSError):
             if left is not None and left.exists():

@@ -12,30 +12,14 @@ from collections.abc import Iterator
 
 import torch
 
-from offload.engine.placement import DeviceNeed
+from offload.engine.device_need import DeviceNeed, growth
 from offload.errors import BudgetError
-from offload.sizes import MIB, PAGE, format_size
+from offload.sizes import format_size
 from offload.swapper.arena import DeviceArena
-from offload.swapper.device import Device, DeviceRoom
+from offload.swapper.device import Device
 from offload.swapper.pager import Pager
 
 logger = logging.getLogger("offload")
-
-_MARGIN = 256 * MIB
-"""For what libraries allocate later."""
-
-
-def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
-    """Bytes that an arena of `nbytes` takes after the first step, of the `room` that this has left.
-
-    Half as much as its activations took stays free beside them, for sequences that are longer; as much again where
-    totals of gradients would take it, which help less than weights. Less than the largest unit is not worth it.
-    """
-    free = min(need.most - nbytes, room.free - room.kept // 2 - _MARGIN) // PAGE * PAGE
-    if nbytes + free > need.weights:
-        totals = need.added(min(nbytes + free, nbytes + room.free - room.kept - _MARGIN))
-        free = need.weights - nbytes + sum(each for _, each in totals)
-    return free if free >= max(need.unit, PAGE) else 0
 
 
 def grow(pager: Pager, need: DeviceNeed, device: Device) -> dict[int, torch.Tensor]:

@@ -11,7 +11,7 @@ next use, since a forward and a backward are no sweep.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -25,7 +25,8 @@ Homes = tuple[Mapping[State, Tier], ...]
 """For each unit the home of each state that this rank has of it; of GRAD, where it waits for its update."""
 
 
-class Partitions(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partitions:
     """Bytes of each state of each unit that this rank holds. Units without trainable elements have a weight only."""
 
     nbytes: tuple[Mapping[State, int], ...]
@@ -48,7 +49,8 @@ class Partitions(NamedTuple):
         return max(self.unit_nbytes, default=0)
 
 
-class Wish(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
     """What the config asks for. Counts are of elements, as in DeepSpeed's files; None leaves the choice to us."""
 
     weights: Tier
@@ -87,14 +89,14 @@ def partitions(
         rows.append(row)
     itemsize = mode.weight_dtype.itemsize
     return Partitions(
-        tuple(rows),
-        tuple(trainable),
-        tuple(layout.numel * itemsize for layout in layouts),
-        max((layout.trainable_stop * itemsize for layout in layouts), default=0),
-        gradient_dtype,
-        world_size == 1,
-        max((s.numel for layout in layouts for s in layout.segments if s.trainable), default=0),
-        tuple(len(layout.frozen(rank, world_size)) * itemsize for layout in layouts),
+        nbytes=tuple(rows),
+        trainable_numel=tuple(trainable),
+        unit_nbytes=tuple(layout.numel * itemsize for layout in layouts),
+        largest_gradient=max((layout.trainable_stop * itemsize for layout in layouts), default=0),
+        gradient_dtype=gradient_dtype,
+        alone=world_size == 1,
+        largest_parameter=max((s.numel for layout in layouts for s in layout.segments if s.trainable), default=0),
+        frozen=tuple(len(layout.frozen(rank, world_size)) * itemsize for layout in layouts),
     )
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -33,14 +34,14 @@ from offload.engine.meter import Meter
 from offload.engine.monitor import check_monitor, make_reporter
 from offload.engine.optimizer import Optimizer, refuse_others
 from offload.engine.parts import Choices, Parts, close_all
-from offload.engine.plan import Plan, compute_device, decide, summary
+from offload.engine.plan import Plan, decide, summary
 from offload.engine.progress import Progress, persistent_buffers
 from offload.engine.ranks import Ranks, join_ranks
 from offload.engine.rendezvous import UNABLE, meet_others, stay_away
 from offload.errors import ConfigError, StoreError
 from offload.notices import tell
 from offload.sizes import count_of
-from offload.swapper.device import Device, open_device
+from offload.swapper.device import Device, compute_device, open_device
 from offload.swapper.drive_spans import DriveSpans
 from offload.swapper.relay import Relay
 from offload.swapper.shared_queue import SharedQueue
@@ -135,10 +136,10 @@ def _initialize(
     plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept)
     schedule, notices = schedule_choice.choose(loaded.scheduler, lr_scheduler, chosen)
     as_trained = _as_trained(loaded, plan.world_size, model)
-    plan = plan._replace(notices=(*plan.notices, *as_trained, *notices, *chosen.notices()))
+    plan = dataclasses.replace(plan, notices=(*plan.notices, *as_trained, *notices, *chosen.notices()))
     if optimizer is not None and loaded.optimizer is not None:
         unused = f"the optimizer {loaded.optimizer.type} of the config is not used: optimizer= is given"
-        plan = plan._replace(notices=(*plan.notices, unused))
+        plan = dataclasses.replace(plan, notices=(*plan.notices, unused))
     loader = None
     if training_data is not None:
         loader = load(

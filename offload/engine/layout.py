@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import nn
 
 from offload.engine.packed import Kept, packed_nbytes
+from offload.engine.units import Units
 from offload.sizes import PAGE, align_up
 
 _ALIGNMENT = 32
@@ -108,3 +109,13 @@ def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[Kept, ...]]) -> UnitL
         segments.append(segment._replace(kept=kept.get(segment.name, ()), packed_start=end))
         end = segments[-1].packed.stop
     return layout._replace(segments=tuple(segments))
+
+
+def layouts_of(
+    model: nn.Module, units: Units, world_size: int = 1, kept: Mapping[str, tuple[Kept, ...]] = {}
+) -> tuple[UnitLayout, ...]:
+    """Returns the layout of every unit of `model`; `kept` are the states of an optimizer of torch, by parameter."""
+    return tuple(
+        with_kept(lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], world_size), kept)
+        for unit in units.units
+    )

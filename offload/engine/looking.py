@@ -25,11 +25,12 @@ from offload.engine.packed import unpack
 from offload.engine.parts import Parts
 from offload.engine.pieces import Piece, pieces
 from offload.engine.placeholder import Place
-from offload.engine.placement import CHUNK, free_host_memory
+from offload.engine.placement import CHUNK
 from offload.engine.rounds import Kind
 from offload.engine.together import Together, together
 from offload.errors import BudgetError, UsageError
 from offload.sizes import format_size
+from offload.swapper.limits import free_host_memory
 from offload.swapper.states import State
 from offload.swapper.store import Future
 

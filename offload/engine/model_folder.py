@@ -24,8 +24,8 @@ from pathlib import Path
 from offload.engine.checkpoint_folder import LOCK, exchange, make_folder, only_save, told
 from offload.engine.model_files import CONFIG, GENERATION, INDEX, SINGLE
 from offload.errors import IoError, StoreError
+from offload.fileio import sync_folder
 from offload.sizes import format_size
-from offload.swapper.store.folder import sync_folder
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _HEADS = (CONFIG, INDEX, SINGLE, "adapter_config.json")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from offload.aio import aligned_empty
-from offload.engine.checkpoint_folder import told
+from offload.engine.checkpoint_folder import write_new
 from offload.engine.description import described_layouts
 from offload.engine.layout import UnitLayout
 from offload.engine.masters import join, sources
@@ -240,10 +239,7 @@ def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with told(path, "write"), path.open("x") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_new(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 # -- reading ------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from offload.config import OptimizerBlock
+from offload.engine.config_request import rule_name
 from offload.engine.optimizer import Optimizer, plain
 from offload.engine.packed import Kept
 from offload.engine.rules import RULES, rule_of
@@ -90,14 +91,6 @@ def from_config(params: Iterable[Any], block: OptimizerBlock) -> Optimizer:
     rule = RULES[name]
     defaults = {"lr": block.params.lr, **{key: settings[key] for key in rule.keys if key != "lr"}}
     return Optimizer(groups, defaults, rule)
-
-
-def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)) -> str:
-    """The name of the rule by which the config's block updates such groups."""
-    name = {"Adam": ADAM, "AdamW": ADAM}.get(block.type, block.type.lower())
-    if name == "sgd" and any({**block.settings, **group}["momentum"] for group in groups):
-        return "momentum"
-    return name
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:

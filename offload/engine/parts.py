@@ -9,13 +9,13 @@ import torch
 
 from offload.config import Config
 from offload.engine.bindings import Bindings
+from offload.engine.device_need import DeviceNeed
 from offload.engine.gradients import Gradients
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
 from offload.engine.layout import UnitLayout
 from offload.engine.loss_scale import LossScaler
 from offload.engine.meter import Meter
-from offload.engine.placement import DeviceNeed
 from offload.engine.ranks import Ranks
 from offload.engine.rounds import Rounds
 from offload.engine.updater import Updater
@@ -45,7 +45,7 @@ class Choices(NamedTuple):
     """All else that it says."""
     scaler: LossScaler | None = None
     """In fp16."""
-    device_need: DeviceNeed = DeviceNeed(0, 0, 0, 0)
+    device_need: DeviceNeed = DeviceNeed(least=0, most=0, unit=0, weights=0)
 
 
 def resized(choices: Choices, total: int, ranks: int, gradients: torch.dtype | None) -> Choices:

@@ -5,13 +5,11 @@ Pure functions. What they decide is carried out in `initialize`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import psutil
-import torch
-
+from offload.engine.device_need import DeviceNeed
 from offload.engine.homes import (
     Homes,
     Partitions,
@@ -26,13 +24,13 @@ from offload.engine.homes import (
     ways_down,
     with_home,
 )
+from offload.engine.tiles import pipeline, tile_growth, tiles
 from offload.errors import BudgetError
-from offload.kernels.lamb import BLOCK as LAMB_BLOCK
 from offload.notices import Remark
 from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.swapper.arena import check_budget
-from offload.swapper.host import TILE_BUFFERS, Classes
-from offload.swapper.modes import ADAM, LAMB, TORCH, Mode
+from offload.swapper.host import Classes
+from offload.swapper.modes import ADAM, TORCH, Mode
 from offload.swapper.residency import Tier
 from offload.swapper.states import State
 from offload.swapper.store import StoreSpec
@@ -40,24 +38,20 @@ from offload.swapper.store import StoreSpec
 STAGING_BUFFERS = 3
 WINDOWS = 3
 """Buffers of gradients that spill: one is filled while the others are written."""
-_TILE_STEP = 2048
-"""Elements: 4096 bytes of the smallest state."""
 CHUNK = 1 << 22
 """Elements of a parameter's gradient that are added, and whose squares are summed, at a time: everywhere the same."""
 
 _STREAM_NBYTES = 16 * MIB
 """A lease of weights where there is no room for two of the largest unit, which then comes piece by piece."""
 _WINDOW_NBYTES = 32 * MIB
-_WHOLE_UNITS = 3
-"""Tiles where each is a whole unit, for an optimizer of torch: one is read, one computed, one written."""
-_TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
 _DEVICE_UNITS = 3
 _HOST_SHARE = 0.8
 _GRADIENT_SHARE = 0.75
 """Of what is free on the device, for all that lives there and its gradients: activations need the rest."""
 
 
-class Machine(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
     """What there is to place things in."""
 
     free_host: int
@@ -73,26 +67,8 @@ class Machine(NamedTuple):
     """Whether the device has a kernel of its own for AdamW, and for sums of squares."""
 
 
-class DeviceNeed(NamedTuple):
-    """Bytes of the device arena."""
-
-    least: int
-    """What works: homes there, gradients to be reduced, and the largest unit that comes and goes."""
-    most: int
-    """What it may grow to, once a step has shown what activations leave free."""
-    unit: int
-    """The largest unit that comes and goes."""
-    weights: int
-    """All that the units need, so that none has to go: what is beyond is for `totals`."""
-    totals: tuple[tuple[int, int], ...] = ()
-    """Units whose gradients may be added up there, and the bytes of each; whom it helps most is first."""
-
-    def added(self, nbytes: int) -> tuple[tuple[int, int], ...]:
-        """Those of `totals` that an arena of `nbytes` has room for."""
-        return that_fit(self.totals, nbytes - self.weights)
-
-
-class Placement(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
     """The homes of this rank's partitions, and the memory that they and the work on them take."""
 
     homes: Homes
@@ -131,7 +107,7 @@ class Placement(NamedTuple):
     def grown(self, nbytes: int) -> Placement:
         """With so much more of the device, as after a first step."""
         device_nbytes = self.device_nbytes + nbytes
-        return self._replace(device_nbytes=device_nbytes, added=self.device_need.added(device_nbytes))
+        return replace(self, device_nbytes=device_nbytes, added=self.device_need.added(device_nbytes))
 
     def tiers(self, *states: State) -> str:
         """Where these states are, in words: "disk", or "host and disk"."""
@@ -143,7 +119,7 @@ class Placement(NamedTuple):
         """For a store that does not keep what is at home above it: what was raised stays where it is."""
         nbytes = sum(align_up(parts.nbytes[unit][state]) for unit, state in self.raised)
         classes = self.classes._replace(homes=self.classes.homes + nbytes, cache=self.classes.cache - nbytes)
-        return self._replace(classes=classes, raised=())
+        return replace(self, classes=classes, raised=())
 
     def stored(self, parts: Partitions, slots: int) -> tuple[Mapping[State, int], ...]:
         """Bytes of each state that a store of so many slots keeps: 2 durable, 1 in place, 0 where there is none."""
@@ -210,16 +186,19 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
             f"host budget of {format_size(sum(classes))}; {format_size(machine.free_host)} is free: lower "
             f'"device_memory" or "host_memory", or move homes from the device to cpu or nvme'
         )
+    tile_numel, tile_buffers, scratch_nbytes = tiles(parts, mode, homes, classes.tiles)
     return Placement(
-        homes,
-        raised,
-        classes,
-        device_nbytes,
-        device_need,
-        device_need.added(device_nbytes),
-        *_tiles(parts, mode, homes, classes.tiles),
-        _window_nbytes(parts, homes) // parts.gradient_dtype.itemsize,
-        tuple(notices),
+        homes=homes,
+        raised=raised,
+        classes=classes,
+        device_nbytes=device_nbytes,
+        device_need=device_need,
+        added=device_need.added(device_nbytes),
+        tile_numel=tile_numel,
+        tile_buffers=tile_buffers,
+        scratch_nbytes=scratch_nbytes,
+        window_numel=_window_nbytes(parts, homes) // parts.gradient_dtype.itemsize,
+        notices=tuple(notices),
     )
 
 
@@ -275,7 +254,7 @@ def _too_small(wish: Wish, mode: Mode, budget: int, machine: Machine, least: Cla
 
 
 def _needs(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, homes: Homes) -> _Need:
-    small, large = _pipeline(parts, mode, wish, homes)
+    small, large = pipeline(parts, mode, wish, homes)
     largest = max((n for _, n in _disk_weights(parts, homes)), default=0)
     buffer = 0 if machine.host_addressable else min(CHUNK * 4, align_up(2 * parts.largest_gradient))
     gradients = WINDOWS * align_up(_window_nbytes(parts, homes))
@@ -292,79 +271,13 @@ def _cut(parts: Partitions, wish: Wish, mode: Mode, homes: Homes, need: _Need, b
     room = budget - sum(least)
     weights = min(most.weights, (least.weights + room) // (2 * PAGE) * (2 * PAGE))
     room -= weights - least.weights
-    step = _tile_growth(parts, mode, homes)
+    step = tile_growth(parts, mode, homes)
     tiles = min(most.tiles, least.tiles + (room // step * step if step else 0))
     room -= tiles - least.tiles
     cache = _cacheable(parts, homes, weights)
     if wish.host_memory is None or wish.cached_weights is not None:
         cache = min(cache, max((wish.cached_weights or 0) * mode.weight_dtype.itemsize - weights, 0))
     return least._replace(tiles=tiles, weights=weights, cache=min(cache, room) // PAGE * PAGE)
-
-
-def _pipeline(parts: Partitions, mode: Mode, wish: Wish, homes: Homes) -> tuple[int, int]:
-    """Bytes of the smallest and the largest class of tiles."""
-    numel = max(parts.trainable_numel, default=0)
-    if not numel:
-        return 0, 0
-    step = _tile_growth(parts, mode, homes)
-    if mode.optimizer == TORCH:
-        return _scratch_nbytes(parts, mode) + step, _scratch_nbytes(parts, mode) + _WHOLE_UNITS * step
-    element_bytes = _tile_element_bytes(parts, mode, homes)
-    if wish.tile is not None:
-        numel = min(numel, max(wish.tile, tile_step(mode)))
-    small, large = (
-        align_up(TILE_BUFFERS * min(numel * element_bytes, nbytes), step) or step
-        for nbytes in (_TILE_NBYTES[0], _TILE_NBYTES[-1])
-    )
-    return small, large
-
-
-def _tile_growth(parts: Partitions, mode: Mode, homes: Homes) -> int:
-    """Bytes by which the class of tiles may become larger: one more unit, or one more step of every tile."""
-    if not any(parts.trainable_numel):
-        return 0
-    if mode.optimizer == TORCH:
-        return _whole_unit_nbytes(parts, homes)
-    return TILE_BUFFERS * tile_step(mode) * _tile_element_bytes(parts, mode, homes)
-
-
-def _tiles(parts: Partitions, mode: Mode, homes: Homes, nbytes: int) -> tuple[int, int, int]:
-    """Elements of a tile, how many tiles there are, and bytes beside them, of a class of `nbytes`."""
-    if mode.optimizer == TORCH:
-        scratch = _scratch_nbytes(parts, mode) if nbytes else 0
-        buffers = (nbytes - scratch) // max(_whole_unit_nbytes(parts, homes), 1)
-        return max(parts.trainable_numel, default=0), buffers, scratch
-    step, element_bytes = tile_step(mode), _tile_element_bytes(parts, mode, homes)
-    return nbytes // TILE_BUFFERS // element_bytes // step * step, TILE_BUFFERS, 0
-
-
-def _whole_unit_nbytes(parts: Partitions, homes: Homes) -> int:
-    """Bytes of all that a tile holds where it is a whole unit, of the largest."""
-    return max(
-        sum(
-            align_up(nbytes)
-            for state, nbytes in row.items()
-            if state is not State.GRAD or home[State.GRAD] is Tier.DISK
-        )
-        for row, home, numel in zip(parts.nbytes, homes, parts.trainable_numel, strict=True)
-        if numel
-    )
-
-
-def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
-    """A gradient, and a master where it has no memory of its own."""
-    copies = 2 if State.RESIDUAL in mode.weights else 1
-    return copies * align_up(parts.largest_parameter * torch.float32.itemsize)
-
-
-def tile_step(mode: Mode) -> int:
-    """Elements of which a tile has a whole number: LAMB sums squares block by block."""
-    return LAMB_BLOCK if mode.optimizer == LAMB else _TILE_STEP
-
-
-def _tile_element_bytes(parts: Partitions, mode: Mode, homes: Homes) -> int:
-    """Bytes of all that a tile holds of one element: its states, and its gradient where some spill."""
-    return mode.element_bytes + (parts.gradient_dtype.itemsize if _window_nbytes(parts, homes) else 0)
 
 
 def _window_nbytes(parts: Partitions, homes: Homes) -> int:
@@ -416,7 +329,8 @@ def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, hom
         room = most = min(_DEVICE_UNITS * largest, live)
         if not machine.host_addressable:
             most = weights + sum(nbytes for _, nbytes in totals)
-    return fixed + room, DeviceNeed(least, fixed + most, largest, fixed + weights, totals)
+    need = DeviceNeed(least=least, most=fixed + most, unit=largest, weights=fixed + weights, totals=totals)
+    return fixed + room, need
 
 
 def _device_spare(parts: Partitions, wish: Wish, machine: Machine, homes: Homes) -> int:
@@ -443,37 +357,3 @@ def _moving(parts: Partitions, homes: Homes) -> list[int]:
 
 def _largest_moving(parts: Partitions, homes: Homes) -> int:
     return max(_moving(parts, homes), default=0)
-
-
-# -- the machine --------------------------------------------------------------------------------------
-
-
-def free_host_memory() -> int:
-    """Bytes that this process may still take: what the machine has available, within its cgroup's limit."""
-    free = int(psutil.virtual_memory().available)
-    return min([free, *(max(0, limit - used) for limit, used in memory_limits())])
-
-
-def memory_limits() -> Iterator[tuple[int, int]]:
-    """The limits of this process's cgroups, and what each has used, in bytes."""
-    for line in _read("/proc/self/cgroup").splitlines():
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0":
-            folder, limit_name, used_name = f"/sys/fs/cgroup{path}", "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            folder = f"/sys/fs/cgroup/memory{path}"
-            limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        # Inside of a container the path may be that of the host: then the mount itself is our cgroup.
-        for place in (folder, folder[: -len(path)]):
-            limit, used = _read(f"{place}/{limit_name}").strip(), _read(f"{place}/{used_name}").strip()
-            if limit.isdigit() and used.isdigit():
-                yield int(limit), int(used)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

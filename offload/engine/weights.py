@@ -24,10 +24,10 @@ from offload.engine.hooks import Hooks
 from offload.engine.keywords import refuse
 from offload.engine.layout import UnitLayout
 from offload.engine.placeholder import Place, place_of
-from offload.engine.placement import free_host_memory
 from offload.engine.step_values import Edit
 from offload.errors import BudgetError, UsageError
 from offload.sizes import GIB, format_size
+from offload.swapper.limits import free_host_memory
 from offload.swapper.pager import Pager
 from offload.swapper.states import State
 

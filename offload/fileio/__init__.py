@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-from offload.fileio.atomic_write import atomic_write
+from offload.fileio.atomic_write import atomic_write, replace_durably, sync_folder, write_new
+from offload.fileio.locked_dir import DirLock, LockHeldError, holder_of, this_process
 
-__all__ = ["atomic_write"]
+__all__ = [
+    "DirLock",
+    "LockHeldError",
+    "atomic_write",
+    "holder_of",
+    "replace_durably",
+    "sync_folder",
+    "this_process",
+    "write_new",
+]

@@ -1,4 +1,4 @@
-"""A file that is replaced whole or not at all."""
+"""Files that are written or replaced whole or not at all, and are durable then."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def atomic_write(path: Path, text: str, *, durable: bool = True) -> None:
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        os.replace(new, path)
         if durable:
-            _sync_folder(path.parent)
+            replace_durably(new, path)
+        else:
+            os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)
 
@@ -50,7 +51,30 @@ def _keep_mode_and_owner(path: Path, descriptor: int) -> None:
         os.fchown(descriptor, before.st_uid, before.st_gid)
 
 
-def _sync_folder(folder: Path) -> None:
+def replace_durably(new: Path, path: Path) -> None:
+    """Gives the file `new`, which is durable and in the same folder, the name `path`; durable from the return on."""
+    os.replace(new, path)
+    sync_folder(path.parent)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a file that is not there, and makes its bytes durable; its name is once its folder is synced.
+
+    Raises:
+        OSError: where it cannot be written; `FileExistsError` where something has the name.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        done = 0
+        while done < len(data):
+            done += os.write(descriptor, memoryview(data)[done:])
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from offload.engine.json_lines import check_log, cut_log
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.finetune.data import Data, Share, find_files, read_files, steps_of
 from offload.finetune.identity import Identity, differences, other_model, weights_of
-from offload.finetune.lora import adapt, parse_lora, require_peft
+from offload.finetune.lora import Lora, adapt, parse_lora, require_peft
 from offload.finetune.model import (
     build_model,
     check_model,
@@ -59,7 +60,8 @@ class Finished(NamedTuple):
     output: Path | None
 
 
-class Job(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
     """A run that is ready."""
 
     engine: Engine
@@ -77,9 +79,9 @@ class Job(NamedTuple):
     """After how many steps each it is evaluated; 0 for never."""
     tokenizer: Any = None
     """Of the model's folder."""
-    always: Mapping[str, Any] = {}
+    always: Mapping[str, Any] = field(default_factory=dict)
     """What each forward is given beside a batch."""
-    predicted: Mapping[str, Any] = {}
+    predicted: Mapping[str, Any] = field(default_factory=dict)
     """What was foreseen of a step, by the log's names; empty where nothing was."""
 
     def save_model(self) -> None:
@@ -117,10 +119,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     batch = resolve_batch(config, world_size)
     for line in lines:
         say(line)
-    if options.log is not None:
-        check_log(options.log)
-    if config.offload.trace is not None:
-        path_of(config.offload.trace, rank, world_size)
+    _check_logs(options, config, rank, world_size)
     files = find_files(options)
     require_transformers()
     if lora is not None:
@@ -144,12 +143,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         if choice is not None:
             say(choice)
     torch.manual_seed(config.offload.seed)
-    model, source = build_model(options.model, folder, content)
-    check_model(model, options.seq_len, data.largest_id)
-    make_ready(model, options.gradient_checkpointing)
-    always = without_cache(model)
-    if lora is not None:
-        model = adapt(model, lora)
+    model, source, always = _model(options, folder, lora, content, data.largest_id)
     predicted, foreseen = _foreseen(options, model, content, always, going_on) if world_size == 1 else ({}, ())
     decay = content["optimizer"].get("params", {}).get("weight_decay", 0.0)
     engine = initialize(model=model, model_parameters=_groups(model, decay), config=content).engine
@@ -162,19 +156,38 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     if options.log is not None and rank == 0:
         cut_log(options.log, engine.global_steps)
     return Job(
-        engine,
-        data,
-        steps,
-        config.offload.run,
-        engine.resumable,
-        mine,
-        options.output,
-        options.save_every,
-        0 if data.held_out is None else options.eval_every or max(1, steps // _EVALUATIONS),
-        tokenizer,
-        always,
-        predicted,
+        engine=engine,
+        data=data,
+        steps=steps,
+        run=config.offload.run,
+        folder=engine.resumable,
+        identity=mine,
+        output=options.output,
+        save_every=options.save_every,
+        eval_every=0 if data.held_out is None else options.eval_every or max(1, steps // _EVALUATIONS),
+        tokenizer=tokenizer,
+        always=always,
+        predicted=predicted,
     )
+
+
+def _check_logs(options: Options, config: Config, rank: int, world_size: int) -> None:
+    """Raises `ConfigError` where the log or the trace cannot be written."""
+    if options.log is not None:
+        check_log(options.log)
+    if config.offload.trace is not None:
+        path_of(config.offload.trace, rank, world_size)
+
+
+def _model(
+    options: Options, folder: Path | None, lora: Lora | None, content: Mapping[str, Any], largest_id: int
+) -> tuple[nn.Module, str, Mapping[str, Any]]:
+    """Returns the model to train, a line on its weights, and the keywords that each forward has beside a batch."""
+    model, source = build_model(options.model, folder, content)
+    check_model(model, options.seq_len, largest_id)
+    make_ready(model, options.gradient_checkpointing)
+    always = without_cache(model)
+    return model if lora is None else adapt(model, lora), source, always
 
 
 _EVALUATIONS = 5

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from offload.finetune.job import Job
 from offload.finetune.output import MARK
 
 
-class StepReport(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
     """One step, as the log has it. Bytes and seconds are those between two returns of `step()`."""
 
     step: int
@@ -35,7 +37,7 @@ class StepReport(NamedTuple):
 
     def line(self) -> dict[str, Any]:
         """What the log has of it."""
-        mine = self._asdict()
+        mine = {each.name: getattr(self, each.name) for each in fields(self)}
         mine |= {name: value for name, value in mine.pop("measured").items() if name not in mine}
         return mine | {"drives": mine.pop("drives"), "time": time.time()}
 
@@ -98,7 +100,18 @@ def steps(
             assert norm is not None
             read, written = after.read - moved.read, after.written - moved.written
             drives = {each.path: each.life_bytes for each in engine.drive_writes()}
-            yield StepReport(step, loss, norm, lr, tokens, now - last, read, written, engine.measured, drives)
+            yield StepReport(
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                lr=lr,
+                tokens=tokens,
+                seconds=now - last,
+                read_bytes=read,
+                written_bytes=written,
+                measured=engine.measured,
+                drives=drives,
+            )
             last, moved = now, after
         evaluates = job.eval_every and (step % job.eval_every == 0 or step == job.steps)
         saves = job.save_every and step % job.save_every == 0 and step < job.steps  # the last is saved for itself

@@ -10,13 +10,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from offload.config import load_config, read_json, resolve_batch
-from offload.engine.placement import free_host_memory
 from offload.errors import ConfigError
 from offload.planner import choice
 from offload.planner.choice import Planned
@@ -27,6 +27,7 @@ from offload.planner.timing import Load
 from offload.precision import choose
 from offload.probe import kept
 from offload.sizes import format_size, parse_size
+from offload.swapper.limits import free_host_memory
 from offload.swapper.modes import DTYPES
 
 _DURABILITIES = ("auto", "step", "none")
@@ -144,7 +145,7 @@ def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) ->
     if memory is not None or link is not None:
         raise ConfigError("--memory-bandwidth and --pcie belong to a described machine; give --gpu too")
     on = probed(found, free_host_memory() if ram is None else ram, machine.paths, dtype, autocast)
-    return on._replace(drives=drives) if drives else on
+    return replace(on, drives=drives) if drives else on
 
 
 # -- drives -------------------------------------------------------------------------------------------

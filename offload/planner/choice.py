@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from offload.engine.device_room import growth
+from offload.engine.device_need import growth
 from offload.errors import BudgetError, ConfigError
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory, Room, settings, settle
@@ -84,7 +85,7 @@ def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memo
     kept = beside_weights(memory, shape, load)
     room = DeviceRoom(hardware.gpu_memory - memory.device - kept, kept)
     more = growth(memory.device, memory.placement.device_need, room)
-    return memory._replace(placement=memory.placement.grown(more))
+    return replace(memory, placement=memory.placement.grown(more))
 
 
 def _check_activations(shape: Shape, hardware: Hardware, load: Load, memory: Memory) -> None:
@@ -229,7 +230,7 @@ def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:
         yield "no recomputation", lambda: plan(shape, hardware, load._replace(recompute=False), content)
     if hardware.drives and planned.memory.slots:
         one = hardware.drives[0]
-        wider = hardware._replace(drives=(*hardware.drives, one._replace(name="one more")))
+        wider = replace(hardware, drives=(*hardware.drives, one._replace(name="one more")))
         yield "one more drive like the first", lambda: plan(shape, wider, load, content)
     if planned.memory.slots == 2:
         block = {**content.get("offload", {}), "durability": "none"}
@@ -237,6 +238,6 @@ def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:
             "durability none: no resume after a kill",
             lambda: plan(shape, hardware, load, {**content, "offload": block}),
         )
-    double = hardware._replace(ram=2 * hardware.ram)
+    double = replace(hardware, ram=2 * hardware.ram)
     if planned.memory.slots:
         yield f"{format_size(double.ram)} of RAM", lambda: with_host_budget(plan(shape, double, load, content))

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from offload.engine.layout import UnitLayout, lay_out
+from offload.engine.layout import UnitLayout, lay_out, layouts_of
 from offload.engine.units import find_units
 from offload.errors import ConfigError
-from offload.planner.memory import Room, layouts_of, settings, settle
+from offload.planner.memory import Room, settings, settle
 from offload.sizes import format_size
 
 _ENDLESS = Room(1 << 62, 1, None)

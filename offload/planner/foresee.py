@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.config import Config, load_config, resolve_batch
-from offload.engine.placement import free_host_memory
-from offload.engine.plan import compute_device
 from offload.errors import ConfigError
 from offload.planner import choice
 from offload.planner.choice import Planned
@@ -18,6 +17,8 @@ from offload.planner.hardware import Hardware, probed
 from offload.planner.shape import from_training
 from offload.planner.timing import Load
 from offload.probe import Probed
+from offload.swapper.device import compute_device
+from offload.swapper.limits import free_host_memory
 from offload.swapper.modes import DTYPES
 
 
@@ -53,9 +54,9 @@ def _machine(found: Probed, config: Config, going_on: bool) -> Hardware:
     drives = config.drives if config.wants_store else ()
     machine = probed(found, free_host_memory(), drives, config.dtype, config.torch_autocast.enabled)
     if device.type == "cuda":
-        machine = machine._replace(gpu_memory=int(torch.cuda.mem_get_info(device)[0]))
+        machine = replace(machine, gpu_memory=int(torch.cuda.mem_get_info(device)[0]))
     if going_on:
-        machine = machine._replace(drives=tuple(drive._replace(free=None) for drive in machine.drives))
+        machine = replace(machine, drives=tuple(drive._replace(free=None) for drive in machine.drives))
     return machine
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from offload.errors import ConfigError
@@ -82,7 +83,8 @@ class Measured(NamedTuple):
     """What the probe's rates come to for the same layers."""
 
 
-class Hardware(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
     """All that a prediction counts with, for weights of one dtype. Rates are of a second."""
 
     name: str
@@ -223,23 +225,23 @@ def described(
         assumed.append("drives read and write at once what they do one after the other")
     bandwidth = memory or _RAM_BANDWIDTH
     return Hardware(
-        found.name,
-        dtype,
-        int(_USABLE_RAM * found.memory),
-        int(_USABLE_RAM * ram),
-        _MATMUL_SHARE * flops,
-        _DEVICE_SHARE * found.bandwidth,
-        _DEVICE_SHARE * found.bandwidth,
-        _DEVICE_SHARE * found.bandwidth,
-        link or found.link,
-        link or found.link,
-        bandwidth,
-        _HOST_SHARE * bandwidth / KERNEL_BYTES[dtype],
-        _DEVICE_SHARE * found.bandwidth / KERNEL_BYTES[dtype],
-        _HOST_SHARE * bandwidth / (2 * _ITEMSIZES[dtype]),
-        0.0,
-        tuple(drives),
-        tuple(assumed),
+        name=found.name,
+        dtype=dtype,
+        gpu_memory=int(_USABLE_RAM * found.memory),
+        ram=int(_USABLE_RAM * ram),
+        matmul=_MATMUL_SHARE * flops,
+        weights=_DEVICE_SHARE * found.bandwidth,
+        fresh=_DEVICE_SHARE * found.bandwidth,
+        elementwise=_DEVICE_SHARE * found.bandwidth,
+        upload=link or found.link,
+        download=link or found.link,
+        memory=bandwidth,
+        optimizer=_HOST_SHARE * bandwidth / KERNEL_BYTES[dtype],
+        device_optimizer=_DEVICE_SHARE * found.bandwidth / KERNEL_BYTES[dtype],
+        gradient=_HOST_SHARE * bandwidth / (2 * _ITEMSIZES[dtype]),
+        handed_seconds=0.0,
+        drives=tuple(drives),
+        assumed=tuple(assumed),
     )
 
 
@@ -260,23 +262,23 @@ def probed(
     if gpu:
         assumed.append(f"{_USABLE_RAM:.0%} of the GPU's memory is free; its optimizer moves what elementwise work does")
     return Hardware(
-        gpu or f"{found.machine['processor']}, {found.machine['cores']} cores",
-        dtype,
-        gpu_memory,
-        free_host,
-        found.rates.by_dtype["bf16"].matmul if autocast else of.matmul,
-        of.weights,
-        rates.fresh,
-        of.elementwise,
-        rates.upload,
-        rates.download,
-        rates.memory,
-        of.optimizer,
-        of.elementwise / KERNEL_BYTES[dtype] if gpu else of.optimizer,
-        of.gradient,
-        0.0 if gpu else _HANDED_SECONDS,
-        drives,
-        tuple(assumed),
+        name=gpu or f"{found.machine['processor']}, {found.machine['cores']} cores",
+        dtype=dtype,
+        gpu_memory=gpu_memory,
+        ram=free_host,
+        matmul=found.rates.by_dtype["bf16"].matmul if autocast else of.matmul,
+        weights=of.weights,
+        fresh=rates.fresh,
+        elementwise=of.elementwise,
+        upload=rates.upload,
+        download=rates.download,
+        memory=rates.memory,
+        optimizer=of.optimizer,
+        device_optimizer=of.elementwise / KERNEL_BYTES[dtype] if gpu else of.optimizer,
+        gradient=of.gradient,
+        handed_seconds=0.0 if gpu else _HANDED_SECONDS,
+        drives=drives,
+        assumed=tuple(assumed),
     )
 
 

@@ -11,18 +11,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from offload.aio import aligned_empty
-from offload.engine.placement import free_host_memory
 from offload.errors import ConfigError
 from offload.planner.hardware import Hardware, Measured
 from offload.planner.shape import Shape, config_of, from_name, model_of
 from offload.planner.timing import Load, activations, backward, forward
 from offload.presets import said
 from offload.sizes import format_size
+from offload.swapper.limits import free_host_memory
 
 _SHARE = 0.5
 """Of what is free, for the layers that are run and all that they make."""
@@ -61,7 +62,8 @@ def measured(
         ) from error
     predicted = compute_seconds(part, hardware, load.batch)
     slower = seconds / predicted
-    return hardware._replace(
+    return replace(
+        hardware,
         matmul=hardware.matmul / slower,
         weights=hardware.weights / slower,
         fresh=hardware.fresh / slower,
@@ -72,7 +74,7 @@ def measured(
 
 def compute_seconds(shape: Shape, hardware: Hardware, batch: int) -> float:
     """A forward and backward of the model alone, as rates have it: no gradient is on its way to anywhere."""
-    alone = hardware._replace(handed_seconds=0.0)
+    alone = replace(hardware, handed_seconds=0.0)
     first = forward(shape, alone, batch)
     second = backward(first, [0] * len(shape.layouts), alone, recompute=False)
     return sum(each.seconds for each in (*first, *second))

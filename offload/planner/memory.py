@@ -6,20 +6,25 @@ A run that finds as much free memory and disk as the plan was told holds what th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from offload.config import Config, load_config
-from offload.engine.homes import Partitions, home_nbytes, partitions
-from offload.engine.layout import UnitLayout, lay_out
-from offload.engine.optimizer_choice import rule_name
-from offload.engine.placement import Machine, Placement, least_host, place
-from offload.engine.plan import gradient_dtype, mode_of, wanted_slots, wish_of
-from offload.engine.units import Units
+from offload.engine.config_request import rule_name, wish_of
+from offload.engine.homes import Partitions, home_nbytes
+from offload.engine.layout import UnitLayout
+from offload.engine.memory_plan import (
+    MemoryRequest,
+    PlacedStates,
+    WantedSlots,
+    place_states,
+    plan_memory,
+    wanted_slots,
+)
+from offload.engine.placement import Machine, Placement, least_host
 from offload.errors import ConfigError
 from offload.sizes import align_up
-from offload.swapper.modes import Mode
+from offload.swapper.modes import ADAM, Mode
 from offload.swapper.residency import Tier
 from offload.swapper.states import State
 
@@ -47,7 +52,8 @@ class Row(NamedTuple):
     disk: int = 0
 
 
-class Memory(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
     """Every byte of a run, but for activations and libraries."""
 
     config: Config
@@ -109,39 +115,64 @@ class Memory(NamedTuple):
         return sum(s.numel for layout in self.layouts for s in layout.segments) * self.mode.weight_dtype.itemsize
 
 
-def layouts_of(model: nn.Module, units: Units, world_size: int = 1) -> tuple[UnitLayout, ...]:
-    """As `initialize` would lay them."""
-    return tuple(
-        lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], world_size)
-        for unit in units.units
-    )
-
-
 def settle(
     layouts: Sequence[UnitLayout], content: Mapping[str, Any], room: Room, accumulation: int = 1, world_size: int = 1
 ) -> Memory:
-    """Decide as `initialize` does on the first of so many ranks. Raises `ConfigError` and `BudgetError`."""
+    """Returns the memory of a run on the first of its ranks, decided as `initialize` decides it.
+
+    Args:
+        layouts: of every unit of the model.
+        content: a config in DeepSpeed's form.
+        room: the machine's.
+        accumulation: micro-batches of a step.
+        world_size: ranks of the run.
+
+    Raises:
+        ConfigError: where the config is wrong, or the drives have no room for what it asks.
+        BudgetError: where a budget is too small.
+    """
     config = load_config(content)
-    mode = mode_of(config, "adam" if config.optimizer is None else rule_name(config.optimizer))
-    parts = partitions(layouts, mode, gradient_dtype(config, mode, accumulation), 0, world_size)
-    wish = wish_of(config, accumulation)
-    machine = Machine(room.host, room.device, room.device == 0, bool(config.drives), 0, device_kernels=room.device > 0)
-    placement = place(parts, mode, wish, machine)
-    slots, must = wanted_slots(config, placement.on_disk, parts)
-    notices = list(placement.notices)
-    need = placement.store(parts, 2).nbytes
-    if slots == 2 and room.disk is not None and need > room.disk:
-        if must:
-            raise ConfigError(
-                f'"durability" needs {need} bytes of disk for two slots, {room.disk} are free; give more drives, or '
-                f'set "durability": "none"'
-            )
-        slots = 1
-        notices.append("durability none: the drives have no room for two slots")
-    if slots < 2:
-        placement = placement.settled(parts)
-        slots = slots if placement.on_disk else 0
-    return Memory(config, mode, tuple(layouts), parts, placement, slots, tuple(notices), machine)
+    machine = Machine(
+        free_host=room.host,
+        free_device=room.device,
+        host_addressable=room.device == 0,
+        drives=bool(config.drives),
+        device_kernels=room.device > 0,
+    )
+    placed = place_states(
+        MemoryRequest(
+            config=config,
+            layouts=tuple(layouts),
+            optimizer=ADAM if config.optimizer is None else rule_name(config.optimizer),
+            accumulation=accumulation,
+            machine=machine,
+            world_size=world_size,
+        )
+    )
+    wanted = wanted_slots(placed, on_disk=placed.placement.on_disk)
+    plan = plan_memory(placed, wanted, _no_room(placed, wanted, room))
+    return Memory(
+        config=config,
+        mode=plan.mode,
+        layouts=tuple(layouts),
+        parts=plan.parts,
+        placement=plan.placement,
+        slots=plan.slots,
+        notices=plan.notices,
+        machine=machine,
+    )
+
+
+def _no_room(placed: PlacedStates, wanted: WantedSlots, room: Room) -> str | None:
+    """Returns a notice where the disk has no room for two slots; `ConfigError` where it must have."""
+    if wanted.count < 2 or room.disk is None or placed.two_slots_nbytes <= room.disk:
+        return None
+    if wanted.must:
+        raise ConfigError(
+            f'"durability" needs {placed.two_slots_nbytes} bytes of disk for two slots, {room.disk} are free; give '
+            f'more drives, or set "durability": "none"'
+        )
+    return "durability none: the drives have no room for two slots"
 
 
 def settings(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -62,7 +63,8 @@ class Pass(NamedTuple):
     lookup: bool = False
 
 
-class Timing(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
     """A step, from one return of `step()` to the next."""
 
     seconds: float
@@ -220,8 +222,19 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, steps:
     compute = sum(each.seconds for each in passes)
     busy = _busy(found, costs, rates, compute, hardware)
     bound = min(_least(first, second, memory, costs, rates), found.seconds)  # where both are one sum, by its rounding
-    limit = _limit(found, compute, hardware.on_cpu)
-    return Timing(found.seconds, compute, bound, busy, *limit, found.waited, found.moved, load.tokens(shape), found)
+    limit, limit_seconds = _limit(found, compute, hardware.on_cpu)
+    return Timing(
+        seconds=found.seconds,
+        compute_seconds=compute,
+        formula_seconds=bound,
+        busy=busy,
+        limit=limit,
+        limit_seconds=limit_seconds,
+        waited=found.waited,
+        moved=found.moved,
+        tokens=load.tokens(shape),
+        simulation=found,
+    )
 
 
 def _busy(

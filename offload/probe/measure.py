@@ -25,6 +25,7 @@ from offload.probe.host import Host
 from offload.probe.pace import Pace
 from offload.probe.rates import DTYPES, DriveRates, DtypeRates, Probed, Rates
 from offload.sizes import MIB, PAGE, align_up, format_size
+from offload.swapper.device import compute_device
 
 SECONDS = 30.0
 """That all of it takes, about, on a machine of any speed."""
@@ -49,7 +50,7 @@ def probe(
 ) -> Probed:
     """Measure all of it, in about so many seconds. Each folder has a file of at most `nbytes` for a moment."""
     start = time.perf_counter()
-    compute = compute_device(device)
+    compute = device_of(device)
     drives = []
     for index, folder in enumerate(folders):
         tell(f"the drive of {folder}", _OF_DRIVES * index / len(folders))
@@ -168,12 +169,9 @@ def check_folders(folders: Sequence[str]) -> None:
         about_drive(folder)
 
 
-def compute_device(name: str) -> torch.device:
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"there is no device {name!r}: expected auto, cpu, cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("torch finds no CUDA device; give --device cpu, or leave it out")
-    return torch.device("cuda", 0) if name != "cpu" and torch.cuda.is_available() else torch.device("cpu")
+def device_of(name: str) -> torch.device:
+    """Returns the device that `--device` names. Raises `ConfigError`, in the command line's words, if there is none."""
+    return compute_device(name, "torch finds no CUDA device; give --device cpu, or leave it out")
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:

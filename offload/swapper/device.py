@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -28,7 +29,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from offload.aio import aligned_empty, prefer_node
-from offload.sizes import GIB, PAGE, align_up, format_size
+from offload.errors import ConfigError
+from offload.sizes import GIB, PAGE, align_up, count_of, format_size
 
 logger = logging.getLogger("offload")
 
@@ -348,6 +350,35 @@ def pci_address(gpu: Any) -> str | None:
         return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     except AttributeError:
         return None
+
+
+_NO_CUDA = '"device" is cuda, but torch finds no CUDA device; set it to "auto" or "cpu"'
+
+
+def compute_device(name: str, no_cuda: str = _NO_CUDA) -> torch.device:
+    """Returns the device that this process computes on; of several GPUs the one of its LOCAL_RANK, made the current.
+
+    Args:
+        name: "auto", "cpu" or "cuda"; "auto" is a GPU where torch finds one.
+        no_cuda: the message where "cuda" is asked for and torch finds none.
+
+    Raises:
+        ConfigError: where there is no such device.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"there is no device {name!r}: expected auto, cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(no_cuda)
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if count > 1 and torch.cuda.current_device() == 0:  # torchrun shows all to each; other launchers show one
+        if local >= count:
+            raise ConfigError(
+                f"LOCAL_RANK is {local}, but torch finds {count_of(count, 'CUDA device')}; start as many processes"
+            )
+        torch.cuda.set_device(local)
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @functools.cache

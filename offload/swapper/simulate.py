@@ -15,6 +15,7 @@ make the backward wait). A use computes until it ends, so on a GPU the host is t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from offload.swapper.clock import Span
@@ -45,7 +46,8 @@ class Budgets(NamedTuple):
     """Of the device's arena without what is at home there."""
 
 
-class Simulation(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
     """What a step comes to, from one return of `step()` to the next."""
 
     host_peak: int
@@ -89,16 +91,16 @@ def simulate(
     loop.run(steps)
     before, after = loop.marks[-2:]
     return Simulation(
-        pager.host.peak_bytes,
-        pager.device.peak_bytes,
-        after.uses - before.uses,
-        after.hits - before.hits,
-        Moved(*(new - old for new, old in zip(after.moved, before.moved, strict=True))),
-        after.undelivered - before.undelivered,
-        after.now - before.now,
-        Waited(*(new - old for new, old in zip(after.waited, before.waited, strict=True))),
-        Worked(*(new - old for new, old in zip(after.worked, before.worked, strict=True))),
-        tuple(
+        host_peak=pager.host.peak_bytes,
+        device_peak=pager.device.peak_bytes,
+        uses=after.uses - before.uses,
+        hits=after.hits - before.hits,
+        moved=Moved(*(new - old for new, old in zip(after.moved, before.moved, strict=True))),
+        undelivered=after.undelivered - before.undelivered,
+        seconds=after.now - before.now,
+        waited=Waited(*(new - old for new, old in zip(after.waited, before.waited, strict=True))),
+        worked=Worked(*(new - old for new, old in zip(after.worked, before.worked, strict=True))),
+        spans=tuple(
             span._replace(start=span.start - before.now, end=span.end - before.now)
             for span in machine.clock.spans
             if before.now < span.end <= after.now

@@ -86,10 +86,10 @@ MUTANTS = (
     ),
     Mutant(
         "lock a file that has lost its name",
-        "offload.engine.checkpoint_folder",
-        "            if _is_at(descriptor, path):\n                with",
-        "            if True:\n                with",
-        "tests/test_checkpoint_folder.py",
+        "offload.fileio.locked_dir",
+        "if not self._has_its_name():",
+        "if False:",
+        "tests/test_locked_dir.py",
     ),
     Mutant(
         "load without comparing checksums",
@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "let weights go for totals of gradients",
-        "offload.engine.placement",
+        "offload.engine.device_need",
         "return that_fit(self.totals, nbytes - self.weights)",
         "return that_fit(self.totals, nbytes - self.least)",
         "tests/test_homes.py",

@@ -84,8 +84,8 @@ MUTANTS = (
     ),
     Mutant(
         "hold a lock on a file that is gone",
-        "offload.swapper.store.folder",
-        "if not self._is_there():",
+        "offload.fileio.locked_dir",
+        "if not self._has_its_name():",
         "if False:",
         "tests/test_store_strangers.py",
     ),

@@ -44,6 +44,61 @@ class _Chunk(NamedTuple):
     nbytes: int
 
 
+class _Comparison:
+    """The comparison of a commit's stretches with their checksums, chunk after chunk in the order of the table."""
+
+    def __init__(
+        self,
+        file: StripedFile,
+        places: Sequence[Mapping[State, Sequence[Place]]],
+        slots: Sequence[int],
+        title: Callable[[int], str],
+    ) -> None:
+        self._file = file
+        self._places = places
+        self._slots = slots
+        self._title = title
+        self._known: tuple[Stretch, int] | None = None
+        """The stretch under way and its sum so far."""
+        self._bad: Stretch | None = None
+        """The last stretch that was reported."""
+
+    def place(self, key: Key) -> Place:
+        return self._places[key[0]][key[1]][self._slots[key[0]]]
+
+    def uncovered(self, table: Mapping[Key, Slot]) -> Iterator[Damage]:
+        """Yields the slots of which `table` does not hold the sums of all bytes."""
+        for unit, row in enumerate(self._places):
+            for state in row:
+                key = (unit, state)
+                covered, nbytes = sum(stretch.nbytes for stretch in table.get(key, ())), self.place(key).nbytes
+                if covered != nbytes:
+                    yield self._damage(key, 0, nbytes, f"sums are known of {covered} bytes only")
+
+    def finish(self, chunk: _Chunk, future: Future) -> Damage | None:
+        """Waits for a chunk and returns what is wrong with it, or with its stretch that it ends; once a stretch."""
+        stretch = chunk.stretch
+        try:
+            future.wait()
+            crc = future.crc32c()
+        except IoError as error:
+            told, self._bad, self._known = self._bad is stretch, stretch, None
+            return None if told else self._damage(chunk.key, chunk.start, chunk.nbytes, str(error))
+        before = self._known[1] if self._known is not None and self._known[0] is stretch else 0
+        crc = crc32c_joined(before, crc, chunk.nbytes)
+        self._known = (stretch, crc)
+        last = chunk.start + chunk.nbytes == stretch.start + stretch.nbytes
+        if last and crc != stretch.crc and self._bad is not stretch:
+            return self._damage(chunk.key, stretch.start, stretch.nbytes, "the checksum is not the one written")
+        return None
+
+    def _damage(self, key: Key, start: int, nbytes: int, reason: str) -> Damage:
+        unit, state = key
+        slot = "AB"[self._slots[unit]]
+        offset = self.place(key).offset(start)
+        return Damage(state.value, self._title(unit), slot, self._file.path, offset, nbytes, reason)
+
+
 def damages(
     file: StripedFile,
     queue: Queue,
@@ -53,62 +108,38 @@ def damages(
     title: Callable[[int], str],
     progress: Callable[[int], None] = lambda _: None,
 ) -> Generator[Damage]:
-    """Each stretch of the slots `slots` that is damaged. `progress` is told of bytes as they are compared.
+    """Yields each damaged stretch of the slots that a commit names; takes 32 MiB of memory.
 
-    Takes 32 MiB of memory.
+    Args:
+        file: the states file over all drives.
+        queue: reads the file.
+        places: of each unit and state, all slots.
+        slots: of each unit, the slot that the commit names.
+        table: of each unit and state, the checksums of its stretches.
+        title: from a unit to its name for people.
+        progress: receives bytes as they are compared.
     """
+    comparison = _Comparison(file, places, slots, title)
+    yield from comparison.uncovered(table)
     buffers = [aligned_empty(_CHUNK_NBYTES) for _ in range(_CHUNKS)]
-
-    def place(key: Key) -> Place:
-        return places[key[0]][key[1]][slots[key[0]]]
-
-    def damage(key: Key, start: int, nbytes: int, reason: str) -> Damage:
-        unit, state = key
-        slot = "AB"[slots[unit]]
-        return Damage(state.value, title(unit), slot, file.path, place(key).offset(start), nbytes, reason)
-
-    for unit, row in enumerate(places):
-        for state in row:
-            covered = sum(stretch.nbytes for stretch in table.get((unit, state), ()))
-            if covered != place((unit, state)).nbytes:
-                yield damage((unit, state), 0, place((unit, state)).nbytes, f"sums are known of {covered} bytes only")
     reading: deque[tuple[_Chunk, Future]] = deque()
-    chunks = _chunks(table)
-    known: tuple[Stretch, int] | None = None  # the stretch under way and its sum so far
-    bad: Stretch | None = None  # one that was told already
-    count = 0
-    more = True
+
+    def finish() -> Iterator[Damage]:
+        chunk, future = reading[0]  # it stays there until it was waited for, whatever is raised
+        if damage := comparison.finish(chunk, future):
+            yield damage
+        reading.popleft()
+        progress(chunk.nbytes)
+
     try:
-        while more or reading:
-            while more and len(reading) < _CHUNKS:
-                chunk = next(chunks, None)
-                if chunk is None:
-                    more = False
-                    break
-                buffer = buffers[count % _CHUNKS][: chunk.nbytes]
-                of, at = bytes_of(file, place(chunk.key), chunk.start, chunk.nbytes)
-                reading.append((chunk, queue.read(of, at, buffer, checksum=True)))
-                count += 1
-            if not reading:
-                break
-            chunk, future = reading[0]
-            stretch = chunk.stretch
-            try:
-                future.wait()
-                crc = future.crc32c()
-            except IoError as error:
-                if bad is not stretch:
-                    yield damage(chunk.key, chunk.start, chunk.nbytes, str(error))
-                bad, known = stretch, None
-            else:
-                before = known[1] if known is not None and known[0] is stretch else 0
-                crc = crc32c_joined(before, crc, chunk.nbytes)
-                known = (stretch, crc)
-                last = chunk.start + chunk.nbytes == stretch.start + stretch.nbytes
-                if last and crc != stretch.crc and bad is not stretch:
-                    yield damage(chunk.key, stretch.start, stretch.nbytes, "the checksum is not the one written")
-            reading.popleft()
-            progress(chunk.nbytes)
+        for count, chunk in enumerate(_chunks(table)):
+            if len(reading) == _CHUNKS:
+                yield from finish()
+            buffer = buffers[count % _CHUNKS][: chunk.nbytes]
+            of, at = bytes_of(file, comparison.place(chunk.key), chunk.start, chunk.nbytes)
+            reading.append((chunk, queue.read(of, at, buffer, checksum=True)))
+        while reading:
+            yield from finish()
     finally:
         for _, future in reading:
             try:

@@ -4,63 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import socket
 import stat
-import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from offload.errors import IoError, StoreError
+from offload.fileio import DirLock, LockHeldError, holder_of, replace_durably, sync_folder, this_process
 
 FILES = ("commit", "manifest.json", "states", "blob.0", "blob.1", "suspect", "lock")
 """Everything that a rank's folder may hold, beside what replaces one of them (`*.tmp`)."""
 
 
 class Lock:
-    """The one process that may touch a rank's folder, by `flock`, so that it dies with the process.
+    """The one process that may touch a rank's folder.
 
     Raises `StoreError` that names who has it, `FileNotFoundError` where the folder is not there (any more).
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "lock"
-        self._descriptor: int | None = None
-        while self._descriptor is None:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                _lock(self._descriptor)
-            except OSError:
-                holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-                self.release()
-                mine = f"process {os.getpid()} on {socket.gethostname()}" == holder
-                end = "an engine of this process has it: destroy() it" if mine else "end it"
-                raise StoreError(f"{folder} is in use by {holder}; {end}, or choose another run name") from None
-            if not self._is_there():
-                self.release()
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def _is_there(self) -> bool:
-        """Whether what is locked is still the folder's; who had it may have removed both meanwhile."""
-        assert self._descriptor is not None
         try:
-            return os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
-        except FileNotFoundError:
-            return False
+            self._lock = DirLock(folder / "lock")
+        except LockHeldError as error:
+            raise _in_use(folder, error.holder) from None
+        if self._lock.refused is not None:
+            self._lock.close()
+            raise _in_use(folder, "another process")
 
     @property
     def held(self) -> bool:
-        return self._descriptor is not None
+        return self._lock.held
 
     def release(self) -> None:
         """Give it back; idempotent."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._lock.close()
 
     def __enter__(self) -> Lock:
         return self
@@ -69,28 +48,14 @@ class Lock:
         self.release()
 
 
-def _lock(descriptor: int) -> None:
-    """Take the lock. Who asks by `holder` has it for a moment, which is waited for."""
-    for _ in range(10):
-        with contextlib.suppress(OSError):
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(0.01)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _in_use(folder: Path, who: str) -> StoreError:
+    end = "an engine of this process has it: destroy() it" if who == this_process() else "end it"
+    return StoreError(f"{folder} is in use by {who}; {end}, or choose another run name")
 
 
 def holder(folder: Path) -> str | None:
-    """Who holds the rank's folder, as it has written itself down; None where nobody does. Keeps nothing."""
-    try:
-        descriptor = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-    finally:
-        os.close(descriptor)
-    return None
+    """Returns who holds the rank's folder, as it has written itself down; None where nobody does. Keeps nothing."""
+    return holder_of(folder / "lock")
 
 
 # -- folders ------------------------------------------------------------------------------------------
@@ -186,17 +151,7 @@ def write_durably(path: Path, data: bytes) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
     write_in_place(temporary, data)
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    replace_durably(temporary, path)
 
 
 # -- forked children ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,7 +103,8 @@ class StoreSpec(NamedTuple):
         return str(units[unit]["name"] or "the root") if unit < len(units) else f"unit {unit}"
 
 
-class Manifest(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
     """What `manifest.json` says; see docs/store-format.md."""
 
     id: str
@@ -159,14 +161,14 @@ class Manifest(NamedTuple):
             spec = StoreSpec(partitions, content["slots"], content["layout"], content["about"], frozen)
             stripes = content["stripes"]
             found = cls(
-                content["id"],
-                content["run"],
-                content["rank"],
-                content["created"],
-                tuple(content["drives"]),
-                tuple(stripes["weights"]),
-                stripes["bytes"],
-                spec,
+                id=content["id"],
+                run=content["run"],
+                rank=content["rank"],
+                created=content["created"],
+                drives=tuple(content["drives"]),
+                weights=tuple(stripes["weights"]),
+                stripe_bytes=stripes["bytes"],
+                spec=spec,
             )
             if _plain_places(spec) != content["extents"]:
                 raise ValueError("its extents do not lie as its format says")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from offload.aio import Bandwidth, Priority, StripedFile, bandwidths, crc32c
 from offload.aio.stripes import whole_weights
 from offload.errors import IoError, StoreError
+from offload.fileio import sync_folder
 from offload.sizes import MIB, PAGE, count_of, format_size
 from offload.swapper.drive_spans import NO_SPANS, DriveSpans
 from offload.swapper.states import State
@@ -32,7 +33,6 @@ from offload.swapper.store.folder import (
     make_folders,
     remove_files,
     reserve,
-    sync_folder,
     write_durably,
     write_in_place,
 )
@@ -535,14 +535,14 @@ class Store:
             speeds = [each.swap for each in _measured(self.folders)]
             weights = [max(share, 1.0) for share in shares(self._drives, speeds, self.spec.nbytes)]
         return Manifest(
-            uuid.uuid4().hex,
-            self.run,
-            self._rank,
-            datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            tuple(str(drive.resolve()) for drive in self._drives),
-            whole_weights(weights),
-            _STRIPE_BYTES,
-            self.spec,
+            id=uuid.uuid4().hex,
+            run=self.run,
+            rank=self._rank,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            drives=tuple(str(drive.resolve()) for drive in self._drives),
+            weights=whole_weights(weights),
+            stripe_bytes=_STRIPE_BYTES,
+            spec=self.spec,
         )
 
     def _write_manifests(self) -> None:
