@@ -27,7 +27,7 @@ from offload.engine.boundary import Boundary
 from offload.engine.checkpoint import Checkpoints
 from offload.engine.checkpoint_load import Wish
 from offload.engine.checkpoint_save import Order
-from offload.engine.decision import cut
+from offload.engine.decision import UnitUpdate, cut
 from offload.engine.device_room import advised, grow
 from offload.engine.ending import Ending
 from offload.engine.facts import Facts
@@ -41,9 +41,8 @@ from offload.engine.optimizer import Optimizer
 from offload.engine.optimizer_states import OptimizerStates
 from offload.engine.parts import Choices, Parts, resized
 from offload.engine.progress import Progress
+from offload.engine.step_values import Edit
 from offload.engine.training_state import TrainingState
-from offload.engine.updater import UnitUpdate
-from offload.engine.weights import Edit
 from offload.errors import UsageError
 from offload.notices import tell
 from offload.sizes import count_of, format_size
@@ -507,7 +506,7 @@ class Engine(Facts):
             return
         part = parts.trainable[unit]
         try:
-            parts.updater.schedule([UnitUpdate(unit, len(part), (), cut(edits, part))], None)
+            parts.updater.schedule([UnitUpdate(unit=unit, numel=len(part), edits=cut(edits, part))], None)
         except BaseException as error:
             parts.pager.fail(error)
             raise

@@ -14,10 +14,8 @@ Where the host can address the device's memory all of this is one pass, in the t
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -26,24 +24,11 @@ from offload.engine.downloads import Downloads
 from offload.engine.layout import UnitLayout
 from offload.engine.placement import CHUNK
 from offload.engine.spill import Spill
+from offload.engine.step_values import Known
 from offload.engine.totals import Totals
 from offload.kernels import cuda
 from offload.swapper.host import HostArena, Lease
 from offload.swapper.store import Future
-
-
-class Known(NamedTuple):
-    """What the gradients of a step have in common."""
-
-    sum_squares: float
-    """Of all of them, added in float64 in layout order; inf or NaN if any value is."""
-    present: list[set[int]]
-    """For each unit the segments that have one."""
-
-    @property
-    def norm(self) -> float:
-        """The global 2-norm."""
-        return math.sqrt(self.sum_squares) if self.sum_squares >= 0 else math.nan
 
 
 class Gradients:
@@ -221,7 +206,7 @@ class Gradients:
                 value = squares[key]
                 assert isinstance(value, float)
                 total += value
-        return Known(total, self._present())
+        return Known(sum_squares=total, present=self._present())
 
     def _bring_totals(self, unit: int | None = None, segment: int | None = None) -> None:
         """Let the totals of a unit's segment leave the device, or all that still are there."""

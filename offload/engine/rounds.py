@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.engine.gradients import Known
 from offload.engine.ranks import Ranks
-from offload.engine.weights import Edit
+from offload.engine.step_values import Edit, Known
 from offload.errors import RankError, UsageError
 from offload.swapper.device import Event
 from offload.swapper.slices import Agreed, Having
@@ -178,9 +177,9 @@ class Rounds:
         many micro-batches, or have other settings.
         """
         self._reach(Kind.STEP, -1)
-        sum_squares, present = known()
-        flags = b"".join(_bitmap(segments) for segments in present)
-        content = _FACTS.pack(sum_squares, micro_batches, global_steps, settings) + flags
+        mine = known()
+        flags = b"".join(_bitmap(segments) for segments in mine.present)
+        content = _FACTS.pack(mine.sum_squares, micro_batches, global_steps, settings) + flags
         with self._question():
             rows = self._ranks.collect_bytes(content, "decide on a step")
         facts = [_FACTS.unpack_from(row) for row in rows]
@@ -188,7 +187,8 @@ class Rounds:
             numbers = [row[column] for row in facts]
             if len(set(numbers)) > 1:
                 raise UsageError(f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; {advice}")
-        return Known(sum(row[0] for row in facts), _union([row[_FACTS.size :] for row in rows]))
+        present = _union([row[_FACTS.size :] for row in rows])
+        return Known(sum_squares=sum(row[0] for row in facts), present=present)
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
         """The sums over all ranks, added in their order. As a part of `step`, which every rank has come to."""
@@ -212,7 +212,7 @@ class Rounds:
                 else:
                     values = torch.empty(stop - start, dtype=getattr(torch, dtype), device="cpu")
                 self._ranks.broadcast(values, source)
-                agreed.append(Edit(start, stop, values, State(state)))
+                agreed.append(Edit(start=start, stop=stop, values=values, state=State(state)))
         return agreed
 
     def mean(self, value: float) -> float:

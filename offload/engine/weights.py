@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from offload.engine.keywords import refuse
 from offload.engine.layout import UnitLayout
 from offload.engine.placeholder import Place, place_of
 from offload.engine.placement import free_host_memory
+from offload.engine.step_values import Edit
 from offload.errors import BudgetError, UsageError
 from offload.sizes import GIB, format_size
 from offload.swapper.pager import Pager
@@ -30,17 +31,6 @@ from offload.swapper.states import State
 
 _MOST_GATHERED = GIB
 """Bytes of edits that wait to be written together; a fixed number, so that all ranks write at the same place."""
-
-
-class Edit(NamedTuple):
-    """New values for elements [start, stop) of a unit."""
-
-    start: int
-    stop: int
-    values: torch.Tensor
-    """(stop - start,) on the CPU. Of a weight in fp32, which makes them the master, or in the mode's weight dtype: then
-    elements whose bits do not change keep what the master has beyond them. Of another state in fp32."""
-    state: State = State.WEIGHT
 
 
 class Weights:
@@ -172,7 +162,12 @@ class Weights:
         segments = self._layouts[unit].segments
         assert self.apply is not None
         edits = [
-            Edit(segments[position].start, segments[position].stop, pending[position, state], state)
+            Edit(
+                start=segments[position].start,
+                stop=segments[position].stop,
+                values=pending[position, state],
+                state=state,
+            )
             for position, state in sorted(pending, key=lambda key: (key[0], key[1].value))
         ]
         self.apply(unit, [edit for edit in edits if edit.start < edit.stop])
