@@ -40,7 +40,7 @@ class Held:
     """Bytes of each partition, gradients among them."""
     sizes: Sequence[UnitSize]
     residents: dict[tuple[int, State], Resident]
-    """States beside the weight whose home is above DISK; the updater, which has it too, takes away what is spare."""
+    """States beside the weight whose home is above DISK; the update worker takes away what is spare."""
     pager: Pager
     device: Device
     store: Store | None

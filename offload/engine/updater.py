@@ -47,7 +47,7 @@ class Updater:
         """Takes the memory of the tiles and starts the worker.
 
         Args:
-            held: this rank's partitions, which the worker alone changes from now on.
+            held: this rank's partitions, which the worker alone changes while an update is under way.
             arena: has room for the tiles in its class of that name, beside what the `strategy` has taken of it.
             gradients: of the units that are updated.
             strategy: the arithmetic of an update.
