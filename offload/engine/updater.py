@@ -219,6 +219,7 @@ class Updater:
         return self._start(update, lease)
 
     def _start(self, update: UnitUpdate, lease: Lease | None) -> Job:
+        """Returns the job of an update that begins, whose weights are delivered in `lease` where it has one."""
         steps: UnitSteps
         if update.edits:
             steps = EditSteps(update.edits, self._held.mode)
