@@ -374,15 +374,15 @@ MUTANTS = (
     Mutant(
         "drop the decay",
         "offload.engine.rules",
-        'float(group["eps"]), float(group["weight_decay"]), count, grad_scale',
-        'float(group["eps"]), 0.0, count, grad_scale',
+        'weight_decay=float(group["weight_decay"]),\n        step=count,\n        grad_scale=grad_scale,\n        dec',
+        "weight_decay=0.0,\n        step=count,\n        grad_scale=grad_scale,\n        dec",
         "tests/test_parity.py",
     ),
     Mutant(
         "drop the bias correction",
         "offload.engine.rules",
-        'float(group["weight_decay"]), count, grad_scale',
-        'float(group["weight_decay"]), 1_000_000, grad_scale',
+        "        step=count,\n        grad_scale=grad_scale,\n        decoupled",
+        "        step=1_000_000,\n        grad_scale=grad_scale,\n        decoupled",
         "tests/test_parity.py",
     ),
     Mutant(
