@@ -542,13 +542,13 @@ def test_a_load_with_frozen_weights_takes_one_set_of_buffers(
     monkeypatch.setattr(flow, "aligned_empty", counted)
     monkeypatch.setattr(checkpoint_fill, "aligned_empty", counted, raising=False)
     wrote: list[str] = []
-    real_put = type(engine._parts.store).write
+    real_put = type(engine._core.parts.store).write
 
     def write(store: Any, unit: int, state: Any, *rest: Any) -> Any:
-        wrote.append(engine._parts.held.sizes[unit].title)
+        wrote.append(engine._core.parts.held.sizes[unit].title)
         return real_put(store, unit, state, *rest)
 
-    monkeypatch.setattr(type(engine._parts.store), "write", write)
+    monkeypatch.setattr(type(engine._core.parts.store), "write", write)
     engine.load_checkpoint(tmp_path / "saved")
     assert most[0] == flow.BUFFERS * flow.BUFFER_NBYTES
     assert any("layers.1" in title for title in wrote) == others

@@ -230,7 +230,7 @@ def one_saves_alone(folder: Path, what: str) -> str:
     except RankError as error:
         return str(error)
     finally:
-        engine.abandon(remove=True)
+        engine._core.ending.abandon(remove=True)
     return ""
 
 

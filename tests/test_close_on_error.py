@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from offload.engine import assembly, initialize
+from offload.engine import assembly, core, initialize
 from tests import models
 from tests.oracle import start
 
@@ -26,7 +26,7 @@ def workers() -> int:
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(assembly, "Hooks"), (assembly, "Weights"), (assembly, "Updater"), (initialize, "watch"), (initialize, "Engine")],
+    [(assembly, "Hooks"), (assembly, "Weights"), (assembly, "Updater"), (core, "Boundary"), (initialize, "Engine")],
 )
 def test_a_start_that_fails_late_leaves_nothing(
     where: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -47,11 +47,11 @@ def test_a_part_that_cannot_be_closed_keeps_nothing_open(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(models.GPT2, DISK, tmp_path)
-    it = getattr(engine._parts, part)
+    it = getattr(engine._core.parts, part)
     closed = it.close
     monkeypatch.setattr(it, "close", lambda: (closed(), fails()))
     with pytest.raises(RuntimeError, match="of the test"):
         engine.destroy()
-    assert not workers() and engine._parts.arena not in engine._parts.arena._memory._arenas
+    assert not workers() and engine._core.parts.arena not in engine._core.parts.arena._memory._arenas
     again = start(models.GPT2, DISK, tmp_path, resume="must")  # the lock is free
     again.destroy(remove=True)

@@ -83,7 +83,7 @@ def test_a_step_whose_schedule_was_interrupted_is_not_committed(when: str, leave
         train_step(engine)
     with pytest.raises(EngineFailed):
         train_step(engine)
-    engine.destroy() if leave == "destroy" else engine.at_exit()
+    engine.destroy() if leave == "destroy" else engine._core.ending.at_exit()
     again = begin(tmp_path / "cut")
     assert again.global_steps == again.lr_scheduler.last_epoch == 2
     seen += [train_step(again) for _ in range(2, STEPS)]
@@ -116,14 +116,14 @@ def test_a_worker_that_is_late_commits_no_step_before_its_updates(
     monkeypatch.setattr(Updater, "deliver_blob", deliver_and_say)
     engine = begin(tmp_path, None)
     train_step(engine)
-    engine._begin()  # as every call does: it gives the blob
-    engine._parts.updater.finish()
+    engine._core._begin()  # as every call does: it gives the blob
+    engine._core.parts.updater.finish()
     monkeypatch.setattr(Store, "commit", remember)
     delivered.clear()
     late.set()
     while late.is_set():  # until the worker has looked
-        with engine._parts.pager.lock:
-            engine._parts.pager.notify()
+        with engine._core.parts.pager.lock:
+            engine._core.parts.pager.notify()
         time.sleep(0.001)
     train_step(engine)
     train_step(engine)
@@ -148,7 +148,7 @@ def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytes
     for _ in range(3):
         train_step(engine)
     with caplog.at_level(logging.WARNING, "offload"):
-        engine.at_exit()
+        engine._core.ending.at_exit()
     assert "at step 3: " in caplog.text and "the next start replaces it" in caplog.text
     caplog.clear()
     engine = begin(tmp_path / "failed", durability={"every": 2})
@@ -156,9 +156,9 @@ def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytes
         train_step(engine)
     engine.backward(engine(torch.ones(2, 4)).square().mean())
     engine.step()
-    engine._parts.pager.fail(RuntimeError("of the test"))
+    engine._core.parts.pager.fail(RuntimeError("of the test"))
     with caplog.at_level(logging.WARNING, "offload"):
-        engine.at_exit()
+        engine._core.ending.at_exit()
     assert "at step 4, the last that was committed of 5: " in caplog.text
     assert "the next start that does not resume it is refused" in caplog.text
     again = begin(tmp_path / "failed")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offload.engine.device_room import growth
-from offload.engine.loader import to_device
+from offload.engine.inputs import to_device
 from offload.engine.placement import DeviceNeed
 from offload.errors import BudgetError
 from offload.sizes import GIB, MIB, PAGE, format_size

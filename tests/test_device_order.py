@@ -161,12 +161,12 @@ def test_gradients_that_have_no_room_there_leave_the_device(tmp_path: Path, monk
     device = LateDevice(0, 0.9)
     use_device(monkeypatch, device)
     engine = start(JOB, ("none", "none"), tmp_path, device_memory=WHOLE)
-    units = len(engine._parts.layouts)
-    assert all(engine._parts.gradients.stays(unit) for unit in range(units))
-    used = engine._parts.pager.arena.used_bytes
+    units = len(engine._core.parts.layouts)
+    assert all(engine._core.parts.gradients.stays(unit) for unit in range(units))
+    used = engine._core.parts.pager.arena.used_bytes
     engine.destroy(remove=True)
     engine = start(JOB, ("none", "none"), tmp_path, device_memory=used - 4096)
-    stays = [engine._parts.gradients.stays(unit) for unit in range(units)]
+    stays = [engine._core.parts.gradients.stays(unit) for unit in range(units)]
     assert any(stays) and not all(stays)
     engine.destroy(remove=True)
     expected = run(JOB, ("none", "none"), tmp_path / "memory", device="cpu")

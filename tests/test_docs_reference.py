@@ -19,7 +19,7 @@ from tests import command_line
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "reference").glob("*.md"))
 NAMED = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)]
 MODULES = (offload, aio, deepnvme, hf, kernels, schedules)
-NOT_FOR_USERS = {"abandon", "at_exit", "forward", "progress", "restore"}
+NOT_FOR_USERS = {"forward"}
 OF_AN_ENGINE = {f"offload.Engine.{name}" for name in ("module", "optimizer", "device", "notices")}
 """Attributes that `Engine.__init__` sets."""
 

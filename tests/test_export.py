@@ -138,11 +138,11 @@ def test_persistent_buffers_come_along(tmp_path: Path) -> None:
 
 def masters(engine: offload.Engine) -> dict[str, torch.Tensor]:
     """The engine's own fp32 masters, from its memory: of a bf16 run whose states live in RAM."""
-    engine._await_updates()
-    residents = engine._parts.held.residents
+    engine._core.await_updates()
+    residents = engine._core.parts.held.residents
     state = engine.module.state_dict()
     found: dict[str, torch.Tensor] = {}
-    for unit, layout in enumerate(engine._parts.layouts):
+    for unit, layout in enumerate(engine._core.parts.layouts):
         for segment in layout.segments:
             weight = state[segment.name].clone().view(-1)
             found[segment.name] = weight.float().view(segment.shape)

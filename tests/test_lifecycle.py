@@ -102,7 +102,7 @@ def test_a_destroyed_engine_can_be_collected_and_so_can_its_model(placement: tup
     assert [reference() for reference in gone] == [None, None, None]
 
     engine = trained()
-    arenas = weakref.ref(engine._parts.arena), weakref.ref(engine._parts.pager)
+    arenas = weakref.ref(engine._core.parts.arena), weakref.ref(engine._core.parts.pager)
     module, gone_engine = engine.module, weakref.ref(engine)
     del engine
     gc.collect()
@@ -308,7 +308,7 @@ class Trespassing(Dataset[Any]):
                 told[name] = type(error).__name__
         # These do nothing at all in a child, or its end would be the end of its parent's run.
         engine.destroy(remove=True)
-        engine.at_exit()
+        engine._core.ending.at_exit()
         return told
 
 

@@ -437,7 +437,7 @@ def test_edits_of_one_unit_are_written_together(tmp_path: Path) -> None:
     before = engine.io_bytes().written
     engine.module.load_state_dict(state)
     written = engine.io_bytes().written - before
-    states = 12 * sum(layout.numel for layout in engine._parts.layouts)
+    states = 12 * sum(layout.numel for layout in engine._core.parts.layouts)
     assert states <= written <= 1.4 * states, "only tied names, which come last, may write their unit once more"
     engine.destroy(remove=True)
 

@@ -75,7 +75,7 @@ def test_classes_are_the_budget(tmp_path: Path) -> None:
     assert report["device"] == {
         "allocated": engine.device_memory,
         "arena": engine.device_memory,
-        "in_use": engine._parts.pager.arena.used_bytes,
+        "in_use": engine._core.parts.pager.arena.used_bytes,
         "other": 0,
     }
     second = offload.initialize(

@@ -20,7 +20,8 @@ from torch import nn
 import offload
 from offload.config import load_config
 from offload.engine.meter import cause_of
-from offload.engine.monitor import Line, Record, Reporter, cut, events, line
+from offload.engine.monitor import Line, Reporter, line
+from offload.engine.writers import Record, cut, events
 from offload.errors import ConfigError, NumericsError
 from offload.finetune.options import Options, merge
 from offload.swapper.timeline import OFF, Row
@@ -131,7 +132,7 @@ def test_a_loop_of_plain_torch_is_measured_but_for_its_loss(tmp_path: Path) -> N
 
 def test_without_a_breakdown_nothing_listens_inside_of_a_step(tmp_path: Path) -> None:
     engine = start(tmp_path)
-    assert engine._parts.timeline is OFF and "begin" not in vars(engine._parts.pager)
+    assert engine._core.parts.timeline is OFF and "begin" not in vars(engine._core.parts.pager)
     train_step(engine, JOB, 0)
     engine.destroy(remove=True)
     assert not (tmp_path / "job" / "Train_Samples_elapsed_time_ms_forward.csv").exists()
@@ -140,7 +141,7 @@ def test_without_a_breakdown_nothing_listens_inside_of_a_step(tmp_path: Path) ->
 
 def test_nothing_is_measured_where_nobody_is_told(tmp_path: Path) -> None:
     engine = start(tmp_path, keys={"csv_monitor": {"enabled": False}, "steps_per_print": math.inf})
-    assert engine._parts.meter is None and engine._parts.timeline is OFF and engine.measured == {}
+    assert engine._core.parts.meter is None and engine._core.parts.timeline is OFF and engine.measured == {}
     engine.destroy(remove=True)
 
 
@@ -229,8 +230,8 @@ def test_a_resumed_run_goes_on_with_the_files(tmp_path: Path) -> None:
     engine = start(tmp_path, durability={"every": 2})
     for step in range(3):
         train_step(engine, JOB, step)
-    engine._parts.meter.close()  # all is written, and the third step was never committed
-    engine.abandon(remove=False)
+    engine._core.parts.meter.close()  # all is written, and the third step was never committed
+    engine._core.ending.abandon(remove=False)
     kept = rows(tmp_path, "Train/Samples/train_loss")
     with (tmp_path / "job" / "Train_Samples_train_loss.csv").open("a") as file:
         file.write("8,0.")  # of a step that a kill has torn
@@ -583,7 +584,7 @@ def _train_on_a_rank(folder: Path) -> tuple[bool, int]:
     engine = start(folder)
     for step in range(2):
         train_step(engine, JOB, step)
-    told = engine._parts.meter is not None
+    told = engine._core.parts.meter is not None
     engine.destroy(remove=True)
     return told, engine.global_samples
 

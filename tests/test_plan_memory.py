@@ -90,7 +90,7 @@ def test_bytes_add_up_and_are_those_of_the_run(case: Case) -> None:
         assert (total.host, total.device, total.disk) == (memory.host, memory.device, memory.stored + memory.spilled)
         assert memory.least_host <= memory.host
         engine = offload.initialize(model=case.model(), config=case.content)[0]
-        parts = engine._parts
+        parts = engine._core.parts
         try:
             assert parts.arena.classes == memory.placement.classes
             assert engine.host_memory == memory.host and engine.device_memory == memory.device

@@ -144,7 +144,7 @@ def test_from_the_second_step_on_nothing_is_read_on_demand(
     try:
         for step in range(JOB.steps):
             train_step(engine, JOB, step)
-            engine._parts.updater.finish(commit=False)
+            engine._core.parts.updater.finish(commit=False)
             if step == 0:
                 assert found, "nothing was foreseen yet"
             if step > 1:
@@ -172,7 +172,7 @@ def test_deepspeeds_limits_are_inputs_and_change_no_bit(
     found = _reads_on_demand(monkeypatch)
     torch.manual_seed(JOB.seed)
     engine = offload.initialize(model=JOB.model(), config=settings)[0]
-    assert engine._parts.pager._limits == limits
+    assert engine._core.parts.pager._limits == limits
     losses = [train_step(engine, JOB, step) for step in range(JOB.steps)]
     assert losses == alone.losses
     if limits.ahead == 0:

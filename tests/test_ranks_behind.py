@@ -21,8 +21,8 @@ def trained(folder: Path, steps: int) -> None:
         engine.backward(JOB.loss(engine, step, 0))
         engine.step()
     engine.mean(0.0)
-    engine._parts.updater.finish()  # type: ignore[union-attr]
-    engine.abandon(remove=False)
+    engine._core.parts.updater.finish()  # type: ignore[union-attr]
+    engine._core.ending.abandon(remove=False)
 
 
 def refused(folder: Path) -> str:

@@ -71,7 +71,7 @@ def test_one_that_ended_without_destroy_is_replaced(
     for step in range(steps):
         train_step(engine, JOB, step)
     caplog.clear()
-    engine.at_exit()
+    engine._core.ending.at_exit()
     (line,) = (record.getMessage() for record in caplog.records)
     assert f"at step {steps}: " in line and "the next start replaces it" in line
     _, told = script(tmp_path)
@@ -88,9 +88,9 @@ def test_one_that_ended_by_an_error_is_protected(
     if how == "exception":
         monkeypatch.setattr(sys, "last_value", ValueError("of the script"), raising=False)
     else:
-        engine._parts.pager.fail(RuntimeError("of the test"))
+        engine._core.parts.pager.fail(RuntimeError("of the test"))
     caplog.clear()
-    engine.at_exit()
+    engine._core.ending.at_exit()
     (line,) = (record.getMessage() for record in caplog.records if "is left in" in record.getMessage())
     assert "the next start that does not resume it is refused" in line
     with pytest.raises(StoreError, match="holds a run that did not end"):
@@ -121,8 +121,8 @@ def test_a_closed_one_that_is_gone_on_with_and_killed_is_protected(tmp_path: Pat
 def test_one_that_trains_is_told_as_that(tmp_path: Path) -> None:
     engine = start(JOB, DISK, tmp_path)
     train_step(engine, JOB, 0)
-    engine._begin()
-    engine._parts.updater.finish()
+    engine._core._begin()
+    engine._core.parts.updater.finish()
     for resume in ("never", "restart"):
         with pytest.raises(StoreError, match=r"in use by process \d+ on .*, and trains; wait"):
             script(tmp_path, resume=resume)
@@ -148,7 +148,7 @@ def _exits_on_ranks(folder: Path) -> list[str]:
     train_step(engine, JOB, 0)
     heard = logging.handlers.BufferingHandler(99)
     logging.getLogger("offload").addHandler(heard)
-    engine.at_exit()
+    engine._core.ending.at_exit()
     logging.getLogger("offload").removeHandler(heard)
     return [record.getMessage() for record in heard.buffer]
 

@@ -259,7 +259,7 @@ def spilled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 def record(job: Job, folder: Path, overlap: bool, spilled: dict[str, int], steps: int = 4, **options: Any) -> Recorded:
     """Train `job` with everything on disk; what the uses were, what they came to."""
     engine = start(job, ("nvme", "nvme"), folder, debug={"overlap": overlap}, **options)
-    parts = engine._parts
+    parts = engine._core.parts
     pager, updater, store = parts.pager, parts.updater, parts.store
     assert updater is not None and store is not None
     calls: list[tuple[str, int]] = []

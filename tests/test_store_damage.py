@@ -174,8 +174,8 @@ def _hold(folder: Path, pipe: Any) -> None:
     logging.disable(logging.CRITICAL)
     engine = start(JOB, DISK, folder, resume="auto")
     train_step(engine, JOB, engine.global_steps)
-    engine._begin()
-    engine._parts.updater.finish()  # type: ignore[union-attr]
+    engine._core._begin()
+    engine._core.parts.updater.finish()  # type: ignore[union-attr]
     pipe.send(os.getpid())
     pipe.recv()
 
@@ -285,7 +285,7 @@ def test_a_commit_that_fails_stops_the_engine_at_the_one_before(
     engine = start(JOB, DISK, tmp_path)
     for step in range(DONE):
         train_step(engine, JOB, step)
-    engine._parts.updater.finish(commit=False)  # type: ignore[union-attr]
+    engine._core.parts.updater.finish(commit=False)  # type: ignore[union-attr]
     with monkeypatch.context() as patch:
         patch.setattr(os, CALLS[what][0], failing(*CALLS[what], number))
         with pytest.raises(EngineFailed) as caught:
@@ -313,5 +313,5 @@ def test_the_last_commit_of_all_fails(
         with pytest.raises(IoError):
             engine.destroy()
     engine.destroy()
-    engine.at_exit()
+    engine._core.ending.at_exit()
     go_on(tmp_path, DONE, whole)

@@ -249,7 +249,7 @@ def test_dropout_and_a_real_model(tmp_path: Path) -> None:
 
 def test_nothing_of_it_is_there_where_nobody_asked(tmp_path: Path) -> None:
     engine = start(JOB, DISK, tmp_path)
-    parts = engine._parts
+    parts = engine._core.parts
     assert parts.timeline is parts.pager.table.timeline is OFF and parts.updater is not None
     assert parts.updater.timeline is OFF
     for part in (parts.pager, parts.store, parts.gradients, parts.bindings, parts.hooks):

@@ -42,13 +42,17 @@ WHOLE = 1 << 24
 
 
 def all_added(engine: offload.Engine) -> bool:
-    return all(engine._parts.gradients.totals.takes(unit) for unit, part in enumerate(engine._parts.trainable) if part)
+    return all(
+        engine._core.parts.gradients.totals.takes(unit)
+        for unit, part in enumerate(engine._core.parts.trainable)
+        if part
+    )
 
 
 def gradient_bytes(engine: offload.Engine) -> int:
     """Of one micro-batch that reaches all parameters, in the dtype in which they are kept."""
     numel = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
-    return numel * engine._parts.gradients.dtype.itemsize
+    return numel * engine._core.parts.gradients.dtype.itemsize
 
 
 def late(patch: pytest.MonkeyPatch, seed: int = 0, lateness: float = 0.9, spare: int = 0) -> LateDevice:
@@ -92,8 +96,8 @@ def test_what_spills_moves_as_often_as_with_one_micro_batch(tmp_path: Path, monk
         job = models.GPT2._replace(accumulation=accumulation, steps=2)
         least = least_host_memory(job, tmp_path)
         engine = start(job, ("nvme", "nvme"), tmp_path, device_memory=room, host_memory=least)
-        spill = engine._parts.gradients.spill
-        assert spill is not None and all(unit in spill for unit in range(len(engine._parts.layouts)))
+        spill = engine._core.parts.gradients.spill
+        assert spill is not None and all(unit in spill for unit in range(len(engine._core.parts.layouts)))
         key = accumulation, all_added(engine)
         moved |= {"read": 0, "write": 0}
         results[key] = trained(engine, job)
@@ -120,7 +124,7 @@ def test_what_the_first_step_has_left_free_is_for_weights_first(
     expected = run(job, ("none", "none"), tmp_path / "plain")
     device = late(monkeypatch, spare=GIB)
     engine = start(job, ("cpu", "cpu"), tmp_path)
-    need, moved = engine._state.choices.device_need, list[int]()
+    need, moved = engine._core.state.choices.device_need, list[int]()
     assert engine.device_memory < need.weights and not need.added(engine.device_memory)
     found = []
     with Ticks(device):
@@ -312,7 +316,7 @@ def test_where_the_device_sums_no_squares_the_host_does(tmp_path: Path, monkeypa
 
 def test_where_the_cpu_computes_nothing_is_added_elsewhere(tmp_path: Path) -> None:
     engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=WHOLE)
-    assert not any(engine._parts.gradients.totals.takes(unit) for unit in range(len(engine._parts.layouts)))
+    assert not any(engine._core.parts.gradients.totals.takes(unit) for unit in range(len(engine._core.parts.layouts)))
     engine.destroy(remove=True)
 
 
@@ -326,7 +330,7 @@ def test_what_an_interrupt_has_left_on_its_way_is_not_added_to(tmp_path: Path, m
         go.set()
         device = late(monkeypatch)
         engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=WHOLE)
-        totals = engine._parts.gradients.totals
+        totals = engine._core.parts.gradients.totals
         with Ticks(device):
             engine.backward(JOB.loss(engine, 0, 0))
             engine.step()

@@ -88,7 +88,7 @@ def test_the_reference_is_in_swap_files_of_its_own_and_does_not_train(tmp_path: 
         assert mine.ref_model is engine.module and mine.engine is None
         assert all(place_of(parameter) is not None for parameter in mine.ref_model.parameters())
         assert (tmp_path / "swap" / "default-reference" / "rank0" / "manifest.json").is_file()
-        assert engine._parts.store is not None and engine._parts.store.run == "default-reference"
+        assert engine._core.parts.store is not None and engine._core.parts.store.run == "default-reference"
         before = {name: value.clone() for name, value in engine.state_dict().items()}
         mine.train()
         assert mine.engine is not engine and mine.model is not mine.ref_model

@@ -16,9 +16,10 @@ from offload.aio._native import crc32c_joined as _crc32c_joined
 from offload.aio._native import crc32c_of_zeros as _crc32c_of_zeros
 from offload.aio.backend import BACKENDS
 from offload.aio.file import DirectFile
+from offload.aio.future import File, IoFuture
 from offload.aio.measure import Bandwidth, bandwidths
 from offload.aio.memory import aligned_empty, huge_page_share, prefer_node, release_pages, resident_bytes
-from offload.aio.queue import File, IoFuture, IoQueue, Priority
+from offload.aio.queue import IoQueue, Priority
 from offload.aio.stripes import StripedFile
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload.aio.file import DirectFile
+from offload.aio.future import File
 from offload.aio.memory import aligned_empty
-from offload.aio.queue import File, IoQueue
+from offload.aio.queue import IoQueue
 from offload.errors import ConfigError
 from offload.sizes import MIB, PAGE
 

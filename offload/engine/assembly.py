@@ -13,11 +13,12 @@ from torch import nn
 
 from offload.engine.absent import forget
 from offload.engine.bindings import Bindings
+from offload.engine.callbacks import EngineCallbacks
 from offload.engine.downloads import Downloads
 from offload.engine.fill import Filler, make_residents
 from offload.engine.forecast import limits, unit_sizes
 from offload.engine.fused import FusedUpdates
-from offload.engine.gradients import Gradients, borders
+from offload.engine.gradients import Gradients, Waiting, borders
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
 from offload.engine.lamb import LambUpdates
@@ -31,6 +32,7 @@ from offload.engine.reduction import ReducedGradients
 from offload.engine.rounds import Rounds
 from offload.engine.saved import SavedTensors
 from offload.engine.spill import Spill, windows
+from offload.engine.torch_function_rules import RULES
 from offload.engine.torch_update import TorchUpdates
 from offload.engine.update_strategy import UpdateStrategy
 from offload.engine.updater import Updater
@@ -54,34 +56,59 @@ def assemble(
     store: Store | None,
     written: Written,
     resume: bool,
+    callbacks: EngineCallbacks,
 ) -> Parts:
-    """Map the arenas, take the model's weights over, or on a `resume` the store's, install hooks, start the worker."""
+    """Maps the arenas, takes the model's weights over, installs hooks and starts the update worker.
+
+    Args:
+        plan: all decisions.
+        model: loses its weights, also where a `resume` reads them from the store.
+        optimizer: groups of its parameters.
+        queue: of the store's requests; None without files.
+        store: the swap files; None without states on DISK.
+        written: counts what goes to the drives.
+        resume: whether the weights come from the store.
+        callbacks: the engine, which is not complete yet; the components keep it.
+
+    Raises:
+        BudgetError: if other engines of the process leave no room.
+    """
     with contextlib.ExitStack() as undo:
-        host = HostArena(plan.placement.classes, plan.device, process_memory(), plan.config.offload.host_memory)
+        host = HostArena(
+            plan.placement.classes, plan.device, process_memory(), plan.config.offload.host_memory, callbacks.give_cache
+        )
         undo.callback(host.close)
         arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
         names = [layout.name or "the root" for layout in plan.layouts]
-        rounds = None if plan.ranks is None else Rounds(plan.ranks, names)
+        rounds = None if plan.ranks is None else Rounds(plan.ranks, names, callbacks)
         pager = _pager(plan, host, arena, store, rounds)
         undo.callback(pager.close)
         held = _held(plan, host, arena, pager, store)
         _fill(plan, model, held, resume)
         trainable = tuple(share[0] for share in plan.shares)
-        gradients = _gradients(plan, trainable, host, arena, queue, pager, rounds, written)
+        gradients = _gradients(plan, trainable, host, arena, queue, pager, rounds, written, callbacks)
         undo.callback(gradients.close)
         _move_buffers(model, plan)
         places = _places(plan, model)
         bindings = Bindings(plan.layouts, places, pager, plan.mode.weight_dtype)
         saved = SavedTensors([layout.name for layout in plan.layouts], places, bindings, pager)
-        hooks = Hooks(model, plan.units.sites, places, bindings, saved, gradients, pager)
+        hooks = Hooks(model, plan.units.sites, places, bindings, saved, gradients, pager, callbacks)
         undo.callback(hooks.remove)
-        weights = Weights(model, plan.layouts, places, pager, hooks, plan.mode.weight_dtype)
+        trains = any(plan.parts.trainable_numel)
+        weights = Weights(
+            model,
+            plan.layouts,
+            places,
+            pager,
+            hooks,
+            bindings,
+            plan.mode.weight_dtype,
+            trains=trains,
+            several_ranks=rounds is not None,
+            callbacks=callbacks,
+        )
         undo.callback(weights.remove)
-        updater = None
-        if any(plan.parts.trainable_numel):
-            if not plan.device.host_addressable:
-                gradients.downloads = _downloads(plan, host, pager)
-            updater = _updater(plan, optimizer, host, held, gradients)
+        updater = _updater(plan, optimizer, host, held, gradients) if trains else None
         undo.pop_all()
     return Parts(
         hooks,
@@ -104,11 +131,7 @@ def assemble(
 
 def _pager(plan: Plan, host: HostArena, arena: DeviceArena, store: Store | None, rounds: Rounds | None) -> Pager:
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode)
-    pager = Pager(sizes, host, arena, plan.device, store, limits(plan.config, plan.mode), rounds)
-    pager.table.committed = lambda: store is not None and store.spec.slots == 2 and store.durable is not None
-    if rounds is not None:
-        rounds.give_weights = pager.take_part
-    return pager
+    return Pager(sizes, host, arena, plan.device, store, limits(plan.config, plan.mode), rounds)
 
 
 # -- weights ------------------------------------------------------------------------------------------
@@ -167,7 +190,7 @@ def _places(plan: Plan, model: nn.Module) -> list[list[Place]]:
     dtype, device = plan.mode.weight_dtype, plan.device.torch
     return [
         [
-            Place(model.get_parameter(segment.name), segment.name, unit, position, dtype, segment.shape, device)
+            Place(model.get_parameter(segment.name), segment.name, unit, position, dtype, segment.shape, device, RULES)
             for position, segment in enumerate(layout.segments)
         ]
         for unit, layout in enumerate(plan.layouts)
@@ -186,28 +209,42 @@ def _gradients(
     pager: Pager,
     rounds: Rounds | None,
     written: Written,
+    callbacks: EngineCallbacks,
 ) -> Gradients:
     dtype = plan.parts.gradient_dtype
-    spill = None
-    if queue is not None and plan.placement.spilled:
-        spill = _spill(plan, trainable, host, queue, pager, written)
-    try:
+    with contextlib.ExitStack() as undo:
+        spill = downloads = None
+        if queue is not None and plan.placement.spilled:
+            spill = _spill(plan, trainable, host, queue, pager, written)
+            undo.callback(spill.close)
+        if any(plan.parts.trainable_numel) and not plan.device.host_addressable:
+            downloads = _downloads(plan, host, pager)
+            undo.callback(downloads.close)
         on_device = {
             unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtype)
             for unit, homes in enumerate(plan.placement.homes)
             if homes.get(State.GRAD) is Tier.DEVICE
         }
         totals = {unit: arena.keep(nbytes).view(dtype) for unit, nbytes in plan.placement.added}
+        waiting = Waiting(spill=spill, on_device=on_device, totals=totals, downloads=downloads)
+        gradients: Gradients
         if plan.ranks is None or rounds is None or not any(trainable):
-            return Gradients(plan.layouts, trainable, host, dtype, spill, on_device, totals)
-        made = plan.mode.weight_dtype  # what a backward makes
-        return ReducedGradients(
-            plan.layouts, trainable, host, dtype, spill, on_device, totals, arena, made, plan.ranks, rounds
-        )
-    except BaseException:
-        if spill is not None:
-            spill.close()
-        raise
+            gradients = Gradients(plan.layouts, trainable, host, dtype, waiting, callbacks)
+        else:
+            gradients = ReducedGradients(
+                plan.layouts,
+                trainable,
+                host,
+                dtype,
+                waiting,
+                callbacks,
+                device_arena=arena,
+                bucket_dtype=plan.mode.weight_dtype,  # what a backward makes
+                ranks=plan.ranks,
+                rounds=rounds,
+            )
+        undo.pop_all()
+    return gradients
 
 
 def _downloads(plan: Plan, host: HostArena, pager: Pager) -> Downloads:

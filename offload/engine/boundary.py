@@ -41,8 +41,21 @@ class Boundary:
         """Of the last one's gradient, before the clip."""
         self.applied = False
         """Whether the last `step()` updated the weights."""
-        self.clip_once: float | None = None
+        self._clip_once: float | None = None
         """To what norm the next gradient is clipped, where the user says it."""
+
+    def clip_next(self, max_norm: float) -> None:
+        """Clips the gradient of the next step to `max_norm`, 0 for not at all, in place of the config's norm."""
+        self._clip_once = max_norm
+
+    def pass_micro_batch(self) -> None:
+        """Ends a `step()` that is no boundary: it updates nothing."""
+        self._state.count_micro_steps(self._micro.passed(self._state.choices.accumulation))
+        self.applied = False
+
+    def forget_norm(self) -> None:
+        """Drops the norm of the last gradient, after a checkpoint of another moment was loaded."""
+        self.grad_norm = None
 
     def end_step(self) -> None:
         """Decide on the gradients since the last boundary, and schedule what they change.
@@ -114,7 +127,7 @@ class Boundary:
     @property
     def _clip(self) -> float:
         """The largest norm of the next gradient; 0 leaves it as it is."""
-        return self._state.choices.clip if self.clip_once is None else self.clip_once
+        return self._state.choices.clip if self._clip_once is None else self._clip_once
 
     def _refusal(self, norm: float) -> str | None:
         """What to do about a norm that is not finite and cannot be skipped; None where the step may go on."""
@@ -138,17 +151,17 @@ class Boundary:
         """Count the step and schedule its updates; drop its gradients where it is skipped or `refused`."""
         state = self._state
         micro_batches = self._micro.trained(state.choices.accumulation)
-        state.micro_steps += self._micro.passed(state.choices.accumulation)
+        state.count_micro_steps(self._micro.passed(state.choices.accumulation))
         self._micro.reset()
         self.applied = False
         if state.scaler is not None:
             state.scaler.forget_multiplied()
         self.grad_norm = norm
         if refused:
-            self._optimizer.overflow = True
+            self._optimizer.record(True, state.loss_scale)
             self._parts.gradients.clear()
             return
-        clip, self.clip_once = self._clip, None
+        clip, self._clip_once = self._clip, None
         finite, loss_scale = math.isfinite(norm), state.loss_scale
         state.stepped(micro_batches, overflow=not finite)
         updates: list[UnitUpdate] = []

@@ -149,6 +149,6 @@ class Checkpoints:
                 self._state.global_steps,
                 (held if wish.module_only else held._replace(generators=progress.generators)).pack(),
             )
-            parts.pager.table.rewritten = False
-        self._state.edited = False
+            parts.pager.mark_rewritten(False)
+        self._state.mark_edited(False)
         return notices

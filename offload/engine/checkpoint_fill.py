@@ -140,7 +140,7 @@ class Filling:
             if store is None or not store.keeps(piece.unit, state):
                 continue
             if self._two_slots and state is State.WEIGHT and trainable <= piece.start:
-                held.pager.table.rewritten = True  # what is frozen has no second slot
+                held.pager.mark_rewritten(True)  # what is frozen has no second slot
             futures.append(store.write(piece.unit, state, slot, start, memory))
             written[piece.unit].setdefault(state, []).append((start, futures[-1]))
         return futures

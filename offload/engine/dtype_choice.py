@@ -17,7 +17,7 @@ from offload import precision
 from offload.config import Config, load_config, read_json
 from offload.engine.checkpoint_files import find, read_manifest
 from offload.engine.plan import compute_device
-from offload.engine.ranks import as_the_first
+from offload.engine.rendezvous import as_the_first
 from offload.precision import Choice
 from offload.swapper.store import rank_folders, run_status
 from offload.swapper.store.look import look

@@ -131,7 +131,7 @@ class Ending:
             return
         if state.edited or store.durable.epoch != state.global_steps:
             store.commit(state.global_steps, state.for_commit().pack())
-            state.edited = False
+            state.mark_edited(False)
 
     def _leave(self, keep: bool) -> None:
         """Say, on the first rank for all, what stays on the disk; note that it may go, unless it is to be kept."""

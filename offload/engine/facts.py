@@ -10,16 +10,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.data import Dataset
 
-from offload.engine.boundary import Boundary
+from offload.engine.core import EngineCore
 from offload.engine.loader import Loader, check_data, load
 from offload.engine.memory_report import MemoryReport, memory_report
-from offload.engine.micro_batches import MicroBatches
-from offload.engine.optimizer import Optimizer
-from offload.engine.parts import Choices, Parts
-from offload.engine.training_state import TrainingState
+from offload.engine.parts import Choices
 from offload.errors import UsageError
 from offload.swapper.pager import Counts
 from offload.swapper.store import DriveWrites
@@ -33,33 +29,34 @@ class IoBytes(NamedTuple):
 
 
 class Facts:
-    """The part of an engine that answers."""
+    """Getters and setters of DeepSpeed's engine that read the core and run nothing."""
 
-    device: torch.device
-    optimizer: Optimizer
-    _parts: Parts
-    _state: TrainingState
-    _micro: MicroBatches
-    _boundary: Boundary
-    _base_bytes: int
-    """Resident when the engine began, but for the memory of engines."""
+    def __init__(self, core: EngineCore) -> None:
+        """Makes the API over the core of an engine, which is complete."""
+        self._core = core
+        self.module = core.module
+        """The model that was given to `initialize`."""
+        self.device = core.device
+        """The device on which the model computes."""
+        self.optimizer = core.optimizer
+        """The optimizer that `initialize` returns beside the engine."""
 
     # -- progress -----------------------------------------------------------------------------------
 
     @property
     def global_steps(self) -> int:
         """Boundaries passed, skipped ones among them; after a resume, those that were committed."""
-        return self._state.global_steps
+        return self._core.state.global_steps
 
     @property
     def skipped_steps(self) -> int:
         """Boundaries at which the norm was not finite and nothing was updated."""
-        return self._state.skipped_steps
+        return self._core.state.skipped_steps
 
     @property
     def loss_scale(self) -> float:
         """By which the loss of the next backward is multiplied: 1 but in fp16."""
-        return self._state.loss_scale
+        return self._core.state.loss_scale
 
     @property
     def micro_steps(self) -> int:
@@ -67,54 +64,54 @@ class Facts:
 
         After a resume, those up to the boundary that was committed.
         """
-        return self._state.micro_steps
+        return self._core.state.micro_steps
 
     @property
     def global_samples(self) -> int:
         """Samples of all boundaries passed, on all ranks."""
-        return self._state.global_samples
+        return self._core.state.global_samples
 
     @property
     def client_state(self) -> dict[str, Any]:
         """The user's own: numbers, strings, lists and dicts. Each commit holds it, as it is when that of step k is
         taken: at the first engine call after step k."""
-        return self._state.client_state
+        return self._core.state.client_state
 
     @client_state.setter
     def client_state(self, value: dict[str, Any]) -> None:
-        self._state.client_state = value
+        self._core.state.set_client_state(value)
 
     @property
     def lr_scheduler(self) -> Any:
         """The schedule that was given to `initialize`, or None."""
-        return self._state.lr_scheduler
+        return self._core.state.lr_scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, value: Any) -> None:
-        self._state.lr_scheduler = value
+        self._core.state.set_lr_scheduler(value)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated the weights.
 
         False before the first, between boundaries, and where the norm was not finite.
         """
-        return self._boundary.applied
+        return self._core.boundary.applied
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last boundary's gradient before the clip; None before the first."""
-        return self._boundary.grad_norm
+        return self._core.boundary.grad_norm
 
     @property
     def micro_batches(self) -> int:
         """Backwards since the last boundary."""
-        return self._micro.count
+        return self._core.micro.count
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the `step()` of the micro-batch that is under way updates the weights, until that `step()` has ended.
 
         The answer is known before its forward. It is True always without accumulation, and never in `no_sync`.
         """
-        return self._micro.is_boundary(self._choices.accumulation)
+        return self._core.micro.is_boundary(self._choices.accumulation)
 
     # -- the optimizer ------------------------------------------------------------------------------
 
@@ -151,13 +148,13 @@ class Facts:
         """
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
             raise UsageError(f"clip_grad_norm_ expects a number of at least 0, got {max_norm!r}")
-        self._boundary.clip_once = float(max_norm) if math.isfinite(max_norm) else 0.0
+        self._core.boundary.clip_next(float(max_norm) if math.isfinite(max_norm) else 0.0)
 
     # -- the config ---------------------------------------------------------------------------------
 
     @property
     def _choices(self) -> Choices:
-        return self._state.choices
+        return self._core.state.choices
 
     @property
     def config(self) -> dict[str, Any]:
@@ -221,36 +218,36 @@ class Facts:
     @property
     def global_rank(self) -> int:
         """The number of this process among those that train together."""
-        return self._parts.rank
+        return self._core.parts.rank
 
     @property
     def world_size(self) -> int:
         """How many processes train together."""
-        return self._parts.world_size
+        return self._core.parts.world_size
 
     @property
     def local_rank(self) -> int:
         """The number of this process among those of its machine, as its launcher says."""
-        return 0 if self._parts.ranks is None else int(os.environ.get("LOCAL_RANK", "0"))
+        return 0 if self._core.parts.ranks is None else int(os.environ.get("LOCAL_RANK", "0"))
 
     @property
     def parameter_count(self) -> int:
         """Elements of all parameters; a tied one counts once."""
-        return sum(segment.numel for layout in self._parts.layouts for segment in layout.segments)
+        return sum(segment.numel for layout in self._core.parts.layouts for segment in layout.segments)
 
     @property
     def host_memory(self) -> int:
         """Bytes of the host arena: this engine's part of the host budget."""
-        return self._parts.arena.nbytes
+        return self._core.parts.arena.nbytes
 
     @property
     def device_memory(self) -> int:
         """Bytes of the device arena: the device budget."""
-        return self._parts.pager.arena.nbytes
+        return self._core.parts.pager.arena.nbytes
 
     def io_bytes(self) -> IoBytes:
         """Bytes read and written so far by the engine."""
-        queue = self._parts.queue
+        queue = self._core.parts.queue
         return IoBytes(0, 0) if queue is None else IoBytes(queue.read_bytes, queue.written_bytes)
 
     def memory_report(self) -> MemoryReport:
@@ -260,11 +257,11 @@ class Facts:
         the engine, and other what came since: activations, libraries. Of `["device"]`, allocated = arena + other. Each
         of `["classes"]` has its part of the host budget, what is used of it now, and the most that ever was.
         """
-        return memory_report(self._parts, self._base_bytes)
+        return memory_report(self._core.parts, self._core.base_bytes)
 
     def drive_writes(self) -> tuple[DriveWrites, ...]:
         """What this rank has written to each drive: in this process, and in all of the run's that it goes on with."""
-        return self._parts.written.drives()
+        return self._core.parts.written.drives()
 
     @property
     def measured(self) -> Mapping[str, float]:
@@ -272,9 +269,9 @@ class Facts:
 
         `wall_clock_breakdown` asks for all of them, on the first rank.
         """
-        meter = self._parts.meter
+        meter = self._core.parts.meter
         return {} if meter is None or meter.last is None else meter.last.values
 
     def use_counts(self) -> Counts:
         """How often units were used so far, found on the device, and used otherwise than foreseen."""
-        return self._parts.pager.counts()
+        return self._core.parts.pager.counts()

@@ -15,11 +15,13 @@ Where the host can address the device's memory all of this is one pass, in the t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from offload import kernels
+from offload.engine.callbacks import EngineCallbacks
 from offload.engine.downloads import Downloads
 from offload.engine.layout import UnitLayout
 from offload.engine.placement import CHUNK
@@ -29,6 +31,20 @@ from offload.engine.totals import Totals
 from offload.kernels import cuda
 from offload.swapper.host import HostArena, Lease
 from offload.swapper.store import Future
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """The places where gradients of a step wait for their updates, other than leases of HOST."""
+
+    spill: Spill | None
+    """Gradients of units that wait on DISK."""
+    on_device: Mapping[int, torch.Tensor]
+    """(numel,) of the gradients' dtype for each unit whose gradients stay on the device."""
+    totals: Mapping[int, torch.Tensor]
+    """The same for units whose gradients are added up on the device over micro-batches, and then leave."""
+    downloads: Downloads | None
+    """Copies from a device whose memory the host cannot address; None where it can."""
 
 
 class Gradients:
@@ -44,33 +60,35 @@ class Gradients:
         parts: Sequence[range],
         arena: HostArena,
         dtype: torch.dtype,
-        spill: Spill | None,
-        on_device: Mapping[int, torch.Tensor] = {},
-        totals: Mapping[int, torch.Tensor] = {},
+        waiting: Waiting,
+        callbacks: EngineCallbacks,
     ) -> None:
-        """`spill` has the units whose gradients wait on DISK, `on_device` memory of those that wait there, (numel,) of
-        `dtype`; the others get a lease each. `totals` is memory as well, of those that are added up there and leave."""
+        """Takes a lease of the class of homes for each unit whose gradients stay in HOST.
+
+        Args:
+            layouts: the segments of each unit.
+            parts: the elements of each unit that this rank updates.
+            arena: the host memory.
+            dtype: of the gradients that are kept.
+            waiting: where gradients wait that have no lease.
+            callbacks: the engine.
+        """
         self.dtype = dtype
-        self.spill = spill
-        self._on_device = on_device
-        self.totals = Totals(totals)
-        self.is_last: Callable[[], bool] = lambda: False
-        """Whether the backward under way is known to be the last of its step."""
+        self.spill, self.downloads = waiting.spill, waiting.downloads
+        self._on_device = waiting.on_device
+        self.totals = Totals(waiting.totals)
+        self._callbacks = callbacks
         self._leaving = False
         """Whether a total may be on its way that is still there: where an interrupt came between."""
-        self.downloads: Downloads | None = None
-        """Bring what the host cannot address; None where it can."""
         self._layouts = layouts
         self._parts = parts
         self._lock = threading.Lock()
-        self.settle: Callable[[], None] = lambda: None
-        """Waits until every update has read its gradient."""
         self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
         """For each unit, (segment, first element) of a stretch to its sum of squares; a tensor is on the device."""
         self._reading: set[int] = set()
         self._memory: list[torch.Tensor | None] = []
         for unit, part in enumerate(parts):
-            kept = part and not self._spills(unit) and unit not in on_device
+            kept = part and not self._spills(unit) and unit not in self._on_device
             lease = arena.homes.take(len(part) * dtype.itemsize) if kept else None
             assert lease is not None or not kept, "the class of homes was sized for every gradient that has one"
             self._memory.append(None if lease is None else lease.tensor(dtype))
@@ -87,6 +105,15 @@ class Gradients:
     def end_backward(self) -> None:
         """An outermost backward is over."""
 
+    @property
+    def pending_unit(self) -> int:
+        """The unit whose gradients wait to be reduced with those of other ranks, or -1."""
+        return -1
+
+    def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
+        """Adds up the gradients of `unit` that the ranks `holders` have. Every rank calls it at once."""
+        raise AssertionError("a process that trains alone reduces nothing")
+
     def put(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Store or add `values`, (n,) on the device: elements [first, first + n) of a segment, all of them this rank's.
 
@@ -96,7 +123,7 @@ class Gradients:
         if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             values = values.to(self.dtype)
         if unit in self._reading:
-            self.settle()  # a graph made before step() that needed no weights, such as an embedding's
+            self._callbacks.await_updates()  # a graph made before step() that needed no weights, such as an embedding's
         if unit in self._on_device:
             self._keep(unit, segment, first, values)
         elif self.downloads is None:
@@ -114,7 +141,9 @@ class Gradients:
         """Whether a gradient is for the total on the device: not where that has left, nor where it would at once."""
         if self.totals.has(unit, (segment, first)):
             return True
-        return self.totals.takes(unit) and self._is_new(unit, segment, first) and not self.is_last()
+        return (
+            self.totals.takes(unit) and self._is_new(unit, segment, first) and not self._callbacks.is_last_micro_batch()
+        )
 
     def _add_up(self, downloads: Downloads, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Add `values` to the total on the device, which leaves where nothing more will come."""
@@ -122,7 +151,7 @@ class Gradients:
             downloads.drain()
             self._leaving = False
         self.totals.add(unit, (segment, first), self._start(unit, segment, first), values)
-        if self.is_last():
+        if self._callbacks.is_last_micro_batch():
             self._leave(downloads, unit, segment, first)
 
     def _leave(self, downloads: Downloads, unit: int, segment: int, first: int) -> None:

@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.modules.module import __file__ as module_file
 
 from offload.engine.bindings import Bindings
+from offload.engine.callbacks import EngineCallbacks
 from offload.engine.gradients import Gradients
 from offload.engine.placeholder import Place, place_of
 from offload.engine.saved import SavedTensors, storage_address
@@ -76,19 +77,15 @@ class Hooks:
         saved: SavedTensors,
         gradients: Gradients,
         pager: Pager,
+        callbacks: EngineCallbacks,
     ) -> None:
         self._bindings, self._saved, self._gradients, self._pager = bindings, saved, gradients, pager
+        self._callbacks = callbacks
         self._root = model
         self._local = _Nesting()
         self._thread: threading.Thread | None = None
         """The thread whose forward is under way."""
         self._in_backward = self._gradient_seen = False
-        self.backward_count = 0
-        """Outermost backwards in which a gradient arrived."""
-        self.entered: Callable[[], None] = self.reset_aborted
-        """Called at the entry of each outermost forward."""
-        self.began_backward: Callable[[], None] = lambda: None
-        """Called at the start of each outermost backward, which is none if it raises."""
         self._removers: list[Callable[[], None]] = []
         self._external: dict[int, list[int]] = {}
         """For each module by id, units of which it uses parameters that are not its own, as the user has said."""
@@ -104,9 +101,7 @@ class Hooks:
                     self.use_in(module, unit_of[id(parameter)])
         self._trainable = [place for unit in places for place in unit if place.trainable]
         for place in self._trainable:
-            place.take_gradient = self._gradient_hook(place)
-            place.gradient_hook = place.parameter.register_post_accumulate_grad_hook(place.take_gradient)
-            self._removers.append(place.gradient_hook.remove)
+            self._removers.append(place.hook_gradient(self._gradient_hook(place)).remove)
 
     def remove(self) -> None:
         """Take every hook away."""
@@ -208,7 +203,7 @@ class Hooks:
         if again and local.frames and not _is_running(local.frames[0].call):
             self.reset_aborted()
         if not local.frames:
-            self.entered()
+            self._callbacks.enter_forward()
             self._thread = threading.current_thread()
             if not inside_backward():
                 self._pager.begin(Kind.TRAIN if self._trainable and torch.is_grad_enabled() else Kind.EVAL)
@@ -270,7 +265,7 @@ class Hooks:
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
-            self.began_backward()
+            self._callbacks.begin_backward()
             self._in_backward = True
             call_after_backward(self._end_backward)
 
@@ -278,7 +273,7 @@ class Hooks:
         self._bindings.end_kept()
         self._gradients.end_backward()
         if self._gradient_seen:
-            self.backward_count += 1
+            self._callbacks.end_backward()
         self._in_backward = self._gradient_seen = False
 
     def _gradient_hook(self, place: Place) -> Callable[[torch.Tensor], None]:

@@ -21,6 +21,8 @@ from offload.aio import IoQueue
 from offload.config import Config, effective, load_config, resolve_batch
 from offload.engine import optimizer_choice, schedule_choice
 from offload.engine.assembly import assemble
+from offload.engine.callbacks import EngineCallbacks
+from offload.engine.core import EngineCore
 from offload.engine.description import about, describe
 from offload.engine.dtype_choice import warn_if_slow
 from offload.engine.engine import Engine
@@ -33,7 +35,8 @@ from offload.engine.optimizer import Optimizer, refuse_others
 from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.plan import Plan, compute_device, decide, summary
 from offload.engine.progress import Progress, persistent_buffers
-from offload.engine.ranks import UNABLE, Ranks, join_ranks, meet_others, stay_away
+from offload.engine.ranks import Ranks, join_ranks
+from offload.engine.rendezvous import UNABLE, meet_others, stay_away
 from offload.engine.watch import measure, watch
 from offload.errors import ConfigError, StoreError
 from offload.notices import tell
@@ -219,7 +222,6 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
     queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
     written = _written(plan)
     store: Store | None = None
-    parts: Parts | None = None
     try:
         progress: Progress | None = None
         if queue is not None and plan.slots:
@@ -233,8 +235,11 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
                 store.create(over=plan.resume or plan.replace)
                 if plan.ranks is not None:  # the first commit says that nobody has anything of an earlier run any more
                     plan.ranks.share(None, "make its store")
-        parts = assemble(plan, model, optimizer, queue, store, written, resume=progress is not None)
-        parts = _measured(plan, watch(parts, timeline, model, plan.units.sites))
+
+        def components(callbacks: EngineCallbacks) -> Parts:
+            parts = assemble(plan, model, optimizer, queue, store, written, progress is not None, callbacks)
+            return _measured(plan, watch(parts, timeline, model, plan.units.sites))
+
         notices = (
             *plan.notices,
             *_io_notices(queue),
@@ -242,37 +247,37 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
             *(store.notices if store is not None else ()),
             *timeline.notices,
         )
-        engine = Engine(
-            model,
-            plan.device.torch,
-            parts,
-            optimizer,
-            lr_scheduler,
-            loader,
-            _choices(plan),
-            bool(plan.commit_every),
-            notices,
+        core = EngineCore(
+            module=model,
+            device=plan.device.torch,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            loader=loader,
+            choices=_choices(plan),
+            layouts=plan.layouts,
+            commits=bool(plan.commit_every),
+            assemble=components,
         )
     except BaseException:
-        model.__dict__.pop("zero_grad", None)
         with contextlib.suppress(Exception):  # the first error is the one that is told
             close_all(
-                *(parts.closing() if parts is not None else () if queue is None else (queue.close,)),
+                *(() if queue is None else (queue.close,)),
                 *(() if store is None else (store.close if plan.resume else store.remove,)),
             )
         raise
     try:
+        notices += tuple(core.state.notices())
         if progress is not None:
-            engine.restore(progress)
+            notices += tuple(core.state.restore(progress))
         elif store is not None and plan.commit_every:
             # Epoch 0: a kill during the first step resumes from the initial weights.
-            store.commit(0, engine.progress().pack())
-        if parts.meter is not None:
-            parts.meter.begin()
+            store.commit(0, core.state.take().pack())
+        if core.parts.meter is not None:
+            core.parts.meter.begin()
+        return Engine(core, notices)
     except BaseException:
-        engine.abandon(remove=progress is None)
+        core.ending.abandon(remove=progress is None)
         raise
-    return engine
 
 
 def _choices(plan: Plan) -> Choices:

@@ -11,21 +11,18 @@ a resumed run goes on behind the last batch that was trained without loading tho
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from offload.engine.inputs import to_device
 from offload.engine.progress import read_generators, write_generators
 from offload.errors import ConfigError
-from offload.torch_internals import tree_map
 
 
 def load(
@@ -201,59 +198,6 @@ class Loader(DataLoader[Any]):
         self.before_next, self._resuming, self.restored = generators, generators is not None, False
         self._loads += 1
         return notice
-
-
-def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """The same structure with its tensors on `device`, those of floating point in `dtype` where one is given.
-
-    It goes into lists, tuples, mappings of any kind (a tokenizer's `BatchEncoding`), dataclasses, named tuples and
-    packed sequences. What it does not know stays as it is.
-    """
-
-    def move(value: torch.Tensor) -> torch.Tensor:
-        if device.type == "cuda" and value.device.type == "cpu" and value.layout is torch.strided:
-            value = value.pin_memory()  # else the thread waits for all compute before, and the copy with it
-        return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
-
-    return _each_tensor(move, batch)
-
-
-def other_dtype(batch: Any, dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype of the first tensor of floating point that is not in `dtype`; None where there is none."""
-    found: list[torch.dtype] = []
-
-    def look(value: torch.Tensor) -> torch.Tensor:
-        if value.is_floating_point() and value.dtype != dtype:
-            found.append(value.dtype)
-        return value
-
-    _each_tensor(look, batch)
-    return found[0] if found else None
-
-
-def _each_tensor(do: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    """The structure of `batch` with what `do` returns in the place of each tensor."""
-
-    def leaf(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return do(value)
-        if isinstance(value, PackedSequence):
-            data = do(value.data)  # the sizes of the batches stay on the CPU, where cuDNN wants them
-            places = (each if each is None else each.to(data.device) for each in value[2:])
-            return PackedSequence(data, value.batch_sizes, *places)
-        if isinstance(value, MutableMapping):
-            moved = copy.copy(value)
-            for key, inner in value.items():
-                moved[key] = _each_tensor(do, inner)
-            return moved
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            rows: Any = copy.copy(value)
-            for field in dataclasses.fields(value):
-                object.__setattr__(rows, field.name, _each_tensor(do, getattr(value, field.name)))  # frozen ones too
-            return rows
-        return value
-
-    return tree_map(leaf, batch, is_leaf=lambda value: isinstance(value, PackedSequence))
 
 
 class RankBatches(Sampler[list[int]]):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from offload.aio import aligned_empty
+from offload.engine.callbacks import EngineCallbacks
 from offload.engine.layout import Segment
 from offload.engine.masters import join, sources
 from offload.engine.packed import unpack
@@ -46,8 +47,8 @@ def engines() -> list[Looking]:
 class Looking:
     """Reads and sets what there is of the parameters of one engine. Belongs to the thread that runs the model."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts, self._held = parts, parts.held
+    def __init__(self, parts: Parts, callbacks: EngineCallbacks) -> None:
+        self._parts, self._held, self._callbacks = parts, parts.held, callbacks
         self._states = {state.value: state for state in parts.held.mode.moments if state is not State.PACKED}
         _engines.add(self)
 
@@ -176,11 +177,8 @@ class Looking:
     def state_dict(self, module: nn.Module, without_frozen: bool) -> dict[str, Any]:
         """`module.state_dict()` with every tensor on the CPU."""
         weights = self._parts.weights
-        weights.without_frozen = without_frozen
-        try:
+        with weights.leaving_out_frozen() if without_frozen else contextlib.nullcontext():
             state: dict[str, Any] = module.state_dict()
-        finally:
-            weights.without_frozen = False
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 state[name] = value.to("cpu")  # what is there already stays the same tensor: tied weights are one
@@ -197,7 +195,7 @@ class Looking:
     # -- on the way ---------------------------------------------------------------------------------
 
     def _begin(self, state: State) -> None:
-        self._parts.weights.entered()
+        self._callbacks.enter_weights()
         if state is State.GRAD:
             self._parts.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch
 

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from offload.engine.monitor import Record, Reporter
+from offload.engine.monitor import Reporter
+from offload.engine.writers import Record
 from offload.swapper.store import DriveWrites
 from offload.swapper.timeline import Row
 

@@ -9,17 +9,18 @@ as told           `set_boundary` says it for the loop: then `step()` need not be
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from offload.errors import UsageError
 from offload.sizes import count_of
 
 
 class MicroBatches:
-    """Counts the backwards of one engine, of which `backwards` gives how many there were so far."""
+    """The backwards of one engine, counted in micro-batches and steps."""
 
-    def __init__(self, backwards: Callable[[], int]) -> None:
-        self._backwards = backwards
+    def __init__(self) -> None:
+        self._backwards = 0
+        """Outermost backwards so far in which a gradient arrived."""
         self._before = 0
         """Backwards before the last boundary."""
         self._at_step = 0
@@ -33,10 +34,14 @@ class MicroBatches:
         self._apart = False
         """Whether there was one since the last boundary."""
 
+    def count_backward(self) -> None:
+        """Counts an outermost backward that has produced a gradient."""
+        self._backwards += 1
+
     @property
     def count(self) -> int:
         """Backwards since the last boundary."""
-        return self._backwards() - self._before
+        return self._backwards - self._before
 
     def is_boundary(self, accumulation: int) -> bool:
         """Whether the micro-batch that is under way, from one `step()` until the end of the next, ends a step."""
@@ -70,18 +75,18 @@ class MicroBatches:
             yield
         finally:
             self._no_sync -= 1
-            self._at_step = self._backwards()
+            self._at_step = self._backwards
 
     def end(self, accumulation: int) -> None:
         """`step()` was called. Raises `UsageError` where it cannot be told how many micro-batches there were."""
-        since = self._backwards() - self._at_step
+        since = self._backwards - self._at_step
         if since > 1 and accumulation > 1 and self._told is None and not self._no_sync:
             raise UsageError(
                 f"{count_of(since, 'backward')} ran since the last step(), gradient_accumulation_steps is "
                 f"{accumulation}: whether they are one micro-batch or {since} cannot be known. Call step() after "
                 f"every backward, or add the losses of a micro-batch up before backward()"
             )
-        self._at_step = self._backwards()
+        self._at_step = self._backwards
 
     def check_boundary(self, accumulation: int) -> None:
         """Raise `UsageError` where a boundary cannot be now."""
@@ -113,11 +118,11 @@ class MicroBatches:
 
         Those whose gradients were dropped are among them, since their batches were taken from the data.
         """
-        since, self._at_passed = self._backwards() - self._at_passed, self._backwards()
+        since, self._at_passed = self._backwards - self._at_passed, self._backwards
         several = accumulation > 1 or self._told is not None or self._apart
         return max(since, 1) if several else 1
 
     def reset(self) -> None:
         """A boundary was passed, or the gradients since the last were dropped."""
-        self._before = self._at_step = self._backwards()
+        self._before = self._at_step = self._backwards
         self._apart = self._no_sync > 0

@@ -68,17 +68,25 @@ class Wanted(NamedTuple):
 class EngineSource:
     """The weights of an engine between steps. Of several ranks all read the same, at the same time."""
 
-    def __init__(self, module: nn.Module, parts: Parts, epoch: int, ranks: Together) -> None:
-        self._parts, self._ranks = parts, ranks
+    def __init__(
+        self, module: nn.Module, parts: Parts, epoch: int, ranks: Together, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Describes the model.
+
+        Args:
+            module: the model.
+            parts: the components of its engine.
+            epoch: the number of the step.
+            ranks: the processes that read together.
+            check: raises if this rank has failed since the last read. Called where the other ranks learn of it.
+        """
+        self._parts, self._ranks, self._check = parts, ranks, check
         self.description: Mapping[str, Any] = describe(parts.layouts, parts.held.mode, ranks.size)
         self.about: Mapping[str, Any] = about(module)
         self.epoch, self.frozen = epoch, True
         self.buffers: Mapping[str, torch.Tensor] = {
             name: value.detach().to("cpu") for name, value in persistent_buffers(module).items()
         }
-        self.check: Callable[[], None] = lambda: None
-        """Raises what has failed on this rank since the last read; called where the others hear of it."""
-
         self._over = False
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
@@ -91,7 +99,7 @@ class EngineSource:
         def mine() -> None:
             for future in futures:
                 future.wait()
-            self.check()
+            self._check()
 
         if self._over:
             for future in futures:
@@ -122,25 +130,40 @@ class _Told(NamedTuple):
         return len(self.buffer)
 
 
-class _Forgiving:
-    """Gives what it takes to another sink, until that fails; the failure is raised by `check`, where it can be told."""
+class _FirstFailure:
+    """The first error of writing on this rank, kept until all ranks can learn of it."""
 
-    def __init__(self, sink: Sink | None) -> None:
-        self._sink = sink
-        self._failure: Exception | None = None
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def record(self, error: Exception) -> None:
+        """Keeps `error`. Writing must have stopped since the first."""
+        self._error = error
+
+    @property
+    def failed(self) -> bool:
+        """True after an error."""
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raises the error that was recorded, if any."""
+        if self._error is not None:
+            raise self._error
+
+
+class _Forgiving:
+    """A sink that passes data on to another until that fails, and records the failure instead of raising it."""
+
+    def __init__(self, sink: Sink | None, failure: _FirstFailure) -> None:
+        self._sink, self._failure = sink, failure
 
     def put(self, name: str, start: int, data: memoryview) -> None:
-        if self._sink is None or self._failure is not None:
+        if self._sink is None or self._failure.failed:
             return
         try:
             self._sink.put(name, start, data)
         except Exception as error:
-            self._failure = error
-
-    def check(self) -> None:
-        """Raise what has failed."""
-        if self._failure is not None:
-            raise self._failure
+            self._failure.record(error)
 
 
 class Saving:
@@ -164,7 +187,8 @@ class Saving:
                 self._write(wanted, out, epoch, ranks)
 
     def _write(self, wanted: Wanted, out: Path, epoch: int, ranks: Together) -> None:
-        source = EngineSource(self._module, self._parts, epoch, ranks)
+        failure = _FirstFailure()
+        source = EngineSource(self._module, self._parts, epoch, ranks, failure.check)
         shard_nbytes = _ONE_FILE if wanted.file_name else shard_size(wanted.max_shard_size)
         plan = make_plan(source, wanted.dtype, shard_nbytes, wanted.frozen, wanted.file_name)
         with contextlib.ExitStack() as folder_open, contextlib.ExitStack() as files_open:
@@ -176,16 +200,14 @@ class Saving:
                 made.append((folder, files_open.enter_context(Files(folder, plan, source.buffers))))
 
             def end() -> None:
-                source.check()
+                failure.check()
                 files_open.close()
                 if wanted.tokenizer is not None:
                     _save_tokenizer(wanted.tokenizer, made[0][0])
                 folder_open.close()
 
             ranks.by_first(begin)
-            sink = _Forgiving(made[0][1] if made else None)
-            source.check = sink.check
-            beyond = stream(source, plan, sink)
+            beyond = stream(source, plan, _Forgiving(made[0][1] if made else None, failure))
             ranks.by_first(end)
         for notice in notices(source, plan, beyond) if self._parts.rank == 0 else ():
             logger.warning("%s: %s", out, notice)

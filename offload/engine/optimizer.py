@@ -61,13 +61,22 @@ class Optimizer(torch.optim.Optimizer):
         """What an engine keeps of each parameter."""
 
     def attach(
-        self, step: Callable[[], None], zero_grad: Callable[[], None], regrouped: Callable[[], None] = lambda: None
+        self,
+        step: Callable[[], None],
+        zero_grad: Callable[[], None],
+        regrouped: Callable[[], None] = lambda: None,
+        states: States | None = None,
     ) -> None:
-        """Make `step` and `zero_grad` those of an engine, which trains the parameters of this moment.
+        """Makes this the optimizer of an engine, which trains the parameters that the groups have now.
 
-        `regrouped` is told of a further group, and may refuse it.
+        Args:
+            step: ends a step of the engine.
+            zero_grad: drops the gradients since the last boundary.
+            regrouped: is called after a group was added, and may refuse it.
+            states: reads and sets the optimizer states of each parameter.
         """
         self._engine_step, self._engine_zero_grad, self._engine_regrouped = step, zero_grad, regrouped
+        self.states = states
         self._taken = self.settings().keys()
         if self.replaced is not None:
             self._replace(self.replaced)
@@ -113,6 +122,10 @@ class Optimizer(torch.optim.Optimizer):
             for group, parameters in before:
                 group["params"] = parameters
             raise
+
+    def record(self, overflow: bool, loss_scale: float) -> None:
+        """Sets what users read of the last boundary: `overflow`, and the `loss_scale` of the next backward."""
+        self.overflow, self.loss_scale = overflow, loss_scale
 
     def check_groups(self) -> None:
         """Raise `UsageError` where no step can be made with the groups, which a replaced optimizer shares."""

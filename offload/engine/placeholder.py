@@ -16,19 +16,16 @@ model. A bound parameter has its own class again and costs nothing.
 
 from __future__ import annotations
 
-import sys
-import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.utils import __file__ as wrappers_file
-from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 
+from offload.engine.harmless_functions import asks_for_no_element
 from offload.errors import BudgetError, UsageError
-from offload.torch_internals import SHALLOW_COPY_QUERY, make_subclass, plain_tensors, tree_leaves, tree_map
+from offload.torch_internals import make_subclass, plain_tensors, tree_leaves, tree_map
 
 
 class Keeper(Protocol):
@@ -68,10 +65,23 @@ class Place:
         dtype: torch.dtype,
         shape: tuple[int, ...],
         device: torch.device,
+        rules: Mapping[Any, Callable[..., Any]],
     ) -> None:
+        """Describes a parameter that is still an ordinary one; `unbind` makes it a placeholder.
+
+        Args:
+            parameter: of the model.
+            name: in the model.
+            unit: the unit that it belongs to.
+            position: of its segment in the unit.
+            dtype: of the weights that the model computes with.
+            shape: of the parameter.
+            device: on which the model computes.
+            rules: for functions of torch, by function; see `torch_function_rules.RULES`.
+        """
         self.parameter, self.name, self.unit, self.position = parameter, name, unit, position
         self.keeper: Keeper | None = None
-        """None before the engine is whole, and after it was destroyed."""
+        """None before the engine is complete, and after it was destroyed; see `attach`."""
         self.trainable = parameter.requires_grad
         self.gradient_hook: Any = None
         """The handle of the engine's own hook, which must stay the last."""
@@ -79,12 +89,33 @@ class Place:
         """That hook: adds `.grad` of the parameter, or of a copy of it, to the engine's gradients."""
         self.gathered = False
         """Whether `offload.gathered` has given the parameter memory of its own."""
-        self.device = device
+        self.device, self.rules = device, rules
         self._class = type(parameter)
         self._version = self._address = 0
         self._aliases: weakref.WeakValueDictionary[int, PagedAlias] = weakref.WeakValueDictionary()
         self._nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
         self.storage_address = self._nan.untyped_storage().data_ptr()
+
+    def attach(self, keeper: Keeper) -> None:
+        """Makes `keeper` the one that brings, reads and edits this parameter."""
+        self.keeper = keeper
+
+    def detach(self) -> None:
+        """Takes the keeper and the gradient hook away, at the end of the engine."""
+        self.keeper = self.take_gradient = self.gradient_hook = None
+
+    def hook_gradient(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """Registers the hook that moves `.grad` into the engine's gradients.
+
+        Args:
+            hook: is called with this parameter, or with a copy of it, after `.grad` was accumulated.
+
+        Returns:
+            torch's handle of the hook.
+        """
+        self.take_gradient = hook
+        self.gradient_hook = self.parameter.register_post_accumulate_grad_hook(hook)
+        return self.gradient_hook
 
     def bind(self, values: torch.Tensor) -> None:
         """Make the parameter an ordinary one, over the memory of `values`, of its shape."""
@@ -245,25 +276,21 @@ def place_of(tensor: Any) -> Place | None:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    rule = _RULES.get(func)
+    place = next((found for value in (*args, *kwargs.values()) if (found := place_of(value)) is not None), None)
+    rule = None if place is None else place.rules.get(func)
     if rule is not None:
         return rule(func, *args, **kwargs)
     if asks_for_no_element(func):
-        return _plainly(func, *args, **kwargs)
-    return _with_weights(func, args, kwargs)
+        return call_plainly(func, *args, **kwargs)
+    return call_with_weights(func, args, kwargs)
 
 
-def asks_for_no_element(func: Any) -> bool:
-    """Whether a function of torch, given a parameter, needs none of its values."""
-    return func in _HARMLESS or _is_harmless_property(func)
-
-
-def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
+def call_plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
     with plain_tensors():
         return func(*args, **kwargs)
 
 
-def _with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` with weights in the place of placeholders."""
     given: dict[int, Any] = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if place_of(leaf) is not None}
     places: dict[int, Place] = {key: leaf.offload_place for key, leaf in given.items()}
@@ -286,7 +313,7 @@ def _with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     result = func(*args, **kwargs)
     for key in outside:
         if real[key]._version != before[key]:
-            _check_kind(places[key], given[key], real[key])
+            check_kind(places[key], given[key], real[key])
             places[key].edit(real[key])
     originals = {id(real[key]): given[key] for key in outside}
     storages = {real[key].untyped_storage().data_ptr(): given[key] for key in outside if real[key].numel()}
@@ -322,99 +349,11 @@ def _name(func: Any) -> str:
 
 # -- what needs no weights -------------------------------------------------------------------------------
 
-_TENSOR: Any = torch.Tensor
-"""Of which the stubs say that its properties are tensors; on the class they are descriptors."""
-_HARMLESS: frozenset[Any] = frozenset(
-    {
-        *(
-            getattr(_TENSOR, name)
-            for name in (
-                "size dim ndimension numel nelement __len__ element_size is_floating_point is_complex is_signed "
-                "is_contiguous stride storage_offset data_ptr untyped_storage get_device is_pinned is_inference "
-                "is_shared register_hook retain_grad _is_view new_empty new_zeros new_ones new_full new_tensor "
-                "is_same_size"
-            ).split()
-        ),
-        *(
-            getattr(torch, name)
-            for name in (
-                "numel is_floating_point is_complex is_same_size empty_like zeros_like ones_like full_like rand_like "
-                "randn_like result_type can_cast"
-            ).split()
-        ),
-        torch.autograd.grad,
-        torch.autograd.backward,
-    }
-)
-"""Functions that ask for no element; the gradients' functions know a parameter by its node alone."""
 
-_DEPTH = 6
-"""Calls between who asks a function of torch and the rule for it."""
-
-_LIBRARIES = frozenset({"offload", "torch", "transformers", "accelerate", "peft", "trl"})
-"""Which look at `.grad` for themselves, and go on where it is None."""
-
-_WITH_DATA = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
-"""Properties that give the elements themselves."""
+# -- one kind of memory ------------------------------------------------------------------------------------
 
 
-def _is_harmless_property(func: Any) -> bool:
-    if getattr(func, "__name__", "") not in ("__get__", "__set__", "__delete__"):
-        return False
-    name = getattr(getattr(func, "__self__", None), "__name__", None)
-    return name is not None and name not in _WITH_DATA
-
-
-# -- what has a rule of its own --------------------------------------------------------------------------
-
-
-def _alias(func: Any, tensor: Any) -> Any:
-    """`detach()` and `.data`: no elements are asked for yet."""
-    if _is_called_by(wrappers_file):
-        raise UsageError(
-            "DistributedDataParallel copies weights and sums gradients, which the engine does on several ranks itself: "
-            "use the engine, or its model, without it; a loop of Accelerate imports offload.hf.Accelerator in place of "
-            "accelerate.Accelerator"
-        )
-    own = getattr(tensor, "own", None)
-    return tensor.offload_place.alias() if own is None else own.detach()
-
-
-def _address(func: Any, tensor: Any) -> Any:
-    """`data_ptr()`, `untyped_storage()`: who asks while a module runs reads there, where no other function is called.
-
-    Otherwise an address only says whether two parameters are one.
-    """
-    place, own = tensor.offload_place, getattr(tensor, "own", None)
-    if own is not None:
-        return func(own)
-    brought = place.keeper is not None and place.keeper.bring(place.unit, stays=True)
-    return _plainly(func, place.parameter if brought else tensor)
-
-
-def _set_data(func: Any, tensor: Any, values: Any) -> None:
-    place = tensor.offload_place
-    if values is tensor or (place_of(values) is place and getattr(values, "own", None) is None):
-        return  # its own memory
-    _check_kind(place, tensor, values)
-    if not isinstance(tensor, Paged):
-        raise UsageError(f"`.data` of what `.data` or detach() of {place.name} gave cannot be set; set the parameter's")
-    with torch.no_grad():
-        values = values.detach().clone()  # before the aliases change: it may be one
-        if not place.engine.bring(place.unit):
-            place.leave_aliases()
-        tensor.copy_(values)
-
-
-def _is_compatible(func: Any, tensor: Any, values: Any) -> bool:
-    """`nn.Module.to` and its like ask this before they replace a parameter."""
-    place = place_of(tensor)
-    if place is not None:
-        _check_kind(place, tensor, values)
-    return bool(_plainly(func, tensor, values))
-
-
-def _check_kind(place: Place, tensor: Any, values: Any) -> None:
+def check_kind(place: Place, tensor: Any, values: Any) -> None:
     mine, given = _kind(tensor), _kind(values)
     if mine != given:
         raise UsageError(
@@ -426,136 +365,3 @@ def _check_kind(place: Place, tensor: Any, values: Any) -> None:
 def _kind(tensor: Any) -> str:
     order = "" if place_of(tensor) is not None or tensor.is_contiguous() else ", not contiguous,"
     return f"{list(tensor.shape)} {tensor.dtype}{order} on {tensor.device}"
-
-
-def _copy(func: Any, tensor: Any, source: Any, non_blocking: bool = False) -> Any:
-    """Values of a higher precision than the weights' are kept as they are: the master takes them."""
-    place = place_of(tensor)
-    if place is None or place_of(source) is not None or place.engine.bring(place.unit):
-        return _with_weights(func, (tensor, source), {})
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        return _with_weights(func, (tensor, source), {})  # torch's own error
-    place.edit(source.detach().expand(tensor.shape))
-    return tensor
-
-
-def _set_requires_grad(func: Any, tensor: Any, value: bool = True) -> Any:
-    place = tensor.offload_place
-    if value and isinstance(tensor, PagedAlias):
-        raise UsageError(
-            f"this is the memory of {place.name}, whose weights are in the swap tiers; clone() it to make a parameter "
-            f"of its own"
-        )
-    if value and not place.trainable:
-        raise place.cannot_train()
-    return _plainly(func, tensor, value)
-
-
-def _set_grad(func: Any, tensor: Any, value: Any = None) -> None:
-    if value is not None:
-        raise UsageError(
-            f"the gradient of {tensor.offload_place.name} cannot be set: gradients are in the engine, which "
-            f"backward() adds to; offload.safe_set_full_grad sets one"
-        )
-    _plainly(func, tensor, value)
-
-
-def _get_grad(func: Any, tensor: Any) -> Any:
-    """None. Who clips by it would be told a norm of 0, and clip nothing."""
-    if _is_called_by(clip_grad_file):
-        raise UsageError(
-            "gradients are in the engine, where torch.nn.utils cannot clip them: step() clips by gradient_clipping "
-            "of the config, engine.clip_grad_norm_(max_norm) sets another norm for the next step, and "
-            "engine.get_global_grad_norm() gives the norm after it; a loop of Accelerate imports "
-            "offload.hf.Accelerator in place of accelerate.Accelerator, whose clip_grad_norm_ is the engine's"
-        )
-    gradient = _plainly(func, tensor)
-    place = place_of(tensor)
-    if gradient is None and place is not None and place.keeper is not None and not _is_asked_by_a_library():
-        place.keeper.miss_gradient(place.name)
-    return gradient
-
-
-def _is_asked_by_a_library() -> bool:
-    """Whether it is no code of the user's that has called a function of torch."""
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals is globals():
-        frame = frame.f_back
-    return frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
-
-
-def _is_called_by(file: str) -> bool:
-    """Whether a function of torch was called in this file, or close below it."""
-    frame: types.FrameType | None = sys._getframe()
-    for _ in range(_DEPTH):
-        frame = frame.f_back if frame is not None else None
-        if frame is not None and frame.f_code.co_filename == file:
-            return True
-    return False
-
-
-def _convert(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """`to`, `half`, `cuda` …: the same parameter where nothing would change, as torch has it; else a copy."""
-    if place_of(tensor) is None:
-        return _plainly(func, tensor, *args, **kwargs)  # x.to(parameter) asks for its dtype and device
-    form = kwargs.pop("memory_format", None)
-    if form not in (None, torch.preserve_format, torch.contiguous_format):
-        raise UsageError(
-            f"parameter {tensor.offload_place.name} lies contiguously in the swap tiers, it cannot become {form}"
-        )
-    probe = _plainly(func, torch.empty((), dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
-    if (probe.dtype, probe.device) == (tensor.dtype, tensor.device) and not kwargs.get("copy", False):
-        return tensor
-    return _with_weights(func, (tensor, *args), kwargs)
-
-
-def _like(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """`view_as` and others whose second argument only gives a shape."""
-    return (_plainly if place_of(tensor) is None else _with_weights_of)(func, tensor, *args, **kwargs)
-
-
-def _with_weights_of(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return _with_weights(func, args, kwargs)
-
-
-def _represent(func: Any, tensor: Any, *_: Any, **__: Any) -> str:
-    place = tensor.offload_place
-    return (
-        f"Paged({place.name}, shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={tensor.device}, "
-        f"requires_grad={tensor.requires_grad})"
-    )
-
-
-def _register_after_gradient(func: Any, tensor: Any, hook: Callable[[torch.Tensor], None]) -> Any:
-    """The user's hook sees the gradient; the engine's own, which takes it away, comes after all of them."""
-    handle = _plainly(func, tensor, hook)
-    own = tensor.offload_place.gradient_hook
-    if own is not None:
-        hooks = tensor._post_accumulate_grad_hooks
-        hooks[own.id] = hooks.pop(own.id)  # torch goes through them in the order of a plain dict
-    return handle
-
-
-_RULES: dict[Any, Callable[..., Any]] = {
-    _TENSOR.detach: _alias,
-    torch.detach: _alias,
-    _TENSOR.data.__get__: _alias,
-    _TENSOR.data.__set__: _set_data,
-    _TENSOR.data_ptr: _address,
-    _TENSOR.untyped_storage: _address,
-    SHALLOW_COPY_QUERY: _is_compatible,
-    _TENSOR.copy_: _copy,
-    _TENSOR.requires_grad_: _set_requires_grad,
-    _TENSOR.requires_grad.__set__: _set_requires_grad,
-    _TENSOR.grad.__get__: _get_grad,
-    _TENSOR.grad.__set__: _set_grad,
-    _TENSOR.__repr__: _represent,
-    _TENSOR.__format__: _represent,
-    _TENSOR.register_post_accumulate_grad_hook: _register_after_gradient,
-    **{
-        getattr(_TENSOR, name): _convert
-        for name in "to type_as half float double bfloat16 cpu cuda xpu".split()
-        if hasattr(_TENSOR, name)
-    },
-    **{getattr(_TENSOR, name): _like for name in "view_as expand_as reshape_as".split()},
-}

@@ -13,22 +13,19 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import itertools
 import json
 import logging
 import math
-import os
-import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
-from offload.errors import ConfigError, RankError
+from offload.engine.heartbeat import Heartbeat, is_alive, machine_name
+from offload.engine.rendezvous import _NOTICE, UNABLE, ranks_store
+from offload.errors import RankError
 from offload.swapper.device import Device, Event
 
 logger = logging.getLogger("offload")
@@ -36,16 +33,11 @@ logger = logging.getLogger("offload")
 _LONG = datetime.timedelta(days=7)
 """A rank may be busy for hours, with an evaluation that it alone does: whether it lives is seen otherwise."""
 _SLICE = datetime.timedelta(seconds=1)
-_PULSE = 1.0
 _SILENT = 120.0
 """Seconds without a pulse after which a rank counts as lost, even if no connection broke."""
 _BLAME = 5.0
 """Seconds without a pulse after which a rank is blamed for a connection that broke."""
-_NOTICE = 60.0
 _GRACE = datetime.timedelta(seconds=2)
-_engines = itertools.count()
-UNABLE = "it could not start: "
-"""With this begins the reason of a rank that has failed to make its engine."""
 
 
 class Ranks:
@@ -56,13 +48,13 @@ class Ranks:
         self._device = device
         self._lost: RankError | None = None
         self._on_gpu = device.torch.type == "cuda"
-        self._pulse = _Pulse(_store(), self.rank, self.size)
+        self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
         try:
             self._places = self._meet()
         except BaseException as error:
             self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this one
             raise
-        self.here = sum(place[0] == _machine() for place in self._places)
+        self.here = sum(place[0] == machine_name() for place in self._places)
         """Ranks on this machine."""
         self._control = dist.new_group(backend="gloo", timeout=_LONG)
         # One group for each: gloo ends the process where a message meets one of another length.
@@ -234,7 +226,7 @@ class Ranks:
             ended = self._pulse.ended(rank)
             if ended is not None:
                 found.append(f"{where} has ended: {ended}")
-            elif machine == _machine() and not _lives(process):
+            elif machine == machine_name() and not is_alive(process):
                 found.append(f"{where} was killed or has crashed")
             elif self._pulse.silent(rank) > silence:
                 found.append(f"{where} has given no sign of life for {self._pulse.silent(rank):.0f} s")
@@ -299,142 +291,9 @@ class _All:
             event.wait()
 
 
-class _Pulse:
-    """A thread that counts up in the store, and what the store says of the other ranks."""
-
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self._rank = store, rank
-        self._seen = {other: ("", time.monotonic()) for other in range(size)}
-        self._closing = threading.Event()
-        store.set(f"place/{rank}", f"{_machine()}\n{os.getpid()}")
-        self._thread = threading.Thread(target=self._run, name="offload-pulse", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        for count in itertools.count():
-            try:
-                self._store.set(f"pulse/{self._rank}", str(count))
-            except RuntimeError:
-                pass  # the store's own process may be gone; then others are told by their connections
-            if self._closing.wait(_PULSE):
-                return
-
-    def place(self, rank: int) -> list[str] | None:
-        """The machine and the process of `rank`; None while it has not shown itself."""
-        told = self._get(f"place/{rank}")
-        return None if told is None else told.split("\n")
-
-    def silent(self, rank: int) -> float:
-        """Seconds since the count of `rank` was first seen as it is now."""
-        count = self._get(f"pulse/{rank}")
-        before, since = self._seen[rank]
-        if count is not None and count != before:
-            self._seen[rank] = count, time.monotonic()
-            return 0.0
-        return time.monotonic() - since
-
-    def ended(self, rank: int) -> str | None:
-        """What `rank` gave as its reason to end; None while it has not."""
-        return self._get(f"end/{rank}")
-
-    def _get(self, key: str) -> str | None:
-        with contextlib.suppress(RuntimeError):  # the store's own process may be the one that is gone
-            if self._store.check([key]):
-                return str(self._store.get(key).decode())
-        return None
-
-    def close(self, reason: str) -> None:
-        if not self._closing.is_set():
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"end/{self._rank}", reason)
-            self._closing.set()
-        self._thread.join()
-
-
 def _gather_into(everyone: torch.Tensor, mine: torch.Tensor, group: Any) -> Any:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
     return gather(everyone, mine, group=group, async_op=True)
-
-
-def _store() -> Any:
-    """Torch's key-value store, of which every engine has a corner of its own."""
-    store = dist.distributed_c10d._get_default_store()
-    return dist.distributed_c10d.PrefixStore(f"offload/{next(_engines)}", store)
-
-
-def stay_away(reason: str) -> None:
-    """Tell the ranks that wait for this one to initialize that it will not, where they can be told."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        with contextlib.suppress(RuntimeError):
-            _store().set(f"end/{dist.get_rank()}", reason)
-
-
-def _machine() -> str:
-    """This host and, as in a container, its processes' own numbers."""
-    with contextlib.suppress(OSError):
-        return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
-    return socket.gethostname()
-
-
-def _lives(process: int) -> bool:
-    try:
-        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def meet_others() -> None:
-    """Make torch's default process group where a launcher asks for several ranks and there is none yet.
-
-    Raises `ConfigError` where it cannot be made.
-    """
-    if not dist.is_available() or dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return
-    try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the ranks cannot meet: {error}; start them with torchrun, "
-            f"or unset WORLD_SIZE"
-        ) from error
-
-
-def as_the_first(decide: Callable[[], Any], to: str) -> Any:
-    """What `decide` returns on rank 0, as JSON tells it, on every rank; all call it. A process alone decides itself.
-
-    Ranks on machines of different kinds would decide differently. Raises `RankError` where rank 0 has ended before.
-    """
-    meet_others()
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return decide()
-    store = _store()
-    if dist.get_rank() == 0:
-        try:
-            store.set("decided", json.dumps(decide()))
-        except Exception as error:
-            store.set("end/0", f"{type(error).__name__}: {error}")
-            raise
-    began = noticed = time.monotonic()
-    while not _is_there(store, "decided", to):
-        now = time.monotonic()
-        if now - noticed > _NOTICE:
-            noticed = now
-            logger.warning("rank %d has waited %.0f s for rank 0 to %s", dist.get_rank(), now - began, to)
-        time.sleep(0.01 if now - began < 1 else 0.2)
-    return json.loads(store.get("decided"))
-
-
-def _is_there(store: Any, key: str, to: str) -> bool:
-    """Whether rank 0 has set `key`; raises `RankError` where it has ended in place of that."""
-    try:
-        if store.check([key]):
-            return True
-        ended = store.get("end/0").decode() if store.check(["end/0"]) else None
-    except RuntimeError as error:  # the store's own process is gone, which is rank 0 where no launcher has it
-        ended = str(error)
-    if ended is None:
-        return False
-    raise RankError(f"rank 0 has ended before it could {to}: {ended}")
 
 
 def join_ranks(device: Device) -> Ranks | None:

@@ -10,16 +10,16 @@ one comes, or when the backward ends. Ranks need not agree on when that is, nor 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from offload.engine.gradients import Gradients, flat
+from offload.engine.callbacks import EngineCallbacks
+from offload.engine.gradients import Gradients, Waiting, flat
 from offload.engine.layout import UnitLayout
 from offload.engine.placement import CHUNK
 from offload.engine.ranks import Ranks
 from offload.engine.rounds import Rounds
-from offload.engine.spill import Spill
 from offload.swapper.arena import DeviceArena
 from offload.swapper.host import HostArena
 
@@ -36,15 +36,23 @@ class ReducedGradients(Gradients):
         parts: Sequence[range],
         arena: HostArena,
         dtype: torch.dtype,
-        spill: Spill | None,
-        on_device: Mapping[int, torch.Tensor],
-        totals: Mapping[int, torch.Tensor],
+        waiting: Waiting,
+        callbacks: EngineCallbacks,
+        *,
         device_arena: DeviceArena,
         bucket_dtype: torch.dtype,
         ranks: Ranks,
         rounds: Rounds,
     ) -> None:
-        super().__init__(layouts, parts, arena, dtype, spill, on_device, totals)
+        """Takes two buckets of the device arena.
+
+        Args:
+            device_arena: the memory of the device.
+            bucket_dtype: of the gradients that a backward makes.
+            ranks: the processes that train together.
+            rounds: this rank's side of their agreement.
+        """
+        super().__init__(layouts, parts, arena, dtype, waiting, callbacks)
         self._ranks, self._rounds = ranks, rounds
         nbytes = max(layout.trainable_stop for layout in layouts) * bucket_dtype.itemsize
         self._bucket, self._received = (device_arena.keep(nbytes).view(bucket_dtype) for _ in range(2))
@@ -52,7 +60,6 @@ class ReducedGradients(Gradients):
         self._filled: set[int] = set()
         self._wanted = [{p for p, s in enumerate(layout.segments) if s.trainable and s.numel} for layout in layouts]
         self._seen: list[set[int]] = [set() for _ in layouts]
-        rounds.holds, rounds.give_gradients = lambda: self._unit, self._exchange
 
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         place = self._layouts[unit].segments[segment]
@@ -76,7 +83,11 @@ class ReducedGradients(Gradients):
         if self._unit >= 0:
             self._rounds.reduce(self._unit)
 
-    def _exchange(self, unit: int, holders: Sequence[int]) -> None:
+    @property
+    def pending_unit(self) -> int:
+        return self._unit
+
+    def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
         """Every rank at once: add up what `holders` have of `unit`, and keep this rank's part."""
         layout, part, size = self._layouts[unit], self._parts[unit], self._ranks.size
         received = self._received[: len(holders) * len(part)].view(len(holders), len(part))

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload.engine.callbacks import EngineCallbacks
 from offload.engine.ranks import Ranks
 from offload.engine.step_values import Edit, Known
 from offload.errors import RankError, UsageError
@@ -111,8 +112,8 @@ _MUST_AGREE = (
 class Rounds:
     """One rank's side of every agreement; `pager.Peers` for its pager. Serves others until its own turn comes."""
 
-    def __init__(self, ranks: Ranks, names: Sequence[str]) -> None:
-        self._ranks, self._names = ranks, names
+    def __init__(self, ranks: Ranks, names: Sequence[str], callbacks: EngineCallbacks) -> None:
+        self._ranks, self._names, self._callbacks = ranks, names, callbacks
         self.rank, self.size = ranks.rank, ranks.size
         self._lock = threading.RLock()  # two of autograd's threads may come at once
         self._agreed = -1
@@ -121,12 +122,6 @@ class Rounds:
         """What `agree` answers where this rank asks once more for that unit."""
         self._asking = False
         """Whether a question to all ranks is under way; still so after an interrupt."""
-        self.give_weights: Callable[[int], None]
-        """Takes part in the gather of a unit that another rank needs."""
-        self.give_gradients: Callable[[int, Sequence[int]], None]
-        """Takes part in the reduction of a unit's gradients, to which the ranks of the list give theirs."""
-        self.holds: Callable[[], int] = lambda: -1
-        """The unit whose gradients wait to be reduced."""
 
     # -- what a rank may be about to do -------------------------------------------------------------
 
@@ -274,7 +269,7 @@ class Rounds:
             self._check()
             while True:
                 has = Having(what, all=False, ahead=-1) if isinstance(what, bool) else what()
-                mine = Wish(kind, unit, has.unit, self.holds(), has.ahead, has.all)
+                mine = Wish(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all)
                 numbers = [int(field) for field in mine]
                 with self._question():
                     rows = self._ranks.collect(numbers, _words(mine, self._names))
@@ -310,9 +305,9 @@ class Rounds:
         """Take part in what was chosen. An exception on the way leaves the others waiting, and is known as that."""
         self._agreed = unit
         if kind is Kind.REDUCE:
-            self.give_gradients(unit, [rank for rank, wish in enumerate(wishes) if wish.holds == unit])
+            self._callbacks.serve_reduce(unit, [rank for rank, wish in enumerate(wishes) if wish.holds == unit])
         else:
-            self.give_weights(unit)
+            self._callbacks.serve_gather(unit)
         self._agreed = -1
 
 

@@ -146,7 +146,7 @@ class TrainingState:
         self.parameter_steps = facts["parameter_steps"]
         if self.scaler is not None and facts["loss_scale"] is not None:
             self.scaler.restore(facts["loss_scale"])
-            self.optimizer.loss_scale = self.scaler.scale
+            self.optimizer.record(self.optimizer.overflow, self.loss_scale)
         self.global_samples = facts["global_samples"]
         self.client_state = from_plain(facts["client_state"])
         self._schedule_changed = same_schedule and any(line.startswith(_OF_SCHEDULE) for line in changed)
@@ -232,14 +232,33 @@ class TrainingState:
         self.global_steps += 1
         self._micro_steps = self.micro_steps
         self.skipped_steps += overflow
-        self.optimizer.overflow = overflow
         if self.scaler is not None:
             self.scaler.stepped(overflow)
-            self.optimizer.loss_scale = self.scaler.scale
+        self.optimizer.record(overflow, self.loss_scale)
         self.global_samples += self.choices.total_batch_size // self.choices.accumulation * micro_batches
         self.registered.stepped()
         if self.loader is not None:
             self._data = self.loader.trained()
+
+    def mark_edited(self, edited: bool = True) -> None:
+        """Notes whether weights or states were set by the user since the last commit."""
+        self.edited = edited
+
+    def count_micro_steps(self, passed: int) -> None:
+        """Counts the micro-batches of a `step()`."""
+        self.micro_steps += passed
+
+    def change_settings(self, choices: Choices) -> None:
+        """Trains on with other settings of a step."""
+        self.choices = choices
+
+    def set_client_state(self, value: dict[str, Any]) -> None:
+        """Replaces what the user wants to have in each commit."""
+        self.client_state = value
+
+    def set_lr_scheduler(self, value: Any) -> None:
+        """Replaces the schedule that each step advances."""
+        self.lr_scheduler = value
 
     def put_values(self) -> None:
         """Give the groups the committed values, once nobody constructs a schedule over them any more."""

@@ -80,7 +80,6 @@ def _measure_phases(parts: Parts, meter: Meter) -> None:
         end_backward()
         meter.end_phase("backward")
 
-    parts.hooks.began_backward = functools.partial(meter.begin_phase, "backward")
     _in_front(parts.pager, "begin", began)
     _in_front(parts.pager, "end_forward", ended)
     _in_front(parts.gradients, "add", added)

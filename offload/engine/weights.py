@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine.bindings import Bindings
+from offload.engine.callbacks import EngineCallbacks
 from offload.engine.hooks import Hooks
 from offload.engine.keywords import refuse
 from offload.engine.layout import UnitLayout
@@ -43,25 +45,35 @@ class Weights:
         places: Sequence[Sequence[Place]],
         pager: Pager,
         hooks: Hooks,
+        bindings: Bindings,
         dtype: torch.dtype,
+        trains: bool,
+        several_ranks: bool,
+        callbacks: EngineCallbacks,
     ) -> None:
+        """Hooks the state dicts of `model` and becomes the keeper of its parameters.
+
+        Args:
+            model: the model.
+            layouts: the segments of each unit.
+            places: the parameters of each unit.
+            pager: reads the newest weights.
+            hooks: know whether the model runs.
+            bindings: the parameters that lie over device memory now.
+            dtype: of the weights that the model computes with.
+            trains: whether anything trains; if not, every edit is refused.
+            several_ranks: whether other ranks must take part in every edit.
+            callbacks: the engine.
+        """
         self._pager, self._layouts, self._places, self._hooks, self._dtype = pager, layouts, places, hooks, dtype
         self._place_of = {id(place.parameter): place for unit in places for place in unit}
         self._pending: dict[tuple[int, State], torch.Tensor] = {}  # (position, state) -> values
         self._pending_unit = -1
         self._copies: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor] = weakref.WeakValueDictionary()
-        self.entered: Callable[[], None] = lambda: None
-        """Called before weights are read or edited."""
-        self.apply: Callable[[int, Sequence[Edit]], None] | None = None
-        """Carries out the edits of one unit; None in an engine that trains nothing."""
-        self.several_ranks = False
-        """Whether other ranks must hear of every edit."""
-        self.without_frozen = False
-        """Whether state dicts leave frozen parameters out."""
-        self.missed_gradient: Callable[[str], None] = lambda name: None
-        """Called where the user reads `.grad` of the parameter of that name."""
-        self.settle: Callable[[], None] = lambda: None
-        """Raises where weights may not change now."""
+        self._bindings, self._trains, self._several_ranks = bindings, trains, several_ranks
+        self._callbacks = callbacks
+        self._without_frozen = False
+        """True while a state dict is made that leaves frozen parameters out."""
         self._removers: list[Callable[[], None]] = [
             # Functions, not methods: a deep copy of the model carries its hooks along, and would copy their object.
             model.register_state_dict_pre_hook(lambda *_: self._check_room()).remove,
@@ -77,7 +89,7 @@ class Weights:
                 self._removers.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
         for unit in places:
             for place in unit:
-                place.keeper = self
+                place.attach(self)
 
     def remove(self) -> None:
         """Take the hooks away: nobody brings the weights any more."""
@@ -85,7 +97,7 @@ class Weights:
             remover()
         for unit in self._places:
             for place in unit:
-                place.keeper = place.take_gradient = place.gradient_hook = None
+                place.detach()
 
     # -- what a placeholder asks for ----------------------------------------------------------------
 
@@ -95,11 +107,11 @@ class Weights:
 
     def miss_gradient(self, name: str) -> None:
         """Code of the user has read `.grad` of the parameter `name`, which is None."""
-        self.missed_gradient(name)
+        self._callbacks.report_missed_gradient(name)
 
     def read(self, unit: int, position: int) -> torch.Tensor:
         """A copy of the newest weights of one parameter, on the compute device."""
-        self.entered()
+        self._callbacks.enter_weights()
         segment = self._layouts[unit].segments[position]
         if self.waits(unit, position, State.WEIGHT):
             values = self._pending[position, State.WEIGHT]
@@ -120,10 +132,10 @@ class Weights:
 
     def edit(self, unit: int, position: int, values: torch.Tensor, state: State = State.WEIGHT) -> None:
         """Make `values`, of the parameter's shape, its weights, or another state of it that outlives a step."""
-        self.entered()
+        self._callbacks.enter_weights()
         place = self._places[unit][position]
         values = values.detach()
-        if not place.trainable or self.apply is None:
+        if not place.trainable or not self._trains:
             if not torch.equal(self.read(unit, position), values.to(place.device, self._dtype)):
                 raise UsageError(
                     f"parameter {place.name} is frozen: its weights lie once in the store and are never written; "
@@ -137,17 +149,17 @@ class Weights:
         gathered = sum(pending.nbytes for pending in self._pending.values())
         if self._pending_unit != unit or gathered > _MOST_GATHERED or coarser:
             self.flush()
-            self.settle()
+            self._bindings.settle()
         self._pending[position, state] = values.to("cpu", dtype, copy=True).contiguous().view(-1)
         self._pending_unit = unit
 
     def end_edits(self, unit: int) -> None:
         """With several ranks: carry out the edits of `unit`, those of the lowest rank that has any."""
-        if not self.several_ranks or self.apply is None:
+        if not self._several_ranks or not self._trains:
             return
         if self._pending_unit != unit:
             self.flush()
-            self.apply(unit, [])
+            self._callbacks.apply_edits(unit, [])
         self.flush()
 
     def updates(self, unit: int) -> int:
@@ -160,7 +172,6 @@ class Weights:
             return
         unit, pending = self._pending_unit, self._pending
         segments = self._layouts[unit].segments
-        assert self.apply is not None
         edits = [
             Edit(
                 start=segments[position].start,
@@ -170,10 +181,19 @@ class Weights:
             )
             for position, state in sorted(pending, key=lambda key: (key[0], key[1].value))
         ]
-        self.apply(unit, [edit for edit in edits if edit.start < edit.stop])
+        self._callbacks.apply_edits(unit, [edit for edit in edits if edit.start < edit.stop])
         self._pending, self._pending_unit = {}, -1  # after: what was refused is not lost
 
     # -- state dicts --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def leaving_out_frozen(self) -> Iterator[None]:
+        """Leaves frozen parameters out of the state dicts that are made inside of the context."""
+        self._without_frozen = True
+        try:
+            yield
+        finally:
+            self._without_frozen = False
 
     def weight(self, unit: int, position: int) -> torch.Tensor:
         """A CPU copy of one parameter, in the mode's dtype; one tensor for as long as somebody holds it.
@@ -194,7 +214,7 @@ class Weights:
             place = self.place(parameter)
             if place is None or prefix + name not in state:
                 continue
-            if self.without_frozen and not parameter.requires_grad:
+            if self._without_frozen and not parameter.requires_grad:
                 del state[prefix + name]
             elif not place.gathered:
                 state[prefix + name] = self.weight(place.unit, place.position)
@@ -206,7 +226,7 @@ class Weights:
     def _check_room(self) -> None:
         """Raise `BudgetError` where a state dict of all would not fit into the RAM."""
         parameters = (place.parameter for unit in self._places for place in unit)
-        wanted = sum(p.numel() for p in parameters if p.requires_grad or not self.without_frozen)
+        wanted = sum(p.numel() for p in parameters if p.requires_grad or not self._without_frozen)
         need = wanted * self._dtype.itemsize
         free = free_host_memory()
         if need > free:

@@ -116,12 +116,26 @@ class HostArena:
     """The host memory of one engine. Weights and their cache are one class, the last in its stretch."""
 
     def __init__(
-        self, classes: Classes, device: Device, memory: HostMemory | None = None, budget: int | None = None
+        self,
+        classes: Classes,
+        device: Device,
+        memory: HostMemory | None = None,
+        budget: int | None = None,
+        give_cache: Callable[[], None] | None = None,
     ) -> None:
-        """Raises `BudgetError` where all engines of `memory` would have more than `budget`."""
-        self.classes = classes
-        self.give_cache: Callable[[], None] | None = None
-        """Empties the class of weights and calls `drop_cache`; called by another engine's thread."""
+        """Maps the memory, or takes room in a mapping of another engine.
+
+        Args:
+            classes: bytes of each class.
+            device: registers the memory, so that copies to it are fast.
+            memory: that of all engines of the process; by default one of its own.
+            budget: bytes that all engines of `memory` may have together; None for no limit.
+            give_cache: empties the class of weights and calls `drop_cache`. The thread of another engine calls it.
+
+        Raises:
+            BudgetError: if all engines of `memory` would have more than `budget`.
+        """
+        self.classes, self.give_cache = classes, give_cache
         self._memory = HostMemory() if memory is None else memory
         self._mapping, self._start = self._memory._take(self._taken_bytes, device, budget)
         sizes = (classes.tiles, classes.gradients, classes.homes, classes.staging, classes.weights + classes.cache)

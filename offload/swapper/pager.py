@@ -73,7 +73,7 @@ class Pager:
         limits: Limits,
         peers: Peers | None = None,
     ) -> None:
-        self.table = Table(sizes)
+        self.table = Table(sizes, lambda: store is not None and store.spec.slots == 2 and store.durable is not None)
         self.changed = self.table.changed
         self.lock = self.changed.lock
         self.sizes = sizes
@@ -430,6 +430,10 @@ class Pager:
         return self._leases.starved > 0
 
     # -- a load of all weights ----------------------------------------------------------------------
+
+    def mark_rewritten(self, rewritten: bool) -> None:
+        """Notes whether bytes that the last commit names were written over, by a load that is not committed yet."""
+        self.table.rewritten = rewritten
 
     def begin_load(self) -> None:
         """From now until `end_load`, nobody may read any unit; what lay in leases and slices beside homes is dropped.

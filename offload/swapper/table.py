@@ -22,7 +22,13 @@ from offload.swapper.trace import Trace
 class Table:
     """What all parts of the pager share. The methods are for the thread that holds the lock, but for `check`."""
 
-    def __init__(self, sizes: Sequence[UnitSize]) -> None:
+    def __init__(self, sizes: Sequence[UnitSize], committed: Callable[[], bool] = lambda: False) -> None:
+        """Makes an entry for each unit.
+
+        Args:
+            sizes: the units.
+            committed: returns whether the store holds a commit, for the text of an error.
+        """
         self.changed = Monitor()
         self.version = 0  # counts changes, so that a waiter can tell whether it missed one
         self.entries = [Entry(index, size, size.start) for index, size in enumerate(sizes)]
@@ -31,8 +37,7 @@ class Table:
         self.failure: BaseException | None = None
         self.torn = False
         """Whether the caller's thread is in the middle of a change; see [Note: torn]."""
-        self.committed: Callable[[], bool] = lambda: False
-        """Whether the store holds a commit."""
+        self._committed = committed
         self.rewritten = False
         """Whether bytes that the last commit names were written over, by a load that is not committed yet."""
 
@@ -73,13 +78,13 @@ class Table:
         """Raise `EngineFailed`, with its cause, after `fail`."""
         if self.failure is not None:
             raise EngineFailed(
-                f"the engine stopped at an earlier error: {self.failure}; {_what_is_left(self)}"
+                f"the engine stopped at an earlier error: {self.failure}; {_what_is_left(self, self._committed())}"
             ) from self.failure
 
 
-def _what_is_left(table: Table) -> str:
+def _what_is_left(table: Table, committed: bool) -> str:
     """What a later process can go on from, after the table's failure."""
-    if not table.committed():
+    if not committed:
         return "nothing was committed, so start again, or from a checkpoint"
     if table.rewritten:
         return (

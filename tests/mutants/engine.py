@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "replace frozen weights by a load without saying that the last commit is not whole",
         "offload.engine.checkpoint_fill",
-        "held.pager.table.rewritten = True",
+        "held.pager.mark_rewritten(True)",
         "pass",
         "tests/test_frozen.py",
     ),
@@ -135,8 +135,8 @@ MUTANTS = (
     ),
     Mutant(
         "forget to commit an edit",
-        "offload.engine.engine",
-        "        self._state.edited = True\n",
+        "offload.engine.core",
+        "        self.state.mark_edited()\n",
         "",
         "tests/test_looking_and_editing.py",
     ),

@@ -1,0 +1,55 @@
+"""The calls that the components of an engine make to the engine that owns them.
+
+Imports go one way: the engine imports its components, and no component imports the engine. Where a component must
+reach up, it calls this protocol, which it receives through its constructor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from offload.engine.step_values import Edit
+
+
+class EngineCallbacks(Protocol):
+    """The engine as its components see it.
+
+    Components store the object when they are built and call it only after the engine is complete.
+    """
+
+    def enter_forward(self) -> None:
+        """Runs before each outermost forward: checks the engine and carries out pending edits."""
+
+    def enter_weights(self) -> None:
+        """Runs before a user reads or edits weights."""
+
+    def begin_backward(self) -> None:
+        """Runs when an outermost backward starts, on its thread. If it raises, the backward has not started."""
+
+    def end_backward(self) -> None:
+        """Runs after an outermost backward that has produced a gradient, on its thread."""
+
+    def is_last_micro_batch(self) -> bool:
+        """Returns whether the backward under way is known to be the last of its step."""
+
+    def await_updates(self) -> None:
+        """Waits until every scheduled update has read its gradient. Autograd's threads call this too."""
+
+    def apply_edits(self, unit: int, edits: Sequence[Edit]) -> None:
+        """Writes new values of one unit before anybody reads its weights."""
+
+    def report_missed_gradient(self, name: str) -> None:
+        """Tells the user where gradients are, after user code has read `.grad` of the parameter `name`."""
+
+    def give_cache(self) -> None:
+        """Gives this engine's cache of weights to another engine of the process. The other engine's thread calls it."""
+
+    def pending_unit(self) -> int:
+        """Returns the unit whose gradients wait to be reduced, or -1."""
+
+    def serve_gather(self, unit: int) -> None:
+        """Takes part in the gather of a unit that another rank needs."""
+
+    def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
+        """Takes part in the reduction of a unit's gradients, to which the ranks `holders` contribute."""

@@ -1,0 +1,52 @@
+"""Functions of torch that need no element of a parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def asks_for_no_element(func: Any) -> bool:
+    """Whether a function of torch, given a parameter, needs none of its values."""
+    return func in _HARMLESS or _is_harmless_property(func)
+
+
+TENSOR: Any = torch.Tensor
+"""Of which the stubs say that its properties are tensors; on the class they are descriptors."""
+
+
+_HARMLESS: frozenset[Any] = frozenset(
+    {
+        *(
+            getattr(TENSOR, name)
+            for name in (
+                "size dim ndimension numel nelement __len__ element_size is_floating_point is_complex is_signed "
+                "is_contiguous stride storage_offset data_ptr untyped_storage get_device is_pinned is_inference "
+                "is_shared register_hook retain_grad _is_view new_empty new_zeros new_ones new_full new_tensor "
+                "is_same_size"
+            ).split()
+        ),
+        *(
+            getattr(torch, name)
+            for name in (
+                "numel is_floating_point is_complex is_same_size empty_like zeros_like ones_like full_like rand_like "
+                "randn_like result_type can_cast"
+            ).split()
+        ),
+        torch.autograd.grad,
+        torch.autograd.backward,
+    }
+)
+"""Functions that ask for no element; the gradients' functions know a parameter by its node alone."""
+
+
+_WITH_DATA = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
+"""Properties that give the elements themselves."""
+
+
+def _is_harmless_property(func: Any) -> bool:
+    if getattr(func, "__name__", "") not in ("__get__", "__set__", "__delete__"):
+        return False
+    name = getattr(getattr(func, "__self__", None), "__name__", None)
+    return name is not None and name not in _WITH_DATA
