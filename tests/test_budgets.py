@@ -45,7 +45,7 @@ def assert_no_lease_is_lost(engine: offload.Engine) -> None:
         ]
         leases += [entry.transfer.lease for entry in pager._entries if entry.transfer is not None]
         held = sum(align_up(lease.nbytes) for lease in leases)
-        residents = engine._core.parts.updater._residents.values() if engine._core.parts.updater is not None else ()
+        residents = engine._core.parts.held.residents.values()
         held += sum(align_up(resident.spare.nbytes) for resident in residents if resident.spare is not None)
         assert pager.host.weights.space.used_bytes == held
         assert not any(entry.pins or entry.updating or entry.in_update or entry.unwritten for entry in pager._entries)

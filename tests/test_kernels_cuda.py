@@ -116,7 +116,7 @@ def run_as_cpp(folder: Path, partition: Partition, step: AdamWStep) -> None:
     tensors = (partition.weight, beside, *partition.moments, partition.grad)
     addresses = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
     scalars = cuda.Scalars.of(step)
-    numbers = [ctypes.c_float(value) for value in scalars[:-2]] + [ctypes.c_int(value) for value in scalars[-2:]]
+    numbers = [ctypes.c_float(value) for value in scalars.numbers] + [ctypes.c_int(value) for value in scalars.choices]
     library.adamw(*addresses, ctypes.c_ulonglong(partition.weight.numel()), *numbers)
 
 

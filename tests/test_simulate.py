@@ -276,8 +276,8 @@ def record(job: Job, folder: Path, overlap: bool, spilled: dict[str, int], steps
     sizes = [entry.size for entry in pager._entries]
     costs: list[UpdateCost | None] = []
     for index, part in enumerate(parts.trainable):
-        of = {s: len(part) * d.itemsize for s, d in updater._mode.states.items() if store.keeps(index, s)}
-        read = sum(n for s, n in of.items() if s is not State.WEIGHT and (index, s) not in updater._residents)
+        of = {s: len(part) * d.itemsize for s, d in parts.held.mode.states.items() if store.keeps(index, s)}
+        read = sum(n for s, n in of.items() if s is not State.WEIGHT and (index, s) not in parts.held.residents)
         costs.append(UpdateCost(len(part), of.get(State.WEIGHT, 0), read, sum(of.values())) if part else None)
     raised, home = pager.host.weights.space.used_bytes, pager.arena.used_bytes
     budgets = Budgets(pager.host.weights.space.nbytes - raised, pager.arena.nbytes - home)

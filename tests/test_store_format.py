@@ -203,11 +203,9 @@ def of_the_engine(dtype: str, folder: Path) -> tuple[dict[str, torch.Tensor], di
 def _states(engine: offload.Engine) -> dict[tuple[str, str], torch.Tensor]:
     """This rank's partitions of every state but the weight, by unit, from the engine's memory."""
     engine._core.await_updates()
-    updater = engine._core.parts.updater
-    assert updater is not None
     return {
         (engine._core.parts.layouts[unit].name, state.value): resident.tensor.clone()
-        for (unit, state), resident in updater._residents.items()
+        for (unit, state), resident in engine._core.parts.held.residents.items()
         if state is not State.GRAD
     }
 

@@ -19,9 +19,11 @@ from offload.engine.compute_spans import ComputeSpans, compute_spans
 from offload.engine.downloads import Downloads
 from offload.engine.fill import Filler, make_residents
 from offload.engine.forecast import limits, unit_sizes
+from offload.engine.fused import FusedUpdates
 from offload.engine.gradients import Gradients, Waiting, borders
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
+from offload.engine.lamb import LambUpdates
 from offload.engine.meter import Meter
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Parts
@@ -34,12 +36,14 @@ from offload.engine.rounds import Rounds
 from offload.engine.saved import SavedTensors
 from offload.engine.spill import Spill, windows
 from offload.engine.torch_function_rules import RULES
-from offload.engine.torch_steps import Stepper
+from offload.engine.torch_update import TorchUpdates
+from offload.engine.update_strategy import UpdateStrategy
 from offload.engine.updater import Updater
 from offload.engine.weights import Weights
 from offload.swapper.arena import DeviceArena
 from offload.swapper.drive_spans import DriveSpans
 from offload.swapper.host import HostArena, process_memory
+from offload.swapper.modes import LAMB, TORCH
 from offload.swapper.pager import Pager
 from offload.swapper.residency import Tier
 from offload.swapper.scratch import Scratch
@@ -160,8 +164,17 @@ def _pager(
 def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: Store | None) -> Held:
     residents = make_residents(plan.parts, plan.mode, plan.placement, host, arena)
     plan.device.synchronize()  # torch may still fill the arena's memory, or use what it was; uploads must come after
-    sizes = pager.sizes
-    return Held(plan.mode, plan.layouts, plan.shares, plan.parts.nbytes, sizes, residents, pager, plan.device, store)
+    return Held(
+        mode=plan.mode,
+        layouts=plan.layouts,
+        shares=plan.shares,
+        nbytes=plan.parts.nbytes,
+        sizes=pager.sizes,
+        residents=residents,
+        pager=pager,
+        device=plan.device,
+        store=store,
+    )
 
 
 def _fill(plan: Plan, model: nn.Module, held: Held, resume: bool) -> None:
@@ -319,24 +332,24 @@ def _spill(
 def _updater(
     plan: Plan, optimizer: Optimizer, host: HostArena, held: Held, gradients: Gradients, timeline: Timeline
 ) -> Updater:
-    placement = plan.placement
-    stepper = None
-    if placement.scratch_nbytes:
-        scratch = host.tiles.take(placement.scratch_nbytes)
-        assert scratch is not None and optimizer.replaced is not None
-        stepper = Stepper(optimizer.replaced, plan.layouts, scratch.tensor(torch.float32))
     return Updater(
-        plan.mode,
-        held.sizes,
-        held.pager,
-        host,
-        held.device,
-        held.store,
-        held.residents,
-        gradients,
-        placement.tile_numel,
-        placement.tile_buffers,
-        plan.commit_every,
-        stepper,
+        held=held,
+        arena=host,
+        gradients=gradients,
+        strategy=_strategy(plan, optimizer, host, held, gradients),
+        tile_numel=plan.placement.tile_numel,
+        tile_buffers=plan.placement.tile_buffers,
+        commit_every=plan.commit_every,
         timeline=timeline,
     )
+
+
+def _strategy(plan: Plan, optimizer: Optimizer, host: HostArena, held: Held, gradients: Gradients) -> UpdateStrategy:
+    """Returns the way in which the mode's optimizer does its steps."""
+    if plan.mode.optimizer == TORCH:
+        scratch = host.tiles.take(plan.placement.scratch_nbytes)
+        assert scratch is not None and optimizer.replaced is not None
+        return TorchUpdates(optimizer=optimizer.replaced, layouts=plan.layouts, scratch=scratch.tensor(torch.float32))
+    if plan.mode.optimizer == LAMB:
+        return LambUpdates(mode=plan.mode)
+    return FusedUpdates(mode=plan.mode, device=held.device, gradients=gradients)

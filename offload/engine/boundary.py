@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from offload.engine.decision import Decider, grad_scale
+from offload.engine.decision import Decider, UnitUpdate, grad_scale
 from offload.engine.meter import Stepped
 from offload.engine.micro_batches import MicroBatches
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Parts
 from offload.engine.step_values import Known
 from offload.engine.training_state import TrainingState
-from offload.engine.updater import UnitUpdate, Updater
+from offload.engine.updater import Updater
 from offload.engine.weighing import with_ratios
 from offload.errors import NumericsError, UsageError
 from offload.swapper.modes import LAMB

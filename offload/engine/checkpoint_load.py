@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +53,8 @@ class Wish(NamedTuple):
     module_only: bool
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
     """A checkpoint that was checked, as far as it is to be loaded."""
 
     folder: Path
@@ -120,7 +122,17 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
         raise StoreError(f"the checkpoint {folder} is not whole: {error}; load another") from error
     saved = places(layouts, tied, manifest.frozen)
     saved |= {first: saved[name] for name, first in tied_here.items() if name in saved and first not in saved}
-    return Found(folder, manifest, layouts, mode, saved, found, progress, contents, own)
+    return Found(
+        folder=folder,
+        manifest=manifest,
+        layouts=layouts,
+        mode=mode,
+        saved=saved,
+        places=found,
+        progress=progress,
+        contents=contents,
+        own=own,
+    )
 
 
 def check_fits(found: Found, held: Held, wish: Wish, names: set[str], buffers: Mapping[str, torch.Tensor]) -> None:

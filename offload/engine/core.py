@@ -22,7 +22,7 @@ from torch import nn
 from offload.engine.boundary import Boundary
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.checkpoint import Checkpoints
-from offload.engine.decision import cut
+from offload.engine.decision import UnitUpdate, cut
 from offload.engine.device_room import advised, grow
 from offload.engine.ending import Ending
 from offload.engine.inputs import InputCast
@@ -37,7 +37,6 @@ from offload.engine.optimizer_states import OptimizerStates
 from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.step_values import Edit
 from offload.engine.training_state import TrainingState
-from offload.engine.updater import UnitUpdate
 from offload.errors import UsageError
 from offload.notices import tell
 from offload.sizes import format_size
@@ -229,7 +228,7 @@ class EngineCore(EngineCallbacks):
             return
         part = parts.trainable[unit]
         try:
-            parts.updater.schedule([UnitUpdate(unit, len(part), (), cut(edits, part))], None)
+            parts.updater.schedule([UnitUpdate(unit=unit, numel=len(part), edits=cut(edits, part))], None)
         except BaseException as error:
             parts.pager.fail(error)
             raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -11,7 +13,22 @@ from offload.engine.layout import UnitLayout
 from offload.engine.optimizer import Optimizer
 from offload.engine.step_values import Edit
 from offload.engine.torch_steps import TorchSegment, TorchStep, attributes_of
-from offload.engine.updater import UnitUpdate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitUpdate:
+    """One unit's part of an optimizer step. Elements outside of all segments are copied unchanged."""
+
+    unit: int
+    numel: int
+    """Elements of the trainable part of this rank's partition."""
+    segments: tuple[kernels.Segment | TorchSegment, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    """Values set by a user; an update has either segments or edits, or neither where other ranks have them all."""
+    parameters: tuple[int, ...] = ()
+    """The number in the unit of each segment's parameter."""
+    ratios: tuple[float, ...] = ()
+    """Of LAMB on several ranks: each segment's trust ratio; see `weighing`."""
 
 
 def grad_scale(norm: float, clip: float, loss_scale: float) -> float:
@@ -31,7 +48,8 @@ def cut(edits: Sequence[Edit], part: range) -> tuple[Edit, ...]:
         start, stop = part_of(part, edit.start, edit.stop)
         if start < stop:
             first = start + part.start - edit.start
-            mine.append(edit._replace(start=start, stop=stop, values=edit.values[first : first + stop - start]))
+            values = edit.values[first : first + stop - start]
+            mine.append(dataclasses.replace(edit, start=start, stop=stop, values=values))
     return tuple(mine)
 
 
@@ -70,6 +88,8 @@ class Decider:
                         segments.append(kernels.Segment(start, stop, step))
                     parameters.append(position)
             if present[unit]:
-                updates[unit] = UnitUpdate(unit, len(part), tuple(segments), parameters=tuple(parameters))
+                updates[unit] = UnitUpdate(
+                    unit=unit, numel=len(part), segments=tuple(segments), parameters=tuple(parameters)
+                )
         first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
         return [updates[unit] for unit in sorted(updates, key=lambda u: (first_use.get(u, len(order)), u))]

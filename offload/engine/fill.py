@@ -10,13 +10,12 @@ from torch import nn
 from offload.aio import aligned_empty
 from offload.engine.absent import forget, origin_of
 from offload.engine.birth import materialize
-from offload.engine.held import Held
+from offload.engine.held import Held, Resident
 from offload.engine.homes import Partitions
 from offload.engine.layout import UnitLayout
 from offload.engine.masters import split
 from offload.engine.placement import Placement
 from offload.engine.ranks import Ranks
-from offload.engine.updater import Resident
 from offload.swapper.arena import DeviceArena
 from offload.swapper.host import HostArena
 from offload.swapper.modes import Mode

@@ -257,7 +257,7 @@ class Gradients:
                 value = squares[key]
                 assert isinstance(value, float)
                 total += value
-        return Known(total, self._present())
+        return Known(sum_squares=total, present=self._present())
 
     def _bring_totals(self, unit: int | None = None, segment: int | None = None) -> None:
         """Let the totals of a unit's segment leave the device, or all that still are there."""

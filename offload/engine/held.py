@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 from offload.engine.layout import UnitLayout
-from offload.engine.updater import Resident
 from offload.swapper.device import Device
 from offload.swapper.entry import UnitSize
 from offload.swapper.host import Lease
@@ -19,7 +18,18 @@ from offload.swapper.states import State
 from offload.swapper.store import Future, Store
 
 
-class Held(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A partition whose home is not DISK: (numel,) of its dtype, and its bytes where they lie in the host arena."""
+
+    tensor: torch.Tensor
+    buffer: memoryview | None
+    spare: Lease | None = None
+    """The lease of a partition that lies on DISK as well, and may be given back between steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
     """All partitions of this rank. Valid while no update is under way."""
 
     mode: Mode
@@ -30,7 +40,7 @@ class Held(NamedTuple):
     """Bytes of each partition, gradients among them."""
     sizes: Sequence[UnitSize]
     residents: dict[tuple[int, State], Resident]
-    """States beside the weight whose home is above DISK; the updater, which has it too, takes away what is spare."""
+    """States beside the weight whose home is above DISK; the update worker takes away what is spare."""
     pager: Pager
     device: Device
     store: Store | None

@@ -15,8 +15,53 @@ from collections.abc import Sequence
 import torch
 
 from offload import kernels
+from offload.engine.decision import UnitUpdate
+from offload.engine.update_strategy import TileContent, UnitSteps, partition_of, segments_in
 from offload.kernels import LambSegment, LambStep, Partition
 from offload.kernels.lamb import BLOCK
+from offload.swapper.modes import Mode
+from offload.swapper.states import State
+
+
+class LambUpdates:
+    """The strategy of LAMB."""
+
+    scratch_nbytes = 0
+
+    def __init__(self, *, mode: Mode) -> None:
+        self._mode = mode
+
+    def part(self, unit: int, state: State, start: int, stop: int) -> range:
+        """Returns the same elements of every state."""
+        return range(start, stop)
+
+    def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
+        """Returns the steps of a unit: two passes, unless the ratios are known or one tile holds all of it."""
+        return _LambSteps(update, self._mode, 1 if update.ratios or update.numel <= tile_numel else 2)
+
+
+class _LambSteps:
+    """One unit's steps. Of two passes the first makes norms alone, on copies of the moments."""
+
+    in_place = False
+
+    def __init__(self, update: UnitUpdate, mode: Mode, passes: int) -> None:
+        self._update, self._mode = update, mode
+        self._trust = Trust(update.ratios)
+        self.passes = passes
+        self.drafts: Sequence[State] = mode.moments
+
+    def run(self, tile: TileContent, last: bool) -> None:
+        """Adds the tile to the norms, and moves its weights in the `last` pass."""
+        segments = segments_in(self._update, tile)
+        if not segments:
+            return
+        assert tile.gradient is not None
+        partition = partition_of(self._mode, tile.states, tile.gradient)
+        if last:
+            self._trust.move(partition, segments, tile.start, weighed=self.passes > 1)
+        else:
+            self._trust.weigh(partition, segments, tile.start)
 
 
 class Trust:

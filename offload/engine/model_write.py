@@ -13,6 +13,7 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -38,7 +39,8 @@ _CHUNK_NUMEL = 1 << 21
 _CHUNKS = 4
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
     """What will be written: decided before a file is made."""
 
     layouts: tuple[UnitLayout, ...]
@@ -109,16 +111,16 @@ def make_plan(
         cut = shard(tensors, shard_nbytes) or [{}]
         files = {_file_name(index, len(cut)): each for index, each in enumerate(cut)}
     return Plan(
-        layouts,
-        mode,
-        int(source.description["world_size"]),
-        frozen,
-        wanted,
-        names,
-        files,
-        None if config is None else _config(config, source.about["class"], wanted),
-        None if config is None else source.about.get("generation_config"),
-        metadata,
+        layouts=layouts,
+        mode=mode,
+        world_size=int(source.description["world_size"]),
+        frozen=frozen,
+        dtype=wanted,
+        names=names,
+        shards=files,
+        config=None if config is None else _config(config, source.about["class"], wanted),
+        generation=None if config is None else source.about.get("generation_config"),
+        metadata=metadata,
     )
 
 

@@ -187,9 +187,9 @@ class Rounds:
 
     def _step(self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], Known]) -> Known:
         self._reach(Kind.STEP, -1)
-        sum_squares, present = known()
-        flags = b"".join(_bitmap(segments) for segments in present)
-        content = _FACTS.pack(sum_squares, micro_batches, global_steps, settings) + flags
+        mine = known()
+        flags = b"".join(_bitmap(segments) for segments in mine.present)
+        content = _FACTS.pack(mine.sum_squares, micro_batches, global_steps, settings) + flags
         with self._question():
             rows = self._ranks.collect_bytes(content, "decide on a step")
         facts = [_FACTS.unpack_from(row) for row in rows]
@@ -197,7 +197,8 @@ class Rounds:
             numbers = [row[column] for row in facts]
             if len(set(numbers)) > 1:
                 raise UsageError(f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; {advice}")
-        return Known(sum(row[0] for row in facts), _union([row[_FACTS.size :] for row in rows]))
+        present = _union([row[_FACTS.size :] for row in rows])
+        return Known(sum_squares=sum(row[0] for row in facts), present=present)
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
         """The sums over all ranks, added in their order. As a part of `step`, which every rank has come to."""
@@ -221,7 +222,7 @@ class Rounds:
                 else:
                     values = torch.empty(stop - start, dtype=getattr(torch, dtype), device="cpu")
                 self._ranks.broadcast(values, source)
-                agreed.append(Edit(start, stop, values, State(state)))
+                agreed.append(Edit(start=start, stop=stop, values=values, state=State(state)))
         return agreed
 
     def mean(self, value: float) -> float:

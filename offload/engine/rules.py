@@ -56,20 +56,32 @@ class Rule(NamedTuple):
 
 
 def _adam(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
-    return kernels.AdamWStep(*_of_moments(group, count, grad_scale), decoupled=bool(group["decoupled"]))
+    beta1, beta2 = group["betas"]
+    return kernels.AdamWStep(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=count,
+        grad_scale=grad_scale,
+        decoupled=bool(group["decoupled"]),
+    )
 
 
 def _lamb(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.LambStep:
-    bounds = float(group["min_coeff"]), float(group["max_coeff"])
-    return kernels.LambStep(*_of_moments(group, count, grad_scale), *bounds)
-
-
-def _of_moments(
-    group: Mapping[str, Any], count: int, grad_scale: float
-) -> tuple[float, float, float, float, float, int, float]:
-    """What the steps of Adam and of LAMB begin with."""
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    return float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), count, grad_scale
+    beta1, beta2 = group["betas"]
+    return kernels.LambStep(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=count,
+        grad_scale=grad_scale,
+        min_ratio=float(group["min_coeff"]),
+        max_ratio=float(group["max_coeff"]),
+    )
 
 
 def _adagrad(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:

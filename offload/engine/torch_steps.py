@@ -5,6 +5,7 @@
 `step` is called on a likeness of the user's optimizer that has one parameter, with the numbers of its group as they
 were at the boundary. What it keeps of a parameter is found by a dry run, and packed (see `packed`). An optimizer whose
 parameters depend on each other, or that keeps numbers elsewhere, gives other results that way, and is refused.
+The steps of a unit are in `torch_update`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.engine.layout import Segment, UnitLayout
-from offload.engine.masters import join, split
-from offload.engine.packed import Kept, describe_state, pack, unpack
-from offload.errors import ConfigError, UsageError
-from offload.swapper.states import State
+from offload.engine.packed import Kept, describe_state
+from offload.errors import ConfigError
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OURS = ("offload_place", "origin")
@@ -51,67 +49,18 @@ class TorchSegment(NamedTuple):
     step: TorchStep
 
 
-class Stepper:
-    """Does the steps of all parameters of a unit. Belongs to the update worker."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, layouts: Sequence[UnitLayout], scratch: torch.Tensor) -> None:
-        self._optimizer, self._layouts = optimizer, layouts
-        self.nbytes = scratch.nbytes
-        """Of the memory for a gradient and a master, (n,) fp32, where a master has none of its own."""
-        largest = max(s.numel for layout in layouts for s in layout.segments if s.trainable)
-        self._gradient, self._master = scratch[:largest], scratch[len(scratch) - largest :]
-
-    def packed_numel(self, unit: int) -> int:
-        """Words of the unit's PACKED partition."""
-        return self._layouts[unit].packed_numel
-
-    def step(
-        self,
-        unit: int,
-        states: Mapping[State, torch.Tensor],
-        gradient: torch.Tensor,
-        steps: Mapping[int, TorchSegment],
-    ) -> None:
-        """Update parameters of a unit, by their positions in it, in place; `states` and `gradient` are of all of it."""
-        for position, (start, stop, step) in steps.items():
-            self._step(self._layouts[unit].segments[position], states, gradient[start:stop], step)
-
-    def _step(
-        self, segment: Segment, states: Mapping[State, torch.Tensor], gradient: torch.Tensor, step: TorchStep
-    ) -> None:
-        mine = {state: memory[segment.start : segment.stop] for state, memory in states.items()}
-        packed = states.get(State.PACKED, gradient)[segment.packed.start : segment.packed.stop].view(torch.uint8)
-        # A gradient is given away: an optimizer may write into it. The master of fp32 is the weight itself.
-        grad = self._gradient[: segment.numel].copy_(gradient).mul_(step.grad_scale)
-        master = join(mine, self._master[: segment.numel])
-        parameter = nn.Parameter(master.view(segment.shape))
-        parameter.__dict__.update(step.attributes)
-        parameter.grad = grad.view(segment.shape)
-        likeness = _likeness(self._optimizer, step.options, {parameter: unpack(segment.kept, packed)})
-        try:
-            type(self._optimizer).step(likeness)
-            pack(segment.kept, likeness.state[parameter], packed)
-        except Exception as error:
-            raise UsageError(
-                f"the step of {type(self._optimizer).__name__} failed for {segment.name}: {_cause(error)}"
-            ) from error
-        after = parameter.detach().reshape(-1)
-        if after.data_ptr() != mine[State.WEIGHT].data_ptr():
-            split(after, mine)
-
-
-def _likeness(
+def likeness(
     optimizer: torch.optim.Optimizer, options: Mapping[str, Any], states: Mapping[torch.Tensor, dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """An optimizer that is as `optimizer` is, but has only these parameters and their states."""
-    likeness: torch.optim.Optimizer = object.__new__(type(optimizer))
-    likeness.__dict__.update(optimizer.__dict__)
+    """Returns an optimizer that is as `optimizer` is, but has only these parameters and their states."""
+    found: torch.optim.Optimizer = object.__new__(type(optimizer))
+    found.__dict__.update(optimizer.__dict__)
     for taken in ("step", "zero_grad"):  # ours lead to the engine, and a schedule wraps it, to count steps
-        likeness.__dict__.pop(taken, None)
-    likeness.__dict__.update({hooks: collections.OrderedDict() for hooks in _HOOKS})
-    likeness.param_groups = [{**options, "params": list(states)}]
-    likeness.state = collections.defaultdict(dict, dict(states))
-    return likeness
+        found.__dict__.pop(taken, None)
+    found.__dict__.update({hooks: collections.OrderedDict() for hooks in _HOOKS})
+    found.param_groups = [{**options, "params": list(states)}]
+    found.state = collections.defaultdict(dict, dict(states))
+    return found
 
 
 # -- what it keeps ------------------------------------------------------------------------------------
@@ -153,12 +102,13 @@ def _explained(optimizer: torch.optim.Optimizer, name: str) -> Iterator[None]:
         kind = type(optimizer)
         raise ConfigError(
             f"{kind.__module__}.{kind.__name__} has no kernel here, so it would be run by itself, parameter by "
-            f"parameter; with {name} that does not go: {_cause(error)}; give another optimizer, or a name "
+            f"parameter; with {name} that does not go: {cause(error)}; give another optimizer, or a name "
             f"in the config"
         ) from error
 
 
-def _cause(error: Exception) -> str:
+def cause(error: Exception) -> str:
+    """Returns the words of an error for a message of ours; those of a KeyError are a bare key."""
     return f"KeyError: {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
 
 
@@ -217,26 +167,26 @@ def _steps(
     parameters = [nn.Parameter(value.clone()) for value in values]
     for parameter in parameters:
         parameter.__dict__.update(attributes)
-    likeness = _likeness(optimizer, options, {parameter: {} for parameter in parameters})
-    group, then = likeness.param_groups[0], copy.deepcopy(dict(options))
-    likeness.param_groups[:0] = before
-    mine = dict(likeness.__dict__)
+    alone = likeness(optimizer, options, {parameter: {} for parameter in parameters})
+    group, then = alone.param_groups[0], copy.deepcopy(dict(options))
+    alone.param_groups[:0] = before
+    mine = dict(alone.__dict__)
     for key, value in mine.items():  # what it adds to, it adds to a copy
         if isinstance(value, dict | list | set) and key not in ("state", "param_groups"):
-            likeness.__dict__[key] = mine[key] = copy.copy(value)
+            alone.__dict__[key] = mine[key] = copy.copy(value)
     added = (dict, list, set)
     sizes = {key: len(value) for key, value in mine.items() if key != "state" and isinstance(value, added)}
     for number in range(count):
         for parameter, value in zip(parameters, values, strict=True):
             parameter.grad = value * (1.0, 0.5, -0.25)[number % 3]
-        type(optimizer).step(likeness)
+        type(optimizer).step(alone)
     others = [key for key, value in group.items() if key != "params" and _differs(value, then.get(key))]
-    others += [key for key, value in likeness.__dict__.items() if value is not mine.get(key)]
+    others += [key for key, value in alone.__dict__.items() if value is not mine.get(key)]
     others += [key for key, size in sizes.items() if len(mine[key]) != size]
-    others += [str(key) for key in likeness.state if not any(key is parameter for parameter in parameters)]
+    others += [str(key) for key in alone.state if not any(key is parameter for parameter in parameters)]
     if others:
         raise ValueError(f"it keeps {others[0]} for all parameters together, which changes in a step")
-    return [(parameter.detach(), likeness.state[parameter]) for parameter in parameters]
+    return [(parameter.detach(), alone.state[parameter]) for parameter in parameters]
 
 
 def _differs(one: Any, other: Any) -> bool:

@@ -9,25 +9,28 @@ again, and moves.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
 from offload import kernels
+from offload.engine.decision import UnitUpdate
 from offload.engine.flow import flow
 from offload.engine.gradients import Gradients
 from offload.engine.held import Held
 from offload.engine.placement import CHUNK
 from offload.engine.rounds import Rounds
 from offload.engine.torch_steps import TorchSegment
-from offload.engine.updater import UnitUpdate, Updater
+from offload.engine.update_strategy import partition_of
+from offload.engine.updater import Updater
 from offload.sizes import align_up
 from offload.swapper.states import State
 from offload.swapper.store import Future
 
 
-class _Stretch(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Stretch:
     """Elements [start, stop) of this rank's partition of a unit, all of one parameter."""
 
     unit: int
@@ -67,11 +70,12 @@ def with_ratios(
     flow(buffers, stretches, begin, end, lambda *_: None)
     total = torch.tensor(rounds.add_up(sums), dtype=torch.float64, device="cpu").view(-1, 1, 2)
     return [
-        update._replace(
+        dataclasses.replace(
+            update,
             ratios=tuple(
                 kernels.lamb_ratio(_step(segment), [total[before[update.unit] // 2 + parameter]])
                 for parameter, segment in zip(update.parameters, update.segments, strict=True)
-            )
+            ),
         )
         for update in updates
     ]
@@ -83,7 +87,13 @@ def _stretches(held: Held, update: UnitUpdate, numel: int) -> Iterator[_Stretch]
         for chunk in range(segment.start, segment.stop, CHUNK):
             last = min(chunk + CHUNK, segment.stop)
             for start in range(chunk, last, numel):
-                yield _Stretch(update.unit, parameter, start, min(start + numel, last), _step(segment))
+                yield _Stretch(
+                    unit=update.unit,
+                    parameter=parameter,
+                    start=start,
+                    stop=min(start + numel, last),
+                    step=_step(segment),
+                )
 
 
 def _cut(held: Held, stretch: _Stretch, buffer: memoryview) -> dict[State, memoryview]:
@@ -111,19 +121,13 @@ def _sums(
     held: Held, gradients: Gradients, stretch: _Stretch, found: dict[State, memoryview]
 ) -> list[tuple[float, float]]:
     """The sums of squares of weight and direction, of each block."""
-    unit, parameter, start, stop, step = stretch
+    unit, parameter, start, stop = stretch.unit, stretch.parameter, stretch.start, stretch.stop
     states = {state: torch.frombuffer(found[state], dtype=dtype) for state, dtype in held.mode.states.items()}
     gradient = torch.empty(stop - start, dtype=torch.float32, device="cpu")
     in_parameter = held.shares[unit][0].start + start - held.layouts[unit].segments[parameter].start
     gradients.look(unit, parameter, in_parameter, gradient)
-    partition = kernels.Partition(
-        states[State.WEIGHT],
-        gradient,
-        tuple(states[moment] for moment in held.mode.moments),
-        states.get(State.RESIDUAL),
-        states.get(State.MASTER),
-    )
-    (sums,) = kernels.lamb_moments(partition, [kernels.LambSegment(0, stop - start, step)])
+    partition = partition_of(held.mode, states, gradient)
+    (sums,) = kernels.lamb_moments(partition, [kernels.LambSegment(0, stop - start, stretch.step)])
     return [(weight, direction) for weight, direction in sums.tolist()]
 
 

@@ -173,7 +173,12 @@ class Weights:
         unit, pending = self._pending_unit, self._pending
         segments = self._layouts[unit].segments
         edits = [
-            Edit(segments[position].start, segments[position].stop, pending[position, state], state)
+            Edit(
+                start=segments[position].start,
+                stop=segments[position].stop,
+                values=pending[position, state],
+                state=state,
+            )
             for position, state in sorted(pending, key=lambda key: (key[0], key[1].value))
         ]
         self._callbacks.apply_edits(unit, [edit for edit in edits if edit.start < edit.stop])

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,8 @@ _THREADS, _MOST_BLOCKS = 256, 1 << 16
 _OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
 
 
-class Scalars(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scalars:
     """A step's numbers as the kernel takes them: computed in double, rounded to fp32 once (native/adamw.cpp)."""
 
     grad_scale: float
@@ -50,18 +52,38 @@ class Scalars(NamedTuple):
         weight = np.float32(1 - step.beta1)
         far = abs(float(weight)) >= 0.5  # where Tensor.lerp_ changes its formula
         return cls(
-            step.grad_scale,
-            1.0 if l2 else 1 - step.lr * step.weight_decay,
-            step.weight_decay,
-            float(-(np.float32(1) - weight) if far else weight),
-            step.beta2,
-            1 - step.beta2,
-            math.sqrt(1 - step.beta2**step.step),
-            step.eps,
-            -(step.lr / (1 - step.beta1**step.step)),
-            far,
-            l2,
+            grad_scale=step.grad_scale,
+            keep=1.0 if l2 else 1 - step.lr * step.weight_decay,
+            weight_decay=step.weight_decay,
+            lerp_factor=float(-(np.float32(1) - weight) if far else weight),
+            beta2=step.beta2,
+            one_minus_beta2=1 - step.beta2,
+            root_correction2=math.sqrt(1 - step.beta2**step.step),
+            eps=step.eps,
+            minus_step_size=-(step.lr / (1 - step.beta1**step.step)),
+            lerp_from_grad=far,
+            l2=l2,
         )
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The fp32 arguments of the kernel, in its order (`adamw.cu`)."""
+        return (
+            self.grad_scale,
+            self.keep,
+            self.weight_decay,
+            self.lerp_factor,
+            self.beta2,
+            self.one_minus_beta2,
+            self.root_correction2,
+            self.eps,
+            self.minus_step_size,
+        )
+
+    @property
+    def choices(self) -> tuple[bool, ...]:
+        """The int arguments of the kernel, which come after the numbers."""
+        return self.lerp_from_grad, self.l2
 
 
 def update(partition: Partition, segments: Sequence[Segment]) -> None:
@@ -100,8 +122,9 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
             continue
         arrays = (weight, beside, *partition.moments, grad)
         addresses = [0 if tensor is None else tensor[start:stop].data_ptr() for tensor in arrays]
-        numbers = [np.float32(value) for value in Scalars.of(step)[:-2]]
-        choices = [np.int32(value) for value in Scalars.of(step)[-2:]]
+        scalars = Scalars.of(step)
+        numbers = [np.float32(value) for value in scalars.numbers]
+        choices = [np.int32(value) for value in scalars.choices]
         _launch(kernel, stop - start, weight.device, (*addresses, np.uint64(stop - start), *numbers, *choices))
 
 

@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         "use weights that the device has not updated yet",
-        "offload.engine.updater",
+        "offload.engine.fused",
         "done.wait()  # blocks",
         "pass  # blocks",
         "tests/test_device_order.py",
@@ -360,8 +360,8 @@ MUTANTS = (
     Mutant(
         "an edit of a state that other ranks take for the weight",
         "offload.engine.rounds",
-        "Edit(start, stop, values, State(state))",
-        "Edit(start, stop, values)",
+        "Edit(start=start, stop=stop, values=values, state=State(state))",
+        "Edit(start=start, stop=stop, values=values)",
         "tests/test_safe_get_set_ranks.py",
     ),
     Mutant(
@@ -374,15 +374,15 @@ MUTANTS = (
     Mutant(
         "drop the decay",
         "offload.engine.rules",
-        'float(group["eps"]), float(group["weight_decay"]), count, grad_scale',
-        'float(group["eps"]), 0.0, count, grad_scale',
+        'weight_decay=float(group["weight_decay"]),\n        step=count,\n        grad_scale=grad_scale,\n        dec',
+        "weight_decay=0.0,\n        step=count,\n        grad_scale=grad_scale,\n        dec",
         "tests/test_parity.py",
     ),
     Mutant(
         "drop the bias correction",
         "offload.engine.rules",
-        'float(group["weight_decay"]), count, grad_scale',
-        'float(group["weight_decay"]), 1_000_000, grad_scale',
+        "        step=count,\n        grad_scale=grad_scale,\n        decoupled",
+        "        step=1_000_000,\n        grad_scale=grad_scale,\n        decoupled",
         "tests/test_parity.py",
     ),
     Mutant(
@@ -415,7 +415,7 @@ MUTANTS = (
     ),
     Mutant(
         "give an optimizer of torch no unscaled gradient",
-        "offload.engine.torch_steps",
+        "offload.engine.torch_update",
         ".copy_(gradient).mul_(step.grad_scale)",
         ".copy_(gradient)",
         "tests/test_torch_optimizers.py",
@@ -443,9 +443,9 @@ MUTANTS = (
     ),
     Mutant(
         "let LAMB read moments that it has made already",
-        "offload.engine.updater",
-        "if job.weighing and state in self._mode.moments:",
-        "if False:",
+        "offload.engine.update_tiles",
+        "elif not last and state in job.steps.drafts:",
+        "elif False:",
         "tests/test_optimizers.py",
     ),
     Mutant(
@@ -457,7 +457,7 @@ MUTANTS = (
     ),
     Mutant(
         "a state that is set is the weight",
-        "offload.engine.updater",
+        "offload.engine.update_strategy",
         "self._set(tile, start, stop, edit.state,",
         "self._set(tile, start, stop, State.WEIGHT,",
         "tests/test_safe_get_set.py",
@@ -472,14 +472,14 @@ MUTANTS = (
     Mutant(
         "skip the wait for a write before its lease is clean",
         "offload.engine.updater",
-        "                write.wait()\n                tile.job",
-        "                tile.job",
+        "                write.wait()\n            self._writing",
+        "                pass\n            self._writing",
         "tests/test_order.py",
     ),
     Mutant(
         "keep the states of another engine's share",
         "offload.engine.updater",
-        "                del self._residents[key]\n",
+        "                del self._held.residents[key]\n",
         "",
         "tests/test_two_engines.py",
     ),
