@@ -247,7 +247,7 @@ def test_the_step_after_writes_over_the_commit_before(swap: Path, run: Path, tmp
     """Which is no damage: the run goes on from its last commit."""
     engine = trained(tmp_path, 2)
     train_step(engine, JOB, 2)
-    engine._await_updates()  # written, and not committed: that is done by the next step
+    engine._core.await_updates()  # written, and not committed: that is done by the next step
     for drive in ("first", "second"):
         shutil.copytree(tmp_path / drive / "default", tmp_path / "left" / drive / "default")
     engine.destroy()

@@ -171,7 +171,7 @@ def check_folders(folders: Sequence[str]) -> None:
 
 def device_of(name: str) -> torch.device:
     """Returns the device that `--device` names. Raises `ConfigError`, in the command line's words, if there is none."""
-    return compute_device(name, "torch finds no CUDA device; give --device cpu, or leave it out")
+    return compute_device(name, "--device")
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:

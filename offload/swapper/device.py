@@ -352,15 +352,12 @@ def pci_address(gpu: Any) -> str | None:
         return None
 
 
-_NO_CUDA = '"device" is cuda, but torch finds no CUDA device; set it to "auto" or "cpu"'
-
-
-def compute_device(name: str, no_cuda: str = _NO_CUDA) -> torch.device:
+def compute_device(name: str, setting: str = '"device"') -> torch.device:
     """Returns the device that this process computes on; of several GPUs the one of its LOCAL_RANK, made the current.
 
     Args:
         name: "auto", "cpu" or "cuda"; "auto" is a GPU where torch finds one.
-        no_cuda: the message where "cuda" is asked for and torch finds none.
+        setting: what the user gave the name to, for the message of an error.
 
     Raises:
         ConfigError: where there is no such device.
@@ -368,7 +365,7 @@ def compute_device(name: str, no_cuda: str = _NO_CUDA) -> torch.device:
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"there is no device {name!r}: expected auto, cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(no_cuda)
+        raise ConfigError(f'{setting} is cuda, but torch finds no CUDA device; set it to "auto" or "cpu"')
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
