@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from offload.aio.shared_queue import SharedQueue
 from offload.engine.absent import forget
 from offload.engine.bindings import Bindings
 from offload.engine.callbacks import EngineCallbacks
@@ -47,7 +48,6 @@ from offload.swapper.modes import LAMB, TORCH
 from offload.swapper.pager import Pager
 from offload.swapper.residency import Tier
 from offload.swapper.scratch import Scratch
-from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.states import State
 from offload.swapper.store import Store, Written
 from offload.swapper.timeline import Timeline

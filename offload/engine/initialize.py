@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from offload.aio import IoQueue
+from offload.aio.shared_queue import SharedQueue
 from offload.config import Config, effective, load_config, resolve_batch
 from offload.engine import optimizer_choice, schedule_choice
 from offload.engine.assembly import Recorders, assemble, shown_names
@@ -44,7 +45,6 @@ from offload.sizes import count_of
 from offload.swapper.device import Device, compute_device, open_device
 from offload.swapper.drive_spans import DriveSpans
 from offload.swapper.relay import Relay
-from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.store.record import last_of_all
 from offload.swapper.timeline import Timeline, open_timeline

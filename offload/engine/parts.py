@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from offload.aio.shared_queue import SharedQueue
 from offload.config import Config
 from offload.engine.bindings import Bindings
 from offload.engine.device_need import DeviceNeed
@@ -23,7 +24,6 @@ from offload.engine.weights import Weights
 from offload.errors import UsageError
 from offload.swapper.host import HostArena
 from offload.swapper.pager import Pager
-from offload.swapper.shared_queue import SharedQueue
 from offload.swapper.store import Store, Written
 from offload.swapper.timeline import OFF, Timeline
 
