@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import offload
 from offload.cli import app
 from offload.errors import IoError
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store.manifest import read_manifest
 from offload.swapper.store.record import read_records
 from tests.faults import flip_bit

@@ -13,7 +13,7 @@ import torch
 import offload
 from offload.engine import checkpoint_load, checkpoint_save
 from offload.errors import IoError, RankError, StoreError, UsageError
-from offload.swapper.states import State
+from offload.states import State
 from tests import bounds
 from tests.oracle import Job, assert_same_tensors, config, weights_of
 from tests.rank_pool import RankPool, rank_and_size, shared_pool, start

@@ -15,8 +15,8 @@ import offload
 from offload.aio import Bandwidth
 from offload.cli import app
 from offload.errors import OffloadError
+from offload.states import State
 from offload.swapper.modes import MODES
-from offload.swapper.states import State
 from offload.swapper.store import store as store_module
 from offload.swapper.store.look import look
 from offload.swapper.store.manifest import Place

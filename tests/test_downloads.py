@@ -14,7 +14,7 @@ from offload.engine.downloads import Downloads
 from offload.errors import EngineFailed
 from offload.swapper.device import Device, Event
 from offload.swapper.host import Classes, HostArena
-from offload.swapper.timeline import Row, Timeline
+from offload.timeline import Row, Timeline
 
 STAGING = 4096
 

@@ -23,7 +23,7 @@ from offload.cli import app
 from offload.engine import model_write
 from offload.engine.source import StoreSource
 from offload.export import export, make_plan, read_nbytes
-from offload.swapper.states import State
+from offload.states import State
 from tests import models, rank_pool
 from tests.oracle import (
     Job,

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import offload
 from offload.cli import app
 from offload.errors import EngineFailed, IoError
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store.look import look
 from tests import models
 from tests.faults import flip_bit

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store.look import look
 from tests import models
 from tests.faults import LateQueue, use_queue

@@ -24,7 +24,7 @@ from offload.engine.monitor import Line, Reporter, line
 from offload.engine.writers import Record, cut, events
 from offload.errors import ConfigError, NumericsError
 from offload.finetune.options import Options, merge
-from offload.swapper.timeline import OFF, Row
+from offload.timeline import OFF, Row
 from tests.oracle import PLACEMENTS, Job, assert_same, config, run, train_step, weights_of
 from tests.rank_pool import pool
 

@@ -17,8 +17,9 @@ from torch import nn
 
 import offload
 from offload.config import SCHEDULES, TORCH_SCHEDULES, load_config
-from offload.engine import schedule_choice, schedules
+from offload.engine import schedule_choice
 from offload.errors import ConfigError
+from offload.schedules import deepspeed as schedules
 from tests import bounds
 from tests.test_config import ODD
 from tests.test_resume_loop import Script, Setup, assert_equal, train

@@ -22,6 +22,7 @@ from offload.aio import IoQueue, Priority
 from offload.engine import initialize
 from offload.errors import BudgetError
 from offload.sizes import align_up
+from offload.states import State
 from offload.swapper import scratch
 from offload.swapper.clock import Clock
 from offload.swapper.entry import UnitSize
@@ -30,7 +31,6 @@ from offload.swapper.residency import Tier
 from offload.swapper.simulate import Budgets, Simulation, Use, simulate
 from offload.swapper.simulate_machine import Machine, Moved, Rates, Waited
 from offload.swapper.simulate_updater import UpdateCost
-from offload.swapper.states import State
 from tests import models
 from tests.oracle import Job, small_pieces, start, train_step
 from tests.sampling import examples

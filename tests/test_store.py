@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.errors import StoreError
 from offload.sizes import PAGE
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Store, StoreSpec, remove_run, run_status
 from offload.swapper.store import store as store_module
 from offload.swapper.store.record import MAX_UNITS, Record

@@ -19,7 +19,7 @@ from torch import nn
 
 import offload
 from offload.errors import EngineFailed, IoError, StoreError
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Store
 from offload.swapper.store.manifest import read_manifest
 from offload.swapper.store.record import Record, read_records

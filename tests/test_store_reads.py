@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from offload.aio import IoQueue, aligned_empty, crc32c
 from offload.errors import IoError
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Store, StoreSpec
 from offload.swapper.store import store as store_module
 from offload.swapper.store.requests import Compared

@@ -25,7 +25,7 @@ from offload.engine.facts import IoBytes
 from offload.errors import ConfigError, EngineFailed
 from offload.presets import PRESETS
 from offload.swapper.relay import Relay
-from offload.swapper.timeline import OFF, Phase, Row, Timeline, now, path_of
+from offload.timeline import OFF, Phase, Row, Timeline, now, path_of
 from tests import models, warm
 from tests.faults import LateQueue, use_queue
 from tests.late_device import LateDevice, use_device

@@ -11,8 +11,8 @@ from offload.engine.decision import UnitUpdate
 from offload.engine.step_values import Edit
 from offload.engine.update_strategy import EditSteps, TileContent
 from offload.engine.update_tiles import Job
+from offload.states import State
 from offload.swapper.modes import MODES
-from offload.swapper.states import State
 
 
 class Passes:

@@ -41,6 +41,7 @@ from offload.engine.torch_update import TorchUpdates
 from offload.engine.update_strategy import UpdateStrategy
 from offload.engine.updater import Updater
 from offload.engine.weights import Weights
+from offload.states import State
 from offload.swapper.arena import DeviceArena
 from offload.swapper.drive_spans import DriveSpans
 from offload.swapper.host import HostArena, process_memory
@@ -48,9 +49,8 @@ from offload.swapper.modes import LAMB, TORCH
 from offload.swapper.pager import Pager
 from offload.swapper.residency import Tier
 from offload.swapper.scratch import Scratch
-from offload.swapper.states import State
 from offload.swapper.store import Store, Written
-from offload.swapper.timeline import Timeline
+from offload.timeline import Timeline
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from offload.engine.hooks import external_parameters, set_external_parameters
 from offload.engine.looking import Looking, engines
 from offload.engine.placeholder import Place, place_of
 from offload.errors import UsageError
-from offload.swapper.states import State
+from offload.states import State
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:

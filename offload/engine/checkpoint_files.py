@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.aio import crc32c
 from offload.errors import StoreError, UsageError
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store.look import is_rank
 
 if TYPE_CHECKING:

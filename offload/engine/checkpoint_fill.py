@@ -20,7 +20,7 @@ from offload.engine.held import Held
 from offload.engine.layout import Segment
 from offload.engine.masters import join, split
 from offload.engine.pieces import Piece, pieces
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Future, Queue
 
 _STEP = 2048

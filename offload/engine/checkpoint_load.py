@@ -35,8 +35,8 @@ from offload.engine.progress import Progress
 from offload.engine.tensor_file import Place, read_header
 from offload.errors import IoError, StoreError
 from offload.sizes import count_of
+from offload.states import State
 from offload.swapper.modes import MODES, Mode
-from offload.swapper.states import State
 from offload.swapper.store import Future, Queue
 
 CLIENT_STATE = "client_state"

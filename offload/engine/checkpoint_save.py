@@ -44,7 +44,7 @@ from offload.engine.tensor_file import Tensor, Writer
 from offload.engine.together import Together
 from offload.errors import StoreError, UsageError
 from offload.sizes import MIB, format_size
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Future, Queue, find_shortage
 
 _SLACK = 4 * MIB

@@ -11,7 +11,7 @@ from offload.engine.checkpoint_files import states_file, tensor_name
 from offload.engine.checkpoint_load import look, open_states
 from offload.engine.source import Reading
 from offload.errors import IoError
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Compared, Queue
 
 

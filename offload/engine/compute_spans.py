@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.swapper.timeline import OFF, Row, Timeline, now
+from offload.timeline import OFF, Row, Timeline, now
 from offload.torch_internals import inside_backward
 
 

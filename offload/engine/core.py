@@ -40,7 +40,7 @@ from offload.engine.training_state import TrainingState
 from offload.errors import UsageError
 from offload.notices import tell
 from offload.sizes import format_size
-from offload.swapper.timeline import Row
+from offload.timeline import Row
 from offload.torch_internals import inside_backward
 
 logger = logging.getLogger("offload")

@@ -21,7 +21,7 @@ import torch
 from offload.swapper.device import Device, Event
 from offload.swapper.host import Lease
 from offload.swapper.monitor import Monitor
-from offload.swapper.timeline import OFF, Row, Timeline, now
+from offload.timeline import OFF, Row, Timeline, now
 
 Receive = Callable[[int, torch.Tensor], None]
 """Gets a position and values, (n,) on the CPU, valid until it returns."""

@@ -30,7 +30,7 @@ from offload.engine.model_save import Wanted
 from offload.engine.parts import resized
 from offload.errors import UsageError
 from offload.sizes import count_of
-from offload.swapper.timeline import Row
+from offload.timeline import Row
 
 logger = logging.getLogger("offload")
 

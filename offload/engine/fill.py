@@ -16,11 +16,11 @@ from offload.engine.layout import UnitLayout
 from offload.engine.masters import split
 from offload.engine.placement import Placement
 from offload.engine.ranks import Ranks
+from offload.states import State
 from offload.swapper.arena import DeviceArena
 from offload.swapper.host import HostArena
 from offload.swapper.modes import Mode
 from offload.swapper.residency import Tier
-from offload.swapper.states import State
 from offload.swapper.store import Future
 
 

@@ -12,13 +12,13 @@ from offload.engine.homes import Partitions, home_nbytes
 from offload.engine.layout import UnitLayout
 from offload.engine.placement import Placement
 from offload.sizes import align_up
+from offload.states import State
 from offload.swapper.entry import UnitSize
 from offload.swapper.modes import Mode
 from offload.swapper.policy import Limits
 from offload.swapper.residency import Tier
 from offload.swapper.simulate import Budgets
 from offload.swapper.simulate_updater import UpdateCost
-from offload.swapper.states import State
 
 
 def unit_sizes(

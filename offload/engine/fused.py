@@ -12,9 +12,9 @@ from offload.engine.decision import UnitUpdate
 from offload.engine.gradients import Gradients
 from offload.engine.update_strategy import TileContent, UnitSteps, partition_of, segments_in
 from offload.kernels import cuda
+from offload.states import State
 from offload.swapper.device import Device
 from offload.swapper.modes import Mode
-from offload.swapper.states import State
 
 
 class FusedUpdates:

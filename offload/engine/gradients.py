@@ -32,7 +32,7 @@ from offload.engine.step_values import Known
 from offload.engine.totals import Totals
 from offload.swapper.host import HostArena, Lease
 from offload.swapper.store import Future
-from offload.swapper.timeline import OFF, Phase, Row, Timeline
+from offload.timeline import OFF, Phase, Row, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)

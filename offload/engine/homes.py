@@ -17,9 +17,9 @@ import torch
 
 from offload.engine.layout import WORD, UnitLayout
 from offload.sizes import align_up, count_of, format_size
+from offload.states import State
 from offload.swapper.modes import Mode
 from offload.swapper.residency import Tier
-from offload.swapper.states import State
 
 Homes = tuple[Mapping[State, Tier], ...]
 """For each unit the home of each state that this rank has of it; of GRAD, where it waits for its update."""

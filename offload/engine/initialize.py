@@ -47,7 +47,7 @@ from offload.swapper.drive_spans import DriveSpans
 from offload.swapper.relay import Relay
 from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.store.record import last_of_all
-from offload.swapper.timeline import Timeline, open_timeline
+from offload.timeline import Timeline, open_timeline
 
 logger = logging.getLogger("offload")
 

@@ -19,8 +19,8 @@ from offload.engine.decision import UnitUpdate
 from offload.engine.update_strategy import TileContent, UnitSteps, partition_of, segments_in
 from offload.kernels import LambSegment, LambStep, Partition
 from offload.kernels.lamb import BLOCK
+from offload.states import State
 from offload.swapper.modes import Mode
-from offload.swapper.states import State
 
 
 class LambUpdates:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from offload import kernels
-from offload.swapper.states import State
+from offload.states import State
 
 KEPT = (State.WEIGHT, State.RESIDUAL, State.MASTER)
 """The states that hold it; a mode has some of them."""

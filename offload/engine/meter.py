@@ -24,7 +24,7 @@ import torch
 from offload.engine.monitor import Reporter
 from offload.engine.writers import Record
 from offload.swapper.store import DriveWrites
-from offload.swapper.timeline import Phase, Row
+from offload.timeline import Phase, Row
 
 _WAITS = (
     ("waits for read of ", "wait_for_reads"),

@@ -27,7 +27,7 @@ from offload.engine.rounds import Kind
 from offload.engine.source import Reading
 from offload.engine.together import Together, together
 from offload.errors import UsageError
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Future
 
 logger = logging.getLogger("offload")

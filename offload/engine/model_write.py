@@ -31,8 +31,8 @@ from offload.engine.tensor_file import Tensor, Writer, shard
 from offload.engine.tensor_file import plan as plan_file
 from offload.errors import ConfigError
 from offload.sizes import count_of, parse_size
+from offload.states import State
 from offload.swapper.modes import DTYPES, MODES, Mode, dtype_name
-from offload.swapper.states import State
 
 _CHUNK_NUMEL = 1 << 21
 """Elements read at a time: 4 MiB in 16 bits, 8 MiB in fp32."""

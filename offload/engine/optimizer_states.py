@@ -17,8 +17,8 @@ from offload.engine.looking import Looking
 from offload.engine.placeholder import Place
 from offload.engine.training_state import TrainingState
 from offload.errors import UsageError
+from offload.states import State
 from offload.swapper.modes import Mode
-from offload.swapper.states import State
 
 _STEP = "step"
 

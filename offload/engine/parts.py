@@ -25,7 +25,7 @@ from offload.errors import UsageError
 from offload.swapper.host import HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.store import Store, Written
-from offload.swapper.timeline import OFF, Timeline
+from offload.timeline import OFF, Timeline
 
 
 class Choices(NamedTuple):

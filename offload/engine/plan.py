@@ -25,11 +25,11 @@ from offload.engine.units import Units, find_units
 from offload.kernels import cuda
 from offload.notices import Remark
 from offload.sizes import format_size
+from offload.states import State
 from offload.swapper.device import Device
 from offload.swapper.host import process_memory
 from offload.swapper.limits import free_host_memory
 from offload.swapper.modes import Mode
-from offload.swapper.states import State
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from offload.engine.ranks import Ranks
 from offload.engine.rounds import Rounds
 from offload.swapper.arena import DeviceArena
 from offload.swapper.host import HostArena
-from offload.swapper.timeline import OFF, Timeline
+from offload.timeline import OFF, Timeline
 
 
 class ReducedGradients(Gradients):

@@ -26,10 +26,10 @@ from offload.engine.callbacks import EngineCallbacks
 from offload.engine.ranks import Ranks
 from offload.engine.step_values import Edit, Known
 from offload.errors import RankError, UsageError
+from offload.states import State
 from offload.swapper.device import Event
 from offload.swapper.slices import Agreed, Having
-from offload.swapper.states import State
-from offload.swapper.timeline import OFF, Row, Timeline
+from offload.timeline import OFF, Row, Timeline
 
 
 class Kind(enum.IntEnum):

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.config import SchedulerBlock
-from offload.engine.schedules import MADE_BY, Schedule
 from offload.errors import ConfigError
+from offload.schedules.deepspeed import MADE_BY, Schedule
 
 
 class Chosen(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from offload.engine.checkpoint_files import refuse_rank
 from offload.errors import IoError, StoreError
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Compared, Queue, bytes_of, rank_folders
 from offload.swapper.store.folder import Lock
 from offload.swapper.store.look import Commit, Found, is_rank, look

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.swapper.states import State
+from offload.states import State
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,10 +10,10 @@ import torch
 from offload.engine.homes import Homes, Partitions, Wish
 from offload.kernels.lamb import BLOCK as LAMB_BLOCK
 from offload.sizes import MIB, align_up
+from offload.states import State
 from offload.swapper.host import TILE_BUFFERS
 from offload.swapper.modes import LAMB, TORCH, Mode
 from offload.swapper.residency import Tier
-from offload.swapper.states import State
 
 _STEP = 2048
 """Elements: 4096 bytes of the smallest state."""

@@ -17,7 +17,7 @@ from offload.engine.packed import pack, unpack
 from offload.engine.torch_steps import TorchSegment, TorchStep, cause, likeness
 from offload.engine.update_strategy import TileContent, UnitSteps
 from offload.errors import UsageError
-from offload.swapper.states import State
+from offload.states import State
 
 
 class TorchUpdates:

@@ -22,8 +22,8 @@ from offload.engine.progress import (
     write_generators,
 )
 from offload.engine.registered import Registered
-from offload.engine.schedules import Schedule
 from offload.errors import UsageError
+from offload.schedules.deepspeed import Schedule
 from offload.sizes import count_of
 
 _LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}

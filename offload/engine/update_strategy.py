@@ -19,8 +19,8 @@ from offload import kernels
 from offload.engine.decision import UnitUpdate
 from offload.engine.masters import put_weight, split
 from offload.engine.step_values import Edit
+from offload.states import State
 from offload.swapper.modes import Mode
-from offload.swapper.states import State
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from offload.engine.update_tiles import Job, Piece, Tile, TileReader
 from offload.swapper.host import HostArena, Lease
 from offload.swapper.residency import Tier
 from offload.swapper.store import Future
-from offload.swapper.timeline import Row, Timeline
+from offload.timeline import Row, Timeline
 
 
 class Updater:

@@ -25,7 +25,7 @@ from offload.engine.torch_steps import TorchSegment
 from offload.engine.update_strategy import partition_of
 from offload.engine.updater import Updater
 from offload.sizes import align_up
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Future
 
 

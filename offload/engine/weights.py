@@ -27,9 +27,9 @@ from offload.engine.placeholder import Place, place_of
 from offload.engine.step_values import Edit
 from offload.errors import BudgetError, UsageError
 from offload.sizes import GIB, format_size
+from offload.states import State
 from offload.swapper.limits import free_host_memory
 from offload.swapper.pager import Pager
-from offload.swapper.states import State
 
 _MOST_GATHERED = GIB
 """Bytes of edits that wait to be written together; a fixed number, so that all ranks write at the same place."""

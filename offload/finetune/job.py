@@ -48,7 +48,7 @@ from offload.planner.foresee import as_step, foresee
 from offload.planner.report import in_short
 from offload.presets import require_transformers
 from offload.swapper.store import run_status
-from offload.swapper.timeline import path_of
+from offload.timeline import path_of
 
 
 class Finished(NamedTuple):

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from offload.engine.forecast import lease_budgets
 from offload.planner.memory import Memory
+from offload.states import State
 from offload.swapper.host import TILE_BUFFERS
 from offload.swapper.residency import Tier
 from offload.swapper.simulate import Use
 from offload.swapper.simulate_machine import Rates
 from offload.swapper.simulate_updater import UpdateCost
-from offload.swapper.states import State
 
 
 class _Updates(NamedTuple):

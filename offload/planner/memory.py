@@ -24,9 +24,9 @@ from offload.engine.memory_plan import (
 from offload.engine.placement import Machine, Placement, least_host
 from offload.errors import ConfigError
 from offload.sizes import align_up
+from offload.states import State
 from offload.swapper.modes import ADAM, Mode
 from offload.swapper.residency import Tier
-from offload.swapper.states import State
 
 PATH = "/mnt/nvme"
 """Where the swap files of a machine that is not there would lie."""

@@ -24,13 +24,13 @@ from offload.planner.memory import Memory
 from offload.planner.shape import Shape
 from offload.report import phases
 from offload.sizes import MIB
+from offload.states import State
 from offload.swapper import simulate_machine
 from offload.swapper.residency import Tier
 from offload.swapper.simulate import Simulation, simulate
 from offload.swapper.simulate import Use as TimedUse
 from offload.swapper.simulate_machine import Moved, Waited
 from offload.swapper.simulate_updater import UpdateCost
-from offload.swapper.states import State
 
 _NEAR = 1.05
 """Of a bound: a step within it has reached it."""

@@ -6,6 +6,6 @@ engine, *_ = offload.initialize(model=model, optimizer=optimizer, lr_scheduler=s
 
 from __future__ import annotations
 
-from offload.engine.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from offload.schedules.deepspeed import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]

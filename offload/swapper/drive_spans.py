@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from offload.errors import IoError
-from offload.swapper.states import State
-from offload.swapper.timeline import OFF, Row, Timeline, now
+from offload.states import State
+from offload.timeline import OFF, Row, Timeline, now
 
 if TYPE_CHECKING:
     from offload.swapper.store.requests import Future

@@ -44,8 +44,8 @@ from offload.swapper.residency import Residency, Tier
 from offload.swapper.slices import Having, Peers, Slices
 from offload.swapper.store import Store
 from offload.swapper.table import MemoryCounters, Table
-from offload.swapper.timeline import OFF, Row, Timeline
 from offload.swapper.trace import Kind
+from offload.timeline import OFF, Row, Timeline
 
 _T = TypeVar("_T")
 

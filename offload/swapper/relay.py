@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from offload.swapper.timeline import Phase, Row, Timeline
+from offload.timeline import Phase, Row, Timeline
 
 
 class Listener(Protocol):

@@ -10,10 +10,10 @@ from pathlib import Path
 from offload.aio import DirectFile
 from offload.errors import IoError, StoreError
 from offload.sizes import align_up, format_size
+from offload.states import State
 from offload.swapper.drive_spans import NO_SPANS, DriveSpans
-from offload.swapper.states import State
 from offload.swapper.store import Future, Queue, Written, close_in_children
-from offload.swapper.timeline import Row, now
+from offload.timeline import Row, now
 
 
 class Scratch:

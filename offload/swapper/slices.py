@@ -18,7 +18,7 @@ from offload.swapper.residency import Residency, Tier
 from offload.swapper.store import Future
 from offload.swapper.stream import stream
 from offload.swapper.table import Table
-from offload.swapper.timeline import Row
+from offload.timeline import Row
 
 
 class Having(NamedTuple):

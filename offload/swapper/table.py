@@ -17,8 +17,8 @@ from offload.swapper.entry import Entry, UnitSize
 from offload.swapper.host import HostArena
 from offload.swapper.monitor import Monitor
 from offload.swapper.residency import ARROWS, Residency
-from offload.swapper.timeline import OFF, Row, Timeline
 from offload.swapper.trace import Trace
+from offload.timeline import OFF, Row, Timeline
 
 
 class MemoryCounters:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from offload.aio import StripedFile, aligned_empty, crc32c_joined
 from offload.errors import IoError
 from offload.sizes import MIB
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store.manifest import Place
 from offload.swapper.store.requests import Future, Queue, bytes_of
 from offload.swapper.store.sums import Key, Slot, Stretch

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.errors import StoreError
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store.folder import read_whole
 from offload.swapper.store.record import FORMAT_VERSION
 

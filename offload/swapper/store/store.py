@@ -21,8 +21,8 @@ from offload.aio.stripes import whole_weights
 from offload.errors import IoError, StoreError
 from offload.fileio import sync_folder
 from offload.sizes import MIB, PAGE, count_of, format_size
+from offload.states import State
 from offload.swapper.drive_spans import NO_SPANS, DriveSpans
-from offload.swapper.states import State
 from offload.swapper.store import blob, sums
 from offload.swapper.store.check import first_damage
 from offload.swapper.store.clone import clone_range
@@ -42,7 +42,7 @@ from offload.swapper.store.record import MAX_UNITS, Record, Records, read_record
 from offload.swapper.store.requests import Compared, Future, Queue, bytes_of
 from offload.swapper.store.sums import Key, Passages, Slot, Stretch
 from offload.swapper.store.written import Written
-from offload.swapper.timeline import Row, now
+from offload.timeline import Row, now
 
 if TYPE_CHECKING:
     import torch

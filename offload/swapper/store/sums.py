@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.aio import crc32c_joined, crc32c_of_zeros
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store.manifest import Place
 
 if TYPE_CHECKING:
