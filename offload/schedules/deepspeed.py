@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from offload.config import check_order, schedule_params
-from offload.config.scheduler import (
+from offload.config.blocks.scheduler import (
     OneCycleParams,
     RangeTestParams,
     ScheduleParams,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pydantic
 
-from offload.config.block import Block, all_blocks
-from offload.config.ours import Every
-from offload.config.whole import Config
+from offload.config.blocks.block import Block, all_blocks
+from offload.config.blocks.offload_block import Every
+from offload.config.schema import Config
 
 
 def nearest(model: type[Block], key: str) -> str | None:

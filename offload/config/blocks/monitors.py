@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from offload.config.block import Block
-from offload.config.values import expanded
+from offload.config.blocks.block import Block
+from offload.config.blocks.values import expanded
 
 
 class _Folder(Block):

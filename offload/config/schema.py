@@ -6,15 +6,15 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from offload.config.block import CHANGES_TRAINING, Block, missing, words_of
+from offload.config.blocks.block import CHANGES_TRAINING, Block, missing, words_of
+from offload.config.blocks.monitors import CsvMonitor, TensorBoard, Wandb
+from offload.config.blocks.offload_block import OffloadBlock
+from offload.config.blocks.optimizer import OptimizerBlock
+from offload.config.blocks.precision import Bf16, DataTypes, Fp16, TorchAutocast
+from offload.config.blocks.scheduler import SchedulerBlock
+from offload.config.blocks.values import Count, Number, Tier, steps_or_never
+from offload.config.blocks.zero import Aio, ZeroOptimization
 from offload.config.elsewhere import ActivationCheckpointing, Checkpoint
-from offload.config.monitors import CsvMonitor, TensorBoard, Wandb
-from offload.config.optimizer import OptimizerBlock
-from offload.config.ours import OffloadBlock
-from offload.config.precision import Bf16, DataTypes, Fp16, TorchAutocast
-from offload.config.scheduler import SchedulerBlock
-from offload.config.values import Count, Number, Tier, steps_or_never
-from offload.config.zero import Aio, ZeroOptimization
 
 
 class Found(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 import pydantic
 from pydantic import Field
 
-from offload.config.block import CHANGES_TRAINING, Block, missing
-from offload.config.values import Beta, Number, OptimizerType
+from offload.config.blocks.block import CHANGES_TRAINING, Block, missing
+from offload.config.blocks.values import Beta, Number, OptimizerType
 from offload.errors import ConfigError
 
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {

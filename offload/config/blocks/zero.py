@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from offload.config.block import CHANGES_TRAINING, Block, missing, words_of
-from offload.config.values import Count, Elements, Names, Number, Paths, Size, Tier, Whole
+from offload.config.blocks.block import CHANGES_TRAINING, Block, missing, words_of
+from offload.config.blocks.values import Count, Elements, Names, Number, Paths, Size, Tier, Whole
 
 
 class OffloadParam(Block):

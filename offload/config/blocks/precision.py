@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from offload.config.block import Block, missing, words_of
-from offload.config.values import DTYPE_NAMES, Count, Elements, Number, SumDtype, spelling
+from offload.config.blocks.block import Block, missing, words_of
+from offload.config.blocks.values import DTYPE_NAMES, Count, Elements, Number, SumDtype, spelling
 
 _AUTO_CAST = "whether `engine(...)` casts floating-point inputs to the weights' dtype; default: yes, said in a line"
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from offload.config.block import Block
-from offload.config.values import Count, Memory, Name, Names, Number, Paths, Ratio, Whole, expanded
+from offload.config.blocks.block import Block
+from offload.config.blocks.values import Count, Memory, Name, Names, Number, Paths, Ratio, Whole, expanded
 
 
 class Debug(Block):

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import pydantic
 
-from offload.config.block import Block, inner_block
-from offload.config.messages import explain, homes_of, nearest, unknown_key
-from offload.config.scheduler import SCHEDULES, ScheduleParams
-from offload.config.whole import Config, Found, nothing_found
+from offload.config.blocks.block import Block, inner_block
+from offload.config.blocks.scheduler import SCHEDULES, ScheduleParams
+from offload.config.explain import explain, homes_of, nearest, unknown_key
+from offload.config.schema import Config, Found, nothing_found
 from offload.errors import ConfigError
 
 _NOTES = ("_comment", "//", "#")

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from offload.config.block import Block, words_of
-from offload.config.values import Count, Elements, Momentum, Number, Rates, RatesOrAuto, Ratio, WarmupType
+from offload.config.blocks.block import Block, words_of
+from offload.config.blocks.values import Count, Elements, Momentum, Number, Rates, RatesOrAuto, Ratio, WarmupType
 
 
 class ScheduleParams(Block):
