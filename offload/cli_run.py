@@ -288,7 +288,7 @@ class Training:
 
     def _result(self, result: _Facts) -> None:
         if self.json_output:
-            from offload.engine.json_lines import json_line
+            from offload.fileio.jsonl import json_line
 
             print(json_line(vars(result)), flush=True)
 

@@ -31,7 +31,7 @@ class StepLog:
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Adds a line with `content` as one JSON object."""
-        from offload.engine.json_lines import json_line
+        from offload.fileio.jsonl import json_line
 
         if self._file is None:
             return

@@ -22,10 +22,11 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli import app
-from offload.engine import checkpoint_fill, checkpoint_folder, checkpoint_save, flow
+from offload.engine import checkpoint_fill, checkpoint_folder, checkpoint_save
 from offload.engine.checkpoint_files import Manifest, checkpoints, read_manifest
 from offload.engine.checkpoint_folder import begin_folder, end_folder, only_save, prune, saver, write_new
 from offload.errors import StoreError, UsageError
+from offload.fileio import buffered_copy as flow
 from tests import models
 from tests.oracle import assert_same_tensors, start, train_step, weights_of
 

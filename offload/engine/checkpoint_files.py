@@ -29,7 +29,7 @@ from offload.swapper.store.look import is_rank
 
 if TYPE_CHECKING:
     from offload.engine.layout import UnitLayout
-    from offload.engine.tensor_file import Tensor
+    from offload.fileio.safetensors_stream import Tensor
     from offload.swapper.modes import Mode
 
 FORMAT = 1
@@ -111,7 +111,7 @@ def tensor_name(unit: int, state: State) -> str:
 
 def tensors_of(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, frozen: bool) -> dict[str, Tensor]:
     """What every rank's file of states holds, in this order; without frozen weights only where `frozen` is false."""
-    from offload.engine.tensor_file import Tensor
+    from offload.fileio.safetensors_stream import Tensor
 
     found: dict[str, Tensor] = {}
     for unit, layout in enumerate(layouts):

@@ -15,11 +15,11 @@ import torch
 from offload.engine.checkpoint_files import tensor_name
 from offload.engine.checkpoint_load import Found, Wish, open_states
 from offload.engine.checkpoint_map import Run, overlaps, packed_runs, runs
-from offload.engine.flow import BUFFER_NBYTES, flow, flow_buffers
 from offload.engine.held import Held
 from offload.engine.layout import Segment
 from offload.engine.masters import join, split
 from offload.engine.pieces import Piece, pieces
+from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.states import State
 from offload.swapper.store import Future, Queue
 

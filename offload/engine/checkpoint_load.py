@@ -26,14 +26,14 @@ from offload.engine.checkpoint_files import (
 )
 from offload.engine.checkpoint_map import difference, places
 from offload.engine.description import described_layouts
-from offload.engine.flow import BUFFER_NBYTES, flow, flow_buffers
 from offload.engine.held import Held
 from offload.engine.layout import Segment, UnitLayout
 from offload.engine.masters import KEPT
 from offload.engine.packed import Kept
 from offload.engine.progress import Progress
-from offload.engine.tensor_file import Place, read_header
 from offload.errors import IoError, StoreError
+from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
+from offload.fileio.safetensors_stream import Place, read_header
 from offload.sizes import count_of
 from offload.states import State
 from offload.swapper.modes import MODES, Mode

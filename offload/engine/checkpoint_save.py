@@ -38,11 +38,11 @@ from offload.engine.checkpoint_folder import (
     prune,
     write_new,
 )
-from offload.engine.flow import BUFFER_NBYTES, flow, flow_buffers
 from offload.engine.held import Held
-from offload.engine.tensor_file import Tensor, Writer
 from offload.engine.together import Together
 from offload.errors import StoreError, UsageError
+from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
+from offload.fileio.safetensors_stream import Tensor, Writer
 from offload.sizes import MIB, format_size
 from offload.states import State
 from offload.swapper.store import Future, Queue, find_shortage

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.engine.tensor_file import Place, read_header
 from offload.errors import IoError, StoreError
+from offload.fileio.safetensors_stream import Place, read_header
 from offload.sizes import MIB
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

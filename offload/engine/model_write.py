@@ -27,9 +27,9 @@ from offload.engine.layout import UnitLayout
 from offload.engine.masters import join, sources
 from offload.engine.model_files import CONFIG, GENERATION, INDEX, SINGLE
 from offload.engine.source import Reading, Source
-from offload.engine.tensor_file import Tensor, Writer, shard
-from offload.engine.tensor_file import plan as plan_file
 from offload.errors import ConfigError
+from offload.fileio.safetensors_stream import Tensor, Writer, shard
+from offload.fileio.safetensors_stream import plan as plan_file
 from offload.sizes import count_of, parse_size
 from offload.states import State
 from offload.swapper.modes import DTYPES, MODES, Mode, dtype_name

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.engine.plain import mark_floats, to_plain, unmark_floats
 from offload.errors import ConfigError, UsageError
+from offload.fileio.plain_json import mark_floats, to_plain, unmark_floats
 
 _FACTS = "facts"
 _BUFFER = "buffer."

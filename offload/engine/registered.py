@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offload.engine.plain import from_plain, to_plain
 from offload.errors import StoreError, UsageError
+from offload.fileio.plain_json import from_plain, to_plain
 from offload.sizes import count_of
 
 _ADVICE = (

@@ -12,7 +12,6 @@ from offload.engine.layout import UnitLayout
 from offload.engine.loader import Loader
 from offload.engine.optimizer import Optimizer, merge_values
 from offload.engine.parts import Choices
-from offload.engine.plain import from_plain, to_plain
 from offload.engine.progress import (
     Progress,
     is_held,
@@ -23,6 +22,7 @@ from offload.engine.progress import (
 )
 from offload.engine.registered import Registered
 from offload.errors import UsageError
+from offload.fileio.plain_json import from_plain, to_plain
 from offload.schedules.deepspeed import Schedule
 from offload.sizes import count_of
 

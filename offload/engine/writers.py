@@ -13,9 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from offload.engine.json_lines import cut_log, json_line
 from offload.errors import ConfigError
 from offload.fileio import atomic_write
+from offload.fileio.jsonl import cut_log, json_line
 
 
 class Record(NamedTuple):

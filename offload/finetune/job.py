@@ -17,8 +17,8 @@ from offload.config import Config, load_config, resolve_batch
 from offload.engine.dtype_choice import settle
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
-from offload.engine.json_lines import check_log, cut_log
 from offload.errors import ConfigError, OffloadError, StoreError
+from offload.fileio.jsonl import check_log, cut_log
 from offload.finetune.data import Data, Share, find_files, read_files, steps_of
 from offload.finetune.identity import Identity, differences, other_model, weights_of
 from offload.finetune.lora import Lora, adapt, parse_lora, require_peft
