@@ -24,7 +24,7 @@ from offload.planner.timing import Load
 from offload.presets import build
 from offload.probe import DTYPES, probe
 from offload.sizes import parse_size
-from offload.swapper.limits import free_host_memory
+from offload.swapper.memory.limits import free_host_memory
 
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
 _UNCOUNTED = 2

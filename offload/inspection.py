@@ -26,8 +26,8 @@ from offload.engine.checkpoint_folder import leftovers as leftovers_of_saves
 from offload.engine.checkpoint_folder import saver
 from offload.errors import StoreError
 from offload.swapper.store import rank_folders
-from offload.swapper.store.folder import holder
-from offload.swapper.store.look import Commit, Found, Wrong, allocated_nbytes, is_rank, is_run, leftovers, look
+from offload.swapper.store.inspection import Commit, Found, Wrong, allocated_nbytes, is_rank, is_run, leftovers, look
+from offload.swapper.store.rank_folder import holder
 
 
 def inspect(path: Path) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from offload.engine.source import lock_and_look, ranks_of
 from offload.errors import IoError, StoreError
 from offload.sizes import count_of, format_size
 from offload.swapper.store import Queue
-from offload.swapper.store.check import Damage, damages
-from offload.swapper.store.folder import reserve
-from offload.swapper.store.look import Commit, Found, Wrong
-from offload.swapper.store.record import last_of_all
+from offload.swapper.store.format.commit_record import last_of_all
+from offload.swapper.store.inspection import Commit, Found, Wrong
+from offload.swapper.store.rank_folder import reserve
+from offload.swapper.store.verify import Damage, damages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,8 @@ import offload
 from offload.cli import app
 from offload.errors import IoError
 from offload.states import State
-from offload.swapper.store.manifest import read_manifest
-from offload.swapper.store.record import read_records
+from offload.swapper.store.format.commit_record import read_records
+from offload.swapper.store.format.manifest import read_manifest
 from tests.faults import flip_bit
 
 

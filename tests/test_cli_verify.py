@@ -18,8 +18,8 @@ from offload.errors import OffloadError
 from offload.states import State
 from offload.swapper.modes import MODES
 from offload.swapper.store import store as store_module
-from offload.swapper.store.look import look
-from offload.swapper.store.manifest import Place
+from offload.swapper.store.format.manifest import Place
+from offload.swapper.store.inspection import look
 from tests import models
 from tests.faults import flip_bit
 from tests.oracle import start, train_step

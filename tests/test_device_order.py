@@ -16,8 +16,8 @@ from offload.engine.downloads import Downloads
 from offload.engine.layout import lay_out
 from offload.engine.units import find_units
 from offload.errors import EngineFailed
-from offload.swapper.device import DONE
-from offload.swapper.leases import Leases
+from offload.swapper.host_cache import Leases
+from offload.swapper.memory.device import DONE
 from tests import models
 from tests.late_device import LateDevice, Ticks, use_device
 from tests.oracle import (

@@ -12,8 +12,8 @@ import torch
 
 from offload.engine.downloads import Downloads
 from offload.errors import EngineFailed
-from offload.swapper.device import Device, Event
-from offload.swapper.host import Classes, HostArena
+from offload.swapper.memory.device import Device, Event
+from offload.swapper.memory.host_arena import Classes, HostArena
 from offload.timeline import Row, Timeline
 
 STAGING = 4096

@@ -17,9 +17,9 @@ from offload.aio import Bandwidth, IoQueue, aligned_empty
 from offload.cli import app
 from offload.inspection import inspect
 from offload.report.endurance import foresee, warning
-from offload.swapper.scratch import Scratch
 from offload.swapper.store import Rating, Written
 from offload.swapper.store import store as store_module
+from offload.swapper.store.spill_file import Scratch
 from tests.oracle import Job, start, train_step
 
 DISK = ("nvme", "nvme")

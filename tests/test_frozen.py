@@ -17,7 +17,7 @@ import offload
 from offload.cli import app
 from offload.errors import EngineFailed, IoError
 from offload.states import State
-from offload.swapper.store.look import look
+from offload.swapper.store.inspection import look
 from tests import models
 from tests.faults import flip_bit
 from tests.oracle import (

@@ -192,7 +192,7 @@ def test_hf_alone_cannot_be_imported_without_hugging_face(path: Path) -> None:
         ("swapper", "from torch import nn", ["torch.nn"]),
         ("swapper", "import torch\nx = torch.distributed.get_rank()", ["torch.distributed"]),
         ("engine", "import offload", ["offload"]),
-        ("engine", "from offload import kernels\nfrom offload.swapper.arena import x", []),
+        ("engine", "from offload import kernels\nfrom offload.swapper.memory.device_arena import x", []),
         ("engine", "from offload import initialize", ["offload.initialize"]),
         ("engine", "from . import hooks", [".", "..hooks"]),
         ("cli", "from tests import models", ["tests", "tests.models"]),

@@ -21,7 +21,7 @@ from offload.planner import memory as planning
 from offload.planner.memory import Memory, Room, settle
 from offload.sizes import GIB, MIB
 from offload.states import State
-from offload.swapper.limits import free_host_memory
+from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.residency import Tier
 from tests.sampling import examples
 

@@ -23,7 +23,7 @@ from offload.precision import Rates
 from offload.presets import PRESETS
 from offload.probe.measure import machine_of
 from offload.probe.rates import DTYPES, DtypeRates
-from offload.swapper.store import look
+from offload.swapper.store import inspection as look
 from tests import models
 from tests.oracle import config, start, train_step
 from tests.rank_pool import rank_and_size, shared_pool

@@ -23,7 +23,6 @@ from offload.engine import initialize
 from offload.errors import BudgetError
 from offload.sizes import align_up
 from offload.states import State
-from offload.swapper import scratch
 from offload.swapper.clock import Clock
 from offload.swapper.entry import UnitSize
 from offload.swapper.policy import Limits
@@ -31,6 +30,7 @@ from offload.swapper.residency import Tier
 from offload.swapper.simulate import Budgets, Simulation, Use, simulate
 from offload.swapper.simulate_machine import Machine, Moved, Rates, Waited
 from offload.swapper.simulate_updater import UpdateCost
+from offload.swapper.store import spill_file as scratch
 from tests import models
 from tests.oracle import Job, small_pieces, start, train_step
 from tests.sampling import examples

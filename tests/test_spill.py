@@ -16,9 +16,9 @@ from offload.engine.gradients import borders
 from offload.engine.layout import lay_out
 from offload.engine.spill import Spill, windows
 from offload.errors import EngineFailed, IoError, StoreError
-from offload.swapper import scratch
-from offload.swapper.device import Device
-from offload.swapper.host import Classes, HostArena
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.host_arena import Classes, HostArena
+from offload.swapper.store import spill_file as scratch
 from tests import models
 from tests.faults import LateQueue
 from tests.oracle import (

@@ -19,7 +19,7 @@ from offload.sizes import PAGE
 from offload.states import State
 from offload.swapper.store import Store, StoreSpec, remove_run, run_status
 from offload.swapper.store import store as store_module
-from offload.swapper.store.record import MAX_UNITS, Record
+from offload.swapper.store.format.commit_record import MAX_UNITS, Record
 from tests import mounts
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}

@@ -21,8 +21,8 @@ import offload
 from offload.errors import EngineFailed, IoError, StoreError
 from offload.states import State
 from offload.swapper.store import Store
-from offload.swapper.store.manifest import read_manifest
-from offload.swapper.store.record import Record, read_records
+from offload.swapper.store.format.commit_record import Record, read_records
+from offload.swapper.store.format.manifest import read_manifest
 from tests import models, mounts
 from tests.faults import flip_bit
 from tests.oracle import Job, least_host_memory, processes, run, small_pieces, start, train_step

@@ -19,8 +19,8 @@ from offload.errors import IoError
 from offload.states import State
 from offload.swapper.store import Store, StoreSpec
 from offload.swapper.store import store as store_module
+from offload.swapper.store.format.checksums import Passages, Slot, Stretch
 from offload.swapper.store.requests import Compared
-from offload.swapper.store.sums import Passages, Slot, Stretch
 from tests.faults import flip_bit
 
 TRAINABLE, ALL = 12288, 20480

@@ -42,14 +42,14 @@ from offload.engine.update_strategy import UpdateStrategy
 from offload.engine.updater import Updater
 from offload.engine.weights import Weights
 from offload.states import State
-from offload.swapper.arena import DeviceArena
-from offload.swapper.drive_spans import DriveSpans
-from offload.swapper.host import HostArena, process_memory
+from offload.swapper.memory.device_arena import DeviceArena
+from offload.swapper.memory.host_arena import HostArena, process_memory
 from offload.swapper.modes import LAMB, TORCH
 from offload.swapper.pager import Pager
 from offload.swapper.residency import Tier
-from offload.swapper.scratch import Scratch
 from offload.swapper.store import Store, Written
+from offload.swapper.store.drive_spans import DriveSpans
+from offload.swapper.store.spill_file import Scratch
 from offload.timeline import Timeline
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from offload.aio import crc32c
 from offload.errors import StoreError, UsageError
 from offload.states import State
-from offload.swapper.store.look import is_rank
+from offload.swapper.store.inspection import is_rank
 
 if TYPE_CHECKING:
     from offload.engine.layout import UnitLayout

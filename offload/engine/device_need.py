@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from offload.engine.homes import that_fit
 from offload.sizes import MIB, PAGE
-from offload.swapper.device import DeviceRoom
+from offload.swapper.memory.device import DeviceRoom
 
 _MARGIN = 256 * MIB
 """For what libraries allocate later."""

@@ -15,8 +15,8 @@ import torch
 from offload.engine.device_need import DeviceNeed, growth
 from offload.errors import BudgetError
 from offload.sizes import format_size
-from offload.swapper.arena import DeviceArena
-from offload.swapper.device import Device
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.pager import Pager
 
 logger = logging.getLogger("offload")

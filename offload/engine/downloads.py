@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from offload.swapper.device import Device, Event
-from offload.swapper.host import Lease
-from offload.swapper.monitor import Monitor
+from offload.swapper.memory.device import Device, Event
+from offload.swapper.memory.host_arena import Lease
+from offload.swapper.memory.interruptible_lock import Monitor
 from offload.timeline import OFF, Row, Timeline, now
 
 Receive = Callable[[int, torch.Tensor], None]

@@ -18,9 +18,9 @@ from offload.config import Config, load_config, read_json
 from offload.engine.checkpoint_files import find, read_manifest
 from offload.engine.rendezvous import as_the_first
 from offload.precision import Choice
-from offload.swapper.device import compute_device
+from offload.swapper.memory.device import compute_device
 from offload.swapper.store import rank_folders, run_status
-from offload.swapper.store.look import look
+from offload.swapper.store.inspection import look
 
 logger = logging.getLogger("offload")
 

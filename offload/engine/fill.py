@@ -17,8 +17,8 @@ from offload.engine.masters import split
 from offload.engine.placement import Placement
 from offload.engine.ranks import Ranks
 from offload.states import State
-from offload.swapper.arena import DeviceArena
-from offload.swapper.host import HostArena
+from offload.swapper.memory.device_arena import DeviceArena
+from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.modes import Mode
 from offload.swapper.residency import Tier
 from offload.swapper.store import Future

@@ -13,7 +13,7 @@ from offload.engine.gradients import Gradients
 from offload.engine.update_strategy import TileContent, UnitSteps, partition_of, segments_in
 from offload.kernels import cuda
 from offload.states import State
-from offload.swapper.device import Device
+from offload.swapper.memory.device import Device
 from offload.swapper.modes import Mode
 
 

@@ -30,7 +30,7 @@ from offload.engine.placement import CHUNK
 from offload.engine.spill import Spill
 from offload.engine.step_values import Known
 from offload.engine.totals import Totals
-from offload.swapper.host import HostArena, Lease
+from offload.swapper.memory.host_arena import HostArena, Lease
 from offload.swapper.store import Future
 from offload.timeline import OFF, Phase, Row, Timeline
 

@@ -9,9 +9,9 @@ import torch
 
 from offload.engine.layout import UnitLayout
 from offload.states import State
-from offload.swapper.device import Device
 from offload.swapper.entry import UnitSize
-from offload.swapper.host import Lease
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.host_arena import Lease
 from offload.swapper.modes import Mode
 from offload.swapper.pager import Pager
 from offload.swapper.residency import Tier

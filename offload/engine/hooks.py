@@ -34,8 +34,8 @@ from offload.engine.gradients import Gradients
 from offload.engine.placeholder import Place, place_of
 from offload.engine.saved import SavedTensors, storage_address
 from offload.errors import UsageError
+from offload.swapper.access_order import Kind
 from offload.swapper.pager import Pager
-from offload.swapper.trace import Kind
 from offload.timeline import OFF, Phase, Timeline
 from offload.torch_internals import call_after_backward, inside_backward, tree_leaves, tree_map
 

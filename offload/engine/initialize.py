@@ -42,11 +42,11 @@ from offload.engine.rendezvous import UNABLE, meet_others, stay_away
 from offload.errors import ConfigError, StoreError
 from offload.notices import tell
 from offload.sizes import count_of
-from offload.swapper.device import Device, compute_device, open_device
-from offload.swapper.drive_spans import DriveSpans
+from offload.swapper.memory.device import Device, compute_device, open_device
 from offload.swapper.relay import Relay
 from offload.swapper.store import Rating, Store, StoreSpec, Written
-from offload.swapper.store.record import last_of_all
+from offload.swapper.store.drive_spans import DriveSpans
+from offload.swapper.store.format.commit_record import last_of_all
 from offload.timeline import Timeline, open_timeline
 
 logger = logging.getLogger("offload")

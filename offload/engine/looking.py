@@ -31,7 +31,7 @@ from offload.engine.together import Together, together
 from offload.errors import BudgetError, UsageError
 from offload.sizes import format_size
 from offload.states import State
-from offload.swapper.limits import free_host_memory
+from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.store import Future
 
 _EXACT = (torch.float32, torch.bfloat16, torch.float16)

@@ -22,7 +22,7 @@ from offload.engine.rounds import Rounds
 from offload.engine.updater import Updater
 from offload.engine.weights import Weights
 from offload.errors import UsageError
-from offload.swapper.host import HostArena
+from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.store import Store, Written
 from offload.timeline import OFF, Timeline

@@ -29,8 +29,8 @@ from offload.errors import BudgetError
 from offload.notices import Remark
 from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.states import State
-from offload.swapper.arena import check_budget
-from offload.swapper.host import Classes
+from offload.swapper.memory.device_arena import check_budget
+from offload.swapper.memory.host_arena import Classes
 from offload.swapper.modes import ADAM, TORCH, Mode
 from offload.swapper.residency import Tier
 from offload.swapper.store import StoreSpec

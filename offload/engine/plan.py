@@ -26,9 +26,9 @@ from offload.kernels import cuda
 from offload.notices import Remark
 from offload.sizes import format_size
 from offload.states import State
-from offload.swapper.device import Device
-from offload.swapper.host import process_memory
-from offload.swapper.limits import free_host_memory
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.host_arena import process_memory
+from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.modes import Mode
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from offload.engine.heartbeat import Heartbeat, is_alive, machine_name
 from offload.engine.rendezvous import _NOTICE, UNABLE, ranks_store
 from offload.errors import RankError
-from offload.swapper.device import Device, Event
+from offload.swapper.memory.device import Device, Event
 
 logger = logging.getLogger("offload")
 

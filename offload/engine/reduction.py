@@ -22,8 +22,8 @@ from offload.engine.layout import UnitLayout
 from offload.engine.placement import CHUNK
 from offload.engine.ranks import Ranks
 from offload.engine.rounds import Rounds
-from offload.swapper.arena import DeviceArena
-from offload.swapper.host import HostArena
+from offload.swapper.memory.device_arena import DeviceArena
+from offload.swapper.memory.host_arena import HostArena
 from offload.timeline import OFF, Timeline
 
 

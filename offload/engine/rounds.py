@@ -27,8 +27,8 @@ from offload.engine.ranks import Ranks
 from offload.engine.step_values import Edit, Known
 from offload.errors import RankError, UsageError
 from offload.states import State
-from offload.swapper.device import Event
-from offload.swapper.slices import Agreed, Having
+from offload.swapper.device_cache import Agreed, Having
+from offload.swapper.memory.device import Event
 from offload.timeline import OFF, Row, Timeline
 
 

@@ -14,11 +14,11 @@ from offload.engine.checkpoint_files import refuse_rank
 from offload.errors import IoError, StoreError
 from offload.states import State
 from offload.swapper.store import Compared, Queue, bytes_of, rank_folders
-from offload.swapper.store.folder import Lock
-from offload.swapper.store.look import Commit, Found, is_rank, look
-from offload.swapper.store.manifest import Manifest, Place
-from offload.swapper.store.record import last_of_all
-from offload.swapper.store.sums import Passages
+from offload.swapper.store.format.checksums import Passages
+from offload.swapper.store.format.commit_record import last_of_all
+from offload.swapper.store.format.manifest import Manifest, Place
+from offload.swapper.store.inspection import Commit, Found, is_rank, look
+from offload.swapper.store.rank_folder import Lock
 
 if TYPE_CHECKING:
     import torch

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from offload.swapper.host import Lease
-from offload.swapper.scratch import Scratch
+from offload.swapper.memory.host_arena import Lease
 from offload.swapper.store import Future
+from offload.swapper.store.spill_file import Scratch
 
 
 def windows(borders: Sequence[int], numel: int) -> tuple[range, ...]:

@@ -11,7 +11,7 @@ from offload.engine.homes import Homes, Partitions, Wish
 from offload.kernels.lamb import BLOCK as LAMB_BLOCK
 from offload.sizes import MIB, align_up
 from offload.states import State
-from offload.swapper.host import TILE_BUFFERS
+from offload.swapper.memory.host_arena import TILE_BUFFERS
 from offload.swapper.modes import LAMB, TORCH, Mode
 from offload.swapper.residency import Tier
 

@@ -16,7 +16,7 @@ from offload.engine.held import Held, Resident
 from offload.engine.update_strategy import TileContent, UnitSteps, UpdateStrategy
 from offload.sizes import align_up
 from offload.states import State
-from offload.swapper.host import Lease
+from offload.swapper.memory.host_arena import Lease
 from offload.swapper.residency import Tier
 from offload.swapper.store import Future
 

@@ -24,7 +24,7 @@ from offload.engine.gradients import Gradients
 from offload.engine.held import Held
 from offload.engine.update_strategy import EditSteps, UnitSteps, UpdateStrategy
 from offload.engine.update_tiles import Job, Piece, Tile, TileReader
-from offload.swapper.host import HostArena, Lease
+from offload.swapper.memory.host_arena import HostArena, Lease
 from offload.swapper.residency import Tier
 from offload.swapper.store import Future
 from offload.timeline import Row, Timeline

@@ -28,7 +28,7 @@ from offload.engine.step_values import Edit
 from offload.errors import BudgetError, UsageError
 from offload.sizes import GIB, format_size
 from offload.states import State
-from offload.swapper.limits import free_host_memory
+from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.pager import Pager
 
 _MOST_GATHERED = GIB

@@ -27,7 +27,7 @@ from offload.planner.timing import Load
 from offload.precision import choose
 from offload.probe import kept
 from offload.sizes import format_size, parse_size
-from offload.swapper.limits import free_host_memory
+from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.modes import DTYPES
 
 _DURABILITIES = ("auto", "step", "none")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from offload.engine.forecast import lease_budgets
 from offload.planner.memory import Memory
 from offload.states import State
-from offload.swapper.host import TILE_BUFFERS
+from offload.swapper.memory.host_arena import TILE_BUFFERS
 from offload.swapper.residency import Tier
 from offload.swapper.simulate import Use
 from offload.swapper.simulate_machine import Rates

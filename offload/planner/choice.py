@@ -16,7 +16,7 @@ from offload.planner.shape import Shape
 from offload.planner.timing import Load, Timing, activations, beside_weights, host_peak, predict
 from offload.sizes import PAGE, format_size
 from offload.states import State
-from offload.swapper.device import DeviceRoom
+from offload.swapper.memory.device import DeviceRoom
 
 HOMES = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme"))
 """Of weights and states, the fastest first where all fit."""

@@ -17,8 +17,8 @@ from offload.planner.hardware import Hardware, probed
 from offload.planner.shape import from_training
 from offload.planner.timing import Load
 from offload.probe import Probed
-from offload.swapper.device import compute_device
-from offload.swapper.limits import free_host_memory
+from offload.swapper.memory.device import compute_device
+from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.modes import DTYPES
 
 

@@ -23,7 +23,7 @@ from offload.planner.shape import Shape, config_of, from_name, model_of
 from offload.planner.timing import Load, activations, backward, forward
 from offload.presets import said
 from offload.sizes import format_size
-from offload.swapper.limits import free_host_memory
+from offload.swapper.memory.limits import free_host_memory
 
 _SHARE = 0.5
 """Of what is free, for the layers that are run and all that they make."""

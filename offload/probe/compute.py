@@ -13,7 +13,7 @@ from offload.aio import aligned_empty
 from offload.probe.pace import Pace, grown, in_turns
 from offload.probe.rates import DTYPES
 from offload.sizes import MIB
-from offload.swapper.device import open_device
+from offload.swapper.memory.device import open_device
 
 _COPIED = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 _LAYERS = 12

@@ -25,7 +25,7 @@ from offload.probe.host import Host
 from offload.probe.pace import Pace
 from offload.probe.rates import DTYPES, DriveRates, DtypeRates, Probed, Rates
 from offload.sizes import MIB, PAGE, align_up, format_size
-from offload.swapper.device import compute_device
+from offload.swapper.memory.device import compute_device
 
 SECONDS = 30.0
 """That all of it takes, about, on a machine of any speed."""

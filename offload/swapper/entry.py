@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offload.swapper.arena import Slice
-from offload.swapper.device import DONE, Event
-from offload.swapper.host import Lease
+from offload.swapper.memory.device import DONE, Event
+from offload.swapper.memory.device_arena import Slice
+from offload.swapper.memory.host_arena import Lease
 from offload.swapper.residency import Residency, Tier
 from offload.swapper.store import Future
 

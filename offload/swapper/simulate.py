@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 from offload.swapper.clock import Span
 from offload.swapper.entry import UnitSize
+from offload.swapper.memory.allocator import Space
 from offload.swapper.policy import Limits
 from offload.swapper.simulate_machine import Acting, Machine, Moved, Rates, Waited, Worked
 from offload.swapper.simulate_pager import SimulatedPager
 from offload.swapper.simulate_updater import SimulatedUpdater, UpdateCost
-from offload.swapper.space import Space
 
 
 class Use(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from offload.aio import Priority
 from offload.swapper.clock import Work
-from offload.swapper.host import TILE_BUFFERS
+from offload.swapper.memory.host_arena import TILE_BUFFERS
 from offload.swapper.residency import Tier
 from offload.swapper.simulate_machine import Acting, Machine
 from offload.swapper.simulate_pager import SimulatedPager

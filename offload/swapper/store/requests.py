@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from offload.aio import DirectFile, File, Priority
 from offload.aio.file import Piece
-from offload.swapper.store.manifest import Extent, Place
+from offload.swapper.store.format.manifest import Extent, Place
 
 
 class Future(Protocol):

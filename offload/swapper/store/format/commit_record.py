@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from offload.aio import crc32c
 from offload.sizes import PAGE
-from offload.swapper.store.folder import read_whole
+from offload.swapper.store.rank_folder import read_whole
 
 FORMAT_VERSION = 3
 """Of record, manifest and blob together: docs/store-format.md."""

@@ -15,13 +15,13 @@ from offload.aio import StripedFile, crc32c
 from offload.aio.stripes import Layout
 from offload.errors import StoreError
 from offload.sizes import PAGE
-from offload.swapper.store import sums
-from offload.swapper.store.blob import Blob
-from offload.swapper.store.folder import FILES, read_whole
-from offload.swapper.store.manifest import Manifest, read_manifest
-from offload.swapper.store.record import FORMAT_VERSION, Record, read_records
-from offload.swapper.store.sums import Key, Slot
-from offload.swapper.store.written import read_written
+from offload.swapper.store.format import checksums as sums
+from offload.swapper.store.format.blob import Blob
+from offload.swapper.store.format.checksums import Key, Slot
+from offload.swapper.store.format.commit_record import FORMAT_VERSION, Record, read_records
+from offload.swapper.store.format.manifest import Manifest, read_manifest
+from offload.swapper.store.rank_folder import FILES, read_whole
+from offload.swapper.store.write_counts import read_written
 
 if TYPE_CHECKING:
     import torch

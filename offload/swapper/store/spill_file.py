@@ -11,8 +11,8 @@ from offload.aio import DirectFile
 from offload.errors import IoError, StoreError
 from offload.sizes import align_up, format_size
 from offload.states import State
-from offload.swapper.drive_spans import NO_SPANS, DriveSpans
 from offload.swapper.store import Future, Queue, Written, close_in_children
+from offload.swapper.store.drive_spans import NO_SPANS, DriveSpans
 from offload.timeline import Row, now
 
 

@@ -22,8 +22,8 @@ import torch
 from offload.aio import aligned_empty, release_pages
 from offload.errors import BudgetError
 from offload.sizes import PAGE, align_up, format_size
-from offload.swapper.device import Device
-from offload.swapper.space import Space
+from offload.swapper.memory.allocator import Space
+from offload.swapper.memory.device import Device
 
 TILE_BUFFERS = 8
 """Tiles of an update that are read, computed or written at a time: so many keep a drive busy both ways."""

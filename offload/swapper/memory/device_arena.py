@@ -9,8 +9,8 @@ import torch
 
 from offload.errors import BudgetError
 from offload.sizes import format_size
-from offload.swapper.device import Device, Event
-from offload.swapper.space import Space
+from offload.swapper.memory.allocator import Space
+from offload.swapper.memory.device import Device, Event
 
 
 class Slice(NamedTuple):

@@ -9,15 +9,15 @@ import torch
 
 from offload.errors import BudgetError
 from offload.sizes import format_size
-from offload.swapper.arena import DeviceArena, Slice
-from offload.swapper.device import Device, Event
+from offload.swapper.chunked_upload import stream
 from offload.swapper.entry import Entry
-from offload.swapper.host import Lease
+from offload.swapper.memory.device import Device, Event
+from offload.swapper.memory.device_arena import DeviceArena, Slice
+from offload.swapper.memory.host_arena import Lease
 from offload.swapper.policy import Block, Floor, Place, find_place
 from offload.swapper.residency import Residency, Tier
 from offload.swapper.store import Future
-from offload.swapper.stream import stream
-from offload.swapper.table import Table
+from offload.swapper.unit_table import Table
 from offload.timeline import Row
 
 

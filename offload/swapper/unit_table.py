@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from offload.errors import EngineFailed
-from offload.swapper.arena import DeviceArena
+from offload.swapper.access_order import Trace
 from offload.swapper.entry import Entry, UnitSize
-from offload.swapper.host import HostArena
-from offload.swapper.monitor import Monitor
+from offload.swapper.memory.device_arena import DeviceArena
+from offload.swapper.memory.host_arena import HostArena
+from offload.swapper.memory.interruptible_lock import Monitor
 from offload.swapper.residency import ARROWS, Residency
-from offload.swapper.trace import Trace
 from offload.timeline import OFF, Row, Timeline
 
 

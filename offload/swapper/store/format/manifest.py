@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from offload.errors import StoreError
 from offload.states import State
-from offload.swapper.store.folder import read_whole
-from offload.swapper.store.record import FORMAT_VERSION
+from offload.swapper.store.format.commit_record import FORMAT_VERSION
+from offload.swapper.store.rank_folder import read_whole
 
 
 class Extent(NamedTuple):

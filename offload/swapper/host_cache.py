@@ -8,11 +8,11 @@ from offload.aio import Priority
 from offload.sizes import PAGE, align_up
 from offload.states import State
 from offload.swapper.entry import Entry, Transfer
-from offload.swapper.host import HostArena, Lease
+from offload.swapper.memory.host_arena import HostArena, Lease
 from offload.swapper.policy import Block, Limits, next_to_bring, victims
 from offload.swapper.residency import Residency, Tier
 from offload.swapper.store import Future, Store
-from offload.swapper.table import Table
+from offload.swapper.unit_table import Table
 from offload.timeline import Row
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from offload.swapper.device import Device, Event
-from offload.swapper.host import Lease
+from offload.swapper.memory.device import Device, Event
+from offload.swapper.memory.host_arena import Lease
 from offload.swapper.store import Future
 
 

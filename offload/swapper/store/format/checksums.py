@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from offload.aio import crc32c_joined, crc32c_of_zeros
 from offload.states import State
-from offload.swapper.store.manifest import Place
+from offload.swapper.store.format.manifest import Place
 
 if TYPE_CHECKING:
     import torch
