@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from offload.engine.device_need import DeviceNeed, growth
 from offload.engine.inputs import to_device
 from offload.errors import BudgetError
+from offload.layout.device_need import DeviceNeed, growth
 from offload.sizes import GIB, MIB, PAGE, format_size
 from offload.swapper.memory.device import DONE, CudaDevice, DeviceRoom
 from offload.swapper.memory.device_arena import DeviceArena

@@ -13,9 +13,9 @@ import offload
 from offload import kernels
 from offload.engine import assembly
 from offload.engine.downloads import Downloads
-from offload.engine.layout import lay_out
-from offload.engine.units import find_units
 from offload.errors import EngineFailed
+from offload.layout.flat_layout import lay_out
+from offload.layout.units import find_units
 from offload.swapper.host_cache import Leases
 from offload.swapper.memory.device import DONE
 from tests import models

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine.layout import layouts_of
-from offload.engine.units import find_units
+from offload.layout.flat_layout import layouts_of
+from offload.layout.units import find_units
 from offload.planner import estimates
 
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.engine.homes import Homes, Partitions, Wish
-from offload.engine.placement import Machine, Placement, place
 from offload.errors import BudgetError
+from offload.layout.placement import Machine, Placement, place
+from offload.layout.tiers import Homes, Partitions, Wish
 from offload.sizes import GIB, MIB
 from offload.states import State
 from offload.swapper.modes import MODES

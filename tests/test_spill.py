@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import offload
 from offload.engine.gradients import borders
-from offload.engine.layout import lay_out
 from offload.engine.spill import Spill, windows
 from offload.errors import EngineFailed, IoError, StoreError
+from offload.layout.flat_layout import lay_out
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import Classes, HostArena
 from offload.swapper.store import spill_file as scratch

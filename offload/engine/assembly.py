@@ -19,7 +19,6 @@ from offload.engine.callbacks import EngineCallbacks
 from offload.engine.compute_spans import ComputeSpans, compute_spans
 from offload.engine.downloads import Downloads
 from offload.engine.fill import Filler, make_residents
-from offload.engine.forecast import limits, unit_sizes
 from offload.engine.fused import FusedUpdates
 from offload.engine.gradients import Gradients, Waiting, borders
 from offload.engine.held import Held
@@ -29,7 +28,6 @@ from offload.engine.meter import Meter
 from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Parts
 from offload.engine.placeholder import Place
-from offload.engine.placement import STAGING_BUFFERS, WINDOWS
 from offload.engine.plan import Plan
 from offload.engine.ranks import Ranks
 from offload.engine.reduction import ReducedGradients
@@ -41,6 +39,8 @@ from offload.engine.torch_update import TorchUpdates
 from offload.engine.update_strategy import UpdateStrategy
 from offload.engine.updater import Updater
 from offload.engine.weights import Weights
+from offload.layout.pager_inputs import limits, unit_sizes
+from offload.layout.placement import STAGING_BUFFERS, WINDOWS
 from offload.states import State
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory

@@ -26,9 +26,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented, but not in __all__
 
-from offload.engine.layout import UnitLayout
 from offload.engine.placeholder import Place
 from offload.errors import BudgetError, UsageError
+from offload.layout.flat_layout import UnitLayout
 from offload.swapper.pager import Pager
 from offload.torch_internals import under_modes, without_modes
 

@@ -25,7 +25,6 @@ from offload.engine.checkpoint_load import (
     look,
 )
 from offload.engine.checkpoint_save import Moment, Order, own_or_shared, save
-from offload.engine.description import about, describe
 from offload.engine.parts import Parts
 from offload.engine.progress import as_bytes, persistent_buffers, scheduler_state
 from offload.engine.rounds import Kind
@@ -33,6 +32,7 @@ from offload.engine.together import together
 from offload.engine.training_state import TrainingState
 from offload.errors import UsageError
 from offload.fileio.plain_json import from_plain, to_plain
+from offload.layout.fingerprint import about, describe
 from offload.sizes import count_of
 from offload.swapper.store import Queue
 

@@ -28,8 +28,8 @@ from offload.states import State
 from offload.swapper.store.inspection import is_rank
 
 if TYPE_CHECKING:
-    from offload.engine.layout import UnitLayout
     from offload.fileio.safetensors_stream import Tensor
+    from offload.layout.flat_layout import UnitLayout
     from offload.swapper.modes import Mode
 
 FORMAT = 1

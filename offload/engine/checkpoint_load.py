@@ -25,15 +25,15 @@ from offload.engine.checkpoint_files import (
     wrong_files,
 )
 from offload.engine.checkpoint_map import difference, places
-from offload.engine.description import described_layouts
 from offload.engine.held import Held
-from offload.engine.layout import Segment, UnitLayout
-from offload.engine.masters import KEPT
-from offload.engine.packed import Kept
 from offload.engine.progress import Progress
 from offload.errors import IoError, StoreError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import Place, read_header
+from offload.layout.fingerprint import described_layouts
+from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.master_weights import KEPT
+from offload.layout.opaque_state import Kept
 from offload.sizes import count_of
 from offload.states import State
 from offload.swapper.modes import MODES, Mode

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from offload.engine.layout import Segment, UnitLayout
 from offload.errors import StoreError
+from offload.layout.flat_layout import Segment, UnitLayout
 
 
 class Run(NamedTuple):

@@ -10,10 +10,10 @@ from torch import nn
 
 from offload.config import Batch, Config
 from offload.engine.absent import is_absent, origin_of
-from offload.engine.layout import UnitLayout
 from offload.engine.placeholder import Paged
 from offload.engine.ranks import Ranks
 from offload.errors import ConfigError, UsageError
+from offload.layout.flat_layout import UnitLayout
 from offload.sizes import count_of
 from offload.swapper.modes import TORCH, Mode, dtype_name
 

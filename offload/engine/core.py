@@ -26,7 +26,6 @@ from offload.engine.decision import UnitUpdate, cut
 from offload.engine.device_room import advised, grow
 from offload.engine.ending import Ending
 from offload.engine.inputs import InputCast
-from offload.engine.layout import UnitLayout
 from offload.engine.loader import Loader
 from offload.engine.looking import Looking
 from offload.engine.memory_report import base_bytes
@@ -38,6 +37,7 @@ from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.step_values import Edit
 from offload.engine.training_state import TrainingState
 from offload.errors import UsageError
+from offload.layout.flat_layout import UnitLayout
 from offload.notices import tell
 from offload.sizes import format_size
 from offload.timeline import Row

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from offload import kernels
-from offload.engine.layout import UnitLayout
 from offload.engine.optimizer import Optimizer
 from offload.engine.step_values import Edit
 from offload.engine.torch_steps import TorchSegment, TorchStep, attributes_of
+from offload.layout.flat_layout import UnitLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

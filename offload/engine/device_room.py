@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from offload.engine.device_need import DeviceNeed, growth
 from offload.errors import BudgetError
+from offload.layout.device_need import DeviceNeed, growth
 from offload.sizes import format_size
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import DeviceArena

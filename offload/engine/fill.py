@@ -11,11 +11,11 @@ from offload.aio import aligned_empty
 from offload.engine.absent import forget, origin_of
 from offload.engine.birth import materialize
 from offload.engine.held import Held, Resident
-from offload.engine.homes import Partitions
-from offload.engine.layout import UnitLayout
-from offload.engine.masters import split
-from offload.engine.placement import Placement
 from offload.engine.ranks import Ranks
+from offload.layout.flat_layout import UnitLayout
+from offload.layout.master_weights import split
+from offload.layout.placement import Placement
+from offload.layout.tiers import Partitions
 from offload.states import State
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from offload import kernels
-from offload.engine.placement import CHUNK
 from offload.kernels import cuda
+from offload.layout.placement import CHUNK
 
 
 def squares_of(values: torch.Tensor) -> torch.Tensor:

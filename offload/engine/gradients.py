@@ -25,11 +25,11 @@ from offload.engine.callbacks import EngineCallbacks
 from offload.engine.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.downloads import Downloads
 from offload.engine.gradient_values import flat, squares_of
-from offload.engine.layout import UnitLayout
-from offload.engine.placement import CHUNK
 from offload.engine.spill import Spill
 from offload.engine.step_values import Known
 from offload.engine.totals import Totals
+from offload.layout.flat_layout import UnitLayout
+from offload.layout.placement import CHUNK
 from offload.swapper.memory.host_arena import HostArena, Lease
 from offload.swapper.store import Future
 from offload.timeline import OFF, Phase, Row, Timeline

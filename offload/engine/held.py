@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.engine.layout import UnitLayout
+from offload.layout.flat_layout import UnitLayout
 from offload.states import State
 from offload.swapper.entry import UnitSize
 from offload.swapper.memory.device import Device

@@ -25,7 +25,6 @@ from offload.engine import optimizer_choice, schedule_choice
 from offload.engine.assembly import Recorders, assemble, shown_names
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.core import EngineCore
-from offload.engine.description import about, describe
 from offload.engine.dtype_choice import warn_if_slow
 from offload.engine.engine import Engine
 from offload.engine.keywords import refuse
@@ -40,6 +39,7 @@ from offload.engine.progress import Progress, persistent_buffers
 from offload.engine.ranks import Ranks, join_ranks
 from offload.engine.rendezvous import UNABLE, meet_others, stay_away
 from offload.errors import ConfigError, StoreError
+from offload.layout.fingerprint import about, describe
 from offload.notices import tell
 from offload.sizes import count_of
 from offload.swapper.memory.device import Device, compute_device, open_device

@@ -19,16 +19,16 @@ from torch import nn
 
 from offload.aio import aligned_empty
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.layout import Segment
-from offload.engine.masters import join, sources
-from offload.engine.packed import unpack
 from offload.engine.parts import Parts
 from offload.engine.pieces import Piece, pieces
 from offload.engine.placeholder import Place
-from offload.engine.placement import CHUNK
 from offload.engine.rounds import Kind
 from offload.engine.together import Together, together
 from offload.errors import BudgetError, UsageError
+from offload.layout.flat_layout import Segment
+from offload.layout.master_weights import join, sources
+from offload.layout.opaque_state import unpack
+from offload.layout.placement import CHUNK
 from offload.sizes import format_size
 from offload.states import State
 from offload.swapper.memory.limits import free_host_memory

@@ -22,14 +22,14 @@ import torch
 
 from offload.aio import aligned_empty
 from offload.engine.checkpoint_folder import write_new
-from offload.engine.description import described_layouts
-from offload.engine.layout import UnitLayout
-from offload.engine.masters import join, sources
 from offload.engine.model_files import CONFIG, GENERATION, INDEX, SINGLE
 from offload.engine.source import Reading, Source
 from offload.errors import ConfigError
 from offload.fileio.safetensors_stream import Tensor, Writer, shard
 from offload.fileio.safetensors_stream import plan as plan_file
+from offload.layout.fingerprint import described_layouts
+from offload.layout.flat_layout import UnitLayout
+from offload.layout.master_weights import join, sources
 from offload.sizes import count_of, parse_size
 from offload.states import State
 from offload.swapper.modes import DTYPES, MODES, Mode, dtype_name

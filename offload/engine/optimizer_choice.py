@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from offload.config import OptimizerBlock
-from offload.engine.config_request import rule_name
 from offload.engine.optimizer import Optimizer, plain
-from offload.engine.packed import Kept
 from offload.engine.rules import RULES, rule_of
 from offload.engine.torch_steps import find_kept
 from offload.errors import ConfigError
+from offload.layout.config_request import rule_name
+from offload.layout.opaque_state import Kept
 from offload.sizes import count_of
 from offload.swapper.modes import ADAM, TORCH
 

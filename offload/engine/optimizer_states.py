@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.layout import UnitLayout
 from offload.engine.looking import Looking
 from offload.engine.placeholder import Place
 from offload.engine.training_state import TrainingState
 from offload.errors import UsageError
+from offload.layout.flat_layout import UnitLayout
 from offload.states import State
 from offload.swapper.modes import Mode
 

@@ -10,11 +10,9 @@ import torch
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Config
 from offload.engine.bindings import Bindings
-from offload.engine.device_need import DeviceNeed
 from offload.engine.gradients import Gradients
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
-from offload.engine.layout import UnitLayout
 from offload.engine.loss_scale import LossScaler
 from offload.engine.meter import Meter
 from offload.engine.ranks import Ranks
@@ -22,6 +20,8 @@ from offload.engine.rounds import Rounds
 from offload.engine.updater import Updater
 from offload.engine.weights import Weights
 from offload.errors import UsageError
+from offload.layout.device_need import DeviceNeed
+from offload.layout.flat_layout import UnitLayout
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.store import Store, Written

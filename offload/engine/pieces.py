@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from offload.engine.layout import Segment, UnitLayout
+from offload.layout.flat_layout import Segment, UnitLayout
 
 
 class Piece(NamedTuple):

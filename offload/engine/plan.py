@@ -13,16 +13,16 @@ from torch import nn
 
 from offload.config import Batch, Config
 from offload.engine.checks import check_alone, check_batch_norm, check_model, check_same
-from offload.engine.config_request import buffer_dtype, mode_of
-from offload.engine.homes import Partitions
-from offload.engine.layout import UnitLayout, layouts_of
-from offload.engine.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
-from offload.engine.packed import Kept
-from offload.engine.placement import Machine, Placement
 from offload.engine.ranks import Ranks
 from offload.engine.resume import FoundRun, find_run, leftovers, no_room
-from offload.engine.units import Units, find_units
 from offload.kernels import cuda
+from offload.layout.config_request import buffer_dtype, mode_of
+from offload.layout.flat_layout import UnitLayout, layouts_of
+from offload.layout.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
+from offload.layout.opaque_state import Kept
+from offload.layout.placement import Machine, Placement
+from offload.layout.tiers import Partitions
+from offload.layout.units import Units, find_units
 from offload.notices import Remark
 from offload.sizes import format_size
 from offload.states import State

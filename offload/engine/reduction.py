@@ -18,10 +18,10 @@ from offload.engine.callbacks import EngineCallbacks
 from offload.engine.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.gradient_values import flat
 from offload.engine.gradients import Gradients, Waiting
-from offload.engine.layout import UnitLayout
-from offload.engine.placement import CHUNK
 from offload.engine.ranks import Ranks
 from offload.engine.rounds import Rounds
+from offload.layout.flat_layout import UnitLayout
+from offload.layout.placement import CHUNK
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
 from offload.timeline import OFF, Timeline

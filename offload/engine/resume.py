@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.config import Config
-from offload.engine.memory_plan import PlacedStates
 from offload.engine.ranks import Ranks
 from offload.errors import StoreError
+from offload.layout.memory_plan import PlacedStates
 from offload.notices import Remark
 from offload.sizes import format_size
 from offload.swapper.store import Shortage, find_removal, find_shortage, holder, other_runs, rank_folders, run_status

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.engine.packed import Kept, describe_state
 from offload.errors import ConfigError
+from offload.layout.opaque_state import Kept, describe_state
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OURS = ("offload_place", "origin")

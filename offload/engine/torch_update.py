@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from offload.engine.decision import UnitUpdate
-from offload.engine.layout import UnitLayout
-from offload.engine.masters import join, split
-from offload.engine.packed import pack, unpack
 from offload.engine.torch_steps import TorchSegment, TorchStep, cause, likeness
 from offload.engine.update_strategy import TileContent, UnitSteps
 from offload.errors import UsageError
+from offload.layout.flat_layout import UnitLayout
+from offload.layout.master_weights import join, split
+from offload.layout.opaque_state import pack, unpack
 from offload.states import State
 
 

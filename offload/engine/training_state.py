@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.layout import UnitLayout
 from offload.engine.loader import Loader
 from offload.engine.optimizer import Optimizer, merge_values
 from offload.engine.parts import Choices
@@ -23,6 +22,7 @@ from offload.engine.progress import (
 from offload.engine.registered import Registered
 from offload.errors import UsageError
 from offload.fileio.plain_json import from_plain, to_plain
+from offload.layout.flat_layout import UnitLayout
 from offload.schedules.deepspeed import Schedule
 from offload.sizes import count_of
 

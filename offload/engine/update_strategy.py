@@ -17,8 +17,8 @@ import torch
 
 from offload import kernels
 from offload.engine.decision import UnitUpdate
-from offload.engine.masters import put_weight, split
 from offload.engine.step_values import Edit
+from offload.layout.master_weights import put_weight, split
 from offload.states import State
 from offload.swapper.modes import Mode
 

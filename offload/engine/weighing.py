@@ -18,12 +18,12 @@ from offload import kernels
 from offload.engine.decision import UnitUpdate
 from offload.engine.gradients import Gradients
 from offload.engine.held import Held
-from offload.engine.placement import CHUNK
 from offload.engine.rounds import Rounds
 from offload.engine.torch_steps import TorchSegment
 from offload.engine.update_strategy import partition_of
 from offload.engine.updater import Updater
 from offload.fileio.buffered_copy import flow
+from offload.layout.placement import CHUNK
 from offload.sizes import align_up
 from offload.states import State
 from offload.swapper.store import Future

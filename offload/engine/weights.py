@@ -22,10 +22,10 @@ from offload.engine.bindings import Bindings
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.hooks import Hooks
 from offload.engine.keywords import refuse
-from offload.engine.layout import UnitLayout
 from offload.engine.placeholder import Place, place_of
 from offload.engine.step_values import Edit
 from offload.errors import BudgetError, UsageError
+from offload.layout.flat_layout import UnitLayout
 from offload.sizes import GIB, format_size
 from offload.states import State
 from offload.swapper.memory.limits import free_host_memory

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from offload.engine.forecast import lease_budgets
+from offload.layout.pager_inputs import lease_budgets
 from offload.planner.memory import Memory
 from offload.states import State
 from offload.swapper.memory.host_arena import TILE_BUFFERS

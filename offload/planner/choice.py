@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from offload.engine.device_need import growth
 from offload.errors import BudgetError, ConfigError
+from offload.layout.device_need import growth
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.shape import Shape

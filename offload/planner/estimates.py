@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from offload.engine.layout import UnitLayout, lay_out, layouts_of
-from offload.engine.units import find_units
 from offload.errors import ConfigError
+from offload.layout.flat_layout import UnitLayout, lay_out, layouts_of
+from offload.layout.units import find_units
 from offload.planner.memory import Room, settings, settle
 from offload.sizes import format_size
 

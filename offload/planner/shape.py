@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from offload.engine.layout import UnitLayout, lay_out, layouts_of
-from offload.engine.units import find_units
 from offload.errors import ConfigError
+from offload.layout.flat_layout import UnitLayout, lay_out, layouts_of
+from offload.layout.units import find_units
 from offload.presets import PRESETS, check_folder, check_name, check_positions, require_transformers, said
 from offload.torch_internals import TorchDispatchMode, fake_tensors, tree_leaves
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from offload.engine.forecast import lease_budgets, limits, unit_sizes, update_costs
+from offload.layout.pager_inputs import lease_budgets, limits, unit_sizes, update_costs
 from offload.planner.bound import least
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory

@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "let weights go for totals of gradients",
-        "offload.engine.device_need",
+        "offload.layout.device_need",
         "return that_fit(self.totals, nbytes - self.weights)",
         "return that_fit(self.totals, nbytes - self.least)",
         "tests/test_homes.py",
@@ -247,7 +247,7 @@ MUTANTS = (
     ),
     Mutant(
         "cut the graph of a compiled block by hooks",
-        "offload.engine.units",
+        "offload.layout.units",
         "if not _is_compiled_into(name, needed, modules, sites)",
         "if True",
         "tests/test_compiled.py",
@@ -310,7 +310,7 @@ MUTANTS = (
     ),
     Mutant(
         "keep the bits beyond bf16 of a weight that was set",
-        "offload.engine.masters",
+        "offload.layout.master_weights",
         "states[State.RESIDUAL].mul_(weight.view(torch.int16) == values.view(torch.int16))",
         "pass",
         "tests/test_looking_and_editing.py",
@@ -338,7 +338,7 @@ MUTANTS = (
     ),
     Mutant(
         "do not pack a state that an optimizer of torch has made anew",
-        "offload.engine.packed",
+        "offload.layout.opaque_state",
         "elif value.data_ptr() != place.data_ptr() or value.stride() != place.stride():",
         "elif False:",
         "tests/test_torch_optimizers.py",

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from offload.engine.device_need import DeviceNeed
-from offload.engine.homes import (
+from offload.errors import BudgetError
+from offload.layout.device_need import DeviceNeed
+from offload.layout.tiers import (
     Homes,
     Partitions,
     Wish,
@@ -24,8 +25,7 @@ from offload.engine.homes import (
     ways_down,
     with_home,
 )
-from offload.engine.tiles import pipeline, tile_growth, tiles
-from offload.errors import BudgetError
+from offload.layout.tile_sizes import pipeline, tile_growth, tiles
 from offload.notices import Remark
 from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.states import State

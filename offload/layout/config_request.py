@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offload.config import Config, OptimizerBlock
-from offload.engine.homes import Wish
+from offload.layout.tiers import Wish
 from offload.swapper.modes import ADAM, DTYPES, MOMENTS, PRECISIONS, Mode
 from offload.swapper.residency import Tier
 

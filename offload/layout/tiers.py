@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.engine.layout import WORD, UnitLayout
+from offload.layout.flat_layout import WORD, UnitLayout
 from offload.sizes import align_up, count_of, format_size
 from offload.states import State
 from offload.swapper.modes import Mode

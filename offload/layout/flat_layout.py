@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from offload.engine.packed import Kept, packed_nbytes
-from offload.engine.units import Units
+from offload.layout.opaque_state import Kept, packed_nbytes
+from offload.layout.units import Units
 from offload.sizes import PAGE, align_up
 
 _ALIGNMENT = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.engine.homes import that_fit
+from offload.layout.tiers import that_fit
 from offload.sizes import MIB, PAGE
 from offload.swapper.memory.device import DeviceRoom
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from offload.config import Config
-from offload.engine.homes import Partitions, home_nbytes
-from offload.engine.layout import UnitLayout
-from offload.engine.placement import Placement
+from offload.layout.flat_layout import UnitLayout
+from offload.layout.placement import Placement
+from offload.layout.tiers import Partitions, home_nbytes
 from offload.sizes import align_up
 from offload.states import State
 from offload.swapper.entry import UnitSize

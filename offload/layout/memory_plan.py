@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.config import Config
-from offload.engine.config_request import gradient_dtype, mode_of, wish_of
-from offload.engine.homes import Partitions, partitions
-from offload.engine.layout import UnitLayout
-from offload.engine.placement import Machine, Placement, place
 from offload.errors import ConfigError
+from offload.layout.config_request import gradient_dtype, mode_of, wish_of
+from offload.layout.flat_layout import UnitLayout
+from offload.layout.placement import Machine, Placement, place
+from offload.layout.tiers import Partitions, partitions
 from offload.swapper.modes import Mode
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from offload.engine.homes import Homes, Partitions, Wish
 from offload.kernels.lamb import BLOCK as LAMB_BLOCK
+from offload.layout.tiers import Homes, Partitions, Wish
 from offload.sizes import MIB, align_up
 from offload.states import State
 from offload.swapper.memory.host_arena import TILE_BUFFERS

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from offload.engine.layout import Segment, UnitLayout, with_kept
-from offload.engine.packed import Kept
+from offload.layout.flat_layout import Segment, UnitLayout, with_kept
+from offload.layout.opaque_state import Kept
 from offload.swapper.modes import Mode
 
 
