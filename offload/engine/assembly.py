@@ -17,6 +17,8 @@ from offload.engine.absent import forget
 from offload.engine.bindings import Bindings
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.compute_spans import ComputeSpans, compute_spans
+from offload.engine.distributed.agreement import Rounds
+from offload.engine.distributed.process_group import Ranks
 from offload.engine.downloads import Downloads
 from offload.engine.fill import Filler, make_residents
 from offload.engine.fused import FusedUpdates
@@ -29,9 +31,7 @@ from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Parts
 from offload.engine.placeholder import Place
 from offload.engine.plan import Plan
-from offload.engine.ranks import Ranks
 from offload.engine.reduction import ReducedGradients
-from offload.engine.rounds import Rounds
 from offload.engine.saved import SavedTensors
 from offload.engine.spill import Spill, windows
 from offload.engine.torch_function_rules import RULES

@@ -38,8 +38,8 @@ from offload.engine.checkpoint_folder import (
     prune,
     write_new,
 )
+from offload.engine.distributed.all_or_nothing import Together
 from offload.engine.held import Held
-from offload.engine.together import Together
 from offload.errors import StoreError, UsageError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import Tensor, Writer

@@ -25,6 +25,8 @@ from offload.engine import optimizer_choice, schedule_choice
 from offload.engine.assembly import Recorders, assemble, shown_names
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.core import EngineCore
+from offload.engine.distributed.process_group import Ranks, join_ranks
+from offload.engine.distributed.rendezvous import UNABLE, meet_others, stay_away
 from offload.engine.dtype_choice import warn_if_slow
 from offload.engine.engine import Engine
 from offload.engine.keywords import refuse
@@ -36,8 +38,6 @@ from offload.engine.optimizer import Optimizer, refuse_others
 from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.plan import Plan, decide, summary
 from offload.engine.progress import Progress, persistent_buffers
-from offload.engine.ranks import Ranks, join_ranks
-from offload.engine.rendezvous import UNABLE, meet_others, stay_away
 from offload.errors import ConfigError, StoreError
 from offload.layout.fingerprint import about, describe
 from offload.notices import tell

@@ -18,13 +18,13 @@ from torch import nn
 
 from offload.engine.checkpoint_files import check_folder
 from offload.engine.checkpoint_folder import told
+from offload.engine.distributed.agreement import Kind
+from offload.engine.distributed.all_or_nothing import Together, together
 from offload.engine.model_folder import arriving, check_not_a_file, check_room
 from offload.engine.model_write import Files, Sink, check_dtype, make_plan, notices, shard_size, stream
 from offload.engine.parts import Parts
 from offload.engine.progress import persistent_buffers
-from offload.engine.rounds import Kind
 from offload.engine.source import Reading
-from offload.engine.together import Together, together
 from offload.errors import UsageError
 from offload.layout.fingerprint import about, describe
 from offload.states import State

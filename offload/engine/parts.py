@@ -10,13 +10,13 @@ import torch
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Config
 from offload.engine.bindings import Bindings
+from offload.engine.distributed.agreement import Rounds
+from offload.engine.distributed.process_group import Ranks
 from offload.engine.gradients import Gradients
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
 from offload.engine.loss_scale import LossScaler
 from offload.engine.meter import Meter
-from offload.engine.ranks import Ranks
-from offload.engine.rounds import Rounds
 from offload.engine.updater import Updater
 from offload.engine.weights import Weights
 from offload.errors import UsageError

@@ -13,7 +13,7 @@ from torch import nn
 
 from offload.config import Batch, Config
 from offload.engine.checks import check_alone, check_batch_norm, check_model, check_same
-from offload.engine.ranks import Ranks
+from offload.engine.distributed.process_group import Ranks
 from offload.engine.resume import FoundRun, find_run, leftovers, no_room
 from offload.kernels import cuda
 from offload.layout.config_request import buffer_dtype, mode_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.config import Config
-from offload.engine.ranks import Ranks
+from offload.engine.distributed.process_group import Ranks
 from offload.errors import StoreError
 from offload.layout.memory_plan import PlacedStates
 from offload.notices import Remark

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offload.engine.heartbeat import Heartbeat, is_alive, machine_name
-from offload.engine.rendezvous import _NOTICE, UNABLE, ranks_store
+from offload.engine.distributed.heartbeat import Heartbeat, is_alive, machine_name
+from offload.engine.distributed.rendezvous import _NOTICE, UNABLE, ranks_store
 from offload.errors import RankError
 from offload.swapper.memory.device import Device, Event
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from offload.engine.rounds import Kind, Rounds
+from offload.engine.distributed.agreement import Kind, Rounds
 from offload.errors import RankError, StoreError
 
 
