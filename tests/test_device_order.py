@@ -12,7 +12,7 @@ import torch
 import offload
 from offload import kernels
 from offload.engine import assembly
-from offload.engine.downloads import Downloads
+from offload.engine.gradients.device_to_host import Downloads
 from offload.errors import EngineFailed
 from offload.layout.flat_layout import lay_out
 from offload.layout.units import find_units

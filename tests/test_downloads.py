@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.engine.downloads import Downloads
+from offload.engine.gradients.device_to_host import Downloads
 from offload.errors import EngineFailed
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.host_arena import Classes, HostArena

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offload
-from offload.engine.gradients import borders
-from offload.engine.spill import Spill, windows
+from offload.engine.gradients.accumulator import borders
+from offload.engine.gradients.disk_spill import Spill, windows
 from offload.errors import EngineFailed, IoError, StoreError
 from offload.layout.flat_layout import lay_out
 from offload.swapper.memory.device import Device

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.engine import assembly
-from offload.engine.downloads import Downloads
+from offload.engine.gradients.device_to_host import Downloads
 from offload.sizes import GIB
 from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.store import spill_file as scratch

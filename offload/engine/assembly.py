@@ -19,10 +19,12 @@ from offload.engine.callbacks import EngineCallbacks
 from offload.engine.compute_spans import ComputeSpans, compute_spans
 from offload.engine.distributed.agreement import Rounds
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.downloads import Downloads
 from offload.engine.fill import Filler, make_residents
 from offload.engine.fused import FusedUpdates
-from offload.engine.gradients import Gradients, Waiting, borders
+from offload.engine.gradients.accumulator import Gradients, Waiting, borders
+from offload.engine.gradients.device_to_host import Downloads
+from offload.engine.gradients.disk_spill import Spill, windows
+from offload.engine.gradients.reduce_scatter import ReducedGradients
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
 from offload.engine.lamb import LambUpdates
@@ -31,9 +33,7 @@ from offload.engine.optimizer import Optimizer
 from offload.engine.parts import Parts
 from offload.engine.placeholder import Place
 from offload.engine.plan import Plan
-from offload.engine.reduction import ReducedGradients
 from offload.engine.saved import SavedTensors
-from offload.engine.spill import Spill, windows
 from offload.engine.torch_function_rules import RULES
 from offload.engine.torch_update import TorchUpdates
 from offload.engine.update_strategy import UpdateStrategy

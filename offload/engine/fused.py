@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from offload import kernels
 from offload.engine.decision import UnitUpdate
-from offload.engine.gradients import Gradients
+from offload.engine.gradients.accumulator import Gradients
 from offload.engine.update_strategy import TileContent, UnitSteps, partition_of, segments_in
 from offload.kernels import cuda
 from offload.states import State

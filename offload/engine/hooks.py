@@ -30,7 +30,7 @@ from torch.nn.modules.module import __file__ as module_file
 from offload.engine.bindings import Bindings
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.compute_spans import NO_SPANS, ComputeSpans
-from offload.engine.gradients import Gradients
+from offload.engine.gradients.accumulator import Gradients
 from offload.engine.placeholder import Place, place_of
 from offload.engine.saved import SavedTensors, storage_address
 from offload.errors import UsageError

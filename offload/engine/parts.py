@@ -12,7 +12,7 @@ from offload.config import Config
 from offload.engine.bindings import Bindings
 from offload.engine.distributed.agreement import Rounds
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.gradients import Gradients
+from offload.engine.gradients.accumulator import Gradients
 from offload.engine.held import Held
 from offload.engine.hooks import Hooks
 from offload.engine.loss_scale import LossScaler

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offload.engine.decision import UnitUpdate
-from offload.engine.gradients import Gradients
+from offload.engine.gradients.accumulator import Gradients
 from offload.engine.held import Held, Resident
 from offload.engine.update_strategy import TileContent, UnitSteps, UpdateStrategy
 from offload.sizes import align_up

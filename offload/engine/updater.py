@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offload.engine.decision import UnitUpdate
-from offload.engine.gradients import Gradients
+from offload.engine.gradients.accumulator import Gradients
 from offload.engine.held import Held
 from offload.engine.update_strategy import EditSteps, UnitSteps, UpdateStrategy
 from offload.engine.update_tiles import Job, Piece, Tile, TileReader

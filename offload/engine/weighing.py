@@ -17,7 +17,7 @@ import torch
 from offload import kernels
 from offload.engine.decision import UnitUpdate
 from offload.engine.distributed.agreement import Rounds
-from offload.engine.gradients import Gradients
+from offload.engine.gradients.accumulator import Gradients
 from offload.engine.held import Held
 from offload.engine.torch_steps import TorchSegment
 from offload.engine.update_strategy import partition_of

@@ -18,8 +18,8 @@ from offload.engine.callbacks import EngineCallbacks
 from offload.engine.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.distributed.agreement import Rounds
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.gradient_values import flat
-from offload.engine.gradients import Gradients, Waiting
+from offload.engine.gradients.accumulator import Gradients, Waiting
+from offload.engine.gradients.values import flat
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
 from offload.swapper.memory.device_arena import DeviceArena
