@@ -66,7 +66,7 @@ _MODULE_OF = {
     "estimate_zero2_model_states_mem_needs_all_live": "offload.planner.estimates",
     "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.estimates",
     "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.estimates",
-    "gathered": "offload.engine.weights",
+    "gathered": "offload.engine.params.weight_edits",
     "init": "offload.engine.pretrained",
     "initialize": "offload.engine.initialize",
     "load_pretrained": "offload.engine.pretrained",
@@ -129,8 +129,8 @@ if TYPE_CHECKING:
     from offload.engine.dtype_choice import auto_dtype
     from offload.engine.engine import Engine
     from offload.engine.initialize import initialize
+    from offload.engine.params.weight_edits import gathered
     from offload.engine.pretrained import init, load_pretrained
-    from offload.engine.weights import gathered
     from offload.errors import (
         BudgetError,
         ConfigError,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine.absent import Absent
+from offload.engine.params.deferred_parameter import Absent
 from offload.errors import ConfigError, UsageError
 from tests import models
 from tests.oracle import Job, assert_same_tensors, config, train_step

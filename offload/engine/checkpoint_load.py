@@ -25,7 +25,7 @@ from offload.engine.checkpoint_files import (
     wrong_files,
 )
 from offload.engine.checkpoint_map import difference, places
-from offload.engine.held import Held
+from offload.engine.params.local_shards import Held
 from offload.engine.progress import Progress
 from offload.errors import IoError, StoreError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers

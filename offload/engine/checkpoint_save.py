@@ -39,7 +39,7 @@ from offload.engine.checkpoint_folder import (
     write_new,
 )
 from offload.engine.distributed.all_or_nothing import Together
-from offload.engine.held import Held
+from offload.engine.params.local_shards import Held
 from offload.errors import StoreError, UsageError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import Tensor, Writer

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from offload.config import Batch, Config
-from offload.engine.absent import is_absent, origin_of
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.placeholder import Paged
+from offload.engine.params.deferred_parameter import is_absent, origin_of
+from offload.engine.params.paged_parameter import Paged
 from offload.errors import ConfigError, UsageError
 from offload.layout.flat_layout import UnitLayout
 from offload.sizes import count_of

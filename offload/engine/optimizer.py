@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from offload.engine.placeholder import place_of
+from offload.engine.params.paged_parameter import place_of
 from offload.engine.rules import RULES, Rule
 from offload.errors import UsageError
 from offload.notices import tell

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offload.engine.looking import Looking
-from offload.engine.placeholder import Place
+from offload.engine.params.paged_parameter import Place
 from offload.engine.training_state import TrainingState
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout

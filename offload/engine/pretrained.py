@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from offload.config import load_config
-from offload.engine.absent import make_absent
-from offload.engine.birth import deferring_weights
 from offload.engine.keywords import refuse
 from offload.engine.model_files import CONFIG, GENERATION, stored_tensors
-from offload.engine.placeholder import Paged
+from offload.engine.params.deferred_parameter import make_absent
+from offload.engine.params.meta_init import deferring_weights
+from offload.engine.params.paged_parameter import Paged
 from offload.engine.pretrained_names import Named, Source, name_tensors
 from offload.engine.progress import persistent_buffers
 from offload.engine.streaming import streaming

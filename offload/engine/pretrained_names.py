@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.engine.absent import Origin
 from offload.engine.model_files import Stored
+from offload.engine.params.deferred_parameter import Origin
 from offload.errors import ConfigError
 
 

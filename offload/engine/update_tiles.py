@@ -12,7 +12,7 @@ import torch
 
 from offload.engine.decision import UnitUpdate
 from offload.engine.gradients.accumulator import Gradients
-from offload.engine.held import Held, Resident
+from offload.engine.params.local_shards import Held, Resident
 from offload.engine.update_strategy import TileContent, UnitSteps, UpdateStrategy
 from offload.sizes import align_up
 from offload.states import State

@@ -21,7 +21,7 @@ import torch
 
 from offload.engine.decision import UnitUpdate
 from offload.engine.gradients.accumulator import Gradients
-from offload.engine.held import Held
+from offload.engine.params.local_shards import Held
 from offload.engine.update_strategy import EditSteps, UnitSteps, UpdateStrategy
 from offload.engine.update_tiles import Job, Piece, Tile, TileReader
 from offload.swapper.memory.host_arena import HostArena, Lease

@@ -18,7 +18,7 @@ from offload import kernels
 from offload.engine.decision import UnitUpdate
 from offload.engine.distributed.agreement import Rounds
 from offload.engine.gradients.accumulator import Gradients
-from offload.engine.held import Held
+from offload.engine.params.local_shards import Held
 from offload.engine.torch_steps import TorchSegment
 from offload.engine.update_strategy import partition_of
 from offload.engine.updater import Updater

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.engine.engine import Engine
-from offload.engine.placeholder import place_of
+from offload.engine.params.paged_parameter import place_of
 from offload.errors import ConfigError
 from offload.hf.fill import Said, said_of_batches, said_of_optimizer, value_of
 

@@ -7,21 +7,21 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "a copy of an absent parameter forgets where its values lie",
-        "offload.engine.absent",
+        "offload.engine.params.deferred_parameter",
         "    new.origin = tensor.origin\n",
         "",
         "tests/test_pretrained.py::test_a_copy_of_the_model_is_read_too",
     ),
     Mutant(
         "use a slice again while a view of it lives",
-        "offload.engine.bindings",
+        "offload.engine.params.unit_views",
         "for binding in self._live if not binding.alive]:",
         "for binding in self._live if binding.flat is None]:",
         "tests/test_autograd.py",
     ),
     Mutant(
         "a parameter that is registered twice becomes two",
-        "offload.engine.birth",
+        "offload.engine.params.meta_init",
         "if parameter not in seen:",
         "if True:",
         "tests/test_init.py::test_a_parameter_that_is_registered_twice_stays_one",
@@ -240,7 +240,7 @@ MUTANTS = (
     ),
     Mutant(
         "let torch keep the casts of all weights on the device",
-        "offload.engine.hooks",
+        "offload.engine.params.module_hooks",
         "torch.set_autocast_cache_enabled(False)",
         "pass",
         "tests/test_autocast.py",
@@ -254,21 +254,21 @@ MUTANTS = (
     ),
     Mutant(
         "leave sites open after Ctrl-C",
-        "offload.engine.hooks",
+        "offload.engine.params.module_hooks",
         "while self._local.frames:",
         "while False:",
         "tests/test_recovery.py",
     ),
     Mutant(
         "take an evaluation for a step",
-        "offload.engine.hooks",
+        "offload.engine.params.module_hooks",
         "Kind.TRAIN if self._trainable and torch.is_grad_enabled() else Kind.EVAL",
         "Kind.TRAIN",
         "tests/test_prefetch.py",
     ),
     Mutant(
         "leave an interrupted gradient with its parameter",
-        "offload.engine.hooks",
+        "offload.engine.params.module_hooks",
         "        for place in self._trainable:\n            if place.parameter.grad is not None:",
         "        for place in self._trainable:\n            if False:",
         "tests/test_interrupts.py",
@@ -387,7 +387,7 @@ MUTANTS = (
     ),
     Mutant(
         "go back through a graph of old weights",
-        "offload.engine.saved",
+        "offload.engine.params.saved_tensors",
         "if self._pager.updates(packed.unit) != packed.updates:",
         "if False:",
         "tests/test_autograd_refused.py",

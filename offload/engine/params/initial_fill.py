@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from offload.aio import aligned_empty
-from offload.engine.absent import forget, origin_of
-from offload.engine.birth import materialize
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.held import Held, Resident
+from offload.engine.params.deferred_parameter import forget, origin_of
+from offload.engine.params.local_shards import Held, Resident
+from offload.engine.params.meta_init import materialize
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.master_weights import split
 from offload.layout.placement import Placement

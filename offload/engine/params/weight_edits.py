@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.bindings import Bindings
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.hooks import Hooks
 from offload.engine.keywords import refuse
-from offload.engine.placeholder import Place, place_of
+from offload.engine.params.module_hooks import Hooks
+from offload.engine.params.paged_parameter import Place, place_of
+from offload.engine.params.unit_views import Bindings
 from offload.engine.step_values import Edit
 from offload.errors import BudgetError, UsageError
 from offload.layout.flat_layout import UnitLayout

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from offload.engine.harmless_functions import asks_for_no_element
+from offload.engine.params.harmless_functions import asks_for_no_element
 from offload.errors import BudgetError, UsageError
 from offload.torch_internals import make_subclass, plain_tensors, tree_leaves, tree_map
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from offload.engine.harmless_functions import asks_for_no_element
+from offload.engine.params.harmless_functions import asks_for_no_element
 from offload.errors import ConfigError, UsageError
 from offload.torch_internals import SHALLOW_COPY_QUERY, plain_tensors
 

@@ -14,9 +14,16 @@ import torch
 from torch.distributed.utils import __file__ as wrappers_file
 from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 
-from offload.engine import placeholder
-from offload.engine.harmless_functions import TENSOR
-from offload.engine.placeholder import Paged, PagedAlias, call_plainly, call_with_weights, check_kind, place_of
+from offload.engine.params import paged_parameter as placeholder
+from offload.engine.params.harmless_functions import TENSOR
+from offload.engine.params.paged_parameter import (
+    Paged,
+    PagedAlias,
+    call_plainly,
+    call_with_weights,
+    check_kind,
+    place_of,
+)
 from offload.errors import UsageError
 from offload.torch_internals import SHALLOW_COPY_QUERY
 

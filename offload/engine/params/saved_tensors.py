@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.engine.bindings import Bindings
 from offload.engine.compute_spans import NO_SPANS, ComputeSpans
-from offload.engine.placeholder import Place, place_of
+from offload.engine.params.paged_parameter import Place, place_of
+from offload.engine.params.unit_views import Bindings
 from offload.errors import UsageError
 from offload.swapper.pager import Pager
 from offload.torch_internals import (

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload.engine.absent import Absent, building, building_a_model, origin_of
+from offload.engine.params.deferred_parameter import Absent, building, building_a_model, origin_of
 from offload.errors import ConfigError
 
 

@@ -26,7 +26,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented, but not in __all__
 
-from offload.engine.placeholder import Place
+from offload.engine.params.paged_parameter import Place
 from offload.errors import BudgetError, UsageError
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.pager import Pager
