@@ -250,10 +250,10 @@ def room_for(job: Job, units: int) -> int:
 
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tiny models: tiny pieces of a gradient, of a unit that streams, and of an update."""
-    from offload.engine import weighing
     from offload.engine.gradients import accumulator as gradients
     from offload.engine.gradients import reduce_scatter as reduction
     from offload.engine.gradients import values as gradient_values
+    from offload.engine.optim import lamb_norms as weighing
     from offload.layout import placement
     from offload.layout import tile_sizes as tiles
     from offload.swapper import simulate_updater

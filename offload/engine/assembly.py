@@ -17,14 +17,17 @@ from offload.engine.callbacks import EngineCallbacks
 from offload.engine.compute_spans import ComputeSpans, compute_spans
 from offload.engine.distributed.agreement import Rounds
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.fused import FusedUpdates
 from offload.engine.gradients.accumulator import Gradients, Waiting, borders
 from offload.engine.gradients.device_to_host import Downloads
 from offload.engine.gradients.disk_spill import Spill, windows
 from offload.engine.gradients.reduce_scatter import ReducedGradients
-from offload.engine.lamb import LambUpdates
 from offload.engine.meter import Meter
-from offload.engine.optimizer import Optimizer
+from offload.engine.optim.fused import FusedUpdates
+from offload.engine.optim.lamb import LambUpdates
+from offload.engine.optim.optimizer import Optimizer
+from offload.engine.optim.torch_updates import TorchUpdates
+from offload.engine.optim.update_strategy import UpdateStrategy
+from offload.engine.optim.update_worker import Updater
 from offload.engine.params.deferred_parameter import forget
 from offload.engine.params.initial_fill import Filler, make_residents
 from offload.engine.params.local_shards import Held
@@ -36,9 +39,6 @@ from offload.engine.params.unit_views import Bindings
 from offload.engine.params.weight_edits import Weights
 from offload.engine.parts import Parts
 from offload.engine.plan import Plan
-from offload.engine.torch_update import TorchUpdates
-from offload.engine.update_strategy import UpdateStrategy
-from offload.engine.updater import Updater
 from offload.layout.pager_inputs import limits, unit_sizes
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS
 from offload.states import State

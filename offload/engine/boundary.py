@@ -13,15 +13,15 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from offload.engine.decision import Decider, UnitUpdate, grad_scale
 from offload.engine.meter import Stepped
 from offload.engine.micro_batches import MicroBatches
-from offload.engine.optimizer import Optimizer
+from offload.engine.optim.lamb_norms import with_ratios
+from offload.engine.optim.optimizer import Optimizer
+from offload.engine.optim.unit_updates import Decider, UnitUpdate, grad_scale
+from offload.engine.optim.update_worker import Updater
 from offload.engine.parts import Parts
 from offload.engine.step_values import Known
 from offload.engine.training_state import TrainingState
-from offload.engine.updater import Updater
-from offload.engine.weighing import with_ratios
 from offload.errors import NumericsError, UsageError
 from offload.swapper.modes import LAMB
 

@@ -22,7 +22,6 @@ from torch import nn
 from offload.engine.boundary import Boundary
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.checkpoint import Checkpoints
-from offload.engine.decision import UnitUpdate, cut
 from offload.engine.device_room import advised, grow
 from offload.engine.ending import Ending
 from offload.engine.inputs import InputCast
@@ -31,7 +30,8 @@ from offload.engine.looking import Looking
 from offload.engine.memory_report import base_bytes
 from offload.engine.micro_batches import MicroBatches
 from offload.engine.model_save import Saving
-from offload.engine.optimizer import Optimizer
+from offload.engine.optim.optimizer import Optimizer
+from offload.engine.optim.unit_updates import UnitUpdate, cut
 from offload.engine.optimizer_states import OptimizerStates
 from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.step_values import Edit

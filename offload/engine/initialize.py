@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from offload.aio import IoQueue
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Config, effective, load_config, resolve_batch
-from offload.engine import optimizer_choice, schedule_choice
+from offload.engine import schedule_choice
 from offload.engine.assembly import Recorders, assemble, shown_names
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.core import EngineCore
@@ -34,7 +34,8 @@ from offload.engine.loader import Loader, check_data, load
 from offload.engine.loss_scale import LossScaler
 from offload.engine.meter import Meter
 from offload.engine.monitor import check_monitor, make_reporter
-from offload.engine.optimizer import Optimizer, refuse_others
+from offload.engine.optim import build_optimizer as optimizer_choice
+from offload.engine.optim.optimizer import Optimizer, refuse_others
 from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.plan import Plan, decide, summary
 from offload.engine.progress import Progress, persistent_buffers

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offload.engine.loader import Loader
-from offload.engine.optimizer import Optimizer, merge_values
+from offload.engine.optim.optimizer import Optimizer, merge_values
 from offload.engine.parts import Choices
 from offload.engine.progress import (
     Progress,

@@ -21,7 +21,7 @@ from torch import nn
 
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
-from offload.engine.optimizer import Optimizer
+from offload.engine.optim.optimizer import Optimizer
 from offload.engine.params.paged_parameter import place_of
 from offload.errors import BudgetError, ConfigError, UsageError
 from offload.hf.fill import Said, content_of, filled, value_of

@@ -34,7 +34,7 @@ from offload.config import Config, load_config
 from offload.engine.checkpoint_files import LATEST
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
-from offload.engine.optimizer_choice import from_config
+from offload.engine.optim.build_optimizer import from_config
 from offload.engine.schedule_choice import choose
 from offload.errors import ConfigError, StoreError
 from offload.hf.accelerator import Accelerator

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from offload import kernels
-from offload.engine.decision import UnitUpdate
 from offload.engine.distributed.agreement import Rounds
 from offload.engine.gradients.accumulator import Gradients
+from offload.engine.optim.torch_fallback import TorchSegment
+from offload.engine.optim.unit_updates import UnitUpdate
+from offload.engine.optim.update_strategy import partition_of
+from offload.engine.optim.update_worker import Updater
 from offload.engine.params.local_shards import Held
-from offload.engine.torch_steps import TorchSegment
-from offload.engine.update_strategy import partition_of
-from offload.engine.updater import Updater
 from offload.fileio.buffered_copy import flow
 from offload.layout.placement import CHUNK
 from offload.sizes import align_up

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload import kernels
-from offload.engine.torch_steps import TorchStep
+from offload.engine.optim.torch_fallback import TorchStep
 from offload.swapper.modes import ADAM, LAMB, TORCH
 
 _UNKNOWN = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")

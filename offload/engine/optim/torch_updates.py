@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from offload.engine.decision import UnitUpdate
-from offload.engine.torch_steps import TorchSegment, TorchStep, cause, likeness
-from offload.engine.update_strategy import TileContent, UnitSteps
+from offload.engine.optim.torch_fallback import TorchSegment, TorchStep, cause, likeness
+from offload.engine.optim.unit_updates import UnitUpdate
+from offload.engine.optim.update_strategy import TileContent, UnitSteps
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.master_weights import join, split

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from offload import kernels
-from offload.engine.decision import UnitUpdate
-from offload.engine.update_strategy import TileContent, UnitSteps, partition_of, segments_in
+from offload.engine.optim.unit_updates import UnitUpdate
+from offload.engine.optim.update_strategy import TileContent, UnitSteps, partition_of, segments_in
 from offload.kernels import LambSegment, LambStep, Partition
 from offload.kernels.lamb import BLOCK
 from offload.states import State

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from offload.config import OptimizerBlock
-from offload.engine.optimizer import Optimizer, plain
-from offload.engine.rules import RULES, rule_of
-from offload.engine.torch_steps import find_kept
+from offload.engine.optim.algorithms import RULES, rule_of
+from offload.engine.optim.optimizer import Optimizer, plain
+from offload.engine.optim.torch_fallback import find_kept
 from offload.errors import ConfigError
 from offload.layout.config_request import rule_name
 from offload.layout.opaque_state import Kept

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from offload import kernels
-from offload.engine.decision import UnitUpdate
+from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.step_values import Edit
 from offload.layout.master_weights import put_weight, split
 from offload.states import State

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from offload.engine.optim.algorithms import RULES, Rule
 from offload.engine.params.paged_parameter import place_of
-from offload.engine.rules import RULES, Rule
 from offload.errors import UsageError
 from offload.notices import tell
 from offload.sizes import count_of

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload import kernels
-from offload.engine.decision import UnitUpdate
 from offload.engine.gradients.accumulator import Gradients
-from offload.engine.update_strategy import TileContent, UnitSteps, partition_of, segments_in
+from offload.engine.optim.unit_updates import UnitUpdate
+from offload.engine.optim.update_strategy import TileContent, UnitSteps, partition_of, segments_in
 from offload.kernels import cuda
 from offload.states import State
 from offload.swapper.memory.device import Device

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.engine.decision import UnitUpdate
 from offload.engine.gradients.accumulator import Gradients
+from offload.engine.optim.unit_updates import UnitUpdate
+from offload.engine.optim.update_strategy import TileContent, UnitSteps, UpdateStrategy
 from offload.engine.params.local_shards import Held, Resident
-from offload.engine.update_strategy import TileContent, UnitSteps, UpdateStrategy
 from offload.sizes import align_up
 from offload.states import State
 from offload.swapper.memory.host_arena import Lease
