@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload.engine.progress import Progress
+from offload.engine.training.snapshot import Progress
 from offload.fileio.plain_json import from_plain, to_plain
 
 

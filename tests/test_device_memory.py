@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.engine.inputs import to_device
+from offload.engine.training.model_inputs import to_device
 from offload.errors import BudgetError
 from offload.layout.device_need import DeviceNeed, growth
 from offload.sizes import GIB, MIB, PAGE, format_size

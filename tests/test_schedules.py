@@ -17,7 +17,7 @@ from torch import nn
 
 import offload
 from offload.config import SCHEDULES, TORCH_SCHEDULES, load_config
-from offload.engine import schedule_choice
+from offload.engine.training import build_scheduler as schedule_choice
 from offload.errors import ConfigError
 from offload.schedules import deepspeed as schedules
 from tests import bounds

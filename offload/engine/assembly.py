@@ -37,8 +37,8 @@ from offload.engine.params.saved_tensors import SavedTensors
 from offload.engine.params.torch_function_rules import RULES
 from offload.engine.params.unit_views import Bindings
 from offload.engine.params.weight_edits import Weights
-from offload.engine.parts import Parts
 from offload.engine.plan import Plan
+from offload.engine.training.components import Parts
 from offload.layout.pager_inputs import limits, unit_sizes
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS
 from offload.states import State

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from torch import nn
 
 from offload.engine.meter import Stepped
-from offload.engine.micro_batches import MicroBatches
 from offload.engine.optim.lamb_norms import with_ratios
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.unit_updates import Decider, UnitUpdate, grad_scale
 from offload.engine.optim.update_worker import Updater
-from offload.engine.parts import Parts
 from offload.engine.step_values import Known
-from offload.engine.training_state import TrainingState
+from offload.engine.training.components import Parts
+from offload.engine.training.gradient_accumulation import MicroBatches
+from offload.engine.training.training_state import TrainingState
 from offload.errors import NumericsError, UsageError
 from offload.swapper.modes import LAMB
 

@@ -27,9 +27,9 @@ from offload.engine.checkpoint_load import (
 from offload.engine.checkpoint_save import Moment, Order, own_or_shared, save
 from offload.engine.distributed.agreement import Kind
 from offload.engine.distributed.all_or_nothing import together
-from offload.engine.parts import Parts
-from offload.engine.progress import as_bytes, persistent_buffers, scheduler_state
-from offload.engine.training_state import TrainingState
+from offload.engine.training.components import Parts
+from offload.engine.training.snapshot import as_bytes, persistent_buffers, scheduler_state
+from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
 from offload.fileio.plain_json import from_plain, to_plain
 from offload.layout.fingerprint import about, describe

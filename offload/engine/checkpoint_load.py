@@ -26,7 +26,7 @@ from offload.engine.checkpoint_files import (
 )
 from offload.engine.checkpoint_map import difference, places
 from offload.engine.params.local_shards import Held
-from offload.engine.progress import Progress
+from offload.engine.training.snapshot import Progress
 from offload.errors import IoError, StoreError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import Place, read_header

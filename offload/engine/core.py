@@ -24,18 +24,18 @@ from offload.engine.callbacks import EngineCallbacks
 from offload.engine.checkpoint import Checkpoints
 from offload.engine.device_room import advised, grow
 from offload.engine.ending import Ending
-from offload.engine.inputs import InputCast
-from offload.engine.loader import Loader
 from offload.engine.looking import Looking
 from offload.engine.memory_report import base_bytes
-from offload.engine.micro_batches import MicroBatches
 from offload.engine.model_save import Saving
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.unit_updates import UnitUpdate, cut
 from offload.engine.optimizer_states import OptimizerStates
-from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.step_values import Edit
-from offload.engine.training_state import TrainingState
+from offload.engine.training.components import Choices, Parts, close_all
+from offload.engine.training.data_loader import Loader
+from offload.engine.training.gradient_accumulation import MicroBatches
+from offload.engine.training.model_inputs import InputCast
+from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
 from offload.notices import tell

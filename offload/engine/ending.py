@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import nn
 
-from offload.engine.parts import Parts, close_all
-from offload.engine.training_state import TrainingState
+from offload.engine.training.components import Parts, close_all
+from offload.engine.training.training_state import TrainingState
 from offload.errors import OffloadError, UsageError
 from offload.notices import tell
 from offload.swapper.store import Store

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from offload.engine.core import EngineCore
-from offload.engine.loader import Loader, check_data, load
 from offload.engine.memory_report import MemoryReport, memory_report
-from offload.engine.parts import Choices
+from offload.engine.training.components import Choices
+from offload.engine.training.data_loader import Loader, check_data, load
 from offload.errors import UsageError
 from offload.swapper.pager import Counts
 from offload.swapper.store import DriveWrites

@@ -21,7 +21,6 @@ from torch.utils.data import Dataset
 from offload.aio import IoQueue
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Config, effective, load_config, resolve_batch
-from offload.engine import schedule_choice
 from offload.engine.assembly import Recorders, assemble, shown_names
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.core import EngineCore
@@ -30,15 +29,16 @@ from offload.engine.distributed.rendezvous import UNABLE, meet_others, stay_away
 from offload.engine.dtype_choice import warn_if_slow
 from offload.engine.engine import Engine
 from offload.engine.keywords import refuse
-from offload.engine.loader import Loader, check_data, load
-from offload.engine.loss_scale import LossScaler
 from offload.engine.meter import Meter
 from offload.engine.monitor import check_monitor, make_reporter
 from offload.engine.optim import build_optimizer as optimizer_choice
 from offload.engine.optim.optimizer import Optimizer, refuse_others
-from offload.engine.parts import Choices, Parts, close_all
 from offload.engine.plan import Plan, decide, summary
-from offload.engine.progress import Progress, persistent_buffers
+from offload.engine.training import build_scheduler as schedule_choice
+from offload.engine.training.components import Choices, Parts, close_all
+from offload.engine.training.data_loader import Loader, check_data, load
+from offload.engine.training.loss_scale import LossScaler
+from offload.engine.training.snapshot import Progress, persistent_buffers
 from offload.errors import ConfigError, StoreError
 from offload.layout.fingerprint import about, describe
 from offload.notices import tell

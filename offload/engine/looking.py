@@ -22,8 +22,8 @@ from offload.engine.callbacks import EngineCallbacks
 from offload.engine.distributed.agreement import Kind
 from offload.engine.distributed.all_or_nothing import Together, together
 from offload.engine.params.paged_parameter import Place
-from offload.engine.parts import Parts
 from offload.engine.pieces import Piece, pieces
+from offload.engine.training.components import Parts
 from offload.errors import BudgetError, UsageError
 from offload.layout.flat_layout import Segment
 from offload.layout.master_weights import join, sources

@@ -14,7 +14,7 @@ from torch import nn
 
 from offload.engine.looking import Looking
 from offload.engine.params.paged_parameter import Place
-from offload.engine.training_state import TrainingState
+from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
 from offload.states import State

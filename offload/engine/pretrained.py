@@ -27,8 +27,8 @@ from offload.engine.params.deferred_parameter import make_absent
 from offload.engine.params.meta_init import deferring_weights
 from offload.engine.params.paged_parameter import Paged
 from offload.engine.pretrained_names import Named, Source, name_tensors
-from offload.engine.progress import persistent_buffers
 from offload.engine.streaming import streaming
+from offload.engine.training.snapshot import persistent_buffers
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
 from offload.sizes import count_of
 from offload.swapper.modes import DTYPES

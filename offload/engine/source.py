@@ -59,7 +59,7 @@ class StoreSource:
     """
 
     def __init__(self, run: Path, queue: Queue) -> None:
-        from offload.engine.progress import Progress
+        from offload.engine.training.snapshot import Progress
 
         self._queue = queue
         self._open = contextlib.ExitStack()

@@ -35,7 +35,7 @@ from offload.engine.checkpoint_files import LATEST
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
 from offload.engine.optim.build_optimizer import from_config
-from offload.engine.schedule_choice import choose
+from offload.engine.training.build_scheduler import choose
 from offload.errors import ConfigError, StoreError
 from offload.hf.accelerator import Accelerator
 from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, said_by_arguments

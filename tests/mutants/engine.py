@@ -429,14 +429,14 @@ MUTANTS = (
     ),
     Mutant(
         "commit the generators of a forward that was given up",
-        "offload.engine.training_state",
+        "offload.engine.training.training_state",
         "        if self._after_step is None:\n            return self.take()",
         "        if True:\n            return self.take()",
         "tests/test_commit_every.py",
     ),
     Mutant(
         "forget the generators on resume",
-        "offload.engine.training_state",
+        "offload.engine.training.training_state",
         "            self._generators = generators\n",
         "            self._generators = None\n",
         "tests/test_resume.py",

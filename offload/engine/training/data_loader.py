@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from offload.engine.inputs import to_device
-from offload.engine.progress import read_generators, write_generators
+from offload.engine.training.model_inputs import to_device
+from offload.engine.training.snapshot import read_generators, write_generators
 from offload.errors import ConfigError
 
 

@@ -12,13 +12,13 @@ from offload.config import Config
 from offload.engine.distributed.agreement import Rounds
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.gradients.accumulator import Gradients
-from offload.engine.loss_scale import LossScaler
 from offload.engine.meter import Meter
 from offload.engine.optim.update_worker import Updater
 from offload.engine.params.local_shards import Held
 from offload.engine.params.module_hooks import Hooks
 from offload.engine.params.unit_views import Bindings
 from offload.engine.params.weight_edits import Weights
+from offload.engine.training.loss_scale import LossScaler
 from offload.errors import UsageError
 from offload.layout.device_need import DeviceNeed
 from offload.layout.flat_layout import UnitLayout

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.loader import Loader
 from offload.engine.optim.optimizer import Optimizer, merge_values
-from offload.engine.parts import Choices
-from offload.engine.progress import (
+from offload.engine.training.components import Choices
+from offload.engine.training.data_loader import Loader
+from offload.engine.training.registered_objects import Registered
+from offload.engine.training.snapshot import (
     Progress,
     is_held,
     persistent_buffers,
@@ -19,7 +20,6 @@ from offload.engine.progress import (
     scheduler_state,
     write_generators,
 )
-from offload.engine.registered import Registered
 from offload.errors import UsageError
 from offload.fileio.plain_json import from_plain, to_plain
 from offload.layout.flat_layout import UnitLayout
