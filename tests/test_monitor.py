@@ -19,9 +19,9 @@ from torch import nn
 
 import offload
 from offload.config import load_config
-from offload.engine.meter import cause_of
-from offload.engine.monitor import Line, Reporter, line
-from offload.engine.writers import Record, cut, events
+from offload.engine.metrics.reporter import Line, Reporter, line
+from offload.engine.metrics.step_meter import cause_of
+from offload.engine.metrics.writers import Record, cut, events
 from offload.errors import ConfigError, NumericsError
 from offload.finetune.options import Options, merge
 from offload.timeline import OFF, Row

@@ -14,14 +14,14 @@ from torch import nn
 
 from offload.aio.shared_queue import SharedQueue
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.compute_spans import ComputeSpans, compute_spans
 from offload.engine.distributed.agreement import Rounds
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.gradients.accumulator import Gradients, Waiting, borders
 from offload.engine.gradients.device_to_host import Downloads
 from offload.engine.gradients.disk_spill import Spill, windows
 from offload.engine.gradients.reduce_scatter import ReducedGradients
-from offload.engine.meter import Meter
+from offload.engine.metrics.compute_spans import ComputeSpans, compute_spans
+from offload.engine.metrics.step_meter import Meter
 from offload.engine.optim.fused import FusedUpdates
 from offload.engine.optim.lamb import LambUpdates
 from offload.engine.optim.optimizer import Optimizer

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from offload.engine.meter import Stepped
+from offload.engine.metrics.step_meter import Stepped
 from offload.engine.optim.lamb_norms import with_ratios
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.unit_updates import Decider, UnitUpdate, grad_scale

@@ -29,8 +29,9 @@ from offload.engine.distributed.rendezvous import UNABLE, meet_others, stay_away
 from offload.engine.dtype_choice import warn_if_slow
 from offload.engine.engine import Engine
 from offload.engine.keywords import refuse
-from offload.engine.meter import Meter
-from offload.engine.monitor import check_monitor, make_reporter
+from offload.engine.metrics.reporter import check_monitor, make_reporter
+from offload.engine.metrics.span_relay import Relay
+from offload.engine.metrics.step_meter import Meter
 from offload.engine.optim import build_optimizer as optimizer_choice
 from offload.engine.optim.optimizer import Optimizer, refuse_others
 from offload.engine.plan import Plan, decide, summary
@@ -44,7 +45,6 @@ from offload.layout.fingerprint import about, describe
 from offload.notices import tell
 from offload.sizes import count_of
 from offload.swapper.memory.device import Device, compute_device, open_device
-from offload.swapper.relay import Relay
 from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.store.drive_spans import DriveSpans
 from offload.swapper.store.format.commit_record import last_of_all

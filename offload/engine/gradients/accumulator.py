@@ -22,11 +22,11 @@ import torch
 
 from offload import kernels
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.gradients.device_to_host import Downloads
 from offload.engine.gradients.device_totals import Totals
 from offload.engine.gradients.disk_spill import Spill
 from offload.engine.gradients.values import flat, squares_of
+from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.step_values import Known
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK

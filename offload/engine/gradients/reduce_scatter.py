@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import torch
 
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.distributed.agreement import Rounds
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.gradients.accumulator import Gradients, Waiting
 from offload.engine.gradients.values import flat
+from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
 from offload.swapper.memory.device_arena import DeviceArena

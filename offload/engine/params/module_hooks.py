@@ -28,8 +28,8 @@ from torch import nn
 from torch.nn.modules.module import __file__ as module_file
 
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.gradients.accumulator import Gradients
+from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.params.paged_parameter import Place, place_of
 from offload.engine.params.saved_tensors import SavedTensors, storage_address
 from offload.engine.params.unit_views import Bindings

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.engine.compute_spans import NO_SPANS, ComputeSpans
+from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.params.paged_parameter import Place, place_of
 from offload.engine.params.unit_views import Bindings
 from offload.errors import UsageError

@@ -12,7 +12,7 @@ from offload.config import Config
 from offload.engine.distributed.agreement import Rounds
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.gradients.accumulator import Gradients
-from offload.engine.meter import Meter
+from offload.engine.metrics.step_meter import Meter
 from offload.engine.optim.update_worker import Updater
 from offload.engine.params.local_shards import Held
 from offload.engine.params.module_hooks import Hooks

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from offload.engine.monitor import Reporter
-from offload.engine.writers import Record
+from offload.engine.metrics.reporter import Reporter
+from offload.engine.metrics.writers import Record
 from offload.swapper.store import DriveWrites
 from offload.timeline import Phase, Row
 

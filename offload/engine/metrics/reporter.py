@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from offload.config import Config
-from offload.engine.writers import CsvFiles, JsonLines, Record, TensorBoard, Wandb, Writer
+from offload.engine.metrics.writers import CsvFiles, JsonLines, Record, TensorBoard, Wandb, Writer
 from offload.errors import ConfigError
 from offload.fileio.jsonl import check_log
 from offload.sizes import format_size
