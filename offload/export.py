@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from offload.engine.checkpoint_files import find
+from offload.engine.checkpoint.files import find
 from offload.engine.checkpoint_source import CheckpointSource
 from offload.engine.model_folder import arriving, check_room, copy_tokenizer, tokenizer_files
 from offload.engine.model_write import Files, Plan, make_plan, notices, read_nbytes, shard_size, stream

@@ -13,7 +13,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from offload.engine.checkpoint_files import (
+from offload.engine.checkpoint.directory import leftovers as leftovers_of_saves
+from offload.engine.checkpoint.directory import saver
+from offload.engine.checkpoint.files import (
     LATEST,
     MANIFEST,
     is_checkpoint,
@@ -22,8 +24,6 @@ from offload.engine.checkpoint_files import (
     refuse_rank,
     wrong_files,
 )
-from offload.engine.checkpoint_folder import leftovers as leftovers_of_saves
-from offload.engine.checkpoint_folder import saver
 from offload.errors import StoreError
 from offload.swapper.store import rank_folders
 from offload.swapper.store.inspection import Commit, Found, Wrong, allocated_nbytes, is_rank, is_run, leftovers, look

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from offload.aio import StripedFile
-from offload.engine.checkpoint_files import find, progress_file, read_manifest, wrong_files
+from offload.engine.checkpoint.files import find, progress_file, read_manifest, wrong_files
 from offload.engine.source import lock_and_look, ranks_of
 from offload.errors import IoError, StoreError
 from offload.sizes import count_of, format_size
@@ -175,7 +175,7 @@ class CheckpointChecking:
 
     def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> CheckpointReport:
         """Read and compare all, or say why nothing of it can be loaded."""
-        from offload.engine.checkpoint_load import compare_bytes, look
+        from offload.engine.checkpoint.load import compare_bytes, look
 
         path, manifest = self._path, self._manifest
         wrong = [Wrong(str(path / name), reason) for name, reason in wrong_files(path, manifest).items()]

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import offload
-from offload.engine import checkpoint_load, checkpoint_save
+from offload.engine.checkpoint import load as checkpoint_load
+from offload.engine.checkpoint import save as checkpoint_save
 from offload.errors import IoError, RankError, StoreError, UsageError
 from offload.states import State
 from tests import bounds

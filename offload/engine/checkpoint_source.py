@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from offload.aio import crc32c_joined
-from offload.engine.checkpoint_files import states_file, tensor_name
-from offload.engine.checkpoint_load import look, open_states
+from offload.engine.checkpoint.files import states_file, tensor_name
+from offload.engine.checkpoint.load import look, open_states
 from offload.engine.source import Reading
 from offload.errors import IoError
 from offload.states import State

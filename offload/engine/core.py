@@ -21,7 +21,7 @@ from torch import nn
 
 from offload.engine.boundary import Boundary
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.checkpoint import Checkpoints
+from offload.engine.checkpoint.manager import Checkpoints
 from offload.engine.device_room import advised, grow
 from offload.engine.ending import Ending
 from offload.engine.looking import Looking

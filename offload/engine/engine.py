@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.engine.checkpoint_load import Wish
-from offload.engine.checkpoint_save import Order
+from offload.engine.checkpoint.load import Wish
+from offload.engine.checkpoint.save import Order
 from offload.engine.core import EngineCore
 from offload.engine.facts import Facts
 from offload.engine.keywords import refuse

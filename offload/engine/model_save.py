@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.engine.checkpoint_files import check_folder
-from offload.engine.checkpoint_folder import told
+from offload.engine.checkpoint.directory import told
+from offload.engine.checkpoint.files import check_folder
 from offload.engine.distributed.agreement import Kind
 from offload.engine.distributed.all_or_nothing import Together, together
 from offload.engine.model_folder import arriving, check_not_a_file, check_room

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from offload.aio import aligned_empty
-from offload.engine.checkpoint_folder import write_new
+from offload.engine.checkpoint.directory import write_new
 from offload.engine.model_files import CONFIG, GENERATION, INDEX, SINGLE
 from offload.engine.source import Reading, Source
 from offload.errors import ConfigError

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from offload.engine.checkpoint_files import refuse_rank
+from offload.engine.checkpoint.files import refuse_rank
 from offload.errors import IoError, StoreError
 from offload.states import State
 from offload.swapper.store import Compared, Queue, bytes_of, rank_folders

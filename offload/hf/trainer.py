@@ -31,7 +31,7 @@ from torch import nn
 from transformers import Trainer
 
 from offload.config import Config, load_config
-from offload.engine.checkpoint_files import LATEST
+from offload.engine.checkpoint.files import LATEST
 from offload.engine.engine import Engine
 from offload.engine.initialize import initialize
 from offload.engine.optim.build_optimizer import from_config

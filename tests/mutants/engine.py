@@ -28,42 +28,42 @@ MUTANTS = (
     ),
     Mutant(
         "do not commit a load",
-        "offload.engine.checkpoint",
+        "offload.engine.checkpoint.manager",
         "if parts.store is not None and self._state.commits:\n            held",
         "if False:\n            held",
         "tests/test_checkpoint.py",
     ),
     Mutant(
         "take any manifest for one of a checkpoint",
-        "offload.engine.checkpoint_files",
+        "offload.engine.checkpoint.files",
         'return isinstance(content, dict) and content.get("kind") == _KIND',
         "return isinstance(content, dict)",
         "tests/test_checkpoint_folder.py",
     ),
     Mutant(
         "leave moments behind in the slot before",
-        "offload.engine.checkpoint_fill",
+        "offload.engine.checkpoint.restore",
         "elif moves and self._held.stored(unit, state):",
         "elif False:",
         "tests/test_checkpoint.py",
     ),
     Mutant(
         "load what an optimizer of torch keeps to where it was, not to where it is",
-        "offload.engine.checkpoint_fill",
+        "offload.engine.checkpoint.restore",
         "found = self._packed_runs if piece.targets == (State.PACKED,) else self._runs",
         "found = self._runs",
         "tests/test_torch_optimizers.py",
     ),
     Mutant(
         "replace frozen weights by a load without saying that the last commit is not whole",
-        "offload.engine.checkpoint_fill",
+        "offload.engine.checkpoint.restore",
         "held.pager.mark_rewritten(True)",
         "pass",
         "tests/test_frozen.py",
     ),
     Mutant(
         "name the checkpoint as the latest before it is there",
-        "offload.engine.checkpoint_folder",
+        "offload.engine.checkpoint.directory",
         '    with told(checkpoint, "rename"):\n        sync_folder(partial)',
         "    (folder / LATEST).write_text(checkpoint.name)\n"
         '    with told(checkpoint, "rename"):\n        sync_folder(partial)',
@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     Mutant(
         "replace a checkpoint by deleting it first",
-        "offload.engine.checkpoint_folder",
+        "offload.engine.checkpoint.directory",
         "        elif exchange(partial, checkpoint):",
         "        elif _delete(checkpoint) or sync_folder(folder) or os.rename(partial, checkpoint) or True:\n"
         "            pass\n        elif exchange(partial, checkpoint):",
@@ -79,7 +79,7 @@ MUTANTS = (
     ),
     Mutant(
         "delete all that is in a folder of a checkpoint",
-        "offload.engine.checkpoint_folder",
+        "offload.engine.checkpoint.directory",
         "if not _FILES.fullmatch(e.name) or not e.is_file(follow_symlinks=False)",
         "if False",
         "tests/test_checkpoint_folder.py",
@@ -93,7 +93,7 @@ MUTANTS = (
     ),
     Mutant(
         "load without comparing checksums",
-        "offload.engine.checkpoint_load",
+        "offload.engine.checkpoint.load",
         "if sums.pop(key) != ",
         "if False and sums.pop(key) != ",
         "tests/test_checkpoint_damage.py",

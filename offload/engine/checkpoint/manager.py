@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.engine.checkpoint_files import LATEST, check_folder, find
-from offload.engine.checkpoint_fill import Filling
-from offload.engine.checkpoint_load import (
+from offload.engine.checkpoint.files import LATEST, check_folder, find
+from offload.engine.checkpoint.load import (
     CLIENT_STATE,
     Found,
     Wish,
@@ -24,7 +23,8 @@ from offload.engine.checkpoint_load import (
     fitting,
     look,
 )
-from offload.engine.checkpoint_save import Moment, Order, own_or_shared, save
+from offload.engine.checkpoint.restore import Filling
+from offload.engine.checkpoint.save import Moment, Order, own_or_shared, save
 from offload.engine.distributed.agreement import Kind
 from offload.engine.distributed.all_or_nothing import together
 from offload.engine.training.components import Parts

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from offload.aio import DirectFile, crc32c, crc32c_joined
-from offload.engine.checkpoint_files import (
+from offload.engine.checkpoint.files import (
     Manifest,
     progress_file,
     read_manifest,
@@ -24,7 +24,7 @@ from offload.engine.checkpoint_files import (
     tensors_of,
     wrong_files,
 )
-from offload.engine.checkpoint_map import difference, places
+from offload.engine.checkpoint.resharding import difference, places
 from offload.engine.params.local_shards import Held
 from offload.engine.training.snapshot import Progress
 from offload.errors import IoError, StoreError

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from offload import fileio
-from offload.engine.checkpoint_files import (
+from offload.engine.checkpoint.files import (
     LATEST,
     MANIFEST,
     aside,

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from offload.engine.checkpoint_files import tensor_name
-from offload.engine.checkpoint_load import Found, Wish, open_states
-from offload.engine.checkpoint_map import Run, overlaps, packed_runs, runs
+from offload.engine.checkpoint.files import tensor_name
+from offload.engine.checkpoint.load import Found, Wish, open_states
+from offload.engine.checkpoint.resharding import Run, overlaps, packed_runs, runs
 from offload.engine.params.local_shards import Held
 from offload.engine.pieces import Piece, pieces
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers

@@ -18,7 +18,16 @@ import safetensors.torch
 import torch
 
 from offload.aio import DirectFile, IoQueue, crc32c, crc32c_joined
-from offload.engine.checkpoint_files import (
+from offload.engine.checkpoint.directory import (
+    begin_folder,
+    drop_partial,
+    end_folder,
+    make_folder,
+    only_save,
+    prune,
+    write_new,
+)
+from offload.engine.checkpoint.files import (
     MANIFEST,
     Manifest,
     Saved,
@@ -28,15 +37,6 @@ from offload.engine.checkpoint_files import (
     states_file,
     tensor_name,
     tensors_of,
-)
-from offload.engine.checkpoint_folder import (
-    begin_folder,
-    drop_partial,
-    end_folder,
-    make_folder,
-    only_save,
-    prune,
-    write_new,
 )
 from offload.engine.distributed.all_or_nothing import Together
 from offload.engine.params.local_shards import Held
