@@ -67,9 +67,9 @@ _MODULE_OF = {
     "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.estimates",
     "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.estimates",
     "gathered": "offload.engine.params.weight_edits",
-    "init": "offload.engine.pretrained",
+    "init": "offload.engine.model_io.load_pretrained",
     "initialize": "offload.engine.initialize",
-    "load_pretrained": "offload.engine.pretrained",
+    "load_pretrained": "offload.engine.model_io.load_pretrained",
     "register_external_parameter": "offload.engine.calls",
     "safe_get_full_fp32_param": "offload.engine.calls",
     "safe_get_full_grad": "offload.engine.calls",
@@ -129,8 +129,8 @@ if TYPE_CHECKING:
     from offload.engine.dtype_choice import auto_dtype
     from offload.engine.engine import Engine
     from offload.engine.initialize import initialize
+    from offload.engine.model_io.load_pretrained import init, load_pretrained
     from offload.engine.params.weight_edits import gathered
-    from offload.engine.pretrained import init, load_pretrained
     from offload.errors import (
         BudgetError,
         ConfigError,

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload.engine.checkpoint.files import find
-from offload.engine.checkpoint_source import CheckpointSource
-from offload.engine.model_folder import arriving, check_room, copy_tokenizer, tokenizer_files
-from offload.engine.model_write import Files, Plan, make_plan, notices, read_nbytes, shard_size, stream
-from offload.engine.source import Source, StoreSource
+from offload.engine.model_io.checkpoint_source import CheckpointSource
+from offload.engine.model_io.output_folder import arriving, check_room, copy_tokenizer, tokenizer_files
+from offload.engine.model_io.weight_source import Source, StoreSource
+from offload.engine.model_io.weight_writer import Files, Plan, make_plan, notices, read_nbytes, shard_size, stream
 from offload.errors import StoreError
 from offload.swapper.modes import dtype_name
 from offload.swapper.store import Queue

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from offload.aio import StripedFile
 from offload.engine.checkpoint.files import find, progress_file, read_manifest, wrong_files
-from offload.engine.source import lock_and_look, ranks_of
+from offload.engine.model_io.weight_source import lock_and_look, ranks_of
 from offload.errors import IoError, StoreError
 from offload.sizes import count_of, format_size
 from offload.swapper.store import Queue

@@ -158,7 +158,7 @@ def test_a_save_that_fails_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         raise StoreError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload.engine.model_save.check_room", full)
+        patch.setattr("offload.engine.model_io.save_pretrained.check_room", full)
         failed = call("--steps", "2", "--save", "out")
     assert failed.exit_code == 1 and "--resume auto" in failed.stderr and not Path("out").exists(), failed.output
     found = facts(call("--steps", "2", "--save", "out", "--resume", "auto", "--json"))

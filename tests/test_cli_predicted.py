@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from offload import probe
 from offload.cli import app
-from offload.engine.pretrained import init
+from offload.engine.model_io.load_pretrained import init
 from offload.finetune import model as language_model
 from offload.finetune.lora import adapt, parse_lora
 from offload.planner.shape import from_name, from_training

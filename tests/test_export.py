@@ -20,8 +20,8 @@ import offload
 from offload import kernels
 from offload.aio import IoQueue
 from offload.cli import app
-from offload.engine import model_write
-from offload.engine.source import StoreSource
+from offload.engine.model_io import weight_writer as model_write
+from offload.engine.model_io.weight_source import StoreSource
 from offload.export import export, make_plan, read_nbytes
 from offload.states import State
 from tests import models, rank_pool

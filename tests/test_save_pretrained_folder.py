@@ -15,7 +15,7 @@ import transformers
 
 import offload
 from offload import fileio
-from offload.engine import model_folder
+from offload.engine.model_io import output_folder as model_folder
 from offload.errors import IoError, OffloadError, StoreError
 from offload.fileio import safetensors_stream as tensor_file
 from tests.oracle import assert_same_tensors, train_step

@@ -26,7 +26,7 @@ from offload.engine.device_room import advised, grow
 from offload.engine.ending import Ending
 from offload.engine.looking import Looking
 from offload.engine.memory_report import base_bytes
-from offload.engine.model_save import Saving
+from offload.engine.model_io.save_pretrained import Saving
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.unit_updates import UnitUpdate, cut
 from offload.engine.optimizer_states import OptimizerStates

@@ -25,7 +25,7 @@ from offload.engine.checkpoint.save import Order
 from offload.engine.core import EngineCore
 from offload.engine.facts import Facts
 from offload.engine.keywords import refuse
-from offload.engine.model_save import Wanted
+from offload.engine.model_io.save_pretrained import Wanted
 from offload.engine.training import train_batch as batch
 from offload.engine.training.components import resized
 from offload.errors import UsageError

@@ -317,14 +317,14 @@ MUTANTS = (
     ),
     Mutant(
         "files that others may have changed are read all the same",
-        "offload.engine.model_files",
+        "offload.engine.model_io.safetensors_folder",
         "if Stamp.of(os.fstat(file.fileno())) != self.stamp:",
         "if False:",
         "tests/test_pretrained_refused.py::test_files_that_change_before_initialize_are_an_error",
     ),
     Mutant(
         "config and index of an earlier save stay while files are moved in",
-        "offload.engine.model_folder",
+        "offload.engine.model_io.output_folder",
         "            path.unlink()\n        sync_folder(out)",
         "            pass\n        sync_folder(out)",
         "tests/test_save_pretrained_folder.py::test_a_kill_between_two_moves_leaves_nothing_that_loads_as_a_mixture",

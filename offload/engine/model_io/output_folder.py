@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from offload.engine.checkpoint.directory import LOCK, exchange, make_folder, only_save, told
-from offload.engine.model_files import CONFIG, GENERATION, INDEX, SINGLE
+from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, INDEX, SINGLE
 from offload.errors import IoError, StoreError
 from offload.fileio import sync_folder
 from offload.sizes import format_size

@@ -22,12 +22,12 @@ from torch import nn
 
 from offload.config import load_config
 from offload.engine.keywords import refuse
-from offload.engine.model_files import CONFIG, GENERATION, stored_tensors
+from offload.engine.model_io.from_pretrained import streaming
+from offload.engine.model_io.name_mapping import Named, Source, name_tensors
+from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, stored_tensors
 from offload.engine.params.deferred_parameter import make_absent
 from offload.engine.params.meta_init import deferring_weights
 from offload.engine.params.paged_parameter import Paged
-from offload.engine.pretrained_names import Named, Source, name_tensors
-from offload.engine.streaming import streaming
 from offload.engine.training.snapshot import persistent_buffers
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
 from offload.sizes import count_of

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.engine.model_files import Stored
+from offload.engine.model_io.safetensors_folder import Stored
 from offload.engine.params.deferred_parameter import Origin
 from offload.errors import ConfigError
 

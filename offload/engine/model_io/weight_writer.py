@@ -22,8 +22,8 @@ import torch
 
 from offload.aio import aligned_empty
 from offload.engine.checkpoint.directory import write_new
-from offload.engine.model_files import CONFIG, GENERATION, INDEX, SINGLE
-from offload.engine.source import Reading, Source
+from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, INDEX, SINGLE
+from offload.engine.model_io.weight_source import Reading, Source
 from offload.errors import ConfigError
 from offload.fileio.safetensors_stream import Tensor, Writer, shard
 from offload.fileio.safetensors_stream import plan as plan_file

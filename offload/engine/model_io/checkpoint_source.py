@@ -9,7 +9,7 @@ from pathlib import Path
 from offload.aio import crc32c_joined
 from offload.engine.checkpoint.files import states_file, tensor_name
 from offload.engine.checkpoint.load import look, open_states
-from offload.engine.source import Reading
+from offload.engine.model_io.weight_source import Reading
 from offload.errors import IoError
 from offload.states import State
 from offload.swapper.store import Compared, Queue

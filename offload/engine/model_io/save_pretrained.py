@@ -20,9 +20,9 @@ from offload.engine.checkpoint.directory import told
 from offload.engine.checkpoint.files import check_folder
 from offload.engine.distributed.agreement import Kind
 from offload.engine.distributed.all_or_nothing import Together, together
-from offload.engine.model_folder import arriving, check_not_a_file, check_room
-from offload.engine.model_write import Files, Sink, check_dtype, make_plan, notices, shard_size, stream
-from offload.engine.source import Reading
+from offload.engine.model_io.output_folder import arriving, check_not_a_file, check_room
+from offload.engine.model_io.weight_source import Reading
+from offload.engine.model_io.weight_writer import Files, Sink, check_dtype, make_plan, notices, shard_size, stream
 from offload.engine.training.components import Parts
 from offload.engine.training.snapshot import persistent_buffers
 from offload.errors import UsageError
