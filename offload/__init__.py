@@ -61,14 +61,14 @@ _MODULE_OF = {
     "RankError": "offload.errors",
     "StoreError": "offload.errors",
     "UsageError": "offload.errors",
-    "auto_dtype": "offload.engine.dtype_choice",
+    "auto_dtype": "offload.engine.build.dtype_choice",
     "estimate_zero2_model_states_mem_needs_all_cold": "offload.planner.estimates",
     "estimate_zero2_model_states_mem_needs_all_live": "offload.planner.estimates",
     "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.estimates",
     "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.estimates",
     "gathered": "offload.engine.params.weight_edits",
     "init": "offload.engine.model_io.load_pretrained",
-    "initialize": "offload.engine.initialize",
+    "initialize": "offload.engine.build.initialize",
     "load_pretrained": "offload.engine.model_io.load_pretrained",
     "register_external_parameter": "offload.engine.calls",
     "safe_get_full_fp32_param": "offload.engine.calls",
@@ -90,13 +90,13 @@ _MODULE_OF = {
 _PARTS = {
     "aio": "offload.aio",
     "config": "offload.config",
-    "engine": "offload.engine.initialize",
+    "engine": "offload.engine.build.initialize",
     "errors": "offload.errors",
     "kernels": "offload.kernels",
     "planner": "offload.planner.estimates",
     "schedules": "offload.schedules",
     "sizes": "offload.sizes",
-    "swapper": "offload.engine.initialize",
+    "swapper": "offload.engine.build.initialize",
 }
 """Modules that are there, with a dot, after `import offload` alone; and what to import so that what is in them is."""
 
@@ -110,6 +110,8 @@ _OF_DEEPSPEED = {
 
 if TYPE_CHECKING:
     from offload import schedules
+    from offload.engine.build.dtype_choice import auto_dtype
+    from offload.engine.build.initialize import initialize
     from offload.engine.calls import (
         register_external_parameter,
         safe_get_full_fp32_param,
@@ -126,9 +128,7 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         unregister_external_parameter,
     )
-    from offload.engine.dtype_choice import auto_dtype
     from offload.engine.engine import Engine
-    from offload.engine.initialize import initialize
     from offload.engine.model_io.load_pretrained import init, load_pretrained
     from offload.engine.params.weight_edits import gathered
     from offload.errors import (

@@ -11,7 +11,7 @@ import torch
 
 import offload
 from offload import kernels
-from offload.engine import assembly
+from offload.engine.build import assembly
 from offload.engine.gradients.device_to_host import Downloads
 from offload.errors import EngineFailed
 from offload.layout.flat_layout import lay_out

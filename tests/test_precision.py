@@ -16,7 +16,7 @@ import offload
 from offload import precision, probe
 from offload.cli import app
 from offload.config import load_config
-from offload.engine import dtype_choice
+from offload.engine.build import dtype_choice
 from offload.errors import RankError
 from offload.planner import ask
 from offload.precision import Rates

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.aio import IoQueue, Priority
-from offload.engine import initialize
+from offload.engine.build import initialize
 from offload.errors import BudgetError
 from offload.sizes import align_up
 from offload.states import State

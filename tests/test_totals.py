@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.engine import assembly
+from offload.engine.build import assembly
 from offload.engine.gradients.device_to_host import Downloads
 from offload.sizes import GIB
 from offload.swapper.memory.device import DeviceRoom

@@ -14,9 +14,9 @@ from torch import nn
 
 from offload import probe
 from offload.config import Config, load_config, resolve_batch
-from offload.engine.dtype_choice import settle
+from offload.engine.build.dtype_choice import settle
+from offload.engine.build.initialize import initialize
 from offload.engine.engine import Engine
-from offload.engine.initialize import initialize
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.jsonl import check_log, cut_log
 from offload.finetune.data import Data, Share, find_files, read_files, steps_of

@@ -19,8 +19,8 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from offload.engine.build.initialize import initialize
 from offload.engine.engine import Engine
-from offload.engine.initialize import initialize
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.params.paged_parameter import place_of
 from offload.errors import BudgetError, ConfigError, UsageError

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from offload.config import Batch, Config
-from offload.engine.checks import check_alone, check_batch_norm, check_model, check_same
+from offload.engine.build.checks import check_alone, check_batch_norm, check_model, check_same
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.resume import FoundRun, find_run, leftovers, no_room
+from offload.engine.build.resume import FoundRun, find_run, leftovers, no_room
 from offload.kernels import cuda
 from offload.layout.config_request import buffer_dtype, mode_of
 from offload.layout.flat_layout import UnitLayout, layouts_of

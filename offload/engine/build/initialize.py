@@ -21,12 +21,12 @@ from torch.utils.data import Dataset
 from offload.aio import IoQueue
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Config, effective, load_config, resolve_batch
-from offload.engine.assembly import Recorders, assemble, shown_names
+from offload.engine.build.assembly import Recorders, assemble, shown_names
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.core import EngineCore
 from offload.engine.distributed.process_group import Ranks, join_ranks
 from offload.engine.distributed.rendezvous import UNABLE, meet_others, stay_away
-from offload.engine.dtype_choice import warn_if_slow
+from offload.engine.build.dtype_choice import warn_if_slow
 from offload.engine.engine import Engine
 from offload.engine.keywords import refuse
 from offload.engine.metrics.reporter import check_monitor, make_reporter
@@ -34,7 +34,7 @@ from offload.engine.metrics.span_relay import Relay
 from offload.engine.metrics.step_meter import Meter
 from offload.engine.optim import build_optimizer as optimizer_choice
 from offload.engine.optim.optimizer import Optimizer, refuse_others
-from offload.engine.plan import Plan, decide, summary
+from offload.engine.build.plan import Plan, decide, summary
 from offload.engine.training import build_scheduler as schedule_choice
 from offload.engine.training.components import Choices, Parts, close_all
 from offload.engine.training.data_loader import Loader, check_data, load

@@ -37,7 +37,7 @@ from offload.engine.params.saved_tensors import SavedTensors
 from offload.engine.params.torch_function_rules import RULES
 from offload.engine.params.unit_views import Bindings
 from offload.engine.params.weight_edits import Weights
-from offload.engine.plan import Plan
+from offload.engine.build.plan import Plan
 from offload.engine.training.components import Parts
 from offload.layout.pager_inputs import limits, unit_sizes
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS
