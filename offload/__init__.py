@@ -70,20 +70,20 @@ _MODULE_OF = {
     "init": "offload.engine.model_io.load_pretrained",
     "initialize": "offload.engine.build.initialize",
     "load_pretrained": "offload.engine.model_io.load_pretrained",
-    "register_external_parameter": "offload.engine.calls",
-    "safe_get_full_fp32_param": "offload.engine.calls",
-    "safe_get_full_grad": "offload.engine.calls",
-    "safe_get_full_optimizer_state": "offload.engine.calls",
-    "safe_get_local_fp32_param": "offload.engine.calls",
-    "safe_get_local_grad": "offload.engine.calls",
-    "safe_get_local_optimizer_state": "offload.engine.calls",
-    "safe_set_full_fp32_param": "offload.engine.calls",
-    "safe_set_full_grad": "offload.engine.calls",
-    "safe_set_full_optimizer_state": "offload.engine.calls",
-    "safe_set_local_fp32_param": "offload.engine.calls",
-    "safe_set_local_grad": "offload.engine.calls",
-    "safe_set_local_optimizer_state": "offload.engine.calls",
-    "unregister_external_parameter": "offload.engine.calls",
+    "register_external_parameter": "offload.engine.tensor_api",
+    "safe_get_full_fp32_param": "offload.engine.tensor_api",
+    "safe_get_full_grad": "offload.engine.tensor_api",
+    "safe_get_full_optimizer_state": "offload.engine.tensor_api",
+    "safe_get_local_fp32_param": "offload.engine.tensor_api",
+    "safe_get_local_grad": "offload.engine.tensor_api",
+    "safe_get_local_optimizer_state": "offload.engine.tensor_api",
+    "safe_set_full_fp32_param": "offload.engine.tensor_api",
+    "safe_set_full_grad": "offload.engine.tensor_api",
+    "safe_set_full_optimizer_state": "offload.engine.tensor_api",
+    "safe_set_local_fp32_param": "offload.engine.tensor_api",
+    "safe_set_local_grad": "offload.engine.tensor_api",
+    "safe_set_local_optimizer_state": "offload.engine.tensor_api",
+    "unregister_external_parameter": "offload.engine.tensor_api",
 }
 """Where each public name is. `__all__` and what a type checker reads, below, have the same: a test compares."""
 
@@ -112,7 +112,10 @@ if TYPE_CHECKING:
     from offload import schedules
     from offload.engine.build.dtype_choice import auto_dtype
     from offload.engine.build.initialize import initialize
-    from offload.engine.calls import (
+    from offload.engine.engine import Engine
+    from offload.engine.model_io.load_pretrained import init, load_pretrained
+    from offload.engine.params.weight_edits import gathered
+    from offload.engine.tensor_api import (
         register_external_parameter,
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -128,9 +131,6 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         unregister_external_parameter,
     )
-    from offload.engine.engine import Engine
-    from offload.engine.model_io.load_pretrained import init, load_pretrained
-    from offload.engine.params.weight_edits import gathered
     from offload.errors import (
         BudgetError,
         ConfigError,

@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.boundary import Boundary
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.checkpoint.manager import Checkpoints
-from offload.engine.device_room import advised, grow
-from offload.engine.ending import Ending
-from offload.engine.looking import Looking
+from offload.engine.device_growth import advised, grow
 from offload.engine.memory_report import base_bytes
 from offload.engine.model_io.save_pretrained import Saving
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.unit_updates import UnitUpdate, cut
-from offload.engine.optimizer_states import OptimizerStates
+from offload.engine.optimizer_state_dict import OptimizerStates
+from offload.engine.param_access import Looking
+from offload.engine.shutdown import Ending
+from offload.engine.step import Boundary
 from offload.engine.step_values import Edit
 from offload.engine.training.components import Choices, Parts, close_all
 from offload.engine.training.data_loader import Loader

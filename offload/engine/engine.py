@@ -23,7 +23,7 @@ import torch
 from offload.engine.checkpoint.load import Wish
 from offload.engine.checkpoint.save import Order
 from offload.engine.core import EngineCore
-from offload.engine.facts import Facts
+from offload.engine.deepspeed_api import Facts
 from offload.engine.keywords import refuse
 from offload.engine.model_io.save_pretrained import Wanted
 from offload.engine.training import train_batch as batch

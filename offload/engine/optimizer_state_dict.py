@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.looking import Looking
+from offload.engine.param_access import Looking
 from offload.engine.params.paged_parameter import Place
 from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError

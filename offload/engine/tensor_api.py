@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.looking import Looking, engines
+from offload.engine.param_access import Looking, engines
 from offload.engine.params.module_hooks import external_parameters, set_external_parameters
 from offload.engine.params.paged_parameter import Place, place_of
 from offload.errors import UsageError
