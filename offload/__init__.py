@@ -62,10 +62,10 @@ _MODULE_OF = {
     "StoreError": "offload.errors",
     "UsageError": "offload.errors",
     "auto_dtype": "offload.engine.build.dtype_choice",
-    "estimate_zero2_model_states_mem_needs_all_cold": "offload.planner.estimates",
-    "estimate_zero2_model_states_mem_needs_all_live": "offload.planner.estimates",
-    "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.estimates",
-    "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.estimates",
+    "estimate_zero2_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
+    "estimate_zero2_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
+    "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
+    "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
     "gathered": "offload.engine.params.weight_edits",
     "init": "offload.engine.model_io.load_pretrained",
     "initialize": "offload.engine.build.initialize",
@@ -93,7 +93,7 @@ _PARTS = {
     "engine": "offload.engine.build.initialize",
     "errors": "offload.errors",
     "kernels": "offload.kernels",
-    "planner": "offload.planner.estimates",
+    "planner": "offload.planner.deepspeed_estimates",
     "schedules": "offload.schedules",
     "sizes": "offload.sizes",
     "swapper": "offload.engine.build.initialize",
@@ -142,7 +142,7 @@ if TYPE_CHECKING:
         StoreError,
         UsageError,
     )
-    from offload.planner.estimates import (
+    from offload.planner.deepspeed_estimates import (
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
         estimate_zero3_model_states_mem_needs_all_cold,

@@ -16,7 +16,7 @@ from offload.cli_signals import obeyed, signals
 from offload.sizes import parse_size
 
 if TYPE_CHECKING:
-    from offload.planner.choice import Planned
+    from offload.planner.recommend import Planned
 
 _MODEL, _MACHINE, _STEP, _TOLD = "Model", "Machine", "Step", "What is told"
 
@@ -174,7 +174,9 @@ def plan(typed: PlanOptions) -> None:
     from rich.table import Table
 
     from offload.finetune.options import Start, recipe
-    from offload.planner import ask, choice, report
+    from offload.planner import recommend as choice
+    from offload.planner import report
+    from offload.planner import request as ask
     from offload.presets import PRESETS
 
     console = Console(stderr=typed.json_output, highlight=False, markup=False)
@@ -207,7 +209,7 @@ def plan(typed: PlanOptions) -> None:
 
 def _planned(typed: PlanOptions) -> Planned:
     """Returns the plan of what was typed, with `--measure` after the model was run for a moment."""
-    from offload.planner import ask
+    from offload.planner import request as ask
 
     model = ask.Model(
         name=typed.model,

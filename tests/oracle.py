@@ -256,7 +256,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     from offload.engine.optim import lamb_norms as weighing
     from offload.layout import placement
     from offload.layout import tile_sizes as tiles
-    from offload.swapper import simulate_updater
+    from offload.planner.simulation import updater as simulate_updater
 
     for module in (placement, gradient_values, gradients, reduction, weighing):
         monkeypatch.setattr(module, "CHUNK", 1024)

@@ -18,7 +18,7 @@ from offload.cli import app
 from offload.engine.model_io.load_pretrained import init
 from offload.finetune import model as language_model
 from offload.finetune.lora import adapt, parse_lora
-from offload.planner.shape import from_name, from_training
+from offload.planner.model_shape import from_name, from_training
 from offload.presets import PRESETS, build
 from tests.folders import make_folder
 

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from offload.cli import app
 from offload.errors import ConfigError
-from offload.planner import measured
+from offload.planner import measure_model as measured
 from offload.planner.hardware import Hardware, described
-from offload.planner.shape import Shape, from_name
+from offload.planner.model_shape import Shape, from_name
 from offload.planner.timing import Load
 from offload.probe import DTYPES, DtypeRates, Probed, Rates, keep
 from offload.sizes import GIB

@@ -18,7 +18,7 @@ from offload.cli import app
 from offload.config import load_config
 from offload.engine.build import dtype_choice
 from offload.errors import RankError
-from offload.planner import ask
+from offload.planner import request as ask
 from offload.precision import Rates
 from offload.presets import PRESETS
 from offload.probe.measure import machine_of

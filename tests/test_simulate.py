@@ -21,15 +21,15 @@ from hypothesis import strategies as st
 from offload.aio import IoQueue, Priority
 from offload.engine.build import initialize
 from offload.errors import BudgetError
+from offload.planner.simulation.clock import Clock
+from offload.planner.simulation.machine import Machine, Moved, Rates, Waited
+from offload.planner.simulation.simulate import Budgets, Simulation, Use, simulate
+from offload.planner.simulation.updater import UpdateCost
 from offload.sizes import align_up
 from offload.states import State
-from offload.swapper.clock import Clock
 from offload.swapper.entry import UnitSize
 from offload.swapper.policy import Limits
 from offload.swapper.residency import Tier
-from offload.swapper.simulate import Budgets, Simulation, Use, simulate
-from offload.swapper.simulate_machine import Machine, Moved, Rates, Waited
-from offload.swapper.simulate_updater import UpdateCost
 from offload.swapper.store import spill_file as scratch
 from tests import models
 from tests.oracle import Job, small_pieces, start, train_step

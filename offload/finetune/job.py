@@ -44,7 +44,7 @@ from offload.finetune.options import (
     settings_of,
 )
 from offload.finetune.output import MARK, check_apart, check_output, has_model, is_marked
-from offload.planner.foresee import as_step, foresee
+from offload.planner.predict_run import as_step, foresee
 from offload.planner.report import in_short
 from offload.presets import require_transformers
 from offload.swapper.store import run_status

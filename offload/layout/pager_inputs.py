@@ -11,14 +11,14 @@ from offload.config import Config
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import Placement
 from offload.layout.tiers import Partitions, home_nbytes
+from offload.planner.simulation.simulate import Budgets
+from offload.planner.simulation.updater import UpdateCost
 from offload.sizes import align_up
 from offload.states import State
 from offload.swapper.entry import UnitSize
 from offload.swapper.modes import Mode
 from offload.swapper.policy import Limits
 from offload.swapper.residency import Tier
-from offload.swapper.simulate import Budgets
-from offload.swapper.simulate_updater import UpdateCost
 
 
 def unit_sizes(

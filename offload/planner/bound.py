@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from offload.layout.pager_inputs import lease_budgets
 from offload.planner.memory import Memory
+from offload.planner.simulation.machine import Rates
+from offload.planner.simulation.simulate import Use
+from offload.planner.simulation.updater import UpdateCost
 from offload.states import State
 from offload.swapper.memory.host_arena import TILE_BUFFERS
 from offload.swapper.residency import Tier
-from offload.swapper.simulate import Use
-from offload.swapper.simulate_machine import Rates
-from offload.swapper.simulate_updater import UpdateCost
 
 
 class _Updates(NamedTuple):

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offload.swapper.clock import Span
+from offload.planner.simulation.clock import Span
+from offload.planner.simulation.machine import Acting, Machine, Moved, Rates, Waited, Worked
+from offload.planner.simulation.pager import SimulatedPager
+from offload.planner.simulation.updater import SimulatedUpdater, UpdateCost
 from offload.swapper.entry import UnitSize
 from offload.swapper.memory.allocator import Space
 from offload.swapper.policy import Limits
-from offload.swapper.simulate_machine import Acting, Machine, Moved, Rates, Waited, Worked
-from offload.swapper.simulate_pager import SimulatedPager
-from offload.swapper.simulate_updater import SimulatedUpdater, UpdateCost
 
 
 class Use(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from typing import NamedTuple, TypeVar
 
 from offload.aio import Priority
-from offload.swapper.clock import Clock, Work
+from offload.planner.simulation.clock import Clock, Work
 
 _T = TypeVar("_T")
 Acting = Generator[Callable[[], bool], None, _T]

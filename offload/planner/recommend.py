@@ -12,7 +12,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.layout.device_need import growth
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory, Room, settings, settle
-from offload.planner.shape import Shape
+from offload.planner.model_shape import Shape
 from offload.planner.timing import Load, Timing, activations, beside_weights, host_peak, predict
 from offload.sizes import PAGE, format_size
 from offload.states import State

@@ -1,4 +1,4 @@
-"""`python -m offload.planner.table` writes what the guides predict.
+"""`python -m offload.planner.guide_table` writes what the guides predict.
 
 docs/guides/plan-table.md, three models on three GPUs, is written whole; of docs/guides/single-gpu-13b.md, 13B on one
 card, the rows of its table.
@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from offload.errors import BudgetError
-from offload.planner import choice, report
-from offload.planner.choice import Planned
+from offload.planner import recommend as choice
+from offload.planner import report
 from offload.planner.hardware import Hardware, described, parse_drive
-from offload.planner.shape import from_count
+from offload.planner.model_shape import from_count
+from offload.planner.recommend import Planned
 from offload.planner.timing import Load
 from offload.sizes import GIB, format_size, format_time
 
@@ -30,7 +31,7 @@ _BATCHES = (16, 8, 4, 2, 1)
 _RATED = f"{_TBW / 1e12:.0f} TB"
 _HEAD = f"""# Three models on three GPUs
 
-Predictions of `offload plan`, made by `python -m offload.planner.table`; nothing here was measured. One GPU,
+Predictions of `offload plan`, made by `python -m offload.planner.guide_table`; nothing here was measured. One GPU,
 {_RAM // GIB} GiB of RAM, drives that read 7 and write 5 GB/s, have 4 TB each and are rated for {_RATED} written.
 bf16, AdamW, every step durable where there are swap files. A step has {_ACCUMULATION} micro-batches, each of the
 largest power of two of sequences of {_SEQUENCE} tokens that fits, up to {_BATCHES[0]}. "drive life" is until all

@@ -19,7 +19,7 @@ import torch
 from offload.aio import aligned_empty
 from offload.errors import ConfigError
 from offload.planner.hardware import Hardware, Measured
-from offload.planner.shape import Shape, config_of, from_name, model_of
+from offload.planner.model_shape import Shape, config_of, from_name, model_of
 from offload.planner.timing import Load, activations, backward, forward
 from offload.presets import said
 from offload.sizes import format_size

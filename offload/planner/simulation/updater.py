@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload.aio import Priority
-from offload.swapper.clock import Work
+from offload.planner.simulation.clock import Work
+from offload.planner.simulation.machine import Acting, Machine
+from offload.planner.simulation.pager import SimulatedPager
 from offload.swapper.memory.host_arena import TILE_BUFFERS
 from offload.swapper.residency import Tier
-from offload.swapper.simulate_machine import Acting, Machine
-from offload.swapper.simulate_pager import SimulatedPager
 
 
 class UpdateCost(NamedTuple):

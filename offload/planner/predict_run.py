@@ -11,10 +11,10 @@ from torch import nn
 
 from offload.config import Config, load_config, resolve_batch
 from offload.errors import ConfigError
-from offload.planner import choice
-from offload.planner.choice import Planned
+from offload.planner import recommend as choice
 from offload.planner.hardware import Hardware, probed
-from offload.planner.shape import from_training
+from offload.planner.model_shape import from_training
+from offload.planner.recommend import Planned
 from offload.planner.timing import Load
 from offload.probe import Probed
 from offload.swapper.memory.device import compute_device

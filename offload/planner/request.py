@@ -18,11 +18,11 @@ import torch
 
 from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
-from offload.planner import choice
-from offload.planner.choice import Planned
+from offload.planner import recommend as choice
 from offload.planner.hardware import Hardware, described, parse_drive, parse_rate, probed
-from offload.planner.measured import Tell, measured
-from offload.planner.shape import Shape, from_count, from_name
+from offload.planner.measure_model import Tell, measured
+from offload.planner.model_shape import Shape, from_count, from_name
+from offload.planner.recommend import Planned
 from offload.planner.timing import Load
 from offload.precision import choose
 from offload.probe import kept
