@@ -55,7 +55,7 @@ def bench_io(
     from rich.console import Console
 
     from offload.bench import io
-    from offload.info import machine
+    from offload.hardware.info import machine
 
     console = Console(stderr=json_output, highlight=False)
     with errors(BAD_INPUT):
@@ -106,7 +106,7 @@ def bench_adam(
     from rich.console import Console
 
     from offload.bench import adam
-    from offload.info import machine
+    from offload.hardware.info import machine
 
     console = Console(stderr=json_output, highlight=False)
     with errors(BAD_INPUT):
@@ -176,7 +176,7 @@ def bench_swap(typed: SwapOptions) -> None:
     from rich.console import Console
 
     from offload.bench import swap, swap_figures, swap_plan
-    from offload.info import machine
+    from offload.hardware.info import machine
 
     console = Console(stderr=typed.json_output, highlight=False)
     with errors(BAD_INPUT):

@@ -39,7 +39,7 @@ def info(
     from rich.console import Console
     from rich.table import Table
 
-    from offload import info as about
+    from offload.hardware import info as about
 
     found = about.facts([*(paths or ()), *(nvme_path or ())])
     if json_output:

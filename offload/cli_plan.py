@@ -45,7 +45,7 @@ def probe(
     from rich.console import Console
     from rich.table import Table
 
-    from offload import probe as probing
+    from offload.hardware import probe as probing
 
     console = Console(stderr=json_output, highlight=False)
     with errors(BAD_INPUT):

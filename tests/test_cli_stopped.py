@@ -17,7 +17,7 @@ import pytest
 import transformers
 
 from offload.cli_signals import obeyed, signals
-from offload.probe import DTYPES, DtypeRates, Probed, Rates, keep
+from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
 from tests import warm
 
 LONG = 240.0
@@ -103,7 +103,7 @@ def test_a_model_that_is_measured(number: int, tmp_path: Path) -> None:
 
 
 def keep_rates(folder: Path) -> None:
-    from offload.info import machine
+    from offload.hardware.info import machine
 
     about = machine() | {"name": "here", "gpu": None, "gpu_memory_bytes": 0}
     rates = Rates(*(1e10,) * 5, dict.fromkeys(DTYPES, DtypeRates(*(1e10,) * 5)))

@@ -12,7 +12,6 @@ import psutil
 import torch
 from torch import nn
 
-from offload import probe
 from offload.config import Config, load_config, resolve_batch
 from offload.engine.build.dtype_choice import settle
 from offload.engine.build.initialize import initialize
@@ -44,6 +43,7 @@ from offload.finetune.options import (
     settings_of,
 )
 from offload.finetune.output import MARK, check_apart, check_output, has_model, is_marked
+from offload.hardware import probe
 from offload.planner.predict_run import as_step, foresee
 from offload.planner.report import in_short
 from offload.presets import require_transformers

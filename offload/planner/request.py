@@ -18,6 +18,7 @@ import torch
 
 from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
+from offload.hardware.probe import kept
 from offload.planner import recommend as choice
 from offload.planner.hardware import Hardware, described, parse_drive, parse_rate, probed
 from offload.planner.measure_model import Tell, measured
@@ -25,7 +26,6 @@ from offload.planner.model_shape import Shape, from_count, from_name
 from offload.planner.recommend import Planned
 from offload.planner.timing import Load
 from offload.precision import choose
-from offload.probe import kept
 from offload.sizes import format_size, parse_size
 from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.modes import DTYPES
@@ -171,7 +171,7 @@ def parse_tbw(text: str) -> int:
 
 def _by_smart(folder: str) -> int | None:
     """What is written so far over the share of its life that the drive says is used; needs smartctl and rights."""
-    from offload.info import drive as about_drive
+    from offload.hardware.info import drive as about_drive
 
     with contextlib.suppress(OSError, ValueError, KeyError, subprocess.SubprocessError):
         if shutil.which("smartctl") is None:

@@ -9,8 +9,8 @@ import torch
 from offload import kernels
 from offload.aio import aligned_empty
 from offload.bench.adam import STEP, Arrays
-from offload.probe.pace import Pace, grown, in_turns
-from offload.probe.rates import DTYPES
+from offload.hardware.probe.pace import Pace, grown, in_turns
+from offload.hardware.probe.rates import DTYPES
 
 _NUMELS = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Parameters; the last are more than any cache holds."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from offload.aio import aligned_empty
-from offload.probe.pace import Pace, grown, in_turns
-from offload.probe.rates import DTYPES
+from offload.hardware.probe.pace import Pace, grown, in_turns
+from offload.hardware.probe.rates import DTYPES
 from offload.sizes import MIB
 from offload.swapper.memory.device import open_device
 

@@ -17,13 +17,13 @@ from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.aio.measure import OPERATIONS, move, remove
 from offload.bench.python_ways import fill_with_noise
 from offload.errors import ConfigError
-from offload.info import drive as about_drive
-from offload.info import machine as about_machine
-from offload.probe.compute import Compute
-from offload.probe.disturb import Others, apart
-from offload.probe.host import Host
-from offload.probe.pace import Pace
-from offload.probe.rates import DTYPES, DriveRates, DtypeRates, Probed, Rates
+from offload.hardware.info import drive as about_drive
+from offload.hardware.info import machine as about_machine
+from offload.hardware.probe.compute import Compute
+from offload.hardware.probe.disturb import Others, apart
+from offload.hardware.probe.host import Host
+from offload.hardware.probe.pace import Pace
+from offload.hardware.probe.rates import DTYPES, DriveRates, DtypeRates, Probed, Rates
 from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.swapper.memory.device import compute_device
 

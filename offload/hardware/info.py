@@ -20,7 +20,7 @@ from offload.aio._native import crc32c_ways
 from offload.aio.backend import DEFAULTS, refusals
 from offload.aio.measure import remove
 from offload.errors import IoError
-from offload.machine import arithmetic, disks, gpus, memory, nodes, processor, text
+from offload.hardware.system import arithmetic, disks, gpus, memory, nodes, processor, text
 from offload.sizes import MIB, count_of, format_size
 
 _PACKAGES = ("offload", "torch", "numpy", "transformers", "safetensors", "pydantic")

@@ -11,8 +11,8 @@ measure   all of it, one after the other
 kept      the file in which it waits for a plan, and its words
 """
 
-from offload.probe.kept import as_json, check_kept, keep, kept, kept_at, lines
-from offload.probe.measure import (
+from offload.hardware.probe.kept import as_json, check_kept, keep, kept, kept_at, lines
+from offload.hardware.probe.measure import (
     SECONDS,
     check_folders,
     check_size,
@@ -22,7 +22,7 @@ from offload.probe.measure import (
     measure_rates,
     probe,
 )
-from offload.probe.rates import DTYPES, DriveRates, DtypeRates, Probed, Rates
+from offload.hardware.probe.rates import DTYPES, DriveRates, DtypeRates, Probed, Rates
 
 __all__ = [
     "DTYPES",

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from offload.errors import ConfigError
 from offload.fileio import atomic_write
-from offload.info import machine as about_machine
-from offload.probe.rates import DriveRates, DtypeRates, Probed, Rates
+from offload.hardware.info import machine as about_machine
+from offload.hardware.probe.rates import DriveRates, DtypeRates, Probed, Rates
 from offload.sizes import count_of
 
 _VERSION = 5
