@@ -39,8 +39,8 @@ def report(
     from offload.report.figures import figures
     from offload.report.log import read_log
     from offload.report.page import page
-    from offload.report.predicted import read_plan
-    from offload.report.spans import read_window
+    from offload.report.prediction import read_plan
+    from offload.report.timeline_view import read_window
 
     with errors(BAD_INPUT):
         place = output or log.parent / f"{log.stem}.html"

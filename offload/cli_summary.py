@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from offload.report.endurance import foresee, warning
+from offload.report.drive_wear import foresee, warning
 from offload.report.phases import ADVICE, Bound, bound
-from offload.report.predicted import compare, words
+from offload.report.prediction import compare, words
 from offload.sizes import format_decimal
 
 _STEADY = 3

@@ -16,7 +16,7 @@ import offload
 from offload.aio import Bandwidth, IoQueue, aligned_empty
 from offload.cli import app
 from offload.inspection import inspect
-from offload.report.endurance import foresee, warning
+from offload.report.drive_wear import foresee, warning
 from offload.swapper.store import Rating, Written
 from offload.swapper.store import store as store_module
 from offload.swapper.store.spill_file import Scratch

@@ -24,7 +24,7 @@ from offload.report.figures import figures
 from offload.report.log import read_log
 from offload.report.page import BEGIN, page
 from offload.report.phases import PARTS, bound, parts
-from offload.report.spans import read_window
+from offload.report.timeline_view import read_window
 from tests.sampling import examples
 
 ABOUT = {
