@@ -22,7 +22,7 @@ def inspect(
 
     Changes nothing, and may look at a run that trains. Example: offload inspect /mnt/nvme
     """
-    from offload.inspection import inspect as look
+    from offload.runs.inspection import inspect as look
 
     with errors(BAD_INPUT):
         found = look(path)

@@ -52,7 +52,7 @@ def verify(path: Saved, json_output: Json = False) -> None:
     from rich.console import Console
 
     from offload.aio import IoQueue
-    from offload.verification import open_checking
+    from offload.runs.verify import open_checking
 
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
     with errors(BAD_INPUT), signals():
@@ -88,8 +88,8 @@ def export(
     from rich.console import Console
 
     from offload.aio import IoQueue
-    from offload.export import check_target, make_plan, open_source, read_nbytes, shard_size
-    from offload.export import export as write
+    from offload.runs.export import check_target, make_plan, open_source, read_nbytes, shard_size
+    from offload.runs.export import export as write
 
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
     with errors(FAILED), _refusals(), signals():

@@ -22,7 +22,7 @@ from offload.aio import IoQueue
 from offload.cli import app
 from offload.engine.model_io import weight_writer as model_write
 from offload.engine.model_io.weight_source import StoreSource
-from offload.export import export, make_plan, read_nbytes
+from offload.runs.export import export, make_plan, read_nbytes
 from offload.states import State
 from tests import models, rank_pool
 from tests.oracle import (
