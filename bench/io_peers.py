@@ -22,8 +22,8 @@ from typing import Any
 
 from offload.aio import IoQueue, StripedFile, aligned_empty
 from offload.aio.measure import OPERATIONS, Pass, move
+from offload.bench.baselines import fill_with_noise
 from offload.bench.io import Fio
-from offload.bench.python_ways import fill_with_noise
 from offload.hardware.info import machine
 from offload.sizes import MIB, format_size, parse_size
 

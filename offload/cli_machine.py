@@ -68,8 +68,8 @@ def tune(
     """
     from rich.console import Console
 
-    from offload import tune as tuning
     from offload.aio import IoQueue
+    from offload.bench import tune_io as tuning
     from offload.config import load_config, read_json
 
     console = Console(stderr=json_output, highlight=False)

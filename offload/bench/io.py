@@ -22,7 +22,7 @@ import psutil
 from offload.aio import BACKENDS, IoQueue, StripedFile, aligned_empty, bandwidths
 from offload.aio.backend import refusals
 from offload.aio.measure import OPERATIONS, Pass, move, remove
-from offload.bench import python_ways
+from offload.bench import baselines as python_ways
 from offload.errors import ConfigError, IoError
 from offload.sizes import MIB, PAGE, align_up, format_size
 

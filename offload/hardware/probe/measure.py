@@ -15,7 +15,7 @@ import torch
 
 from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.aio.measure import OPERATIONS, move, remove
-from offload.bench.python_ways import fill_with_noise
+from offload.bench.baselines import fill_with_noise
 from offload.errors import ConfigError
 from offload.hardware.info import drive as about_drive
 from offload.hardware.info import machine as about_machine
