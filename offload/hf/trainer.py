@@ -39,7 +39,7 @@ from offload.engine.training.build_scheduler import choose
 from offload.errors import ConfigError, StoreError
 from offload.hf.accelerator import Accelerator
 from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, said_by_arguments
-from offload.hf.fill import content_of, filled, said_of_schedule, without
+from offload.hf.auto_values import content_of, filled, said_of_schedule, without
 
 logger = logging.getLogger("offload")
 

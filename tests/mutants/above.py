@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         "what config and arguments say differently counts as the config has it",
-        "offload.hf.fill",
+        "offload.hf.auto_values",
         "elif not _equal(block[last], value):",
         "elif False:",
         "tests/test_trainer_wrong.py",
