@@ -21,7 +21,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
+from offload.cli.main import app
 from offload.engine.checkpoint import directory as checkpoint_folder
 from offload.engine.checkpoint import restore as checkpoint_fill
 from offload.engine.checkpoint import save as checkpoint_save

@@ -10,7 +10,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import IoError
 from offload.states import State
 from offload.swapper.store.format.commit_record import read_records

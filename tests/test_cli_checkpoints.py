@@ -14,7 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
+from offload.cli.main import app
 from offload.engine.checkpoint.files import read_manifest
 from offload.fileio.safetensors_stream import read_header
 from tests import models, rank_pool

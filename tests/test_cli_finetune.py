@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import StoreError
 from tests.folders import MARKING_TEMPLATE, make_folder, write_lines
 from tests.oracle import assert_same_tensors

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
+from offload.cli.main import app
 from offload.fileio import locked_dir
 from offload.swapper.store import other_runs
 from offload.swapper.store.rank_folder import Lock, holder

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from offload.cli import app
+from offload.cli.main import app
 from offload.engine.model_io.load_pretrained import init
 from offload.finetune import model as language_model
 from offload.finetune.lora import adapt, parse_lora

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload.aio import Bandwidth
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import OffloadError
 from offload.states import State
 from offload.swapper.modes import MODES

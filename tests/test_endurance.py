@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload.aio import Bandwidth, IoQueue, aligned_empty
-from offload.cli import app
+from offload.cli.main import app
 from offload.report.drive_wear import foresee, warning
 from offload.runs.inspection import inspect
 from offload.swapper.store import Rating, Written

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import EngineFailed, IoError
 from offload.states import State
 from offload.swapper.store.inspection import look

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from offload.aio import BACKENDS
 from offload.aio.backend import refusals
-from offload.cli import app
+from offload.cli.main import app
 from offload.hardware import info
 from offload.hardware import system as machine
 from tests.seccomp import refusing

@@ -12,8 +12,8 @@ import transformers
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
-from offload.cli_console import parse_count
+from offload.cli.console import parse_count
+from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
 from offload.finetune.options import Options, merge, schedule
 from offload.planner import memory, timing

@@ -13,7 +13,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
 from offload.planner import measure_model as measured

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload import precision
-from offload.cli import app
+from offload.cli.main import app
 from offload.config import load_config
 from offload.engine.build import dtype_choice
 from offload.errors import RankError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from offload.cli import app
+from offload.cli.main import app
 from offload.hardware import probe
 from offload.hardware.probe import disturb, pace
 from offload.hardware.probe.pace import grown, in_turns

@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as some
 from typer.testing import CliRunner
 
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.report.charts import points, ticks
 from offload.report.figures import figures

@@ -16,7 +16,7 @@ import transformers
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
+from offload.cli.main import app
 from offload.engine.params import weight_edits as weights
 from offload.errors import BudgetError, ConfigError, StoreError, UsageError
 from tests import models

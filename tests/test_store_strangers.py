@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload.aio import IoQueue
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import StoreError
 from offload.fileio import locked_dir
 from offload.swapper.store import Store, find_removal, remove_run, run_status
@@ -248,7 +248,7 @@ def test_a_file_that_is_no_file(name: str, kind: str, tmp_path: Path) -> None:
         (rank / name).symlink_to(tmp_path / "away")
     else:
         (rank / name).mkdir()
-    script = f"from offload.cli import app; app(['verify', {str(tmp_path / 'default')!r}])"
+    script = f"from offload.cli.main import app; app(['verify', {str(tmp_path / 'default')!r}])"
     done = warm.python(script, timeout=120)
     assert done.returncode in ((0, 1) if name.startswith("blob") else (1, 2)), done.stdout
     assert done.returncode == 0 or name in done.stdout + done.stderr

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload.aio import IoFuture
-from offload.cli import app
+from offload.cli.main import app
 from offload.engine.deepspeed_api import IoBytes
 from offload.engine.metrics.compute_spans import NO_SPANS
 from offload.engine.metrics.span_relay import Relay

@@ -14,7 +14,7 @@ import offload
 from offload.aio import Bandwidth
 from offload.aio.backend import refusals
 from offload.bench.tune_io import Trial, choose, write_config
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import ConfigError
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "end a run without saving its model",
-        "offload.cli_run",
+        "offload.cli.commands.train_run",
         "job.save_model()",
         "pass",
         "tests/test_cli_finetune.py",

@@ -19,10 +19,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from offload import cli_summary
-from offload.cli_console import BAD_INPUT, FAILED
-from offload.cli_signals import obeyed
-from offload.cli_train_progress import ProgressLine, StepLog
+from offload.cli.commands import train_summary as cli_summary
+from offload.cli.commands.train_progress import ProgressLine, StepLog
+from offload.cli.console import BAD_INPUT, FAILED
+from offload.cli.signals import obeyed
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
 from offload.sizes import count_of, format_size
 

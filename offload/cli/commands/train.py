@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from offload.cli_console import Json
-from offload.cli_options import UNDERSCORES, Grouped, option, takes_options
+from offload.cli.console import Json
+from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
 
 if TYPE_CHECKING:
     from offload.finetune.options import Options
@@ -269,7 +269,7 @@ def train(typed: TrainOptions) -> None:
     """
     from rich.console import Console
 
-    from offload.cli_run import Training
+    from offload.cli.commands.train_run import Training
 
     rank = int(os.environ.get("RANK", "0"))  # of torchrun; the first one speaks for all
     console = Console(stderr=typed.json_output, highlight=False, soft_wrap=True, quiet=rank > 0)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload.cli_console import BAD_INPUT, FAILED, Json, errors
-from offload.cli_signals import signals
+from offload.cli.console import BAD_INPUT, FAILED, Json, errors
+from offload.cli.signals import signals
 from offload.errors import StoreError, UsageError
 from offload.sizes import count_of, format_size
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli_bench import bench
-from offload.cli_console import BAD_INPUT, FAILED, Json, errors, telling
-from offload.cli_signals import signals
+from offload.cli.commands.bench import bench
+from offload.cli.console import BAD_INPUT, FAILED, Json, errors, telling
+from offload.cli.signals import signals
 from offload.errors import ConfigError
 from offload.sizes import format_size, parse_size
 

@@ -12,7 +12,13 @@ import typer
 from typer.core import TyperGroup
 
 import offload
-from offload import cli_console, cli_inspect, cli_machine, cli_plan, cli_report, cli_store, cli_train
+from offload.cli import console as cli_console
+from offload.cli.commands import inspection as cli_inspect
+from offload.cli.commands import machine as cli_machine
+from offload.cli.commands import plan as cli_plan
+from offload.cli.commands import report as cli_report
+from offload.cli.commands import store as cli_store
+from offload.cli.commands import train as cli_train
 
 _NotUsable: type[Exception] = typer.BadParameter.__mro__[1]  # typer's UsageError: of click, or of its own copy
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload.cli_console import BAD_INPUT, FAILED, Json, errors, parse_count
-from offload.cli_options import UNDERSCORES, Grouped, option, takes_options
-from offload.cli_progress import measuring
-from offload.cli_signals import obeyed, signals
+from offload.cli.console import BAD_INPUT, FAILED, Json, errors, parse_count
+from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
+from offload.cli.progress import measuring
+from offload.cli.signals import obeyed, signals
 from offload.sizes import parse_size
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from offload.cli_console import BAD_INPUT, Json, errors
+from offload.cli.console import BAD_INPUT, Json, errors
 
 
 def inspect(
@@ -31,7 +31,7 @@ def inspect(
         return
     from rich.console import Console
 
-    from offload.cli_inspect_tables import tables
+    from offload.cli.commands.inspection_tables import tables
 
     console = Console(highlight=False, soft_wrap=True)
     for table in tables(found):

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from offload.cli_console import BAD_INPUT, FAILED, errors
-from offload.cli_signals import signals
+from offload.cli.console import BAD_INPUT, FAILED, errors
+from offload.cli.signals import signals
 from offload.errors import ConfigError
 from offload.fileio import atomic_write
 from offload.sizes import count_of

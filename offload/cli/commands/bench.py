@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli_console import BAD_INPUT, FAILED, Json, errors, parse_count, telling
-from offload.cli_options import takes_options
-from offload.cli_signals import signals
+from offload.cli.console import BAD_INPUT, FAILED, Json, errors, parse_count, telling
+from offload.cli.options import takes_options
+from offload.cli.signals import signals
 from offload.errors import ConfigError
 from offload.sizes import format_size, parse_size
 
