@@ -66,7 +66,7 @@ _MODULE_OF = {
     "estimate_zero2_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
     "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
     "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
-    "gathered": "offload.engine.params.weight_edits",
+    "gathered": "offload.engine.params.gathered",
     "init": "offload.engine.model_io.load_pretrained",
     "initialize": "offload.engine.build.initialize",
     "load_pretrained": "offload.engine.model_io.load_pretrained",
@@ -114,7 +114,7 @@ if TYPE_CHECKING:
     from offload.engine.build.initialize import initialize
     from offload.engine.engine import Engine
     from offload.engine.model_io.load_pretrained import init, load_pretrained
-    from offload.engine.params.weight_edits import gathered
+    from offload.engine.params.gathered import gathered
     from offload.engine.tensor_api import (
         register_external_parameter,
         safe_get_full_fp32_param,

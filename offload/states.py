@@ -21,3 +21,11 @@ class State(enum.Enum):
     PACKED = "packed"
     """All that an optimizer of torch keeps, in words of four bytes: as many as it needs, not one for each element."""
     GRAD = "grad"
+
+
+class Tier(enum.Enum):
+    """Where a partition lives between uses: its home."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"

@@ -103,7 +103,7 @@ def values(folder: Path) -> dict[tuple[str, State], torch.Tensor]:
 
 
 def checkpoint_pieces(*arguments: Any) -> Any:
-    from offload.engine.pieces import pieces
+    from offload.layout.flat_layout import pieces
 
     return pieces(*arguments)
 

@@ -13,9 +13,8 @@ from offload.errors import BudgetError
 from offload.layout.placement import Machine, Placement, place
 from offload.layout.tiers import Homes, Partitions, Wish
 from offload.sizes import GIB, MIB
-from offload.states import State
+from offload.states import State, Tier
 from offload.swapper.modes import MODES
-from offload.swapper.residency import Tier
 
 MODE = MODES["bf16"]
 STATES = (State.RESIDUAL, State.EXP_AVG, State.EXP_AVG_SQ)

@@ -20,9 +20,8 @@ from offload.layout.units import find_units
 from offload.planner import memory as planning
 from offload.planner.memory import Memory, Room, settle
 from offload.sizes import GIB, MIB
-from offload.states import State
+from offload.states import State, Tier
 from offload.swapper.memory.limits import free_host_memory
-from offload.swapper.residency import Tier
 from tests.sampling import examples
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import offload
+from offload import schedules
 from offload.config import SCHEDULES, TORCH_SCHEDULES, load_config
 from offload.engine.training import build_scheduler as schedule_choice
 from offload.errors import ConfigError
-from offload.schedules import deepspeed as schedules
 from tests import bounds
 from tests.test_config import ODD
 from tests.test_resume_loop import Script, Setup, assert_equal, train

@@ -26,11 +26,10 @@ from offload.planner.simulation.machine import Machine, Moved, Rates, Waited
 from offload.planner.simulation.simulate import Budgets, Simulation, Use, simulate
 from offload.planner.simulation.updater import UpdateCost
 from offload.sizes import align_up
-from offload.states import State
-from offload.swapper.entry import UnitSize
+from offload.states import State, Tier
 from offload.swapper.policy import Limits
-from offload.swapper.residency import Tier
 from offload.swapper.store import spill_file as scratch
+from offload.swapper.unit_table import UnitSize
 from tests import models
 from tests.oracle import Job, small_pieces, start, train_step
 from tests.sampling import examples

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Hashable
 
 from offload.aio import File, IoQueue, Priority
-from offload.swapper.store import Future
+from offload.aio.protocols import Future
 
 _lock = threading.Lock()
 _open: dict[Hashable, tuple[IoQueue, int]] = {}

@@ -10,13 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from offload.aio.measure import Pass
 from offload.errors import ConfigError
 
 NAMES = ("aiofiles", "python-libaio")
-_NOISE = 1 << 24
 _MODULES = {"aiofiles": "aiofiles", "python-libaio": "libaio"}
 
 
@@ -31,14 +28,6 @@ def check(name: str) -> None:
         raise ConfigError(f"{name} is measured by the package {module}: pip install 'offload[bench]'") from error
     except OSError as error:  # python-libaio loads a library of the system
         raise ConfigError(f"{name} needs libaio.so.1 (Debian: apt install libaio1): {error}") from error
-
-
-def fill_with_noise(buffer: memoryview) -> None:
-    """Bytes that no drive can compress."""
-    words, noise = np.frombuffer(buffer, dtype=np.uint8), np.random.default_rng(0)
-    for start in range(0, len(words), _NOISE):  # no call takes long, so that a signal is obeyed between them
-        part = words[start : start + _NOISE]
-        part[:] = noise.integers(0, 256, len(part), dtype=np.uint8)
 
 
 def open_way(name: str, paths: Sequence[str], buffer: memoryview, block_bytes: int, depth: int) -> PythonWay:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.callbacks import EngineCallbacks
+from offload.engine.callbacks import Edit, EngineCallbacks
 from offload.engine.checkpoint.manager import Checkpoints
 from offload.engine.device_growth import advised, grow
 from offload.engine.memory_report import base_bytes
@@ -30,11 +30,11 @@ from offload.engine.optimizer_state_dict import OptimizerStates
 from offload.engine.param_access import Looking
 from offload.engine.shutdown import Ending
 from offload.engine.step import Boundary
-from offload.engine.step_values import Edit
-from offload.engine.training.components import Choices, Parts, close_all
+from offload.engine.training.components import Parts, close_all
 from offload.engine.training.data_loader import Loader
 from offload.engine.training.gradient_accumulation import MicroBatches
 from offload.engine.training.model_inputs import InputCast
+from offload.engine.training.step_settings import Choices
 from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout

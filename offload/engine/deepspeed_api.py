@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 from offload.engine.core import EngineCore
 from offload.engine.memory_report import MemoryReport, memory_report
-from offload.engine.training.components import Choices
 from offload.engine.training.data_loader import Loader, check_data, load
+from offload.engine.training.step_settings import Choices
 from offload.errors import UsageError
 from offload.swapper.pager import Counts
 from offload.swapper.store import DriveWrites

@@ -27,7 +27,7 @@ from offload.engine.deepspeed_api import Facts
 from offload.engine.keywords import refuse
 from offload.engine.model_io.save_pretrained import Wanted
 from offload.engine.training import train_batch as batch
-from offload.engine.training.components import resized
+from offload.engine.training.step_settings import resized
 from offload.errors import UsageError
 from offload.sizes import count_of
 from offload.timeline import Row

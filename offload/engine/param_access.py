@@ -18,21 +18,20 @@ import torch
 from torch import nn
 
 from offload.aio import aligned_empty
+from offload.aio.protocols import Future
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.distributed.agreement import Kind
 from offload.engine.distributed.all_or_nothing import Together, together
 from offload.engine.params.paged_parameter import Place
-from offload.engine.pieces import Piece, pieces
 from offload.engine.training.components import Parts
 from offload.errors import BudgetError, UsageError
-from offload.layout.flat_layout import Segment
+from offload.layout.flat_layout import Piece, Segment, pieces
 from offload.layout.master_weights import join, sources
 from offload.layout.opaque_state import unpack
 from offload.layout.placement import CHUNK
 from offload.sizes import format_size
 from offload.states import State
 from offload.swapper.memory.limits import free_host_memory
-from offload.swapper.store import Future
 
 _EXACT = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes whose every value fp32 has."""

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from offload.engine.callbacks import Known
 from offload.engine.metrics.step_meter import Stepped
 from offload.engine.optim.lamb_norms import with_ratios
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.unit_updates import Decider, UnitUpdate, grad_scale
 from offload.engine.optim.update_worker import Updater
-from offload.engine.step_values import Known
 from offload.engine.training.components import Parts
 from offload.engine.training.gradient_accumulation import MicroBatches
 from offload.engine.training.training_state import TrainingState

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from offload.aio import aligned_empty
+from offload.aio.protocols import Future
 from offload.sizes import MIB
-from offload.swapper.store import Future
 
 T = TypeVar("T")
 

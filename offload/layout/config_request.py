@@ -12,8 +12,8 @@ import torch
 
 from offload.config import Config, OptimizerBlock
 from offload.layout.tiers import Wish
+from offload.states import Tier
 from offload.swapper.modes import ADAM, DTYPES, MOMENTS, PRECISIONS, Mode
-from offload.swapper.residency import Tier
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 

@@ -5,20 +5,15 @@ Pure functions of what `plan` and `placement` have decided.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from offload.config import Config
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import Placement
-from offload.layout.tiers import Partitions, home_nbytes
-from offload.planner.simulation.simulate import Budgets
-from offload.planner.simulation.updater import UpdateCost
-from offload.sizes import align_up
 from offload.states import State
-from offload.swapper.entry import UnitSize
 from offload.swapper.modes import Mode
 from offload.swapper.policy import Limits
-from offload.swapper.residency import Tier
+from offload.swapper.unit_table import UnitSize
 
 
 def unit_sizes(
@@ -38,33 +33,3 @@ def limits(config: Config, mode: Mode) -> Limits:
     zero, itemsize = config.zero_optimization, mode.weight_dtype.itemsize
     counts = (zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance)
     return Limits(*(None if count is None else count * itemsize for count in counts))
-
-
-def update_costs(parts: Partitions, placement: Placement, slots: int, mode: Mode) -> list[UpdateCost | None]:
-    """What each unit's update moves; None for units that nothing trains."""
-    stored = placement.stored(parts, slots) or ({},) * len(parts.nbytes)
-    rows = zip(parts.nbytes, placement.homes, stored, parts.trainable_numel, strict=True)
-    return [_update_cost(*row, mode) if row[-1] else None for row in rows]
-
-
-def _update_cost(
-    nbytes: Mapping[State, int], homes: Mapping[State, Tier], stored: Mapping[State, int], numel: int, mode: Mode
-) -> UpdateCost:
-    weight = numel * mode.weight_dtype.itemsize if State.WEIGHT in stored else 0
-    beside = {state: each for state, each in stored.items() if state is not State.WEIGHT}
-    return UpdateCost(
-        numel,
-        weight,
-        sum(each for state, each in beside.items() if homes[state] is Tier.DISK),
-        weight + sum(beside.values()),
-        nbytes[State.GRAD] if homes[State.GRAD] is Tier.DISK else 0,
-    )
-
-
-def lease_budgets(parts: Partitions, placement: Placement) -> Budgets:
-    """Room for leases of weights, and for units that come to the device and go."""
-    raised = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.raised)
-    return Budgets(
-        placement.classes.weights + placement.classes.cache - raised,
-        placement.moving_nbytes - home_nbytes(parts, placement.homes, Tier.DEVICE),
-    )

@@ -28,11 +28,10 @@ from offload.layout.tiers import (
 from offload.layout.tile_sizes import pipeline, tile_growth, tiles
 from offload.notices import Remark
 from offload.sizes import MIB, PAGE, align_up, format_size
-from offload.states import State
+from offload.states import State, Tier
 from offload.swapper.memory.device_arena import check_budget
 from offload.swapper.memory.host_arena import Classes
 from offload.swapper.modes import ADAM, TORCH, Mode
-from offload.swapper.residency import Tier
 from offload.swapper.store import StoreSpec
 
 STAGING_BUFFERS = 3

@@ -17,9 +17,8 @@ import torch
 
 from offload.layout.flat_layout import WORD, UnitLayout
 from offload.sizes import align_up, count_of, format_size
-from offload.states import State
+from offload.states import State, Tier
 from offload.swapper.modes import Mode
-from offload.swapper.residency import Tier
 
 Homes = tuple[Mapping[State, Tier], ...]
 """For each unit the home of each state that this rank has of it; of GRAD, where it waits for its update."""

@@ -10,10 +10,9 @@ import torch
 from offload.kernels.lamb import BLOCK as LAMB_BLOCK
 from offload.layout.tiers import Homes, Partitions, Wish
 from offload.sizes import MIB, align_up
-from offload.states import State
+from offload.states import State, Tier
 from offload.swapper.memory.host_arena import TILE_BUFFERS
 from offload.swapper.modes import LAMB, TORCH, Mode
-from offload.swapper.residency import Tier
 
 _STEP = 2048
 """Elements: 4096 bytes of the smallest state."""

@@ -24,9 +24,8 @@ from offload.layout.memory_plan import (
 from offload.layout.placement import Machine, Placement, least_host
 from offload.layout.tiers import Partitions, home_nbytes
 from offload.sizes import align_up
-from offload.states import State
+from offload.states import State, Tier
 from offload.swapper.modes import ADAM, Mode
-from offload.swapper.residency import Tier
 
 PATH = "/mnt/nvme"
 """Where the swap files of a machine that is not there would lie."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from offload.aio.protocols import Queue
 from offload.engine.checkpoint.files import find
 from offload.engine.model_io.checkpoint_source import CheckpointSource
 from offload.engine.model_io.output_folder import arriving, check_room, copy_tokenizer, tokenizer_files
@@ -17,7 +18,6 @@ from offload.engine.model_io.weight_source import Source, StoreSource
 from offload.engine.model_io.weight_writer import Files, Plan, make_plan, notices, read_nbytes, shard_size, stream
 from offload.errors import StoreError
 from offload.swapper.modes import dtype_name
-from offload.swapper.store import Queue
 
 __all__ = ["Exported", "check_target", "export", "make_plan", "open_source", "read_nbytes", "shard_size"]
 

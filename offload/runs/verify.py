@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from offload.aio import StripedFile
+from offload.aio.protocols import Queue
 from offload.engine.checkpoint.files import find, progress_file, read_manifest, wrong_files
 from offload.engine.model_io.weight_source import lock_and_look, ranks_of
 from offload.errors import IoError, StoreError
 from offload.sizes import count_of, format_size
-from offload.swapper.store import Queue
 from offload.swapper.store.format.commit_record import last_of_all
 from offload.swapper.store.inspection import Commit, Found, Wrong
 from offload.swapper.store.rank_folder import reserve

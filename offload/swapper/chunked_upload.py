@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from offload.aio.protocols import Future
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.host_arena import Lease
-from offload.swapper.store import Future
 
 
 def stream(

@@ -7,17 +7,17 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from offload.aio.protocols import Future
 from offload.errors import BudgetError
 from offload.sizes import format_size
+from offload.states import Tier
 from offload.swapper.chunked_upload import stream
-from offload.swapper.entry import Entry
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.device_arena import DeviceArena, Slice
 from offload.swapper.memory.host_arena import Lease
 from offload.swapper.policy import Block, Floor, Place, find_place
-from offload.swapper.residency import Residency, Tier
-from offload.swapper.store import Future
-from offload.swapper.unit_table import Table
+from offload.swapper.residency import Residency
+from offload.swapper.unit_table import Entry, Table
 from offload.timeline import Row
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from offload.aio import Priority
+from offload.aio.protocols import Future
 from offload.sizes import PAGE, align_up
-from offload.states import State
-from offload.swapper.entry import Entry, Transfer
+from offload.states import State, Tier
 from offload.swapper.memory.host_arena import HostArena, Lease
 from offload.swapper.policy import Block, Limits, next_to_bring, victims
-from offload.swapper.residency import Residency, Tier
-from offload.swapper.store import Future, Store
-from offload.swapper.unit_table import Table
+from offload.swapper.residency import Residency
+from offload.swapper.store import Store
+from offload.swapper.unit_table import Entry, Table, Transfer
 from offload.timeline import Row
 
 

@@ -46,7 +46,7 @@ from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory
 from offload.swapper.modes import LAMB, TORCH
 from offload.swapper.pager import Pager
-from offload.swapper.residency import Tier
+from offload.states import Tier
 from offload.swapper.store import Store, Written
 from offload.swapper.store.drive_spans import DriveSpans
 from offload.swapper.store.spill_file import Scratch

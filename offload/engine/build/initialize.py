@@ -36,7 +36,8 @@ from offload.engine.optim import build_optimizer as optimizer_choice
 from offload.engine.optim.optimizer import Optimizer, refuse_others
 from offload.engine.build.plan import Plan, decide, summary
 from offload.engine.training import build_scheduler as schedule_choice
-from offload.engine.training.components import Choices, Parts, close_all
+from offload.engine.training.components import Parts, close_all
+from offload.engine.training.step_settings import Choices
 from offload.engine.training.data_loader import Loader, check_data, load
 from offload.engine.training.loss_scale import LossScaler
 from offload.engine.training.snapshot import Progress, persistent_buffers

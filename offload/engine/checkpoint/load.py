@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 
 from offload.aio import DirectFile, crc32c, crc32c_joined
+from offload.aio.protocols import Future, Queue
 from offload.engine.checkpoint.files import (
     Manifest,
     progress_file,
@@ -37,7 +38,6 @@ from offload.layout.opaque_state import Kept
 from offload.sizes import count_of
 from offload.states import State
 from offload.swapper.modes import MODES, Mode
-from offload.swapper.store import Future, Queue
 
 CLIENT_STATE = "client_state"
 """The user's own, in the file of progress."""

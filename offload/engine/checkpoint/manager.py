@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.aio.protocols import Queue
 from offload.engine.checkpoint.files import LATEST, check_folder, find
 from offload.engine.checkpoint.load import (
     CLIENT_STATE,
@@ -34,7 +35,6 @@ from offload.errors import UsageError
 from offload.fileio.plain_json import from_plain, to_plain
 from offload.layout.fingerprint import about, describe
 from offload.sizes import count_of
-from offload.swapper.store import Queue
 
 logger = logging.getLogger("offload")
 

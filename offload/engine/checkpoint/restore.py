@@ -12,16 +12,15 @@ from typing import NamedTuple
 
 import torch
 
+from offload.aio.protocols import Future, Queue
 from offload.engine.checkpoint.files import tensor_name
 from offload.engine.checkpoint.load import Found, Wish, open_states
 from offload.engine.checkpoint.resharding import Run, overlaps, packed_runs, runs
 from offload.engine.params.local_shards import Held
-from offload.engine.pieces import Piece, pieces
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
-from offload.layout.flat_layout import Segment
+from offload.layout.flat_layout import Piece, Segment, pieces
 from offload.layout.master_weights import join, split
 from offload.states import State
-from offload.swapper.store import Future, Queue
 
 _STEP = 2048
 """Elements: 4096 bytes of the smallest state."""

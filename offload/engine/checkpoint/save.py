@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 
 from offload.aio import DirectFile, IoQueue, crc32c, crc32c_joined
+from offload.aio.protocols import Future, Queue
 from offload.engine.checkpoint.directory import (
     begin_folder,
     drop_partial,
@@ -45,7 +46,7 @@ from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import Tensor, Writer
 from offload.sizes import MIB, format_size
 from offload.states import State
-from offload.swapper.store import Future, Queue, find_shortage
+from offload.swapper.store import find_shortage
 
 _SLACK = 4 * MIB
 """Bytes for the manifest, headers and folders."""

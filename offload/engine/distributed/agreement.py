@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.engine.callbacks import EngineCallbacks
+from offload.engine.callbacks import Edit, EngineCallbacks, Known
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.step_values import Edit, Known
 from offload.errors import RankError, UsageError
 from offload.states import State
 from offload.swapper.device_cache import Agreed, Having

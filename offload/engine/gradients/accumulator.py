@@ -21,17 +21,16 @@ from dataclasses import dataclass
 import torch
 
 from offload import kernels
-from offload.engine.callbacks import EngineCallbacks
+from offload.aio.protocols import Future
+from offload.engine.callbacks import EngineCallbacks, Known
 from offload.engine.gradients.device_to_host import Downloads
 from offload.engine.gradients.device_totals import Totals
 from offload.engine.gradients.disk_spill import Spill
 from offload.engine.gradients.values import flat, squares_of
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
-from offload.engine.step_values import Known
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
 from offload.swapper.memory.host_arena import HostArena, Lease
-from offload.swapper.store import Future
 from offload.timeline import OFF, Phase, Row, Timeline
 
 

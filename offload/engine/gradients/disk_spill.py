@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from offload.aio.protocols import Future
 from offload.swapper.memory.host_arena import Lease
-from offload.swapper.store import Future
 from offload.swapper.store.spill_file import Scratch
 
 

@@ -7,12 +7,13 @@ from functools import partial
 from pathlib import Path
 
 from offload.aio import crc32c_joined
+from offload.aio.protocols import Queue
 from offload.engine.checkpoint.files import states_file, tensor_name
 from offload.engine.checkpoint.load import look, open_states
 from offload.engine.model_io.weight_source import Reading
 from offload.errors import IoError
 from offload.states import State
-from offload.swapper.store import Compared, Queue
+from offload.swapper.store import Compared
 
 
 class CheckpointSource:

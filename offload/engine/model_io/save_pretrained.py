@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.aio.protocols import Future
 from offload.engine.checkpoint.directory import told
 from offload.engine.checkpoint.files import check_folder
 from offload.engine.distributed.agreement import Kind
@@ -28,7 +29,6 @@ from offload.engine.training.snapshot import persistent_buffers
 from offload.errors import UsageError
 from offload.layout.fingerprint import about, describe
 from offload.states import State
-from offload.swapper.store import Future
 
 logger = logging.getLogger("offload")
 

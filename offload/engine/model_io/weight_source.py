@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from offload.aio.protocols import Queue
 from offload.engine.checkpoint.files import refuse_rank
 from offload.errors import IoError, StoreError
 from offload.states import State
-from offload.swapper.store import Compared, Queue, bytes_of, rank_folders
+from offload.swapper.store import Compared, bytes_of, rank_folders
 from offload.swapper.store.format.checksums import Passages
 from offload.swapper.store.format.commit_record import last_of_all
 from offload.swapper.store.format.manifest import Manifest, Place

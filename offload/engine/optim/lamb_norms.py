@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from offload import kernels
+from offload.aio.protocols import Future
 from offload.engine.distributed.agreement import Rounds
 from offload.engine.gradients.accumulator import Gradients
 from offload.engine.optim.torch_fallback import TorchSegment
@@ -26,7 +27,6 @@ from offload.fileio.buffered_copy import flow
 from offload.layout.placement import CHUNK
 from offload.sizes import align_up
 from offload.states import State
-from offload.swapper.store import Future
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

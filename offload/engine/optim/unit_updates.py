@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from offload import kernels
+from offload.engine.callbacks import Edit
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.torch_fallback import TorchSegment, TorchStep, attributes_of
-from offload.engine.step_values import Edit
 from offload.layout.flat_layout import UnitLayout
 
 

@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 
 from offload import kernels
+from offload.engine.callbacks import Edit
 from offload.engine.optim.unit_updates import UnitUpdate
-from offload.engine.step_values import Edit
 from offload.layout.master_weights import put_weight, split
 from offload.states import State
 from offload.swapper.modes import Mode

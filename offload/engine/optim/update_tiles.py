@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from offload.aio.protocols import Future
 from offload.engine.gradients.accumulator import Gradients
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import TileContent, UnitSteps, UpdateStrategy
 from offload.engine.params.local_shards import Held, Resident
 from offload.sizes import align_up
-from offload.states import State
+from offload.states import State, Tier
 from offload.swapper.memory.host_arena import Lease
-from offload.swapper.residency import Tier
-from offload.swapper.store import Future
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

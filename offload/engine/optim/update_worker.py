@@ -19,14 +19,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from offload.aio.protocols import Future
 from offload.engine.gradients.accumulator import Gradients
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import EditSteps, UnitSteps, UpdateStrategy
 from offload.engine.optim.update_tiles import Job, Piece, Tile, TileReader
 from offload.engine.params.local_shards import Held
+from offload.states import Tier
 from offload.swapper.memory.host_arena import HostArena, Lease
-from offload.swapper.residency import Tier
-from offload.swapper.store import Future
 from offload.timeline import Row, Timeline
 
 

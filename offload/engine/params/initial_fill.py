@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from offload.aio import aligned_empty
+from offload.aio.protocols import Future
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.params.deferred_parameter import forget, origin_of
 from offload.engine.params.local_shards import Held, Resident
@@ -16,12 +17,10 @@ from offload.layout.flat_layout import UnitLayout
 from offload.layout.master_weights import split
 from offload.layout.placement import Placement
 from offload.layout.tiers import Partitions
-from offload.states import State
+from offload.states import State, Tier
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.modes import Mode
-from offload.swapper.residency import Tier
-from offload.swapper.store import Future
 
 
 def make_residents(

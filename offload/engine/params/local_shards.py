@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.aio.protocols import Future
 from offload.layout.flat_layout import UnitLayout
-from offload.states import State
-from offload.swapper.entry import UnitSize
+from offload.states import State, Tier
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import Lease
 from offload.swapper.modes import Mode
 from offload.swapper.pager import Pager
-from offload.swapper.residency import Tier
-from offload.swapper.store import Future, Store
+from offload.swapper.store import Store
+from offload.swapper.unit_table import UnitSize
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 
 from offload.config import SchedulerBlock
 from offload.errors import ConfigError
-from offload.schedules.deepspeed import MADE_BY, Schedule
+from offload.schedules import MADE_BY, Schedule
 
 
 class Chosen(NamedTuple):

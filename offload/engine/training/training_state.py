@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from offload.engine.optim.optimizer import Optimizer, merge_values
-from offload.engine.training.components import Choices
 from offload.engine.training.data_loader import Loader
 from offload.engine.training.registered_objects import Registered
 from offload.engine.training.snapshot import (
@@ -20,10 +19,11 @@ from offload.engine.training.snapshot import (
     scheduler_state,
     write_generators,
 )
+from offload.engine.training.step_settings import Choices
 from offload.errors import UsageError
 from offload.fileio.plain_json import from_plain, to_plain
 from offload.layout.flat_layout import UnitLayout
-from offload.schedules.deepspeed import Schedule
+from offload.schedules.base import Schedule
 from offload.sizes import count_of
 
 _LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}

@@ -8,7 +8,7 @@ import torch
 
 from offload import kernels
 from offload.aio import aligned_empty
-from offload.bench.adam import STEP, Arrays
+from offload.hardware.adam_arrays import STEP, Arrays
 from offload.hardware.probe.pace import Pace, grown, in_turns
 from offload.hardware.probe.rates import DTYPES
 

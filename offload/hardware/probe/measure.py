@@ -15,10 +15,10 @@ import torch
 
 from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.aio.measure import OPERATIONS, move, remove
-from offload.bench.baselines import fill_with_noise
 from offload.errors import ConfigError
 from offload.hardware.info import drive as about_drive
 from offload.hardware.info import machine as about_machine
+from offload.hardware.noise import fill_with_noise
 from offload.hardware.probe.compute import Compute
 from offload.hardware.probe.disturb import Others, apart
 from offload.hardware.probe.host import Host

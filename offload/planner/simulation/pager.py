@@ -11,11 +11,12 @@ from offload.errors import BudgetError
 from offload.planner.simulation.clock import Work
 from offload.planner.simulation.machine import Acting, Machine, until
 from offload.sizes import PAGE, align_up, format_size
+from offload.states import Tier
 from offload.swapper.access_order import Trace
-from offload.swapper.entry import UnitSize
 from offload.swapper.memory.allocator import Space
 from offload.swapper.policy import Block, Floor, Limits, find_place, keeps, next_to_bring, victims
-from offload.swapper.residency import ARROWS, Residency, Tier
+from offload.swapper.residency import ARROWS, Residency
+from offload.swapper.unit_table import UnitSize
 
 
 @dataclass

@@ -22,9 +22,9 @@ from offload.planner.simulation.clock import Span
 from offload.planner.simulation.machine import Acting, Machine, Moved, Rates, Waited, Worked
 from offload.planner.simulation.pager import SimulatedPager
 from offload.planner.simulation.updater import SimulatedUpdater, UpdateCost
-from offload.swapper.entry import UnitSize
 from offload.swapper.memory.allocator import Space
 from offload.swapper.policy import Limits
+from offload.swapper.unit_table import UnitSize
 
 
 class Use(NamedTuple):

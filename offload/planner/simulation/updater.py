@@ -10,8 +10,8 @@ from offload.aio import Priority
 from offload.planner.simulation.clock import Work
 from offload.planner.simulation.machine import Acting, Machine
 from offload.planner.simulation.pager import SimulatedPager
+from offload.states import Tier
 from offload.swapper.memory.host_arena import TILE_BUFFERS
-from offload.swapper.residency import Tier
 
 
 class UpdateCost(NamedTuple):

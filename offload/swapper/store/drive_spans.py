@@ -14,7 +14,7 @@ from offload.states import State
 from offload.timeline import OFF, Row, Timeline, now
 
 if TYPE_CHECKING:
-    from offload.swapper.store.requests import Future
+    from offload.aio.protocols import Future
 
 
 class DriveSpans:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from offload.aio.protocols import Queue
 from offload.errors import StoreError
 from offload.swapper.store.format.commit_record import was_committed
 from offload.swapper.store.format.manifest import read_manifest
 from offload.swapper.store.inspection import Found, allocated_nbytes, is_rank, look, store_id
 from offload.swapper.store.rank_folder import FILES, Lock, holder, read_whole, remove_files
-from offload.swapper.store.requests import Queue
 from offload.swapper.store.store import Store
 
 if TYPE_CHECKING:

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from offload.aio import DirectFile
+from offload.aio.protocols import Future, Queue
 from offload.errors import IoError, StoreError
 from offload.sizes import align_up, format_size
 from offload.states import State
-from offload.swapper.store import Future, Queue, Written, close_in_children
+from offload.swapper.store import Written, close_in_children
 from offload.swapper.store.drive_spans import NO_SPANS, DriveSpans
 from offload.timeline import Row, now
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.aio import Bandwidth, Priority, StripedFile, bandwidths, crc32c
+from offload.aio.protocols import Future, Queue
 from offload.aio.stripes import whole_weights
 from offload.errors import IoError, StoreError
 from offload.fileio import sync_folder
 from offload.sizes import MIB, PAGE, count_of, format_size
 from offload.states import State
-from offload.swapper.store.clone import clone_range
 from offload.swapper.store.drive_spans import NO_SPANS, DriveSpans
 from offload.swapper.store.drives import Shortage, find_shortage, shares
 from offload.swapper.store.format import blob
@@ -33,6 +33,7 @@ from offload.swapper.store.format.manifest import Manifest, StoreSpec, compare, 
 from offload.swapper.store.inspection import place_of, read_blob
 from offload.swapper.store.rank_folder import (
     Lock,
+    clone_range,
     close_in_children,
     make_folders,
     remove_files,
@@ -40,7 +41,7 @@ from offload.swapper.store.rank_folder import (
     write_durably,
     write_in_place,
 )
-from offload.swapper.store.requests import Compared, Future, Queue, bytes_of
+from offload.swapper.store.requests import Compared, bytes_of
 from offload.swapper.store.verify import first_damage
 from offload.swapper.store.write_counts import Written
 from offload.timeline import Row, now

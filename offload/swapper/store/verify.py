@@ -7,12 +7,13 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from offload.aio import StripedFile, aligned_empty, crc32c_joined
+from offload.aio.protocols import Future, Queue
 from offload.errors import IoError
 from offload.sizes import MIB
 from offload.states import State
 from offload.swapper.store.format.checksums import Key, Slot, Stretch
 from offload.swapper.store.format.manifest import Place
-from offload.swapper.store.requests import Future, Queue, bytes_of
+from offload.swapper.store.requests import bytes_of
 
 _CHUNK_NBYTES = 8 * MIB
 _CHUNKS = 4
