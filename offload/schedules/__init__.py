@@ -37,7 +37,7 @@ from offload.schedules.base import Schedule
 from offload.schedules.cycles import LRRangeTest, OneCycle
 from offload.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
-__all__ = ["MADE_BY", "LRRangeTest", "OneCycle", "Schedule", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+__all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 
 MADE_BY: dict[str, Callable[..., Schedule]] = {
     "WarmupLR": WarmupLR,

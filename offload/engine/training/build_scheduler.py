@@ -8,7 +8,8 @@ import torch
 
 from offload.config import SchedulerBlock
 from offload.errors import ConfigError
-from offload.schedules import MADE_BY, Schedule
+from offload.schedules import MADE_BY
+from offload.schedules.base import Schedule
 
 
 class Chosen(NamedTuple):
