@@ -6,6 +6,7 @@ become better than it says, so that it shrinks until it is empty. A failure prin
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections import Counter
@@ -34,6 +35,7 @@ TODAY: dict[str, dict[str, float]] = {
         "swapper/store/store.py": 608,
     },
     "functions": {"engine/assembly.py::assemble": 79},
+    "queues without a bound": {"engine/monitor.py": 1},
     "openings of 100 docstrings": {"offload": 21},
     "commented of 100 lines": {"offload": 1.3},
     "public functions without a section": {"offload": 148},
@@ -78,6 +80,17 @@ def long_functions(files: Sequence) -> dict[str, float]:
     return {name: lines for name, lines in every if lines > LINES_OF_A_FUNCTION}
 
 
+def unbounded_queues(sources: Mapping[str, str]) -> dict[str, float]:
+    """Returns how many of Python's queues each file makes without a bound. `SimpleQueue` cannot have one."""
+    found: Counter[str] = Counter()
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            name = ast.unparse(node.func).removeprefix("queue.") if isinstance(node, ast.Call) else ""
+            bounded = isinstance(node, ast.Call) and (node.args or node.keywords)
+            found[path] += name == "SimpleQueue" or (name in ("Queue", "LifoQueue", "PriorityQueue") and not bounded)
+    return dict(+found)
+
+
 def openings(files: Sequence) -> dict[str, float]:
     """Returns how many of 100 docstrings open with What, Whether, Which, Of, How or Who, rounded up, if too many."""
     texts = [text for file in files for text in file.docstrings]
@@ -110,6 +123,11 @@ def test_no_function_is_long() -> None:
     assert disagree(long_functions(FILES), TODAY["functions"]) == []
 
 
+def test_every_queue_is_bounded() -> None:
+    sources = {file.path: (PACKAGE / file.path).read_text(encoding="utf-8") for file in FILES}
+    assert disagree(unbounded_queues(sources), TODAY["queues without a bound"]) == []
+
+
 def test_docstrings_open_with_a_verb_or_a_noun() -> None:
     assert disagree(openings(FILES), TODAY["openings of 100 docstrings"]) == []
 
@@ -123,6 +141,18 @@ def test_public_functions_say_what_they_take_and_give() -> None:
     assert disagree(without_sections(sources), TODAY["public functions without a section"]) == [], "\n".join(
         f"{name}: {', '.join(lacks(source))}" for name, source in sorted(sources.items()) if lacks(source)
     )
+
+
+def test_the_page_for_contributors_has_the_same_numbers() -> None:
+    page = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = {row[0].strip(): row[1].strip() for row in re.findall(r"^\|([^|]+)\|([^|]+)\|$", page, re.MULTILINE)}
+    assert rows["a function"].startswith(f"{LINES_OF_A_FUNCTION} lines")
+    assert rows["a file"] == f"{LINES_OF_A_FILE} lines"
+    assert rows["a folder"].startswith(f"{FILES_OF_A_FOLDER} Python files")
+    assert (
+        rows["docstrings that open with What, Whether, Which, Of, How or Who"] == f"{OPENINGS_OF_100_DOCSTRINGS} of 100"
+    )
+    assert rows["comments"] == f"at least {COMMENTED_OF_100_LINES} of 100 lines"
 
 
 # -- each of them can fail ------------------------------------------------------------------------
@@ -150,6 +180,15 @@ def test_a_long_function_is_found() -> None:
     assert long_functions(counted(decorated + "    a = 1\n")) == {"a.py::f": 71}
     method = "class A:\n    async def f(self):\n" + "        a = 1\n" * 70
     assert long_functions(counted(method)) == {"a.py::A.f": 71}
+
+
+def test_a_queue_without_a_bound_is_found() -> None:
+    bounded = "a = queue.Queue(8)\nb = Queue(maxsize=DEPTH)\nc = _native.Queue()\nd = IoQueue()\n"
+    assert unbounded_queues({"a.py": bounded}) == {}
+    assert unbounded_queues({"a.py": bounded + "queue.Queue()\n", "b.py": "SimpleQueue()\nLifoQueue()"}) == {
+        "a.py": 1,
+        "b.py": 2,
+    }
 
 
 @pytest.mark.parametrize("word", ["What", "Whether", "Which", "Of", "How", "Who"])
