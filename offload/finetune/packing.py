@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -299,19 +299,20 @@ class Rows:
         return self._kept[1]
 
 
-def notices(packed: Packed, rows: Rows, records: Sequence[Record], tokenizer: Any) -> tuple[str, ...]:
-    """What a person should know of the data before training."""
+def notices(packed: Packed, rows: Rows, kinds: Mapping[type[Record], int], tokenizer: Any) -> tuple[str, ...]:
+    """Returns what a person should know of the data before training; `kinds` has the number of records of each."""
     lines = [
-        f"data: {count_of(len(records), 'document')} in {count_of(rows.row_count, 'row')} of {packed.ids.shape[1]} "
-        f"tokens, {packed.learned:.0%} of them learned; all rows come once in {count_of(rows.steps_of_a_pass, 'step')}"
+        f"data: {count_of(sum(kinds.values()), 'document')} in {count_of(rows.row_count, 'row')} of "
+        f"{packed.ids.shape[1]} tokens, {packed.learned:.0%} of them learned; all rows come once in "
+        f"{count_of(rows.steps_of_a_pass, 'step')}"
     ]
-    if any(isinstance(record, Chat) for record in records):
+    if kinds.get(Chat):
         lines.append(
             "chats: the assistant's words are learned"
             if marks_assistant(tokenizer)
             else "chats: all words are learned, since the chat template has no {% generation %} round the assistant's"
         )
-    if any(isinstance(record, Completion) for record in records):
+    if kinds.get(Completion):
         lines.append("prompts and completions: the completions are learned")
     if packed.alone:
         lines.append("each has a row of its own: in a row of several, this model would let one see the others")
