@@ -22,6 +22,7 @@ import torch
 from offload.errors import ConfigError
 from offload.finetune.documents import Chat, Completion, Record, Text
 from offload.finetune.evaluation import choose
+from offload.finetune.token_memory import Pool, make_array, pieces_of, take_rows
 from offload.sizes import count_of
 
 _IGNORED = -100  # of torch's cross entropy
@@ -45,12 +46,16 @@ class Document(NamedTuple):
 
 
 def encode(records: Iterable[Record], tokenizer: Any) -> list[Document]:
-    """Documents of the records, each ending with the tokenizer's end of text.
+    """Returns documents of the records, each ending with the tokenizer's end of text.
 
-    Without a tokenizer, tokens are bytes, and a newline ends each. Raises `ConfigError` for a chat that no template
-    takes.
+    Without a tokenizer, tokens are bytes, and a newline ends each.
+
+    Raises:
+        ConfigError: A chat that no template takes, or no room for the tokens.
     """
-    return [_encode(record, tokenizer) for record in records]
+    ids, learned = Pool(np.int32), Pool(np.bool_)
+    encoded = (_encode(record, tokenizer) for record in records)
+    return [Document(ids.keep(each.ids), learned.keep(each.learned), each.divisible) for each in encoded]
 
 
 def marks_assistant(tokenizer: Any) -> bool:
@@ -153,7 +158,8 @@ class Packed(NamedTuple):
     @property
     def learned(self) -> float:
         """The share of tokens that are learned."""
-        return float((self.labels != _IGNORED).mean())
+        count = sum(np.count_nonzero(self.labels[some] != _IGNORED) for some in pieces_of(self.labels))
+        return float(count / self.labels.size)
 
 
 def pack(documents: Sequence[Document], length: int, together: bool = True) -> Packed:
@@ -184,7 +190,8 @@ def hold_out(packed: Packed) -> tuple[Packed, Packed | None]:
 
 
 def _only(packed: Packed, rows: np.ndarray) -> Packed:
-    return packed._replace(ids=packed.ids[rows], labels=packed.labels[rows], positions=packed.positions[rows])
+    ids, labels, positions = (take_rows(array, rows) for array in packed[:3])
+    return packed._replace(ids=ids, labels=labels, positions=positions)
 
 
 def inputs_of(packed: Packed, with_positions: bool) -> dict[str, np.ndarray]:
@@ -235,8 +242,7 @@ def _fit(rows: list[list[Document]], documents: Sequence[Document], length: int)
 
 
 def _arrays(rows: Sequence[Sequence[Document]], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    ids, positions = (np.zeros((len(rows), length), np.int32) for _ in range(2))
-    labels = np.full((len(rows), length), _IGNORED, np.int32)
+    ids, labels, positions = (make_array((len(rows), length), np.int32, fill) for fill in (0, _IGNORED, 0))
     for number, row in enumerate(rows):
         start = 0
         for piece in row:
