@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.fileio import atomic_write
+from offload.fileio import atomic_write, cache_file
 
 _VERSION = 1
 _TOKENS, _WIDTH = 128, 256
@@ -158,10 +158,7 @@ def _as_rates(kept: Any) -> Rates | None:
 
 def kept_at() -> Path:
     """The file that holds what was measured on this machine, beside that of `offload probe`."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # as its specification has it
-        cache = os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(cache) / "offload" / f"products-{platform.node() or 'machine'}.json"
+    return cache_file("products")
 
 
 def _about() -> str:

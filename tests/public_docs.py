@@ -11,7 +11,7 @@ from types import FunctionType, ModuleType
 
 import offload
 from offload import aio, deepnvme, hf
-from offload.engine.optimizer import Optimizer
+from offload.engine.optim.optimizer import Optimizer
 
 _FOR_TORCH = {"forward"}
 """Public by its name, but what users call is `__call__`."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 import torch
 import transformers
@@ -102,6 +104,17 @@ def test_documents_may_come_from_several_places() -> None:
     Path("more/book.txt").write_text("a word " * 50)
     said = call("--steps", "1", "--data", "more", data="pairs.jsonl")
     assert "data: 13 documents in" in said.stdout and "completions are learned" in said.stdout, said.output
+
+
+def test_tables_are_learned_as_the_same_lines_of_json_are() -> None:
+    table = pyarrow.Table.from_pylist(PAIRS)
+    pyarrow.parquet.write_table(table, "pairs.parquet")
+    pyarrow.csv.write_csv(table, "pairs.csv")
+    losses = [
+        facts(call("--steps", "3", "--run", kind, "--json", data=f"pairs.{kind}"))["losses"]
+        for kind in ("jsonl", "parquet", "csv")
+    ]
+    assert losses[0] == losses[1] == losses[2]
 
 
 def test_a_preset_learns_documents_as_bytes() -> None:

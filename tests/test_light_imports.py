@@ -20,7 +20,7 @@ import offload
 from tests import models
 from tests.oracle import start, train_step
 
-HEAVY = ("torch", "numpy", "psutil", "rich", "safetensors", "transformers", "accelerate", "matplotlib")
+HEAVY = ("torch", "numpy", "psutil", "rich", "safetensors", "transformers", "accelerate", "matplotlib", "pyarrow")
 """Not pydantic, by which typer itself reads the options of a command; that the package does without is seen below."""
 
 _LOADED = f"""

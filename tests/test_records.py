@@ -15,7 +15,7 @@ CHAT = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
 def test_every_kind_of_line(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(f'{{"text": "one\\ntwo"}}\n\n{CHAT}\r\n{{"prompt": "p", "completion": ""}}')
-    text, chat, completion = read_records([file])
+    text, chat, completion = [*read_records([file])]
     assert text == Text(f"{file}:1", "one\ntwo")
     assert isinstance(chat, Chat) and chat.place == f"{file}:3" and chat.messages[1]["content"] == "b"
     assert completion == Completion(f"{file}:4", "p", "")
@@ -23,7 +23,7 @@ def test_every_kind_of_line(tmp_path: Path) -> None:
 
 def test_any_other_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text('\ufeff{"text": 1}\nand more é')
-    assert read_records([tmp_path / "a.txt"]) == [Text(str(tmp_path / "a.txt"), '{"text": 1}\nand more é')]
+    assert [*read_records([tmp_path / "a.txt"])] == [Text(str(tmp_path / "a.txt"), '{"text": 1}\nand more é')]
 
 
 def test_a_folder_is_searched_in_an_order_that_stays(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(f'{{"text": "right"}}\n\n{line}\n')
     with pytest.raises(ConfigError) as raised:
-        read_records([file])
+        [*read_records([file])]
     assert str(raised.value).startswith(f"{file}:3") and WRONG[line] in str(raised.value)
 
 
@@ -73,11 +73,11 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_bytes(b'{"text": "right"}\n{"text": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"data.jsonl:2 is not UTF-8: invalid start byte at byte 10"):
-        read_records([file])
+        [*read_records([file])]
 
 
 def test_half_a_character(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "fine"}\n{"text": "lone \\ud83d surrogate"}\n')
     with pytest.raises(ConfigError, match=r"data\.jsonl:2 has half a character in it, '\\ud83d'"):
-        read_records([file])
+        [*read_records([file])]

@@ -200,7 +200,9 @@ def test_where_they_would_each_has_a_row_of_its_own() -> None:
     assert packed.alone and len(packed.ids) == 3
     records = [Completion("", "one", " and two"), Completion("", "three", " four")]
     packed = pack(encode(records, None), 40, together=False)
-    assert "each has a row of its own" in " ".join(notices(packed, Rows(packed, 1, 1, 0), records, None))
+    assert "each has a row of its own" in " ".join(
+        notices(packed, Rows(packed, 1, 1, 0), Counter(map(type, records)), None)
+    )
 
 
 def test_a_long_text_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +266,7 @@ def test_a_person_is_told_what_is_learned() -> None:
     for template, words in ((MARKING_TEMPLATE, "the assistant's words"), (PLAIN_TEMPLATE, "all words")):
         by = tokenizer(template)
         packed = pack(encode(records, by), 8)
-        said = "\n".join(notices(packed, Rows(packed, 1, 1, 0), records, by))
+        said = "\n".join(notices(packed, Rows(packed, 1, 1, 0), Counter(map(type, records)), by))
         assert f"chats: {words} are learned" in said and "the completions are learned" in said
         assert "3 documents in 2 rows of 8 tokens" in said
         assert "3 documents are longer than a row, and cut" in said and "1 document is left out" in said

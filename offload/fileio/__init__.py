@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from offload.fileio.atomic_write import atomic_write, replace_durably, sync_folder, write_new
+from offload.fileio.cache_file import cache_file
 from offload.fileio.locked_dir import DirLock, LockHeldError, holder_of, this_process
 
 __all__ = [
     "DirLock",
     "LockHeldError",
     "atomic_write",
+    "cache_file",
     "holder_of",
     "replace_durably",
     "sync_folder",

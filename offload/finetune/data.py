@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from offload.errors import ConfigError
 from offload.finetune import packing, token_stream
-from offload.finetune.documents import find_data, read_records
+from offload.finetune.documents import Record, find_data, read_records
 from offload.finetune.evaluation import HeldOut
 from offload.finetune.options import Options
 from offload.sizes import count_of
@@ -67,8 +68,8 @@ def read_files(options: Options, files: Files, tokenizer: Any, share: Share, apa
 
 
 def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apart: bool) -> Data:
-    records = read_records(files.learned)
-    packed = packing.pack(packing.encode(records, tokenizer), options.seq_len, apart)
+    kinds: Counter[type[Record]] = Counter()
+    packed = packing.pack(packing.encode(_counted(files.learned, kinds), tokenizer), options.seq_len, apart)
     held: packing.Packed | None = None
     if files.evaluated:
         held = _packed_to_evaluate(options, files, tokenizer, apart)
@@ -77,7 +78,14 @@ def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apa
     learned = packing.Rows(packed, *share)
     learned.with_positions = apart
     held_out = None if held is None else _held_out(packing.inputs_of(held, apart), share)
-    return Data(learned, held_out, packing.notices(packed, learned, records, tokenizer))
+    return Data(learned, held_out, packing.notices(packed, learned, kinds, tokenizer))
+
+
+def _counted(files: Sequence[Path], kinds: Counter[type[Record]]) -> Iterator[Record]:
+    """Yields the records of `files`, and counts them in `kinds`."""
+    for record in read_records(files):
+        kinds[type(record)] += 1
+        yield record
 
 
 def _packed_to_evaluate(options: Options, files: Files, tokenizer: Any, apart: bool) -> packing.Packed:

@@ -1,20 +1,22 @@
-"""What `--data` names: files of documents, read and checked line by line. Pure but for the reading; knows no tokens.
+"""Files of documents, which `--data` names, read and checked one record after the other. Knows no tokens.
 
 *.jsonl, *.ndjson, *.json   one object a line: {"text": …}, {"messages": […]} or {"prompt": …, "completion": …}
+*.parquet, *.csv            one document a row, in columns of these names
 any other file              one document, plain text
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.errors import ConfigError
+from offload.finetune import tables
 
 _LINES = (".jsonl", ".ndjson", ".json")
-_IN_FOLDERS = (".jsonl", ".ndjson", ".txt", ".md", ".py")
+_IN_FOLDERS = (".jsonl", ".ndjson", ".parquet", ".csv", ".txt", ".md", ".py")
 _SHAPES = '{"text": "…"}, {"messages": [{"role": "user", "content": "…"}, …]} or {"prompt": "…", "completion": "…"}'
 
 
@@ -45,7 +47,15 @@ Record = Text | Chat | Completion
 
 
 def find_data(paths: Sequence[Path]) -> list[Path]:
-    """The files of `paths`, folders searched for *.jsonl, *.ndjson, *.txt, *.md and *.py, in an order that stays."""
+    """Returns the files of `paths`, those of a folder sorted by path.
+
+    Args:
+        paths: Files of any kind, and folders that are searched for *.jsonl, *.ndjson, *.parquet, *.csv, *.txt, *.md
+            and *.py.
+
+    Raises:
+        ConfigError: A path that does not exist, a folder without such a file, or Parquet without pyarrow.
+    """
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -57,27 +67,54 @@ def find_data(paths: Sequence[Path]) -> list[Path]:
             found.append(path)
         else:
             raise ConfigError(f"there is no data at {path}")
+    if any(file.suffix == ".parquet" for file in found):
+        tables.require_pyarrow()
     return found
 
 
-def read_records(files: Sequence[Path]) -> list[Record]:
-    """All documents of all files, in order. Raises `ConfigError` with file and line for what is none."""
-    return [record for file in files for record in _read(file)]
+def read_records(files: Iterable[Path]) -> Iterator[Record]:
+    """Yields the documents of all files in order; one record is in memory at a time, or one whole file of plain text.
+
+    Raises:
+        ConfigError: A file that cannot be read, or a record that is malformed, with its file and line or row.
+    """
+    for file in files:
+        try:
+            yield from _READERS.get(file.suffix, _read_text)(file)
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
 
 
-def _read(file: Path) -> Iterator[Record]:
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-    if file.suffix not in _LINES:
-        yield Text(str(file), _decode(content, str(file)))
-        return
-    for number, line in enumerate(content.split(b"\n"), 1):
-        place = f"{file}:{number}"
-        text = _decode(line, place).strip()
-        if text:
-            yield _record(text, place)
+def _read_text(file: Path) -> Iterator[Record]:
+    yield Text(str(file), _decode(file.read_bytes(), str(file)))
+
+
+def _read_lines(file: Path) -> Iterator[Record]:
+    with file.open("rb") as content:
+        for number, line in enumerate(content, 1):
+            place = f"{file}:{number}"
+            text = _decode(line, place).strip()
+            if text:
+                yield _record(_parse(text, place), place)
+
+
+def _read_csv(file: Path) -> Iterator[Record]:
+    with file.open("rb") as content:
+        lines = (_decode(line, f"{file}:{number}") for number, line in enumerate(content, 1))
+        for place, row in tables.read_csv(file, lines):
+            yield _record(row, place)
+
+
+def _read_parquet(file: Path) -> Iterator[Record]:
+    for place, row in tables.read_parquet(file):
+        yield _record(row, place)
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+    **dict.fromkeys(_LINES, _read_lines),
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
 
 
 def _decode(content: bytes, place: str) -> str:
@@ -87,7 +124,7 @@ def _decode(content: bytes, place: str) -> str:
         raise ConfigError(f"{place} is not UTF-8: {error.reason} at byte {error.start}; convert the file") from error
 
 
-def _record(line: str, place: str) -> Record:
+def _parse(line: str, place: str) -> Any:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -98,6 +135,10 @@ def _record(line: str, place: str) -> Record:
         raise ConfigError(
             f"{place} has half a character in it, {error.object[error.start]!a}; mend the line"
         ) from error
+    return found
+
+
+def _record(found: Any, place: str) -> Record:
     if not isinstance(found, dict):
         raise ConfigError(f"{place} holds {_kind(found)}, and each line must be one of {_SHAPES}")
     kinds = [key for key in ("text", "messages", "prompt") if key in found]
@@ -138,4 +179,7 @@ def _kind(value: Any) -> str:
         return "a list" if value else "an empty list"
     if isinstance(value, dict):
         return "an object"
-    return {str: "a string", bool: "true or false", type(None): "null"}.get(type(value), "a number")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "a number"
+    words = {str: "a string", bool: "true or false", type(None): "null"}
+    return words.get(type(value), f"of type {type(value).__name__}")  # columns of tables have more types than JSON

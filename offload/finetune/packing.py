@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 from offload.errors import ConfigError
 from offload.finetune.documents import Chat, Completion, Record, Text
 from offload.finetune.evaluation import choose
+from offload.finetune.token_memory import Pool, make_array, pieces_of, take_rows
 from offload.sizes import count_of
 
 _IGNORED = -100  # of torch's cross entropy
@@ -45,12 +46,16 @@ class Document(NamedTuple):
 
 
 def encode(records: Iterable[Record], tokenizer: Any) -> list[Document]:
-    """Documents of the records, each ending with the tokenizer's end of text.
+    """Returns documents of the records, each ending with the tokenizer's end of text.
 
-    Without a tokenizer, tokens are bytes, and a newline ends each. Raises `ConfigError` for a chat that no template
-    takes.
+    Without a tokenizer, tokens are bytes, and a newline ends each.
+
+    Raises:
+        ConfigError: A chat that no template takes, or no room for the tokens.
     """
-    return [_encode(record, tokenizer) for record in records]
+    ids, learned = Pool(np.int32), Pool(np.bool_)
+    encoded = (_encode(record, tokenizer) for record in records)
+    return [Document(ids.keep(each.ids), learned.keep(each.learned), each.divisible) for each in encoded]
 
 
 def marks_assistant(tokenizer: Any) -> bool:
@@ -153,7 +158,8 @@ class Packed(NamedTuple):
     @property
     def learned(self) -> float:
         """The share of tokens that are learned."""
-        return float((self.labels != _IGNORED).mean())
+        count = sum(np.count_nonzero(self.labels[some] != _IGNORED) for some in pieces_of(self.labels))
+        return float(count / self.labels.size)
 
 
 def pack(documents: Sequence[Document], length: int, together: bool = True) -> Packed:
@@ -184,7 +190,8 @@ def hold_out(packed: Packed) -> tuple[Packed, Packed | None]:
 
 
 def _only(packed: Packed, rows: np.ndarray) -> Packed:
-    return packed._replace(ids=packed.ids[rows], labels=packed.labels[rows], positions=packed.positions[rows])
+    ids, labels, positions = (take_rows(array, rows) for array in packed[:3])
+    return packed._replace(ids=ids, labels=labels, positions=positions)
 
 
 def inputs_of(packed: Packed, with_positions: bool) -> dict[str, np.ndarray]:
@@ -235,8 +242,7 @@ def _fit(rows: list[list[Document]], documents: Sequence[Document], length: int)
 
 
 def _arrays(rows: Sequence[Sequence[Document]], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    ids, positions = (np.zeros((len(rows), length), np.int32) for _ in range(2))
-    labels = np.full((len(rows), length), _IGNORED, np.int32)
+    ids, labels, positions = (make_array((len(rows), length), np.int32, fill) for fill in (0, _IGNORED, 0))
     for number, row in enumerate(rows):
         start = 0
         for piece in row:
@@ -299,19 +305,20 @@ class Rows:
         return self._kept[1]
 
 
-def notices(packed: Packed, rows: Rows, records: Sequence[Record], tokenizer: Any) -> tuple[str, ...]:
-    """What a person should know of the data before training."""
+def notices(packed: Packed, rows: Rows, kinds: Mapping[type[Record], int], tokenizer: Any) -> tuple[str, ...]:
+    """Returns what a person should know of the data before training; `kinds` has the number of records of each."""
     lines = [
-        f"data: {count_of(len(records), 'document')} in {count_of(rows.row_count, 'row')} of {packed.ids.shape[1]} "
-        f"tokens, {packed.learned:.0%} of them learned; all rows come once in {count_of(rows.steps_of_a_pass, 'step')}"
+        f"data: {count_of(sum(kinds.values()), 'document')} in {count_of(rows.row_count, 'row')} of "
+        f"{packed.ids.shape[1]} tokens, {packed.learned:.0%} of them learned; all rows come once in "
+        f"{count_of(rows.steps_of_a_pass, 'step')}"
     ]
-    if any(isinstance(record, Chat) for record in records):
+    if kinds.get(Chat):
         lines.append(
             "chats: the assistant's words are learned"
             if marks_assistant(tokenizer)
             else "chats: all words are learned, since the chat template has no {% generation %} round the assistant's"
         )
-    if any(isinstance(record, Completion) for record in records):
+    if kinds.get(Completion):
         lines.append("prompts and completions: the completions are learned")
     if packed.alone:
         lines.append("each has a row of its own: in a row of several, this model would let one see the others")

@@ -1,7 +1,8 @@
 """The AdamW step and sums of squares on a CUDA device, with the bits of the CPU's.
 
-They need CuPy: pip install 'offload[cuda12]' or [cuda13]. Not verified on a GPU yet: the arithmetic was run on a CPU,
-compiled as C++ (tests/test_kernels_cuda.py).
+They need CuPy: pip install 'offload[cuda12]' or [cuda13]. Not verified on a GPU yet. The arithmetic was run on a CPU,
+compiled as C++ (tests/test_kernels_cuda.py); NVRTC compiles it for each architecture without a fused or approximate
+operation (tests/test_kernels_nvrtc.py).
 """
 
 from __future__ import annotations

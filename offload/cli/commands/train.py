@@ -77,7 +77,8 @@ class TrainOptions:
             _DATA,
             "--data",
             'Documents, whole in rows of --seq-len: a *.jsonl file with {"text"}, {"messages"} or {"prompt", '
-            '"completion"} a line, a text file, or a folder of such; may repeat.',
+            '"completion"} a line, *.parquet or *.csv with such columns, a text file, or a folder of these; may '
+            "repeat.",
             "--train-file",
             metavar="PATH",
         ),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.errors import ConfigError
-from offload.fileio import atomic_write
+from offload.fileio import atomic_write, cache_file
 from offload.hardware.info import machine as about_machine
 from offload.hardware.probe.rates import DriveRates, DtypeRates, Probed, Rates
 from offload.sizes import count_of
@@ -33,10 +31,7 @@ def check_kept() -> None:
 
 def kept_at() -> Path:
     """The file that holds what was measured on this machine."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # as its specification has it
-        cache = os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(cache) / "offload" / f"probe-{platform.node() or 'machine'}.json"
+    return cache_file("probe")
 
 
 def keep(found: Probed) -> Path:

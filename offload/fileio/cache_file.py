@@ -1,0 +1,15 @@
+"""The place of files that hold what was measured on this machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+
+def cache_file(name: str) -> Path:
+    """Returns the path of a JSON file of this machine in the user's cache folder, which need not exist."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):  # as its specification has it
+        cache = os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(cache) / "offload" / f"{name}-{platform.node() or 'machine'}.json"

@@ -1,0 +1,104 @@
+"""Rows of CSV and Parquet files as JSON would have them: a mapping of columns to values."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from offload.errors import ConfigError
+
+COLUMNS = ("text", "messages", "prompt", "completion")
+"""Columns that are read; all others are left alone."""
+_ROWS_AT_ONCE = 256
+
+
+def require_pyarrow() -> Any:
+    """Returns the module `pyarrow.parquet`.
+
+    Raises:
+        ConfigError: It is not installed; the message has the command that installs it.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            "*.parquet files need pyarrow, which is not installed; run: pip install 'offload[data]'"
+        ) from error
+    return pyarrow.parquet
+
+
+def read_csv(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the rows of a CSV file, each with its place: "data.csv:17" is where it begins. All values are strings.
+
+    Args:
+        file: The file, for messages.
+        lines: Its lines, with their ends. The first one names the columns; quoted fields may have several lines.
+
+    Raises:
+        ConfigError: No column to learn from, a row of another width, or quotes that do not fit.
+    """
+    rows = csv.reader(lines, strict=True)
+    names: list[str] | None = None
+    begins, limit = 1, csv.field_size_limit(sys.maxsize)  # else 128 KiB, and documents are longer
+    try:
+        for row in rows:
+            place, begins = f"{file}:{begins}", rows.line_num + 1
+            if not row:
+                continue
+            if names is None:
+                names = row
+                _check(names, place)
+            elif len(row) != len(names):
+                raise ConfigError(f"{place} has {len(row)} fields, and the first line names {len(names)} columns")
+            else:
+                yield place, {name: value for name, value in zip(names, row, strict=True) if name in COLUMNS}
+    except csv.Error as error:
+        raise ConfigError(
+            f"{file}:{begins} is not CSV: {error}; quote fields with commas, quotes or line ends"
+        ) from error
+    finally:
+        csv.field_size_limit(limit)
+    if names is None:
+        _check([], str(file))
+
+
+def read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the rows of a Parquet file, each with its place, which counts from 1; some hundred are in memory at once.
+
+    A null is left out: columns that a row has no use for, and keys of messages that only other messages have, are null.
+
+    Raises:
+        ConfigError: No column to learn from, or a file that pyarrow does not read.
+    """
+    parquet = require_pyarrow()
+    import pyarrow
+
+    number = 0
+    try:
+        with parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            _check(names, str(file))
+            columns = [name for name in COLUMNS if name in names]
+            for batch in table.iter_batches(_ROWS_AT_ONCE, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{file}: row {number}", _without_nulls(row)
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not Parquet that can be read, after row {number}: {error}") from error
+
+
+def _check(names: Sequence[str], place: str) -> None:
+    if not any(name in COLUMNS for name in names):
+        raise ConfigError(
+            f"{place} has the columns {', '.join(names) or '(none)'}; rename one to text or messages, or two to prompt "
+            f"and completion"
+        )
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

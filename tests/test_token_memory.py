@@ -1,0 +1,123 @@
+"""Tokens that are many lie in files without a name; what is trained has the same bits, and a full disk is an error."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from offload.errors import ConfigError
+from offload.finetune import packing, token_memory
+from offload.finetune.documents import Completion, Record, Text
+
+RECORDS: list[Record] = [
+    *(Text("", f"{n} " * (7 * n % 40)) for n in range(60)),
+    *(Completion("", "a" * (n % 17), "b" * (n % 23)) for n in range(60)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _files_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def mapped() -> int:
+    """How many temporary files this process has mapped."""
+    return Path("/proc/self/maps").read_text().count(tempfile.gettempdir())
+
+
+class Made(NamedTuple):
+    """What becomes of the records."""
+
+    checksum: str
+    learned: float
+    batches: list[dict[str, torch.Tensor]]
+    held: np.ndarray
+    files: tuple[int, int]
+    """Mapped files: of the documents, and then of the rows too."""
+
+
+def make() -> Made:
+    documents = packing.encode(RECORDS, None)
+    of_documents = mapped()
+    packed = packing.pack(documents, 32)
+    files = of_documents, mapped()
+    del documents
+    packed, held = packing.hold_out(packed)
+    assert held is not None
+    rows = packing.Rows(packed, 2, 1, 0)
+    inputs = [rows.inputs(step, 0) for step in range(1, 30)]
+    return Made(rows.checksum, packed.learned, inputs, held.labels.copy(), files)
+
+
+def test_in_files_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = make()
+    for name, value in (("_IN_RAM", 100), ("_BLOCK", 1 << 12), ("_AT_ONCE", 300)):
+        monkeypatch.setattr(token_memory, name, value)
+    found = make()
+    assert (found.checksum, found.learned) == (expected.checksum, expected.learned)
+    for one, other in zip(found.batches, expected.batches, strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in ("input_ids", "labels", "position_ids"))
+    assert np.array_equal(found.held, expected.held)
+    assert expected.files == (0, 0) and found.files[0] >= 2 and found.files[1] == found.files[0] + 3
+    assert mapped() == 0, "files end with their arrays"
+
+
+def test_a_pool_makes_no_file_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_memory, "_IN_RAM", 80)
+    monkeypatch.setattr(token_memory, "_BLOCK", 4096)
+    pool, values = token_memory.Pool(np.int32), np.arange(10, dtype=np.int32)
+    assert pool.keep(values) is values
+    kept = [pool.keep(values + number) for number in range(1, 400)]
+    assert mapped() == 4, "4,096 bytes each"
+    assert all(np.array_equal(each, values + number) for number, each in enumerate(kept, 1))
+    assert len(pool.keep(np.zeros(5000, np.int32))) == 5000
+
+
+def test_a_full_disk_is_an_error_and_not_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(token_memory, "_IN_RAM", 100)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"do not fit in .*: No space left on device; .* set TMPDIR"):
+        token_memory.make_array((100,), np.int32)
+
+
+_LIMITED = """
+import json, resource, sys
+from pathlib import Path
+from offload.finetune import data, token_memory
+from offload.finetune.options import Options
+token_memory._IN_RAM = int(sys.argv[2])
+options = Options(data=(Path(sys.argv[1]),), seq_len=512)
+files = data.find_files(options)
+used = 4096 * int(Path("/proc/self/statm").read_text().split()[5])  # what RLIMIT_DATA counts: not what files back
+resource.setrlimit(resource.RLIMIT_DATA, (used + (64 << 20), resource.RLIM_INFINITY))
+try:
+    found = data.read_files(options, files, None, data.Share(1, 1, 0, 0, 1), True)
+    print(json.dumps(found.batches.token_count))
+except MemoryError:
+    print(json.dumps("MemoryError"))
+"""
+
+
+@pytest.mark.parametrize("in_files", [True, False])
+def test_data_may_be_larger_than_memory(tmp_path: Path, in_files: bool) -> None:
+    """20 MB of text are 20 million tokens without a tokenizer, 340 MB with all that is known of each."""
+    line = json.dumps({"text": "to be or not to be " * 500}) + "\n"
+    (tmp_path / "data.jsonl").write_text(line * (20_000_000 // len(line)))
+    arguments = (str(tmp_path / "data.jsonl"), str(1 << 20 if in_files else 1 << 40))
+    done = subprocess.run([sys.executable, "-c", _LIMITED, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found > 18_000_000 if in_files else found == "MemoryError"
