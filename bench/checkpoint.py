@@ -81,7 +81,10 @@ def _run(given: argparse.Namespace) -> dict[str, Any]:
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
         nbytes = sum(
-            nbytes for row in engine._core.parts.held.nbytes for state, nbytes in row.items() if state.value != "grad"
+            nbytes
+            for row in engine._core.components.shards.nbytes
+            for state, nbytes in row.items()
+            if state.value != "grad"
         )
         rate = bandwidths([given.folder], nbytes=min(GIB, nbytes), rounds=3)[0]
 

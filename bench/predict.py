@@ -35,7 +35,7 @@ _UNCOUNTED = 2
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__, seq_len=256, rounds=3)
     parser.add_argument("--steps", type=int, default=4, help="that count, of each run")
-    parser.add_argument("--placements", default=" ".join("/".join(homes) for homes in PLACEMENTS))
+    parser.add_argument("--placements", default=" ".join("/".join(tiers) for tiers in PLACEMENTS))
     parser.add_argument("--dtype", default="bf16", choices=tuple(DTYPES), help="of the weights")
     parser.add_argument("--throttle", type=parse_size, help="bytes a second that the drive may read, and may write")
     given = parser.parse_args(arguments)
@@ -61,10 +61,10 @@ def _rounds(given: argparse.Namespace) -> None:
 
 
 def _run(
-    given: argparse.Namespace, shape: Shape, load: Load, homes: tuple[str, str], hardware: Hardware
+    given: argparse.Namespace, shape: Shape, load: Load, tiers: tuple[str, str], hardware: Hardware
 ) -> dict[str, Any]:
     """One placement: predicted twice, and measured."""
-    content = memory.settings(*homes, dtype=given.dtype, batch=given.batch_size, paths=[str(given.folder)])
+    content = memory.settings(*tiers, dtype=given.dtype, batch=given.batch_size, paths=[str(given.folder)])
     dtype = DTYPES[given.dtype]
     content["offload"] |= {"device": "cpu", "run": "bench-predict", "durability": "auto"}
     by_probe = choice.plan(shape, hardware, load, content)

@@ -12,7 +12,7 @@ class State(enum.Enum):
     """
 
     WEIGHT = "weight"
-    RESIDUAL = "residual"
+    MASTER_LOW_BITS = "residual"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
     MASTER = "master"

@@ -32,7 +32,7 @@ def test_frozen_weights_are_copied_once_and_never_written_again(tmp_path: Path) 
     assert adapters and not any(parameter.any() for parameter in adapters), "as peft has made them"
     job = FAMILIES["llama"].job("bf16")
     engine = engine_of(model, tmp_path / "swap", job)
-    store = engine._core.parts.store
+    store = engine._core.components.store
     assert store is not None
     writes: list[tuple[int, State, int, int]] = []
     write = store.write
@@ -45,10 +45,10 @@ def test_frozen_weights_are_copied_once_and_never_written_again(tmp_path: Path) 
     for step in range(2):
         train_step(engine, job, step)
     engine._core.await_updates()
-    trainable = [len(part) for part in engine._core.parts.trainable]
+    trainable = [len(part) for part in engine._core.components.trainable]
     assert writes and any(not part for part in trainable)
     for unit, state, start, nbytes in writes:
-        itemsize = engine._core.parts.held.mode.states[state].itemsize
+        itemsize = engine._core.components.shards.mode.states[state].itemsize
         assert start + nbytes <= trainable[unit] * itemsize, "what is frozen is behind that"
     state = engine.module.state_dict()
     for name, value in given.items():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from offload.errors import BudgetError
 from offload.sizes import align_up
-from offload.swapper.memory.allocator import Space
+from offload.swapper.memory.allocator import Allocator
 from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena, check_budget
 from offload.swapper.memory.host_arena import Classes, HostArena
@@ -24,7 +24,7 @@ operations = st.lists(st.one_of(st.integers(1, 40_000), st.integers(-20, -1)), m
 @given(operations, st.booleans())
 @settings(deadline=None)
 def test_blocks_are_aligned_disjoint_and_come_back(steps: list[int], scatter: bool) -> None:
-    space = Space(256 * 1024, random.Random(1) if scatter else None)
+    space = Allocator(256 * 1024, random.Random(1) if scatter else None)
     held: list[tuple[int, int]] = []
     for step in steps:
         if step > 0:
@@ -44,7 +44,7 @@ def test_blocks_are_aligned_disjoint_and_come_back(steps: list[int], scatter: bo
 
 
 def test_best_fit_takes_the_smallest_hole() -> None:
-    space = Space(5 * 4096)
+    space = Allocator(5 * 4096)
     blocks = [space.take(4096) for _ in range(5)]
     space.give(blocks[0], 4096)
     space.give(blocks[2], 4096)
@@ -53,7 +53,7 @@ def test_best_fit_takes_the_smallest_hole() -> None:
 
 
 def test_a_block_that_is_returned_twice_is_noticed() -> None:
-    space = Space(8192)
+    space = Allocator(8192)
     offset = space.take(4096)
     space.give(offset, 4096)
     with pytest.raises(AssertionError):
@@ -62,7 +62,7 @@ def test_a_block_that_is_returned_twice_is_noticed() -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.sets(st.integers(0, 11)), st.integers(1, 40))
 def test_what_could_be_taken_can_be(sizes: list[int], given_back: set[int], wish: int) -> None:
-    space = Space(40 * 4096, random.Random(0))
+    space = Allocator(40 * 4096, random.Random(0))
     blocks = [(offset, size * 4096) for size in sizes if (offset := space.take(size * 4096)) is not None]
     back = [block for index, block in enumerate(blocks) if index in given_back]
     could = space.could_take(wish * 4096, back)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.config import load_config
-from offload.engine.params.module_hooks import Hooks
+from offload.engine.params.module_hooks import ModuleHooks
 from offload.errors import ConfigError
 from tests import bounds, models
 from tests.oracle import (
@@ -132,15 +132,15 @@ def test_after_an_interrupt_between_a_site_and_its_end_torch_keeps_casts_again(
 ) -> None:
     engine = start(models.MIXTURE, DISK, tmp_path)
 
-    let_go = Hooks._let_go
+    let_go = ModuleHooks._let_go
 
-    def interrupted(self: Hooks, frame: Any) -> None:
+    def interrupted(self: ModuleHooks, frame: Any) -> None:
         if not self._local.frames:
             raise KeyboardInterrupt
         let_go(self, frame)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Hooks, "_let_go", interrupted)
+        patched.setattr(ModuleHooks, "_let_go", interrupted)
         engine(torch.zeros(1, 2, dtype=torch.int64))
     engine(torch.zeros(1, 2, dtype=torch.int64))
     assert torch.is_autocast_cache_enabled()

@@ -539,7 +539,7 @@ def test_same_bits_and_as_pytorch(name: str, dtype: str, tmp_path: Path) -> None
     def found(placement: tuple[str, str], **options: Any) -> list[float]:
         engine = start(job, placement, tmp_path / placement[0], **options)
         values = loop(engine, job)
-        assert all(entry.pins == 0 for entry in engine._core.parts.pager._entries)
+        assert all(entry.pins == 0 for entry in engine._core.components.pager._entries)
         engine.destroy(remove=True)
         return values
 

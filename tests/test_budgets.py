@@ -38,14 +38,14 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_no_lease_is_lost(engine: offload.Engine) -> None:
     """What the arenas say is taken is what units and states hold."""
     engine._core.await_updates()
-    pager = engine._core.parts.pager
+    pager = engine._core.components.pager
     with pager.lock:
         leases = [
-            entry.lease for entry in pager._entries if entry.lease is not None and entry.size.home.value == "disk"
+            entry.lease for entry in pager._entries if entry.lease is not None and entry.size.tier.value == "disk"
         ]
         leases += [entry.transfer.lease for entry in pager._entries if entry.transfer is not None]
         held = sum(align_up(lease.nbytes) for lease in leases)
-        residents = engine._core.parts.held.residents.values()
+        residents = engine._core.components.shards.residents.values()
         held += sum(align_up(resident.spare.nbytes) for resident in residents if resident.spare is not None)
         assert pager.host.weights.space.used_bytes == held
         assert not any(entry.pins or entry.updating or entry.in_update or entry.unwritten for entry in pager._entries)

@@ -104,7 +104,7 @@ def test_units_may_be_cut_otherwise(tmp_path: Path) -> None:
     whole = run(job, DISK, tmp_path / "whole", units=["GPT2Block"])
     losses = saved(job, DISK, tmp_path)
     engine = begin(job, DISK, tmp_path / "second", units=["GPT2MLP", "GPT2Attention"])
-    units = len(engine._core.parts.layouts)
+    units = len(engine._core.components.layouts)
     engine.load_checkpoint(tmp_path / "saved")
     losses += [train_step(engine, job, step) for step in range(2, 4)]
     manifest = checkpoints(tmp_path / "saved")["global_step2"]
@@ -267,9 +267,9 @@ def test_what_does_not_fit_is_named_as_load_state_dict_does(tmp_path: Path) -> N
     job = MIXTURE._replace(model=Other)
     engine = begin(job, DISK, tmp_path / "second")
     before = weights_of(engine)
-    with pytest.raises(StoreError) as raised:
+    with pytest.raises(StoreError) as promoted:
         engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
-    message = str(raised.value)
+    message = str(promoted.value)
     assert "Missing key(s): more.weight, more.bias" in message and "Unexpected key(s): " in message
     assert "head.weight" in message and "calls" in message
     assert "size mismatch for unused.weight: the checkpoint has [5, 33], this model has [6, 33]" in message
@@ -332,7 +332,7 @@ def test_other_parameters_may_be_frozen(placement: tuple[str, str], tmp_path: Pa
     assert all(torch.equal(loaded[n], value.to(torch.bfloat16)) for n, value in masters(tmp_path / "saved").items())
     engine.save_checkpoint(tmp_path / "again", tag="t")
     tensors = safetensors.torch.load_file(tmp_path / "again" / "t" / "states.rank0.safetensors")
-    layouts, steps = engine._core.parts.layouts, engine._core.state.parameter_steps
+    layouts, steps = engine._core.components.layouts, engine._core.state.parameter_steps
     unit = next(i for i, layout in enumerate(layouts) if layout.name == "blocks.1")
     assert not tensors[f"{unit}.exp_avg"].any() and not tensors[f"{unit}.residual"].any() and steps[unit] == [0] * 4
     train_step(engine, thawed, 4)

@@ -80,9 +80,9 @@ def test_swap_files_that_are_damaged_are_not_saved(tmp_path: Path) -> None:
     engine = start(job, DISK, tmp_path / "run")
     train_step(engine, job, 0)
     engine.save_checkpoint(tmp_path / "saved")
-    store = engine._core.parts.store
+    store = engine._core.components.store
     assert store is not None
-    place = store._places[1][list(engine._core.parts.held.states(1))[1]][store.newest[1]]
+    place = store._places[1][list(engine._core.components.shards.states(1))[1]][store.newest[1]]
     flip_bit(store.folders[0] / "states", place.offset(100))
     with pytest.raises(OSError, match="checksum"):
         engine.save_checkpoint(tmp_path / "saved", tag="bad")
@@ -102,8 +102,8 @@ def test_a_load_that_fails_half_way_stops_the_engine(tmp_path: Path, monkeypatch
     def fails(*_: Any) -> None:
         raise IoError("states", 0, 1, 5, "write")
 
-    assert engine._core.parts.store is not None
-    monkeypatch.setattr(engine._core.parts.store, "commit", fails)
+    assert engine._core.components.store is not None
+    monkeypatch.setattr(engine._core.components.store, "commit", fails)
     with pytest.raises((IoError, EngineFailed)):
         engine.load_checkpoint(tmp_path / "saved")
     with pytest.raises(EngineFailed):

@@ -427,9 +427,9 @@ def test_what_was_saved_first_goes_first_whatever_its_step(folder: Path) -> None
     "tag", [" a", "a ", "a\n", "\ta", "a\x07b", "a\u2028b", "a\ud800b", "a\x00b", "x" * 247, "ü" * 124]
 )
 def test_a_tag_that_is_no_name(tag: str, engine: offload.Engine, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot name a folder") as raised:
+    with pytest.raises(UsageError, match="cannot name a folder") as promoted:
         engine.save_checkpoint(tmp_path / "saved", tag=tag)
-    assert repr(tag) in str(raised.value) and not (tmp_path / "saved").exists()
+    assert repr(tag) in str(promoted.value) and not (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("tag", ["x" * 246, "ü" * 123, "two words", "日本", "latest.swp", "a.partial", "a.old"])
@@ -546,13 +546,13 @@ def test_a_load_with_frozen_weights_takes_one_set_of_buffers(
     monkeypatch.setattr(flow, "aligned_empty", counted)
     monkeypatch.setattr(checkpoint_fill, "aligned_empty", counted, raising=False)
     wrote: list[str] = []
-    real_put = type(engine._core.parts.store).write
+    real_put = type(engine._core.components.store).write
 
     def write(store: Any, unit: int, state: Any, *rest: Any) -> Any:
-        wrote.append(engine._core.parts.held.sizes[unit].title)
+        wrote.append(engine._core.components.shards.sizes[unit].title)
         return real_put(store, unit, state, *rest)
 
-    monkeypatch.setattr(type(engine._core.parts.store), "write", write)
+    monkeypatch.setattr(type(engine._core.components.store), "write", write)
     engine.load_checkpoint(tmp_path / "saved")
     assert most[0] == flow.BUFFERS * flow.BUFFER_NBYTES
     assert any("layers.1" in title for title in wrote) == others

@@ -83,7 +83,7 @@ def test_a_group_without_a_command_says_its_help() -> None:
 
 def test_a_terminal_without_a_letter_ends_nothing() -> None:
     """A run's summary has µ in it; a locale without UTF-8 shows another mark in its place."""
-    code = "import sys; from offload import cli; cli.app = lambda: print('1 \\u00b5s'); cli.main()"
+    code = "import sys; from offload.cli import main as cli; cli.app = lambda: print('1 \\u00b5s'); cli.main()"
     plain = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "1 ?s\n"), done.stderr

@@ -86,10 +86,10 @@ def test_a_seed_is_a_run() -> None:
 
 
 def test_homes_give_the_same_bits() -> None:
-    homes = [("nvme", "nvme"), ("none", "cpu")]
+    tiers = [("nvme", "nvme"), ("none", "cpu")]
     losses = [
         facts(call("--steps", "2", "--json", "--offload-param", weights, "--offload-optimizer", states))["losses"]
-        for weights, states in homes
+        for weights, states in tiers
     ]
     assert losses[0] == losses[1]
 

@@ -18,7 +18,7 @@ from offload.errors import OffloadError
 from offload.states import State
 from offload.swapper.modes import MODES
 from offload.swapper.store import store as store_module
-from offload.swapper.store.format.manifest import Place
+from offload.swapper.store.format.manifest import Extents
 from offload.swapper.store.inspection import look
 from tests import models
 from tests.faults import flip_bit
@@ -86,7 +86,7 @@ def resumed(swap: Path) -> int | None:
     return epoch
 
 
-def newest(run: Path) -> tuple[int, Callable[[int, State], Place]]:
+def newest(run: Path) -> tuple[int, Callable[[int, State], Extents]]:
     """The number of the last blob, and where the slots lie that the last commit names."""
     found = look(run / "rank0")
     assert found.manifest is not None

@@ -28,8 +28,13 @@ def workers() -> int:
 @pytest.mark.parametrize(
     ("where", "name"),
     [
-        *((assembly, "compute_spans"), (assembly, "Hooks"), (assembly, "Weights"), (assembly, "Updater")),
-        *((initialize, "_meter"), (core, "Boundary"), (initialize, "Engine")),
+        *(
+            (assembly, "compute_spans"),
+            (assembly, "ModuleHooks"),
+            (assembly, "WeightEdits"),
+            (assembly, "UpdateWorker"),
+        ),
+        *((initialize, "_meter"), (core, "OptimizerStep"), (initialize, "Engine")),
     ],
 )
 def test_a_start_that_fails_late_leaves_nothing(
@@ -46,16 +51,16 @@ def test_a_start_that_fails_late_leaves_nothing(
     start(job, DISK, tmp_path).destroy(remove=True)
 
 
-@pytest.mark.parametrize("part", ["updater", "gradients", "pager", "queue"])
+@pytest.mark.parametrize("part", ["update_worker", "gradients", "pager", "queue"])
 def test_a_part_that_cannot_be_closed_keeps_nothing_open(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(models.GPT2, DISK, tmp_path)
-    it = getattr(engine._core.parts, part)
+    it = getattr(engine._core.components, part)
     closed = it.close
     monkeypatch.setattr(it, "close", lambda: (closed(), fails()))
     with pytest.raises(RuntimeError, match="of the test"):
         engine.destroy()
-    assert not workers() and engine._core.parts.arena not in engine._core.parts.arena._memory._arenas
+    assert not workers() and engine._core.components.arena not in engine._core.components.arena._memory._arenas
     again = start(models.GPT2, DISK, tmp_path, resume="must")  # the lock is free
     again.destroy(remove=True)

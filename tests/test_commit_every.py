@@ -94,8 +94,8 @@ def _die_after(folder: Path, placement: tuple[str, str], steps: int, writes: int
     engine = start(JOB, placement, folder, **options)
     for step in range(steps - 1):
         train_step(engine, JOB, step)
-    if engine._core.parts.updater is not None:
-        engine._core.parts.updater.finish(commit=False)
+    if engine._core.components.update_worker is not None:
+        engine._core.components.update_worker.finish(commit=False)
     die_after_writes(writes)
     train_step(engine, JOB, steps - 1)
     engine.destroy()
@@ -171,7 +171,7 @@ def _die_after_edits(folder: Path) -> None:
     _train_with_edits(engine, range(5))
     _edit(engine, 0.5)
     engine.module.state_dict()  # the edit has been carried out, into the slots of the window
-    engine._core.parts.updater.finish()  # type: ignore[union-attr]
+    engine._core.components.update_worker.finish()  # type: ignore[union-attr]
     die()
 
 

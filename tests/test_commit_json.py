@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload.engine.training.snapshot import Progress
+from offload.engine.training.snapshot import Snapshot
 from offload.fileio.plain_json import from_plain, to_plain
 
 
@@ -24,8 +24,8 @@ def test_infinities_come_back(value: Any) -> None:
     plain = to_plain({"mine": value}, "it", "")
     assert from_plain(strict(json.dumps(plain).encode())) == {"mine": value}
     facts = {"client_state": plain, "settings": {"gradient clipping": math.inf, "nan": math.nan}}
-    packed = Progress(facts, {}, {}).pack()
+    packed = Snapshot(facts, {}, {}).pack()
     strict(bytes(packed["facts"].numpy()))
-    found = Progress.unpack(packed).facts
+    found = Snapshot.unpack(packed).facts
     assert from_plain(found["client_state"]) == {"mine": value}
     assert found["settings"]["gradient clipping"] == math.inf and math.isnan(found["settings"]["nan"])

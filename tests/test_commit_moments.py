@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import offload
-from offload.engine.optim.update_worker import Updater
+from offload.engine.optim.update_worker import UpdateWorker
 from offload.errors import EngineFailed
 from offload.swapper.store import Store
 
@@ -96,15 +96,15 @@ def test_a_worker_that_is_late_commits_no_step_before_its_updates(
 ) -> None:
     """It has looked for a commit, found no work, and lies asleep until the next step and its blob are there."""
     late, delivered, commits = threading.Event(), threading.Event(), []
-    look, commit, deliver = Updater._commit, Store.commit, Updater.deliver_blob
+    look, commit, deliver = UpdateWorker._commit, Store.commit, UpdateWorker.deliver_blob
 
-    def look_late(self: Updater) -> bool:
+    def look_late(self: UpdateWorker) -> bool:
         if late.is_set() and not self._busy and self._commit_epoch is None:
             late.clear()
             assert delivered.wait(60)
         return look(self)
 
-    def deliver_and_say(self: Updater, blob: Any) -> None:
+    def deliver_and_say(self: UpdateWorker, blob: Any) -> None:
         deliver(self, blob)
         delivered.set()
 
@@ -112,18 +112,18 @@ def test_a_worker_that_is_late_commits_no_step_before_its_updates(
         commits.append((epoch, self.durable is None or self.newest != list(self.durable.slots)))
         commit(self, epoch, contents)
 
-    monkeypatch.setattr(Updater, "_commit", look_late)
-    monkeypatch.setattr(Updater, "deliver_blob", deliver_and_say)
+    monkeypatch.setattr(UpdateWorker, "_commit", look_late)
+    monkeypatch.setattr(UpdateWorker, "deliver_blob", deliver_and_say)
     engine = begin(tmp_path, None)
     train_step(engine)
     engine._core._begin()  # as every call does: it gives the blob
-    engine._core.parts.updater.finish()
+    engine._core.components.update_worker.finish()
     monkeypatch.setattr(Store, "commit", remember)
     delivered.clear()
     late.set()
     while late.is_set():  # until the worker has looked
-        with engine._core.parts.pager.lock:
-            engine._core.parts.pager.notify()
+        with engine._core.components.pager.lock:
+            engine._core.components.pager.notify()
         time.sleep(0.001)
     train_step(engine)
     train_step(engine)
@@ -156,7 +156,7 @@ def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytes
         train_step(engine)
     engine.backward(engine(torch.ones(2, 4)).square().mean())
     engine.step()
-    engine._core.parts.pager.fail(RuntimeError("of the test"))
+    engine._core.components.pager.fail(RuntimeError("of the test"))
     with caplog.at_level(logging.WARNING, "offload"):
         engine._core.ending.at_exit()
     assert "at step 4, the last that was committed of 5: " in caplog.text

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine.params.deferred_parameter import Absent
+from offload.engine.params.deferred_parameter import DeferredParameter
 from offload.errors import ConfigError, OffloadError, UsageError
 
 CONFIG: dict[str, Any] = {
@@ -57,8 +57,10 @@ def test_refused_by_initialize(given: dict[str, Any], words: str) -> None:
 
 
 def test_init() -> None:
-    assert isinstance(built(config_dict_or_path=CONFIG, remote_device=None, dtype=None, mpu=None).weight, Absent)
-    assert not isinstance(built(enabled=False).weight, Absent)
+    assert isinstance(
+        built(config_dict_or_path=CONFIG, remote_device=None, dtype=None, mpu=None).weight, DeferredParameter
+    )
+    assert not isinstance(built(enabled=False).weight, DeferredParameter)
     for given in ({"remote_device": "nvme"}, {"dtype": torch.float16}, {"mpu": object()}):
         with pytest.raises(UsageError, match=next(iter(given))):
             built(**given)

@@ -12,11 +12,11 @@ import torch
 import offload
 from offload import kernels
 from offload.engine.build import assembly
-from offload.engine.gradients.device_to_host import Downloads
+from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.errors import EngineFailed
 from offload.layout.flat_layout import lay_out
 from offload.layout.units import find_units
-from offload.swapper.host_cache import Leases
+from offload.swapper.host_cache import HostCache
 from offload.swapper.memory.device import DONE
 from tests import models
 from tests.late_device import LateDevice, Ticks, use_device
@@ -90,9 +90,9 @@ def test_where_the_device_sums_no_squares_the_host_does(
     job = JOB._replace(accumulation=accumulation)
     expected = run(job, ("nvme", "nvme"), tmp_path / "plain")
     make = assembly._downloads
-    without: list[Downloads] = []
+    without: list[DeviceToHost] = []
 
-    def made(*given: Any) -> Downloads:
+    def made(*given: Any) -> DeviceToHost:
         without.append(make(*given))
         without[-1].sums = False
         return without[-1]
@@ -161,12 +161,12 @@ def test_gradients_that_have_no_room_there_leave_the_device(tmp_path: Path, monk
     device = LateDevice(0, 0.9)
     use_device(monkeypatch, device)
     engine = start(JOB, ("none", "none"), tmp_path, device_memory=WHOLE)
-    units = len(engine._core.parts.layouts)
-    assert all(engine._core.parts.gradients.stays(unit) for unit in range(units))
-    used = engine._core.parts.pager.arena.used_bytes
+    units = len(engine._core.components.layouts)
+    assert all(engine._core.components.gradients.stays(unit) for unit in range(units))
+    used = engine._core.components.pager.arena.used_bytes
     engine.destroy(remove=True)
     engine = start(JOB, ("none", "none"), tmp_path, device_memory=used - 4096)
-    stays = [engine._core.parts.gradients.stays(unit) for unit in range(units)]
+    stays = [engine._core.components.gradients.stays(unit) for unit in range(units)]
     assert any(stays) and not all(stays)
     engine.destroy(remove=True)
     expected = run(JOB, ("none", "none"), tmp_path / "memory", device="cpu")
@@ -221,17 +221,17 @@ def write_at_once(self: LateDevice, *given: Any) -> Any:
     return self._give("upload", given[0], given[1], ())
 
 
-def take_lease_at_once(self: Leases, entry: Any) -> None:
+def take_lease_at_once(self: HostCache, entry: Any) -> None:
     """Leases are used again while an upload reads them."""
     entry.copied, before = DONE, entry.copied
     REAL_TAKE_LEASE(self, entry)
     entry.copied = before
 
 
-REAL_TAKE_LEASE = Leases._take_lease
+REAL_TAKE_LEASE = HostCache._take_lease
 
 
-def free_at_once(self: Downloads, sent: Any, *given: Any) -> None:
+def free_at_once(self: DeviceToHost, sent: Any, *given: Any) -> None:
     """Gradients are freed while a download reads them."""
     REAL_START(self, sent, *given)
     elsewhere = sent._replace(source=sent.source.new_empty(len(sent.source)))
@@ -241,14 +241,14 @@ def free_at_once(self: Downloads, sent: Any, *given: Any) -> None:
             self._sent[position] = elsewhere
 
 
-REAL_START = Downloads._start
+REAL_START = DeviceToHost._start
 
 
 FAULTS = {
     "read early": (LateDevice, "hold", hold_nothing),
     "written early": (LateDevice, "upload", write_at_once),
-    "changed early": (Downloads, "_start", free_at_once),
-    "changed early, a lease": (Leases, "_take_lease", take_lease_at_once),
+    "changed early": (DeviceToHost, "_start", free_at_once),
+    "changed early, a lease": (HostCache, "_take_lease", take_lease_at_once),
 }
 
 
@@ -270,8 +270,8 @@ def test_a_gradient_that_is_not_waited_for_shows_itself(
 ) -> None:
     """Whether it is copied to where it stays, or added there: what a copy has not filled yet are NaNs."""
     job = JOB._replace(accumulation=accumulation)
-    real = Downloads._receive
-    monkeypatch.setattr(Downloads, "_receive", lambda self, arriving: real(self, arriving._replace(done=DONE)))
+    real = DeviceToHost._receive
+    monkeypatch.setattr(DeviceToHost, "_receive", lambda self, arriving: real(self, arriving._replace(done=DONE)))
     device = LateDevice(0, 1.0)
     use_device(monkeypatch, device)
     with pytest.raises(offload.OffloadError):

@@ -108,8 +108,8 @@ def carry_out(plan: Plan, seed: int, folder: Path, device: LateDevice) -> tuple[
     try:
         with Ticks(device):
             result = trained(engine, plan.job)
-        totals = engine._core.parts.gradients.totals
-        return result, any(totals.takes(unit) for unit in range(len(engine._core.parts.layouts)))
+        totals = engine._core.components.gradients.totals
+        return result, any(totals.takes(unit) for unit in range(len(engine._core.components.layouts)))
     finally:
         engine.destroy(remove=True)
 

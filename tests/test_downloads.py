@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.engine.gradients.device_to_host import Downloads
+from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.errors import EngineFailed
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.host_arena import Classes, HostArena
@@ -46,7 +46,7 @@ class HeldDevice(Device):
 
 
 class Engine:
-    """What `Downloads` knows of the engine."""
+    """What `DeviceToHost` knows of the engine."""
 
     error: BaseException | None = None
 
@@ -59,20 +59,20 @@ class Engine:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[tuple[Downloads, HeldDevice, Engine]]:
+def made(tmp_path: Path) -> Iterator[tuple[DeviceToHost, HeldDevice, Engine]]:
     device, engine = HeldDevice(), Engine()
     arena = HostArena(Classes(0, 0, 0, 0, 3 * STAGING), device)
     leases = [arena.staging.take(STAGING) for _ in range(3)]
     timeline = Timeline(tmp_path / "trace.json")
     free = [each for each in leases if each]
-    downloads = Downloads(device, free, 16384, True, engine.fail, engine.check, timeline=timeline)
+    downloads = DeviceToHost(device, free, 16384, True, engine.fail, engine.check, timeline=timeline)
     yield downloads, device, engine
     device.go.set()
     downloads.close()
     arena.close()
 
 
-Made = tuple[Downloads, HeldDevice, Engine]
+Made = tuple[DeviceToHost, HeldDevice, Engine]
 
 
 def numbers(count: int, seed: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from offload.report.drive_wear import foresee, warning
 from offload.runs.inspection import inspect
 from offload.swapper.store import Rating, Written
 from offload.swapper.store import store as store_module
-from offload.swapper.store.spill_file import Scratch
+from offload.swapper.store.spill_file import SpillFile
 from tests.oracle import Job, start, train_step
 
 DISK = ("nvme", "nvme")
@@ -109,7 +109,7 @@ def test_a_commit_of_before_these_counts_begins_at_nothing() -> None:
 def test_gradients_that_wait_on_a_drive_count(tmp_path: Path) -> None:
     counts = Written([tmp_path])
     with IoQueue() as queue:
-        scratch = Scratch([tmp_path], {0: 8192}, queue, counts)
+        scratch = SpillFile([tmp_path], {0: 8192}, queue, counts)
         scratch.write(0, 0, memoryview(aligned_empty(8192))).wait()
         scratch.close()
     assert counts.drives()[0].run_bytes == 8192

@@ -103,7 +103,7 @@ JOB = Job(Model, expert_loss, steps=7)
 def expert_units(engine: offload.Engine, experts: set[int]) -> set[int]:
     """The units of these experts, in all layers."""
     names = {f"layers.{layer}.experts.{expert}" for layer in range(2) for expert in experts}
-    found = {unit for unit, layout in enumerate(engine._core.parts.layouts) if layout.name in names}
+    found = {unit for unit, layout in enumerate(engine._core.components.layouts) if layout.name in names}
     assert len(found) == len(names), "each expert is a unit"
     return found
 
@@ -133,16 +133,16 @@ def test_what_no_token_visits_is_neither_read_nor_updated(
     job = JOB._replace(accumulation=accumulation, dtype="bf16")
     engine = start(job, DISK, tmp_path, device_memory=room_for(job, 3))
     every, never = expert_units(engine, set(range(EXPERTS))), expert_units(engine, {NEVER})
-    store = engine._core.parts.store
+    store = engine._core.components.store
     assert store is not None
-    engine._core.parts.updater.finish(commit=False)
+    engine._core.components.update_worker.finish(commit=False)
     before: set[int] = set()
     for calls in moved.values():
         calls.clear()
     for step in range(job.steps):
         slots, counts = list(store.newest), [list(each) for each in engine._core.state.parameter_steps]
         train_step(engine, job, step)
-        engine._core.parts.updater.finish(commit=False)
+        engine._core.components.update_worker.finish(commit=False)
         now = expert_units(engine, set.union(*(visited(step, micro) for micro in range(accumulation))))
         # The order of the step before is what is read ahead of.
         read = {unit for unit, _ in moved["read"]} & every
@@ -157,7 +157,7 @@ def test_what_no_token_visits_is_neither_read_nor_updated(
         for calls in moved.values():
             calls.clear()
     for unit in never:
-        for segment in engine._core.parts.layouts[unit].segments:
+        for segment in engine._core.components.layouts[unit].segments:
             parameter = engine.module.get_parameter(segment.name)
             for name in ("exp_avg", "exp_avg_sq"):
                 moment = offload.safe_get_full_optimizer_state(parameter, name)
@@ -178,11 +178,11 @@ def test_more_experts_that_nobody_visits_move_no_byte(tmp_path: Path) -> None:
     for model in (Model, Fewer):
         job = JOB._replace(model=model, dtype="bf16")
         engine = start(job, DISK, tmp_path / model.__name__, device_memory=room_for(job, 3), durability="none")
-        engine._core.parts.updater.finish(commit=False)
+        engine._core.components.update_worker.finish(commit=False)
         at_start, used = engine.io_bytes().written, engine.use_counts().uses
         for step in range(job.steps):
             train_step(engine, job, step)
-        engine._core.parts.updater.finish(commit=False)
+        engine._core.components.update_worker.finish(commit=False)
         written.append((engine.io_bytes().written - at_start, engine.use_counts().uses - used))
         engine.destroy(remove=True)
     assert written[0] == written[1]

@@ -87,7 +87,7 @@ def test_as_pytorch(name: str, dtype: str, tmp_path: Path) -> None:
         found.append((losses, weights_of(engine)))
         counts = {
             segment.name: count
-            for layout, mine in zip(engine._core.parts.layouts, engine._core.state.parameter_steps, strict=True)
+            for layout, mine in zip(engine._core.components.layouts, engine._core.state.parameter_steps, strict=True)
             for segment, count in zip(layout.segments, mine, strict=True)
         }
         engine.destroy(remove=True)

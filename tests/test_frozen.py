@@ -57,8 +57,8 @@ def frozen_bytes(rank: Path) -> dict[str, str]:
 
 def by_formula(engine: offload.Engine, slots: int, dtype: str) -> int:
     """Bytes of the swap files: slots of what trains, and once what does not."""
-    trainable = sum(len(own) for own, _ in engine._core.parts.held.shares)
-    frozen = sum(len(behind) for _, behind in engine._core.parts.held.shares)
+    trainable = sum(len(own) for own, _ in engine._core.components.shards.shares)
+    frozen = sum(len(behind) for _, behind in engine._core.components.shards.shares)
     assert trainable and frozen > 4 * trainable
     return slots * BYTES[dtype] * trainable + DTYPES[dtype].itemsize * frozen
 
@@ -72,8 +72,8 @@ def test_the_room_is_two_slots_of_what_trains_and_one_of_what_does_not(
     dtype: str, durability: str, tmp_path: Path
 ) -> None:
     engine = start(JOB._replace(dtype=dtype), DISK, tmp_path, durability=durability)
-    assert engine._core.parts.store is not None and engine._core.parts.store._file is not None
-    assert engine._core.parts.store._file.size() == by_formula(engine, 2 if durability == "step" else 1, dtype)
+    assert engine._core.components.store is not None and engine._core.components.store._file is not None
+    assert engine._core.components.store._file.size() == by_formula(engine, 2 if durability == "step" else 1, dtype)
     engine.destroy(remove=True)
 
 
@@ -81,10 +81,10 @@ def test_a_weight_that_has_no_other_state_has_two_slots_if_it_trains(tmp_path: P
     """SGD in fp32 keeps nothing beside the weights: an update must not write over what the last commit names."""
     job = JOB._replace(dtype="fp32", optimizer="SGD")
     engine = start(job, DISK, tmp_path)
-    trainable = [len(own) for own, _ in engine._core.parts.held.shares]
-    frozen = [len(behind) for _, behind in engine._core.parts.held.shares]
+    trainable = [len(own) for own, _ in engine._core.components.shards.shares]
+    frozen = [len(behind) for _, behind in engine._core.components.shards.shares]
     assert (tmp_path / "default" / "rank0" / "states").stat().st_size == 8 * sum(trainable) + 4 * sum(frozen)
-    store = engine._core.parts.store
+    store = engine._core.components.store
     assert store is not None
     for unit, row in enumerate(store.spec.places()):
         own = 4 * trainable[unit]
@@ -147,8 +147,8 @@ def test_damage_in_them_is_found_by_verify_and_by_who_reads_them(tmp_path: Path)
     engine = start(JOB, DISK, tmp_path)
     for step in range(3):
         train_step(engine, JOB, step)
-    unit = next(n for n, (own, behind) in enumerate(engine._core.parts.held.shares) if own and behind)
-    title = engine._core.parts.layouts[unit].name
+    unit = next(n for n, (own, behind) in enumerate(engine._core.components.shards.shares) if own and behind)
+    title = engine._core.components.layouts[unit].name
     engine.destroy()
     verify = ["verify", str(tmp_path / "default"), "--json"]
     assert CliRunner().invoke(app, verify).exit_code == 0
@@ -205,14 +205,14 @@ def test_a_load_that_fails_says_whether_the_last_commit_is_whole(
     saver.destroy(remove=True)
     engine = start(JOB, DISK, tmp_path / "run")
     losses = [train_step(engine, JOB, step) for step in range(2)]
-    assert engine._core.parts.store is not None
+    assert engine._core.components.store is not None
 
     def fails(*_: Any) -> None:
         raise IoError("states", 0, 1, errno.EIO, "write")
 
     engine._core._begin()
-    engine._core.parts.updater.finish()  # type: ignore[union-attr]
-    monkeypatch.setattr(engine._core.parts.store, "commit", fails)
+    engine._core.components.update_worker.finish()  # type: ignore[union-attr]
+    monkeypatch.setattr(engine._core.components.store, "commit", fails)
     with pytest.raises(IoError):
         engine.load_checkpoint(tmp_path / "saved")
     with pytest.raises(EngineFailed) as caught:

@@ -107,7 +107,7 @@ def test_a_backward_does_not_wait_for_its_gradients(tmp_path: Path) -> None:
     torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
     before = torch.cuda.Event()
     before.record()
-    engine._core.parts.gradients.downloads._most = 1 << 40  # type: ignore[union-attr]  # its own wait is not what is meant
+    engine._core.components.gradients.downloads._most = 1 << 40  # type: ignore[union-attr]  # its own wait is not what is meant
     engine.backward(loss)
     assert not before.query(), "the backward has waited for what came before it"
     engine.step()
@@ -120,7 +120,7 @@ def test_a_backward_does_not_wait_for_its_gradients(tmp_path: Path) -> None:
 @pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "none")], ids="-".join)
 def test_all_copies_are_of_pinned_memory(placement: tuple[str, str], tmp_path: Path) -> None:
     engine = start(JOB, placement, tmp_path, **GPU)
-    assert engine._core.parts.arena.pinned_bytes >= engine.host_memory, "raise ulimit -l for this test"
+    assert engine._core.components.arena.pinned_bytes >= engine.host_memory, "raise ulimit -l for this test"
     steps(engine, JOB, 0, 2)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         steps(engine, JOB, 2, 4)
@@ -198,8 +198,8 @@ def test_every_placement_has_the_same_bits(accumulation: int, dtype: str, tmp_pa
 def test_what_lives_on_the_gpu_is_updated_there(tmp_path: Path) -> None:
     pytest.importorskip("cupy")
     engine = start(JOB, ("none", "none"), tmp_path, **GPU)
-    units = range(len(engine._core.parts.layouts))
-    assert all(engine._core.parts.gradients.stays(unit) for unit in units)
+    units = range(len(engine._core.components.layouts))
+    assert all(engine._core.components.gradients.stays(unit) for unit in units)
     engine.destroy(remove=True)
 
 
@@ -210,8 +210,8 @@ def test_what_the_gpu_adds_up_has_the_bits_of_the_hosts_sums(placement: tuple[st
     job, found, copied = JOB._replace(accumulation=4, steps=4), list[Result](), list[int]()
     for name, room in (("host", room_for(job, 3)), ("gpu", 1 << 28)):
         engine = start(job, placement, tmp_path / name, **GPU, device_memory=room)
-        totals, device = engine._core.parts.gradients.totals, engine._core.parts.held.device
-        assert all(totals.takes(unit) == (name == "gpu") for unit in range(len(engine._core.parts.layouts)))
+        totals, device = engine._core.components.gradients.totals, engine._core.components.shards.device
+        assert all(totals.takes(unit) == (name == "gpu") for unit in range(len(engine._core.components.layouts)))
         nbytes, real = [0], device.download
 
         def counted(target: Any, source: Any, *given: Any, nbytes: Any = nbytes, real: Any = real) -> Any:

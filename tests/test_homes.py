@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 from offload.errors import BudgetError
 from offload.layout.placement import Machine, Placement, place
-from offload.layout.tiers import Homes, Partitions, Wish
+from offload.layout.tiers import Partitions, PlacementRequest, TierMap
 from offload.sizes import GIB, MIB
 from offload.states import State, Tier
 from offload.swapper.modes import MODES
 
 MODE = MODES["bf16"]
-STATES = (State.RESIDUAL, State.EXP_AVG, State.EXP_AVG_SQ)
+STATES = (State.MASTER_LOW_BITS, State.EXP_AVG, State.EXP_AVG_SQ)
 
 
 def parts_of(numels: list[int]) -> Partitions:
     rows = [
         {
             State.WEIGHT: 2 * numel,
-            State.RESIDUAL: 2 * numel,
+            State.MASTER_LOW_BITS: 2 * numel,
             State.EXP_AVG: 4 * numel,
             State.EXP_AVG_SQ: 4 * numel,
             State.GRAD: 2 * numel,
@@ -42,33 +42,33 @@ def parts_of(numels: list[int]) -> Partitions:
     )
 
 
-def placed(numels: list[int], wish: Wish, drives: bool = True, free: int = 1 << 50) -> Placement:
+def placed(numels: list[int], wish: PlacementRequest, drives: bool = True, free: int = 1 << 50) -> Placement:
     return place(
         parts_of(numels), MODE, wish, Machine(free_host=free, free_device=0, host_addressable=True, drives=drives)
     )
 
 
-def tiers(homes: Homes, state: State) -> list[Tier]:
-    return [row[state] for row in homes]
+def tiers(tiers: TierMap, state: State) -> list[Tier]:
+    return [row[state] for row in tiers]
 
 
 MEGA = 1 << 20
 BLOCKS = [8 * MEGA] * 10
-DISK = Wish(weights=Tier.DISK, states=Tier.DISK)
-HOST = Wish(weights=Tier.HOST, states=Tier.HOST)
+DISK = PlacementRequest(weights=Tier.DISK, states=Tier.DISK)
+HOST = PlacementRequest(weights=Tier.HOST, states=Tier.HOST)
 
 
 def test_with_room_everything_is_where_the_config_says() -> None:
-    found = placed(BLOCKS, Wish(weights=Tier.DISK, states=Tier.HOST))
-    assert set(tiers(found.homes, State.WEIGHT)) == {Tier.DISK}
-    assert {tier for state in STATES for tier in tiers(found.homes, state)} == {Tier.HOST}
+    found = placed(BLOCKS, PlacementRequest(weights=Tier.DISK, states=Tier.HOST))
+    assert set(tiers(found.tiers, State.WEIGHT)) == {Tier.DISK}
+    assert {tier for state in STATES for tier in tiers(found.tiers, state)} == {Tier.HOST}
     assert found.spilled == () and found.window_numel == 0 and found.notices == ()
     assert found.classes.homes == 80 * MEGA * 12 and found.classes.weights == 2 * 16 * MIB
 
 
 def test_gradients_leave_the_host_first_then_moments_then_the_rest() -> None:
     """From the ample budget down to the least, what is on DISK only grows, in this order of states."""
-    order = [State.GRAD, State.EXP_AVG_SQ, State.EXP_AVG, State.RESIDUAL, State.WEIGHT]
+    order = [State.GRAD, State.EXP_AVG_SQ, State.EXP_AVG, State.MASTER_LOW_BITS, State.WEIGHT]
     seen: list[tuple[int, ...]] = []
     for budget in range(sum(placed(BLOCKS, HOST).classes), 0, -16 * MIB):
         try:
@@ -76,7 +76,7 @@ def test_gradients_leave_the_host_first_then_moments_then_the_rest() -> None:
         except BudgetError:
             break
         assert sum(found.classes) <= budget
-        on_disk = tuple(tiers(found.homes, state).count(Tier.DISK) for state in order)
+        on_disk = tuple(tiers(found.tiers, state).count(Tier.DISK) for state in order)
         first = next((index for index, count in enumerate(on_disk) if count < len(BLOCKS)), len(order))
         assert not any(on_disk[first + 1 :]), "a state moves only when those before it have"
         seen.append(on_disk)
@@ -95,12 +95,12 @@ def test_room_that_is_left_is_for_the_cache_of_weights_first_then_for_states() -
     ample = placed(BLOCKS, DISK)
     weights = 2 * sum(BLOCKS)
     more = placed(BLOCKS, replace(DISK, host_memory=sum(ample.classes) + weights - ample.classes.weights))
-    assert more.classes.weights + more.classes.cache == weights and more.homes == ample.homes
+    assert more.classes.weights + more.classes.cache == weights and more.tiers == ample.tiers
     most = placed(BLOCKS, replace(DISK, host_memory=2 * GIB))
-    assert set(tiers(most.homes, State.EXP_AVG_SQ)) == {Tier.HOST} and len(most.raised) == 3 * len(BLOCKS)
+    assert set(tiers(most.tiers, State.EXP_AVG_SQ)) == {Tier.HOST} and len(most.promoted) == 3 * len(BLOCKS)
     assert most.classes.weights + most.classes.cache == weights + sum(BLOCKS) * 10
     half = placed(BLOCKS, replace(DISK, host_memory=sum(more.classes) + 5 * 80 * MIB))
-    moved = [all(row[state] is Tier.HOST for state in STATES) for row in half.homes]
+    moved = [all(row[state] is Tier.HOST for state in STATES) for row in half.tiers]
     assert moved == [True] * 5 + [False] * 5, "a fixed share, unit by unit"
 
 
@@ -143,11 +143,11 @@ def test_a_unit_that_has_no_room_for_two_leases_comes_in_pieces() -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5, 1.0])
 def test_ratio_is_the_share_of_states_that_leaves_the_device(ratio: float) -> None:
-    found = placed(BLOCKS, Wish(weights=Tier.DEVICE, states=Tier.HOST, states_off_device=ratio))
-    assert tiers(found.homes, State.EXP_AVG).count(Tier.HOST) == round(10 * ratio)
+    found = placed(BLOCKS, PlacementRequest(weights=Tier.DEVICE, states=Tier.HOST, states_off_device=ratio))
+    assert tiers(found.tiers, State.EXP_AVG).count(Tier.HOST) == round(10 * ratio)
 
 
-def on_gpu(numels: list[int], wish: Wish, free: int, kernels: bool = True, mode: str = "bf16") -> Placement:
+def on_gpu(numels: list[int], wish: PlacementRequest, free: int, kernels: bool = True, mode: str = "bf16") -> Placement:
     return place(
         parts_of(numels),
         MODES[mode],
@@ -158,15 +158,15 @@ def on_gpu(numels: list[int], wish: Wish, free: int, kernels: bool = True, mode:
 
 def test_gradients_of_what_lives_on_a_gpu_altogether_stay_there_as_far_as_there_is_room() -> None:
     states, gradients = 80 * MEGA * 12, 8 * MEGA * 2
-    whole = Wish(weights=Tier.DEVICE, states=Tier.DEVICE)
+    whole = PlacementRequest(weights=Tier.DEVICE, states=Tier.DEVICE)
     ample = on_gpu(BLOCKS, whole, 100 * GIB)
-    assert set(tiers(ample.homes, State.GRAD)) == {Tier.DEVICE} and ample.classes.homes == 0
+    assert set(tiers(ample.tiers, State.GRAD)) == {Tier.DEVICE} and ample.classes.homes == 0
     assert ample.device_nbytes == states + 10 * gradients and ample.device_need.least == states
     some = on_gpu(BLOCKS, replace(whole, device_memory=states + 3 * gradients + 4096), 100 * GIB)
-    assert tiers(some.homes, State.GRAD) == [Tier.DEVICE] * 3 + [Tier.HOST] * 7
+    assert tiers(some.tiers, State.GRAD) == [Tier.DEVICE] * 3 + [Tier.HOST] * 7
     assert some.classes.homes == 7 * gradients and some.device_need.least == states
     scarce = on_gpu(BLOCKS, whole, states + 10 * gradients)
-    assert Tier.DEVICE not in tiers(scarce.homes, State.GRAD), "activations need room as well"
+    assert Tier.DEVICE not in tiers(scarce.tiers, State.GRAD), "activations need room as well"
     with pytest.raises(BudgetError, match=rf"\({states} bytes\)"):
         on_gpu(BLOCKS, replace(whole, device_memory=states - 4096), 100 * GIB)
 
@@ -174,20 +174,20 @@ def test_gradients_of_what_lives_on_a_gpu_altogether_stay_there_as_far_as_there_
 @pytest.mark.parametrize(
     ("wish", "kernels", "mode"),
     [
-        (Wish(weights=Tier.HOST, states=Tier.DEVICE), True, "bf16"),
-        (Wish(weights=Tier.DEVICE, states=Tier.HOST), True, "bf16"),
-        (Wish(weights=Tier.DEVICE, states=Tier.DEVICE), False, "bf16"),
-        (Wish(weights=Tier.DEVICE, states=Tier.DEVICE), True, "bf16 lamb"),
+        (PlacementRequest(weights=Tier.HOST, states=Tier.DEVICE), True, "bf16"),
+        (PlacementRequest(weights=Tier.DEVICE, states=Tier.HOST), True, "bf16"),
+        (PlacementRequest(weights=Tier.DEVICE, states=Tier.DEVICE), False, "bf16"),
+        (PlacementRequest(weights=Tier.DEVICE, states=Tier.DEVICE), True, "bf16 lamb"),
     ],
 )
-def test_else_they_come_to_the_host(wish: Wish, kernels: bool, mode: str) -> None:
-    assert Tier.DEVICE not in tiers(on_gpu(BLOCKS, wish, 100 * GIB, kernels, mode).homes, State.GRAD)
+def test_else_they_come_to_the_host(wish: PlacementRequest, kernels: bool, mode: str) -> None:
+    assert Tier.DEVICE not in tiers(on_gpu(BLOCKS, wish, 100 * GIB, kernels, mode).tiers, State.GRAD)
 
 
 def test_with_a_share_of_the_states_there_so_is_that_of_their_gradients() -> None:
-    found = on_gpu(BLOCKS, Wish(weights=Tier.DEVICE, states=Tier.HOST, states_off_device=0.3), 100 * GIB)
-    assert tiers(found.homes, State.GRAD) == tiers(found.homes, State.EXP_AVG)
-    assert tiers(found.homes, State.GRAD).count(Tier.DEVICE) == 7
+    found = on_gpu(BLOCKS, PlacementRequest(weights=Tier.DEVICE, states=Tier.HOST, states_off_device=0.3), 100 * GIB)
+    assert tiers(found.tiers, State.GRAD) == tiers(found.tiers, State.EXP_AVG)
+    assert tiers(found.tiers, State.GRAD).count(Tier.DEVICE) == 7
 
 
 def test_on_a_gpu_the_arena_may_grow_to_all_units_where_no_number_was_given() -> None:
@@ -207,7 +207,7 @@ def test_where_micro_batches_accumulate_a_gpu_adds_up_what_it_has_room_for_beyon
     block, whole = 2 * BLOCKS[0], 11 * 2 * BLOCKS[0]
     wish = replace(DISK, accumulation=2)
 
-    def added(asked: Wish) -> list[int]:
+    def added(asked: PlacementRequest) -> list[int]:
         found = on_gpu(BLOCKS, asked, 100 * GIB)
         assert found.device_nbytes == asked.device_memory
         assert found.device_need.least == block
@@ -243,7 +243,7 @@ def test_without_a_budget_a_gpu_adds_gradients_up_in_what_a_first_step_has_left_
 
 
 def test_deepspeeds_numbers_are_inputs() -> None:
-    assert placed([1000, *BLOCKS], replace(DISK, small_unit=1000)).homes[0][State.WEIGHT] is Tier.DEVICE
+    assert placed([1000, *BLOCKS], replace(DISK, small_unit=1000)).tiers[0][State.WEIGHT] is Tier.DEVICE
     block = 2 * BLOCKS[0]
     assert placed(BLOCKS, DISK).device_nbytes == 3 * block
     assert placed(BLOCKS, replace(DISK, live=2 * BLOCKS[0])).device_nbytes == 2 * block
@@ -263,7 +263,7 @@ homes = st.sampled_from(list(Tier))
 def test_any_budget_is_kept_or_refused_with_the_least_that_works(
     sizes: list[int], weights: Tier, states: Tier, budget: int, drives: bool
 ) -> None:
-    wish = Wish(weights=weights, states=states, host_memory=budget)
+    wish = PlacementRequest(weights=weights, states=states, host_memory=budget)
     try:
         found = placed(sizes, wish, drives)
     except BudgetError as error:
@@ -278,8 +278,8 @@ def test_any_budget_is_kept_or_refused_with_the_least_that_works(
     assert found.tile_numel > 0 and 3 * found.tile_numel * row_bytes <= found.classes.tiles
     kept = sum(
         -(-nbytes // 4096) * 4096
-        for unit, (row, home) in enumerate(zip(parts_of(sizes).nbytes, found.homes, strict=True))
+        for unit, (row, home) in enumerate(zip(parts_of(sizes).nbytes, found.tiers, strict=True))
         for state, nbytes in row.items()
-        if home[state] is Tier.HOST and (unit, state) not in found.raised
+        if home[state] is Tier.HOST and (unit, state) not in found.promoted
     )
     assert kept == found.classes.homes

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 import offload
-from offload.engine.params.deferred_parameter import Absent, origin_of
+from offload.engine.params.deferred_parameter import DeferredParameter, origin_of
 from offload.errors import ConfigError
 from tests import models
 from tests.oracle import assert_same_tensors, config
@@ -95,7 +95,7 @@ def test_from_pretrained_is_streamed(by: str, given: tuple[Path, dict[str, torch
     assert all(origin_of(parameter) is not None for parameter in model.parameters()), "nothing is read yet"
     assert not model.training
     assert_same_tensors(begins_with(model, tmp_path), tensors)
-    assert not isinstance(kind.from_pretrained(folder).lm_head.weight, Absent), "outside it is as ever"
+    assert not isinstance(kind.from_pretrained(folder).lm_head.weight, DeferredParameter), "outside it is as ever"
 
 
 def test_from_pretrained_of_what_cannot_be_streamed(
@@ -132,7 +132,7 @@ def test_what_a_constructor_writes_by_hand(tmp_path: Path) -> None:
     torch.manual_seed(1)
     with offload.init():
         model = Written(table)
-    assert all(isinstance(layer.bias, Absent) for layer in model.layers), "what nobody wrote is made later"
+    assert all(isinstance(layer.bias, DeferredParameter) for layer in model.layers), "what nobody wrote is made later"
     found = begins_with(model, tmp_path)
     weights = [found[f"layers.{layer}.weight"] for layer in range(7)]
     assert torch.equal(found["embedding.weight"], table)
@@ -176,7 +176,7 @@ def test_an_initializer_of_ones_own_is_called_later() -> None:
 
     with offload.init():
         model = Own(4, 4)
-    assert isinstance(model.weight, Absent) and isinstance(model.bias, Absent)
+    assert isinstance(model.weight, DeferredParameter) and isinstance(model.bias, DeferredParameter)
 
 
 def test_another_thread_reads_as_ever(given: tuple[Path, dict[str, torch.Tensor]]) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 
 import offload
 from offload.errors import EngineFailed
-from offload.swapper.memory.interruptible_lock import Monitor
+from offload.swapper.memory.interruptible_lock import InterruptibleLock
 from offload.swapper.pager import Pager
 from tests.late_device import LateDevice, use_device
 from tests.oracle import Job, start, train_step
@@ -189,7 +189,7 @@ def _try(seed: int, count: int, folder: Path, job: Job = JOB, **options: Any) ->
 @pytest.mark.parametrize("call", ["a count", "a wait"])
 def test_no_interrupt_leaves_the_lock_taken(call: str) -> None:
     """A call that ends a `with`, and one that gives the lock away meanwhile: it is free after both."""
-    monitor = Monitor()
+    monitor = InterruptibleLock()
     trace = SimpleNamespace(unforeseen=0)
     pager = SimpleNamespace(lock=monitor.lock, _uses=0, _hits=0, table=SimpleNamespace(trace=trace))
     whole = 0

@@ -17,8 +17,8 @@ DISK = ("nvme", "nvme")
 def words(folder: Path, error: BaseException, rewritten: bool = False, **options: object) -> str:
     engine = start(models.GPT2, DISK, folder, **options)
     train_step(engine, models.GPT2, 0)
-    engine._core.parts.pager.mark_rewritten(rewritten)
-    engine._core.parts.pager.fail(error)
+    engine._core.components.pager.mark_rewritten(rewritten)
+    engine._core.components.pager.fail(error)
     with pytest.raises(EngineFailed) as caught:
         train_step(engine, models.GPT2, 1)
     engine.destroy()

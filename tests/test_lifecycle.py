@@ -102,7 +102,7 @@ def test_a_destroyed_engine_can_be_collected_and_so_can_its_model(placement: tup
     assert [reference() for reference in gone] == [None, None, None]
 
     engine = trained()
-    arenas = weakref.ref(engine._core.parts.arena), weakref.ref(engine._core.parts.pager)
+    arenas = weakref.ref(engine._core.components.arena), weakref.ref(engine._core.components.pager)
     module, gone_engine = engine.module, weakref.ref(engine)
     del engine
     gc.collect()

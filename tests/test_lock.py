@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from offload.swapper.memory.interruptible_lock import Monitor
+from offload.swapper.memory.interruptible_lock import InterruptibleLock
 
 
 def test_a_wait_gives_the_lock_away_and_holds_it_again() -> None:
-    monitor = Monitor()
+    monitor = InterruptibleLock()
 
     def change() -> None:
         with monitor.lock:
@@ -26,7 +26,7 @@ def test_a_wait_gives_the_lock_away_and_holds_it_again() -> None:
 
 
 def test_a_wait_with_the_lock_taken_twice_is_an_error_and_not_for_ever() -> None:
-    monitor = Monitor()
+    monitor = InterruptibleLock()
     with monitor.lock, monitor.lock, pytest.raises(AssertionError, match="taken twice"):
         monitor.wait()
     assert not monitor.lock._is_owned()  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offload
-from offload.engine.params.paged_parameter import Paged, PagedAlias
+from offload.engine.params.paged_parameter import PagedParameter, PagedParameterView
 from offload.errors import UsageError
 from tests import bounds, models
 from tests.oracle import Job, PlainEngine, assert_same_tensors, room_for, run, start, train_step
@@ -78,7 +78,7 @@ def about_itself(module: nn.Module) -> Any:
 def by_state_dict(module: nn.Module) -> Any:
     state = module.state_dict()
     assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr(), "tied stays tied"
-    assert not any(isinstance(value, Paged | PagedAlias) for value in state.values())
+    assert not any(isinstance(value, PagedParameter | PagedParameterView) for value in state.values())
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -97,7 +97,7 @@ def by_pickle(module: nn.Module) -> Any:
 def by_deepcopy(module: nn.Module) -> Any:
     """The copy is an ordinary model, whose use touches neither engine nor original."""
     other = copy.deepcopy(module)
-    assert not any(isinstance(p, Paged) for p in other.parameters())
+    assert not any(isinstance(p, PagedParameter) for p in other.parameters())
     assert other.lm_head.weight is other.transformer.wte.weight
     ids = models.tokens(7, 0)
     loss = other(input_ids=ids, labels=ids).loss
@@ -437,7 +437,7 @@ def test_edits_of_one_unit_are_written_together(tmp_path: Path) -> None:
     before = engine.io_bytes().written
     engine.module.load_state_dict(state)
     written = engine.io_bytes().written - before
-    states = 12 * sum(layout.numel for layout in engine._core.parts.layouts)
+    states = 12 * sum(layout.numel for layout in engine._core.components.layouts)
     assert states <= written <= 1.4 * states, "only tied names, which come last, may write their unit once more"
     engine.destroy(remove=True)
 

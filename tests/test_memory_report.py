@@ -40,10 +40,10 @@ def forked(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
     return peak_in(processes(), function, *arguments)
 
 
-def _train(folder: str, homes: tuple[str, str]) -> dict[str, Any]:
+def _train(folder: str, tiers: tuple[str, str]) -> dict[str, Any]:
     job = Job(middle, loss, steps=3, dtype="bf16")
     models.language_loss(models.gpt2().bfloat16(), 0, 0).backward()  # its libraries come with it
-    engine = start(job, homes, Path(folder))
+    engine = start(job, tiers, Path(folder))
     for step in range(job.steps):
         train_step(engine, job, step)
     report = engine.memory_report()
@@ -53,9 +53,9 @@ def _train(folder: str, homes: tuple[str, str]) -> dict[str, Any]:
     return {"report": dict(report), "rss": rss, "words": words, "host": engine.host_memory}
 
 
-@pytest.mark.parametrize("homes", [("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")], ids=lambda homes: homes[0])
-def test_it_adds_up_to_rss(homes: tuple[str, str], tmp_path: Path) -> None:
-    found = forked(_train, str(tmp_path), homes)[0]
+@pytest.mark.parametrize("tiers", [("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")], ids=lambda tiers: tiers[0])
+def test_it_adds_up_to_rss(tiers: tuple[str, str], tmp_path: Path) -> None:
+    found = forked(_train, str(tmp_path), tiers)[0]
     host = found["report"]["host"]
     assert sum(nbytes for name, nbytes in host.items() if name != "rss") == host["rss"]
     assert abs(host["rss"] - found["rss"]) < 2 * MIB
@@ -75,7 +75,7 @@ def test_classes_are_the_budget(tmp_path: Path) -> None:
     assert report["device"] == {
         "allocated": engine.device_memory,
         "arena": engine.device_memory,
-        "in_use": engine._core.parts.pager.arena.used_bytes,
+        "in_use": engine._core.components.pager.arena.used_bytes,
         "other": 0,
     }
     second = offload.initialize(

@@ -6,7 +6,7 @@ import torch
 
 from offload.sizes import PAGE
 from offload.states import Tier
-from offload.swapper.access_order import Kind, Trace
+from offload.swapper.access_order import AccessOrder, PassKind
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import Classes, HostArena
@@ -48,7 +48,7 @@ def pager_of(pages: list[int], weights: int, device: int, trace: list[int] | Non
     host = HostArena(Classes(0, weights * PAGE, 0, 0), CPU)
     pager = Pager(sizes, host, DeviceArena(device * PAGE, CPU), CPU, store, Limits())  # type: ignore[arg-type]
     if trace:
-        pager.table.trace = Trace.of(trace, Kind.TRAIN)
+        pager.table.access_order = AccessOrder.of(trace, PassKind.TRAIN)
     return pager, store
 
 
@@ -70,12 +70,12 @@ def test_the_lease_of_an_update_that_has_begun_stays() -> None:
 
 def test_the_lease_of_an_update_that_has_not_begun_may_go() -> None:
     """It is only old weights; the update that comes first needs the memory."""
-    pager, _ = pager_of([1, 1, 1], weights=2, device=3, trace=[0, 1, 2, 2, 1, 0])
+    pager, _ = pager_of([1, 1, 1], weights=2, device=3, access_order=[0, 1, 2, 2, 1, 0])
     for unit in (1, 2):
         pager.acquire(unit, ahead=False)
         pager.release(unit)
     pager.end_step()
-    pager.table.trace = Trace.of([0, 1, 2, 2, 1, 0])
+    pager.table.access_order = AccessOrder.of([0, 1, 2, 2, 1, 0])
     pager.begin_updates([0, 1, 2])
     assert pager.lease_for_update(0) is not None
     assert pager.residency(2) is Residency.DISK, "used last"
@@ -88,15 +88,15 @@ def test_a_unit_that_somebody_is_about_to_use_keeps_its_lease() -> None:
     for unit in (0, 1):
         pager.acquire(unit, ahead=False)
         pager.release(unit)
-    pager.table.trace = Trace.of([0, 1, 2, 1, 2, 0])
+    pager.table.access_order = AccessOrder.of([0, 1, 2, 1, 2, 0])
     pager.begin_updates([0, 1, 2])
     for unit in (0, 1):
         assert pager.lease_for_update(unit) is not None
         pager.publish(unit, True, False)
     entry = pager._entries[0]
     entry.pins += 1  # a thread waits in `acquire`, and has not gone on yet
-    pager.table.trace.use(0)
-    assert pager.table.trace.distance(0) > pager.table.trace.distance(2), "the trace alone would take it"
+    pager.table.access_order.use(0)
+    assert pager.table.access_order.distance(0) > pager.table.access_order.distance(2), "the trace alone would take it"
     assert pager.lease_for_update(2) is None
     assert entry.lease is not None
     entry.pins -= 1

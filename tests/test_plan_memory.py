@@ -90,7 +90,7 @@ def test_bytes_add_up_and_are_those_of_the_run(case: Case) -> None:
         assert (total.host, total.device, total.disk) == (memory.host, memory.device, memory.stored + memory.spilled)
         assert memory.least_host <= memory.host
         engine = offload.initialize(model=case.model(), config=case.content)[0]
-        parts = engine._core.parts
+        parts = engine._core.components
         try:
             assert parts.arena.classes == memory.placement.classes
             assert engine.host_memory == memory.host and engine.device_memory == memory.device
@@ -184,6 +184,6 @@ def test_states_kept_in_memory_have_their_slots_too() -> None:
     layouts, count = blocks(8, 1 << 20), 8 << 20
     memory = settle(layouts, planning.settings(host_memory=256 * MIB), Room(GIB, GIB, None))
     rows = {row.name: row for row in memory.rows}
-    assert memory.placement.raised and rows["exp_avg"].host == 4 * count and rows["exp_avg"].disk == 8 * count
-    homes = memory.placement.homes[0]
-    assert homes[State.EXP_AVG] is Tier.HOST and memory.host <= 256 * MIB
+    assert memory.placement.promoted and rows["exp_avg"].host == 4 * count and rows["exp_avg"].disk == 8 * count
+    tiers = memory.placement.tiers[0]
+    assert tiers[State.EXP_AVG] is Tier.HOST and memory.host <= 256 * MIB

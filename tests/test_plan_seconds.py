@@ -35,13 +35,13 @@ def machine(on_cpu: bool, drive: str, dtype: str = "bf16", **rates: float) -> Ha
     return replace(found, **(of_cpu if on_cpu else {}) | rates)
 
 
-def planned(shape: Shape, on: Hardware, load: Load, homes: tuple[str, str], **options: int) -> choice.Planned:
-    return choice.plan(shape, on, load, memory.settings(*homes, dtype=on.dtype, batch=load.batch, **options))
+def planned(shape: Shape, on: Hardware, load: Load, tiers: tuple[str, str], **options: int) -> choice.Planned:
+    return choice.plan(shape, on, load, memory.settings(*tiers, dtype=on.dtype, batch=load.batch, **options))
 
 
-@pytest.mark.parametrize(("on_cpu", "homes"), list(itertools.product((True, False), HOMES)))
+@pytest.mark.parametrize(("on_cpu", "tiers"), list(itertools.product((True, False), HOMES)))
 def test_no_least_is_above_what_is_predicted(
-    on_cpu: bool, homes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    on_cpu: bool, tiers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bound itself, without what cuts it off where both are one sum."""
     found: list[float] = []
@@ -53,7 +53,7 @@ def test_no_least_is_above_what_is_predicted(
         (Load(1), Load(8), Load(1, 3), Load(2, 1, True)),
         ("bf16", "fp32"),
     ):
-        told = planned(small(4 if dtype == "fp32" else 2), machine(on_cpu, drive, dtype), load, homes).timing
+        told = planned(small(4 if dtype == "fp32" else 2), machine(on_cpu, drive, dtype), load, tiers).timing
         assert found[-1] <= told.seconds * (1 + 1e-9), (drive, load, dtype)
         reached += told.seconds <= 1.1 * found[-1]
     assert reached >= 12, "it says something: half of the steps come near it"
@@ -62,21 +62,21 @@ def test_no_least_is_above_what_is_predicted(
 def test_a_step_that_mostly_computes_is_limited_by_compute() -> None:
     """Whatever it waits for beside: on a CPU the kernel, of an update that is not ready the drive."""
     on = machine(True, "5GB/s")
-    for homes in HOMES:
-        step = planned(small(), on, Load(8), homes).timing
-        assert step.compute_seconds > 0.5 * step.seconds and step.limit == "compute", homes
+    for tiers in HOMES:
+        step = planned(small(), on, Load(8), tiers).timing
+        assert step.compute_seconds > 0.5 * step.seconds and step.limit == "compute", tiers
         assert step.limit_seconds == step.compute_seconds
 
 
 def test_what_limits_is_what_most_of_the_seconds_are_spent_on() -> None:
     shape = small()
-    for on, homes, limit in (
+    for on, tiers, limit in (
         (machine(True, "0.05GB/s"), ("nvme", "nvme"), "NVMe"),
         (machine(True, "5GB/s", optimizer=1e7), ("none", "none"), "DRAM"),
         (machine(True, "5GB/s", optimizer=1e7), ("cpu", "nvme"), "DRAM"),
         (machine(False, "5GB/s", upload=2e7), ("cpu", "cpu"), "PCIe"),
     ):
-        told = planned(shape, on, Load(1), homes)
+        told = planned(shape, on, Load(1), tiers)
         step = told.timing
         assert step.limit == limit and step.compute_seconds < step.limit_seconds <= step.seconds * (1 + 1e-9)
         assert f"{limit} limits ({step.limit_seconds / step.seconds:.0%} of the step)" in in_short(told)

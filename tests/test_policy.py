@@ -7,17 +7,17 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.swapper.access_order import NEVER, Trace
-from offload.swapper.memory.allocator import Space
-from offload.swapper.policy import Block, Floor, Limits, find_place, keeps, next_to_bring, victims
+from offload.swapper.access_order import NEVER, AccessOrder
+from offload.swapper.memory.allocator import Allocator
+from offload.swapper.policy import Block, Floor, Limits, find_place, keeps, next_to_fetch, victims
 
 PAGE = 4096
 orders = st.lists(st.integers(0, 9), min_size=1, max_size=40)
 sizes = st.lists(st.integers(1, 9), min_size=10, max_size=10)
 
 
-def _filled(pages: list[int], present: set[int], total: int = 40) -> tuple[Space, list[Block]]:
-    space = Space(total * PAGE, random.Random(0))
+def _filled(pages: list[int], present: set[int], total: int = 40) -> tuple[Allocator, list[Block]]:
+    space = Allocator(total * PAGE, random.Random(0))
     blocks = [
         Block(unit, offset, pages[unit] * PAGE)
         for unit in sorted(present)
@@ -30,7 +30,7 @@ def _filled(pages: list[int], present: set[int], total: int = 40) -> tuple[Space
 def test_victims_make_room_and_no_more_than_that(
     order: list[int], pages: list[int], present: set[int], wish: int, beyond: int
 ) -> None:
-    trace = Trace.of(order)
+    trace = AccessOrder.of(order)
     space, blocks = _filled(pages, present)
     going = victims(space, wish * PAGE, blocks, trace.distance, beyond)
     later = [block for block in blocks if trace.distance(block.unit) > beyond]
@@ -49,7 +49,7 @@ def test_victims_make_room_and_no_more_than_that(
 
 @given(orders, sizes, st.sets(st.integers(0, 9), min_size=1))
 def test_one_victim_of_equal_size_is_the_one_used_last(order: list[int], pages: list[int], present: set[int]) -> None:
-    trace = Trace.of(order)
+    trace = AccessOrder.of(order)
     space, blocks = _filled([4] * 10, present, total=4 * len(present))
     (going,) = victims(space, 4 * PAGE, blocks, trace.distance)
     assert trace.distance(going) == max(trace.distance(unit) for unit in present)
@@ -59,7 +59,7 @@ def test_one_victim_of_equal_size_is_the_one_used_last(order: list[int], pages: 
 def test_a_place_is_free_once_its_victims_are_gone(
     order: list[int], pages: list[int], present: set[int], used: set[int], wish: int, scatter: bool
 ) -> None:
-    trace = Trace.of(order)
+    trace = AccessOrder.of(order)
     space, blocks = _filled(pages, present)
     space.scatter = random.Random(1) if scatter else None
     free = [block for block in blocks if block.unit not in used]
@@ -78,8 +78,8 @@ def test_a_place_is_free_once_its_victims_are_gone(
 def test_with_room_for_two_units_any_two_can_be_in_use(uses: list[int], scatter: bool) -> None:
     """Whatever came and went before; the arena is no larger than the two largest."""
     pages = [2, 3, 5, 6, 8, 9]
-    space = Space(17 * PAGE, random.Random(2) if scatter else None)
-    trace = Trace.of(uses)
+    space = Allocator(17 * PAGE, random.Random(2) if scatter else None)
+    trace = AccessOrder.of(uses)
     at: dict[int, int] = {}
     held: list[int] = []
     for unit in uses:
@@ -96,10 +96,10 @@ def test_with_room_for_two_units_any_two_can_be_in_use(uses: list[int], scatter:
 
 
 def test_the_nearest_that_is_not_there_comes_first() -> None:
-    trace = Trace.of([0, 1, 2, 3])
+    trace = AccessOrder.of([0, 1, 2, 3])
 
     def brought(ahead: int | None, here: set[int]) -> int | None:
-        return next_to_bring(trace, lambda unit: 2 * PAGE, lambda unit: unit not in here, Limits(ahead))
+        return next_to_fetch(trace, lambda unit: 2 * PAGE, lambda unit: unit not in here, Limits(ahead))
 
     assert brought(None, {0, 1, 2}) == 3 and brought(None, {0, 1, 2, 3}) is None
     assert brought(4 * PAGE, {0}) == 1 and brought(4 * PAGE, {0, 1}) is None, "the limit is of bytes"
@@ -109,7 +109,7 @@ def test_the_nearest_that_is_not_there_comes_first() -> None:
 
 @given(orders, st.integers(0, 9), st.integers(0, 30))
 def test_a_unit_stays_where_its_next_use_is_near(order: list[int], unit: int, reuse: int) -> None:
-    trace = Trace.of(order)
+    trace = AccessOrder.of(order)
     near = trace.distance(unit) < NEVER and trace.distance(unit) * PAGE <= reuse * PAGE
     assert keeps(trace, unit, lambda _: PAGE, Limits(reuse=reuse * PAGE)) == near
     assert keeps(trace, unit, lambda _: PAGE, Limits())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.swapper.host_cache import Leases
+from offload.swapper.host_cache import HostCache
 from offload.swapper.policy import Limits
 from tests import models
 from tests.faults import LateQueue, use_queue
@@ -122,14 +122,14 @@ def test_an_exception_in_the_middle_of_a_forward(tmp_path: Path) -> None:
 def _reads_on_demand(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Units that somebody had to ask the disk for, and wait."""
     found: list[int] = []
-    real = Leases.start_read
+    real = HostCache.start_read
 
-    def start_read(leases: Leases, entry: Any, lease: Any, priority: Any) -> None:
+    def start_read(leases: HostCache, entry: Any, lease: Any, priority: Any) -> None:
         if priority.name == "URGENT":
             found.append(entry.index)
         real(leases, entry, lease, priority)
 
-    monkeypatch.setattr(Leases, "start_read", start_read)
+    monkeypatch.setattr(HostCache, "start_read", start_read)
     return found
 
 
@@ -144,7 +144,7 @@ def test_from_the_second_step_on_nothing_is_read_on_demand(
     try:
         for step in range(JOB.steps):
             train_step(engine, JOB, step)
-            engine._core.parts.updater.finish(commit=False)
+            engine._core.components.update_worker.finish(commit=False)
             if step == 0:
                 assert found, "nothing was foreseen yet"
             if step > 1:
@@ -172,7 +172,7 @@ def test_deepspeeds_limits_are_inputs_and_change_no_bit(
     found = _reads_on_demand(monkeypatch)
     torch.manual_seed(JOB.seed)
     engine = offload.initialize(model=JOB.model(), config=settings)[0]
-    assert engine._core.parts.pager._limits == limits
+    assert engine._core.components.pager._limits == limits
     losses = [train_step(engine, JOB, step) for step in range(JOB.steps)]
     assert losses == alone.losses
     if limits.ahead == 0:

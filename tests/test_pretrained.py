@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine.params.deferred_parameter import Absent
+from offload.engine.params.deferred_parameter import DeferredParameter
 from offload.errors import ConfigError, UsageError
 from tests import models
 from tests.oracle import Job, assert_same_tensors, config, train_step
@@ -122,7 +122,7 @@ def test_a_model_that_is_built_is_loaded_and_keeps_what_the_folder_has_not(
     with caplog.at_level(logging.WARNING, "offload"):
         same, info = offload.load_pretrained(model, tmp_path / "given", output_loading_info=True)
     assert same is model and [id(parameter) for parameter in model.parameters()] == identities
-    assert model.head.weight is model.embedding.weight and isinstance(model.head.weight, Absent)
+    assert model.head.weight is model.embedding.weight and isinstance(model.head.weight, DeferredParameter)
     assert info.missing_keys == ("unused.weight",) and info.unexpected_keys == ("new.weight",)
     assert "unused.weight" in caplog.text and "new.weight" in caplog.text
     assert model.calls == 5

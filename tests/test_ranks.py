@@ -172,7 +172,7 @@ THREE_BLOCKS = models.GPT2._replace(loss=language_rows_loss)
 def meet_outside(folder: Path, room: int) -> list[float]:
     """Losses of steps and evaluations with collectives of the user's own in between, on ranks with other arenas."""
     engine = start(THREE_BLOCKS, DISK, folder, device_memory=room)
-    engine._core.parts.pager.arena.space.scatter = random.Random(rank_and_size()[0])
+    engine._core.components.pager.arena.space.scatter = random.Random(rank_and_size()[0])
     losses = []
 
     def add_up(loss: torch.Tensor) -> None:

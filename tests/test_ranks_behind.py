@@ -21,7 +21,7 @@ def trained(folder: Path, steps: int) -> None:
         engine.backward(JOB.loss(engine, step, 0))
         engine.step()
     engine.mean(0.0)
-    engine._core.parts.updater.finish()  # type: ignore[union-attr]
+    engine._core.components.update_worker.finish()  # type: ignore[union-attr]
     engine._core.ending.abandon(remove=False)
 
 

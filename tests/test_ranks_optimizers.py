@@ -118,7 +118,7 @@ def refused_read(folder: Path) -> str:
     """The drive of one rank fails while parameters are weighed."""
     engine = rank_pool.start(LAMB, DISK, folder)
     rank, _ = rank_and_size()
-    store = engine._core.parts.store
+    store = engine._core.components.store
     said = ""
     try:
         train_step(engine, LAMB, 0)
@@ -128,7 +128,7 @@ def refused_read(folder: Path) -> str:
             def fails(*_: object, **__: object) -> None:
                 raise IoError("/drive/data", 0, 4096, 5)
 
-            engine._core.parts.updater.finish()
+            engine._core.components.update_worker.finish()
             store.read = fails
         train_step(engine, LAMB, 1)
     except (OffloadError, OSError) as error:

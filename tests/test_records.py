@@ -64,9 +64,9 @@ WRONG = {
 def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(f'{{"text": "right"}}\n\n{line}\n')
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError) as promoted:
         [*read_records([file])]
-    assert str(raised.value).startswith(f"{file}:3") and WRONG[line] in str(raised.value)
+    assert str(promoted.value).startswith(f"{file}:3") and WRONG[line] in str(promoted.value)
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def seeded_loss(model: Any, step: int, micro: int) -> torch.Tensor:
 
 def assert_nothing_left(engine: offload.Engine) -> None:
     """No use is open, and every lease that is out is one that the pager knows of."""
-    pager = engine._core.parts.pager
+    pager = engine._core.components.pager
     assert [entry.pins for entry in pager._entries] == [0] * len(pager._entries)
     leased = sum(entry.lease.nbytes for entry in pager._entries if entry.lease is not None)
     leased += sum(entry.transfer.lease.nbytes for entry in pager._entries if entry.transfer is not None)
@@ -133,8 +133,8 @@ def test_training_goes_on(place: str, kind: str, dtype: str, tmp_path: Path) -> 
             fail(engine, job, KINDS[kind])
         engine.zero_grad()
         losses.append(train_step(engine, job, step))
-    engine._core.parts.updater.finish(commit=False)  # type: ignore[union-attr]
-    engine._core.parts.bindings.settle()
+    engine._core.components.update_worker.finish(commit=False)  # type: ignore[union-attr]
+    engine._core.components.unit_views.settle()
     assert_nothing_left(engine)
     engine.destroy(remove=True)
     assert threading.active_count() == before
@@ -163,7 +163,7 @@ def test_a_budget_that_a_nested_site_exceeds(tmp_path: Path) -> None:
     """The error comes from a pre-hook inside of other sites; what those hold is given back exactly once."""
     job = models.GPT2
     engine = start(job, DISK, tmp_path / "tight")
-    pager = engine._core.parts.pager
+    pager = engine._core.components.pager
     real = pager.acquire
     losses = []
     for step in range(job.steps):
@@ -189,7 +189,7 @@ def test_destroy_can_be_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     engine = start(job, DISK, tmp_path / "cut")
     losses = [train_step(engine, job, step) for step in range(3)]
     with monkeypatch.context() as patch:
-        patch.setattr(engine._core.parts.pager, "close", raiser(KeyboardInterrupt))
+        patch.setattr(engine._core.components.pager, "close", raiser(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.destroy()
     engine.destroy()

@@ -5,39 +5,50 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.engine.distributed.agreement import Choice, Kind, Wish, _bitmap, _union, choose
+from offload.engine.distributed.agreement import (
+    Collective,
+    NextCollective,
+    RankIntent,
+    _bitmap,
+    _union,
+    next_collective,
+)
 
-FREE = (Kind.USE, Kind.REDUCE)
-TOGETHER = (Kind.STEP, Kind.EDIT, Kind.END, Kind.MEAN)
+FREE = (Collective.USE, Collective.REDUCE)
+TOGETHER = (Collective.STEP, Collective.EDIT, Collective.END, Collective.MEAN)
 
-free = st.builds(Wish, st.sampled_from(FREE), st.integers(0, 3), st.booleans())
-together = st.builds(Wish, st.sampled_from(TOGETHER), st.integers(-1, 3))
+free = st.builds(RankIntent, st.sampled_from(FREE), st.integers(0, 3), st.booleans())
+together = st.builds(RankIntent, st.sampled_from(TOGETHER), st.integers(-1, 3))
 
 
-def goes_on(wish: Wish, choice: Choice) -> bool:
+def goes_on(wish: RankIntent, choice: NextCollective) -> bool:
     """Whether a rank with this wish has what it wanted by the end of the round."""
-    return wish.kind is Kind.USE if choice.next is None else wish.same(choice.next)
+    return wish.kind is Collective.USE if choice.next is None else wish.same(choice.next)
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> list[list[Wish]]:
+def programs(draw: st.DrawFn) -> list[list[RankIntent]]:
     """What each rank is going to do: the same things together, and between them whatever it likes."""
     shared = draw(st.lists(together, max_size=4))
     ranks = draw(st.integers(2, 4))
     return [
-        [wish for common in [*shared, Wish(Kind.STEP)] for wish in [*draw(st.lists(free, max_size=6)), common]]
+        [
+            wish
+            for common in [*shared, RankIntent(Collective.STEP)]
+            for wish in [*draw(st.lists(free, max_size=6)), common]
+        ]
         for _ in range(ranks)
     ]
 
 
 @given(programs())
-def test_every_program_comes_to_its_end(programs: list[list[Wish]]) -> None:
+def test_every_program_comes_to_its_end(programs: list[list[RankIntent]]) -> None:
     at = [0] * len(programs)
-    done: list[Wish] = []
+    done: list[RankIntent] = []
     while any(position < len(program) for position, program in zip(at, programs, strict=True)):
         # A rank cannot be past its end while another is not: the last wish is one that all must have.
         wishes = [program[position] for position, program in zip(at, programs, strict=True)]
-        choice = choose(wishes)
+        choice = next_collective(wishes)
         assert choice is not None, f"nothing can be next of {wishes}"
         moved = [rank for rank, wish in enumerate(wishes) if goes_on(wish, choice)]
         for rank in moved:
@@ -52,32 +63,38 @@ def test_every_program_comes_to_its_end(programs: list[list[Wish]]) -> None:
     common = [wish for wish in programs[0] if wish.kind in TOGETHER]
     assert [wish for wish in done if wish.kind in TOGETHER] == common
     for program in programs:
-        needed = [wish for wish in program if wish.kind is Kind.REDUCE or (wish.kind is Kind.USE and not wish.ready)]
+        needed = [
+            wish
+            for wish in program
+            if wish.kind is Collective.REDUCE or (wish.kind is Collective.USE and not wish.ready)
+        ]
         assert all(any(wish.same(other) for other in done) for wish in needed)
 
 
 @given(st.lists(st.tuples(st.sampled_from(FREE), st.integers(0, 3)), max_size=8), st.integers(2, 4), st.data())
-def test_ranks_on_one_path_move_together(path: list[tuple[Kind, int]], ranks: int, data: st.DataObject) -> None:
+def test_ranks_on_one_path_move_together(path: list[tuple[Collective, int]], ranks: int, data: st.DataObject) -> None:
     """Whatever each has on its device: none runs ahead, so collectives of the user's own may stand anywhere between."""
     for kind, unit in path:
-        choice = choose([Wish(kind, unit, data.draw(st.booleans())) for _ in range(ranks)])
-        assert choice is not None and choice.next is not None and choice.next.same(Wish(kind, unit))
+        choice = next_collective([RankIntent(kind, unit, data.draw(st.booleans())) for _ in range(ranks)])
+        assert choice is not None and choice.next is not None and choice.next.same(RankIntent(kind, unit))
 
 
 @given(st.lists(together, min_size=2, max_size=4))
-def test_what_must_be_the_same_and_is_not_can_never_be(wishes: list[Wish]) -> None:
+def test_what_must_be_the_same_and_is_not_can_never_be(wishes: list[RankIntent]) -> None:
     same = all(wish.same(wishes[0]) for wish in wishes)
-    assert (choose(wishes) is None) == (not same)
+    assert (next_collective(wishes) is None) == (not same)
 
 
 @given(st.lists(st.one_of(free, together), min_size=1, max_size=5))
-def test_every_rank_sees_the_same_choice(wishes: list[Wish]) -> None:
+def test_every_rank_sees_the_same_choice(wishes: list[RankIntent]) -> None:
     """It depends on the list alone, and what the lowest rank needs comes before what others need of the same kind."""
-    choice = choose(wishes)
-    assert choice == choose(list(wishes))
+    choice = next_collective(wishes)
+    assert choice == next_collective(list(wishes))
     if choice is not None and choice.next is not None and not all(wish.same(wishes[0]) for wish in wishes):
         needs = [
-            wish for wish in wishes if wish.kind is choice.next.kind and not (wish.kind is Kind.USE and wish.ready)
+            wish
+            for wish in wishes
+            if wish.kind is choice.next.kind and not (wish.kind is Collective.USE and wish.ready)
         ]
         assert choice.next == needs[0]
 

@@ -88,7 +88,7 @@ def test_one_that_ended_by_an_error_is_protected(
     if how == "exception":
         monkeypatch.setattr(sys, "last_value", ValueError("of the script"), raising=False)
     else:
-        engine._core.parts.pager.fail(RuntimeError("of the test"))
+        engine._core.components.pager.fail(RuntimeError("of the test"))
     caplog.clear()
     engine._core.ending.at_exit()
     (line,) = (record.getMessage() for record in caplog.records if "is left in" in record.getMessage())
@@ -122,7 +122,7 @@ def test_one_that_trains_is_told_as_that(tmp_path: Path) -> None:
     engine = start(JOB, DISK, tmp_path)
     train_step(engine, JOB, 0)
     engine._core._begin()
-    engine._core.parts.updater.finish()
+    engine._core.components.update_worker.finish()
     for resume in ("never", "restart"):
         with pytest.raises(StoreError, match=r"in use by process \d+ on .*, and trains; wait"):
             script(tmp_path, resume=resume)

@@ -208,7 +208,7 @@ def test_gradients_that_spill_and_pieces_of_everything(tmp_path: Path, monkeypat
     found = []
     for name, options in (("least", {"host_memory": least}), ("room", {})):
         engine = start(job, DISK, tmp_path / name, **options)
-        assert (engine._core.parts.gradients.spill is not None) == (name == "least")
+        assert (engine._core.components.gradients.spill is not None) == (name == "least")
         found.append(a_round(engine, job, lambda engine=engine: everything(engine.module)))  # type: ignore[misc]
         backward(engine, job, 3)
         for number, parameter in enumerate(p for p in engine.module.parameters() if p.requires_grad):
@@ -243,7 +243,7 @@ def test_a_read_takes_what_it_reads_and_nothing_else(tmp_path: Path) -> None:
     train_step(engine, GPT2, 0)
     weight = engine.module.transformer.h[0].mlp.c_fc.weight
     engine.zero_grad()
-    engine._core.parts.updater.finish()
+    engine._core.components.update_worker.finish()
     before = engine.io_bytes().read
     state = offload.safe_get_full_optimizer_state(weight, "exp_avg")
     assert engine.io_bytes().read - before <= 4 * weight.numel() + 2 * 4096
@@ -449,8 +449,8 @@ def _edit_and_die(job: Job, placement: tuple[str, str], folder: Path, steps: int
     for step in range(2, 2 + steps):
         train_step(engine, job, step)
     everything(engine.module)  # the first call after a step, which its commit waits for, and all edits are carried out
-    engine._core.parts.weights.flush()
-    engine._core.parts.updater.finish()
+    engine._core.components.weights.flush()
+    engine._core.components.update_worker.finish()
     die()
 
 

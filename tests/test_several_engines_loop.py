@@ -174,7 +174,7 @@ def test_an_inference_engine_has_no_states(tmp_path: Path) -> None:
     weights = 4 * engine.parameter_count
     kept = sum(path.stat().st_blocks * 512 for path in (tmp_path / "reference").rglob("*") if path.is_file())
     assert kept < 1.5 * weights, "one slot of the weights, and nothing else"
-    assert engine._core.parts.arena.classes.tiles == 0 and engine._core.parts.arena.classes.gradients == 0
+    assert engine._core.components.arena.classes.tiles == 0 and engine._core.components.arena.classes.gradients == 0
     assert engine.host_memory < trained.host_memory
     assert engine.get_global_grad_norm() is None and engine.global_steps == 0
     with torch.no_grad():

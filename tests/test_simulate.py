@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
     @property
     def on_disk(self) -> list[int]:
-        return sorted(size.nbytes for size in self.sizes if size.home is Tier.DISK) or [0]
+        return sorted(size.nbytes for size in self.sizes if size.tier is Tier.DISK) or [0]
 
     def run(self, host: int, device: int, **options: Any) -> Simulation:
         budgets = Budgets(host, device)
@@ -76,10 +76,10 @@ class Case(NamedTuple):
 
 
 @st.composite
-def cases(draw: st.DrawFn, homes: tuple[Tier, ...] = (Tier.DISK, Tier.DISK, Tier.HOST, Tier.DEVICE)) -> Case:
+def cases(draw: st.DrawFn, tiers: tuple[Tier, ...] = (Tier.DISK, Tier.DISK, Tier.HOST, Tier.DEVICE)) -> Case:
     """Two units at most are in use at a time."""
     pages = draw(st.lists(st.integers(1, 8), min_size=1, max_size=7))
-    tiers = [draw(st.sampled_from(homes)) for _ in pages]
+    tiers = [draw(st.sampled_from(tiers)) for _ in pages]
     numbers = st.integers(0, len(pages) - 1)
     seconds = st.floats(0.0, 3.0)
     uses = draw(st.lists(st.builds(Use, numbers, seconds, st.integers(1, 2)), min_size=1, max_size=20))
@@ -124,7 +124,7 @@ def test_every_run_ends_within_its_budgets(
             assert found.moved.updates_read >= least
         assert found.moved.updates_read <= most
     if steps == 1:
-        first_reads = sum(case.sizes[u].nbytes for u in used if case.sizes[u].home is Tier.DISK)
+        first_reads = sum(case.sizes[u].nbytes for u in used if case.sizes[u].tier is Tier.DISK)
         assert found.moved.weights_read >= first_reads
 
 
@@ -248,18 +248,18 @@ def spilled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
             counts[name] += len(args[-1])
             return real(file, *args)
 
-        monkeypatch.setattr(scratch.Scratch, name, counted)
+        monkeypatch.setattr(scratch.SpillFile, name, counted)
 
     for name in counts:
-        count(name, getattr(scratch.Scratch, name))
+        count(name, getattr(scratch.SpillFile, name))
     yield counts
 
 
 def record(job: Job, folder: Path, overlap: bool, spilled: dict[str, int], steps: int = 4, **options: Any) -> Recorded:
     """Train `job` with everything on disk; what the uses were, what they came to."""
     engine = start(job, ("nvme", "nvme"), folder, debug={"overlap": overlap}, **options)
-    parts = engine._core.parts
-    pager, updater, store = parts.pager, parts.updater, parts.store
+    parts = engine._core.components
+    pager, updater, store = parts.pager, parts.update_worker, parts.store
     assert updater is not None and store is not None
     calls: list[tuple[str, int]] = []
 
@@ -275,11 +275,11 @@ def record(job: Job, folder: Path, overlap: bool, spilled: dict[str, int], steps
     sizes = [entry.size for entry in pager._entries]
     costs: list[UpdateCost | None] = []
     for index, part in enumerate(parts.trainable):
-        of = {s: len(part) * d.itemsize for s, d in parts.held.mode.states.items() if store.keeps(index, s)}
-        read = sum(n for s, n in of.items() if s is not State.WEIGHT and (index, s) not in parts.held.residents)
+        of = {s: len(part) * d.itemsize for s, d in parts.shards.mode.states.items() if store.keeps(index, s)}
+        read = sum(n for s, n in of.items() if s is not State.WEIGHT and (index, s) not in parts.shards.residents)
         costs.append(UpdateCost(len(part), of.get(State.WEIGHT, 0), read, sum(of.values())) if part else None)
-    raised, home = pager.host.weights.space.used_bytes, pager.arena.used_bytes
-    budgets = Budgets(pager.host.weights.space.nbytes - raised, pager.arena.nbytes - home)
+    promoted, home = pager.host.weights.space.used_bytes, pager.arena.used_bytes
+    budgets = Budgets(pager.host.weights.space.nbytes - promoted, pager.arena.nbytes - home)
 
     def totals() -> list[int]:
         moved, counts = engine.io_bytes(), engine.use_counts()
@@ -292,7 +292,7 @@ def record(job: Job, folder: Path, overlap: bool, spilled: dict[str, int], steps
         if step == steps - 1:
             updater.finish(commit=False)
         after = totals()
-        peaks = pager.host.weights.space.peak_bytes - raised, pager.arena.space.peak_bytes - home
+        peaks = pager.host.weights.space.peak_bytes - promoted, pager.arena.space.peak_bytes - home
         figures.append(Figures(*(new - old for new, old in zip(after, before, strict=True)), *peaks))
         assert uses in (None, uses_of(calls)), "a step is like the one before"
         before, uses = after, uses_of(calls)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import offload
 from offload.engine.gradients.accumulator import borders
-from offload.engine.gradients.disk_spill import Spill, windows
+from offload.engine.gradients.disk_spill import DiskSpill, windows
 from offload.errors import EngineFailed, IoError, StoreError
 from offload.layout.flat_layout import lay_out
 from offload.swapper.memory.device import Device
@@ -150,7 +150,7 @@ def test_a_gradient_that_cannot_be_written_stops_the_engine(tmp_path: Path, monk
         def wait(self, timeout: float | None = None) -> int:
             raise IoError("spill", 0, 4096, 5, "write")
 
-    monkeypatch.setattr(scratch.Scratch, "write", lambda *_: Failed())
+    monkeypatch.setattr(scratch.SpillFile, "write", lambda *_: Failed())
     with pytest.raises((IoError, EngineFailed)):
         for step in range(1, 4):
             train_step(engine, job, step)
@@ -206,7 +206,7 @@ def test_a_window_holds_what_was_added_whoever_writes_it_when(order: list[int]) 
     leases = [lease for _ in range(3) if (lease := arena.gradients.take(numel * itemsize)) is not None]
     stretches = {0: tuple(range(start, start + numel) for start in range(0, 6 * numel, numel))}
     failures: list[BaseException] = []
-    spill = Spill(stretches, torch.float32, leases, MemoryScratch(6 * numel * itemsize), failures.append)  # type: ignore[arg-type]
+    spill = DiskSpill(stretches, torch.float32, leases, MemoryScratch(6 * numel * itemsize), failures.append)  # type: ignore[arg-type]
     expected = [0.0] * 6
     for number in order:
         part = spill.part(0, number * numel, (number + 1) * numel)

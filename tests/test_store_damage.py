@@ -86,7 +86,7 @@ PLACES = {
     "a weight beside frozen ones": ("layers.0", State.WEIGHT, 0.2),
     "a frozen weight beside others": ("layers.0", State.WEIGHT, 0.9),
     "a weight of a frozen unit": ("layers.1", State.WEIGHT, 0.5),
-    "what bf16 leaves of a weight": ("layers.2", State.RESIDUAL, 0.3),
+    "what bf16 leaves of a weight": ("layers.2", State.MASTER_LOW_BITS, 0.3),
     "a moment": ("layers.0", State.EXP_AVG, 0.01),
     "the last byte of a moment": ("layers.2", State.EXP_AVG_SQ, 1.0),
 }
@@ -175,7 +175,7 @@ def _hold(folder: Path, pipe: Any) -> None:
     engine = start(JOB, DISK, folder, resume="auto")
     train_step(engine, JOB, engine.global_steps)
     engine._core._begin()
-    engine._core.parts.updater.finish()  # type: ignore[union-attr]
+    engine._core.components.update_worker.finish()  # type: ignore[union-attr]
     pipe.send(os.getpid())
     pipe.recv()
 
@@ -285,7 +285,7 @@ def test_a_commit_that_fails_stops_the_engine_at_the_one_before(
     engine = start(JOB, DISK, tmp_path)
     for step in range(DONE):
         train_step(engine, JOB, step)
-    engine._core.parts.updater.finish(commit=False)  # type: ignore[union-attr]
+    engine._core.components.update_worker.finish(commit=False)  # type: ignore[union-attr]
     with monkeypatch.context() as patch:
         patch.setattr(os, CALLS[what][0], failing(*CALLS[what], number))
         with pytest.raises(EngineFailed) as caught:

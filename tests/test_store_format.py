@@ -204,8 +204,8 @@ def _states(engine: offload.Engine) -> dict[tuple[str, str], torch.Tensor]:
     """This rank's partitions of every state but the weight, by unit, from the engine's memory."""
     engine._core.await_updates()
     return {
-        (engine._core.parts.layouts[unit].name, state.value): resident.tensor.clone()
-        for (unit, state), resident in engine._core.parts.held.residents.items()
+        (engine._core.components.layouts[unit].name, state.value): resident.tensor.clone()
+        for (unit, state), resident in engine._core.components.shards.residents.items()
         if state is not State.GRAD
     }
 

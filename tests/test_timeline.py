@@ -255,9 +255,9 @@ def test_nothing_of_it_is_there_where_nobody_asked(tmp_path: Path, monkeypatch: 
     calls: list[object] = []
     monkeypatch.setattr(IoFuture, "add_done_callback", lambda future, function: calls.append(function))
     engine = start(JOB, DISK, tmp_path)
-    parts = engine._core.parts
-    assert parts.timeline is parts.pager.table.timeline is OFF and parts.updater is not None
-    assert parts.updater._timeline is parts.gradients._timeline is parts.hooks._timeline is OFF
+    parts = engine._core.components
+    assert parts.timeline is parts.pager.table.timeline is OFF and parts.update_worker is not None
+    assert parts.update_worker._timeline is parts.gradients._timeline is parts.hooks._timeline is OFF
     assert parts.pager.table._memory is None
     assert parts.hooks._compute is parts.gradients._compute is NO_SPANS
     for module in engine.module.modules():

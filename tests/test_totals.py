@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.engine.build import assembly
-from offload.engine.gradients.device_to_host import Downloads
+from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.sizes import GIB
 from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.store import spill_file as scratch
@@ -43,8 +43,8 @@ WHOLE = 1 << 24
 
 def all_added(engine: offload.Engine) -> bool:
     return all(
-        engine._core.parts.gradients.totals.takes(unit)
-        for unit, part in enumerate(engine._core.parts.trainable)
+        engine._core.components.gradients.totals.takes(unit)
+        for unit, part in enumerate(engine._core.components.trainable)
         if part
     )
 
@@ -52,7 +52,7 @@ def all_added(engine: offload.Engine) -> bool:
 def gradient_bytes(engine: offload.Engine) -> int:
     """Of one micro-batch that reaches all parameters, in the dtype in which they are kept."""
     numel = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
-    return numel * engine._core.parts.gradients.dtype.itemsize
+    return numel * engine._core.components.gradients.dtype.itemsize
 
 
 def late(patch: pytest.MonkeyPatch, seed: int = 0, lateness: float = 0.9, spare: int = 0) -> LateDevice:
@@ -89,15 +89,15 @@ def test_what_spills_moves_as_often_as_with_one_micro_batch(tmp_path: Path, monk
     small_pieces(monkeypatch)
     moved: dict[str, int] = {}
     for name in ("read", "write"):
-        monkeypatch.setattr(scratch.Scratch, name, counting(moved, name, getattr(scratch.Scratch, name)))
+        monkeypatch.setattr(scratch.SpillFile, name, counting(moved, name, getattr(scratch.SpillFile, name)))
     late(monkeypatch)
     results, bytes_moved = {}, {}
     for accumulation, room in ((4, WHOLE), (4, room_for(models.GPT2, 3)), (1, WHOLE)):
         job = models.GPT2._replace(accumulation=accumulation, steps=2)
         least = least_host_memory(job, tmp_path)
         engine = start(job, ("nvme", "nvme"), tmp_path, device_memory=room, host_memory=least)
-        spill = engine._core.parts.gradients.spill
-        assert spill is not None and all(unit in spill for unit in range(len(engine._core.parts.layouts)))
+        spill = engine._core.components.gradients.spill
+        assert spill is not None and all(unit in spill for unit in range(len(engine._core.components.layouts)))
         key = accumulation, all_added(engine)
         moved |= {"read": 0, "write": 0}
         results[key] = trained(engine, job)
@@ -300,7 +300,7 @@ def test_where_the_device_sums_no_squares_the_host_does(tmp_path: Path, monkeypa
     expected = run(JOB, ("cpu", "cpu"), tmp_path)
     make = assembly._downloads
 
-    def made(*given: Any) -> Downloads:
+    def made(*given: Any) -> DeviceToHost:
         downloads = make(*given)
         downloads.sums = False
         return downloads
@@ -316,21 +316,23 @@ def test_where_the_device_sums_no_squares_the_host_does(tmp_path: Path, monkeypa
 
 def test_where_the_cpu_computes_nothing_is_added_elsewhere(tmp_path: Path) -> None:
     engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=WHOLE)
-    assert not any(engine._core.parts.gradients.totals.takes(unit) for unit in range(len(engine._core.parts.layouts)))
+    assert not any(
+        engine._core.components.gradients.totals.takes(unit) for unit in range(len(engine._core.components.layouts))
+    )
     engine.destroy(remove=True)
 
 
 def test_what_an_interrupt_has_left_on_its_way_is_not_added_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C comes between sending a total and knowing of it; then the step goes on, while the copy takes its time."""
-    go, drain = threading.Event(), Downloads.drain
-    monkeypatch.setattr(Downloads, "_begin", lambda self, real=Downloads._begin: go.wait(60) and real(self))
-    monkeypatch.setattr(Downloads, "drain", lambda self: (go.set(), drain(self)))
+    go, drain = threading.Event(), DeviceToHost.drain
+    monkeypatch.setattr(DeviceToHost, "_begin", lambda self, real=DeviceToHost._begin: go.wait(60) and real(self))
+    monkeypatch.setattr(DeviceToHost, "drain", lambda self: (go.set(), drain(self)))
     found = []
     for interrupted in (False, True):
         go.set()
         device = late(monkeypatch)
         engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=WHOLE)
-        totals = engine._core.parts.gradients.totals
+        totals = engine._core.components.gradients.totals
         with Ticks(device):
             engine.backward(JOB.loss(engine, 0, 0))
             engine.step()

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch.nn import functional
 
-from offload.engine.params.paged_parameter import place_of
+from offload.engine.params.paged_parameter import handle_of
 from offload.errors import BudgetError, UsageError
 from offload.hf import Accelerator, OffloadMixin
 from tests import models
@@ -86,9 +86,9 @@ def test_the_reference_is_in_swap_files_of_its_own_and_does_not_train(tmp_path: 
     with offloaded(tmp_path, log=str(tmp_path / "log")) as mine:
         (engine,) = mine.accelerator.references
         assert mine.ref_model is engine.module and mine.engine is None
-        assert all(place_of(parameter) is not None for parameter in mine.ref_model.parameters())
+        assert all(handle_of(parameter) is not None for parameter in mine.ref_model.parameters())
         assert (tmp_path / "swap" / "default-reference" / "rank0" / "manifest.json").is_file()
-        assert engine._core.parts.store is not None and engine._core.parts.store.run == "default-reference"
+        assert engine._core.components.store is not None and engine._core.components.store.run == "default-reference"
         before = {name: value.clone() for name, value in engine.state_dict().items()}
         mine.train()
         assert mine.engine is not engine and mine.model is not mine.ref_model

@@ -112,7 +112,7 @@ def test_the_engine_takes_the_block(tmp_path: Path) -> None:
         "offload": {"io_backend": "libaio" if refusals()["libaio"] is None else "threads"},
     }
     engine, *_ = offload.initialize(model=nn.Linear(64, 64), config=config)
-    queue = engine._core.parts.queue._queue
+    queue = engine._core.components.queue._queue
     try:
         assert queue.block_bytes == 65536
         shape = (queue.threads, queue.depth)

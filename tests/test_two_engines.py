@@ -13,7 +13,7 @@ import torch
 import offload
 from offload.aio import shared_queue
 from offload.errors import BudgetError, EngineFailed
-from offload.swapper.memory.host_arena import Lease, process_memory
+from offload.swapper.memory.host_arena import HostBuffer, process_memory
 from tests import models
 from tests.oracle import (
     assert_same_tensors,
@@ -126,14 +126,14 @@ def test_a_budget_that_others_have_used_up_says_so(tmp_path: Path) -> None:
 
 def test_memory_that_an_engine_gave_back_is_used_again(tmp_path: Path) -> None:
     budget = enough_for_all(tmp_path)
-    keeper = start(JOB, DISK, tmp_path, host_memory=budget, run="keeper")
+    owner = start(JOB, DISK, tmp_path, host_memory=budget, run="keeper")
     mappings = len(process_memory()._mappings)
     for _ in range(5):
         other = start(JOB, DISK, tmp_path, host_memory=budget, run="other")
         assert len(process_memory()._mappings) == mappings
         train_step(other, JOB, 0)
         other.destroy(remove=True)
-    keeper.destroy(remove=True)
+    owner.destroy(remove=True)
     assert process_memory()._mappings == []
 
 
@@ -204,13 +204,13 @@ def test_ctrl_c_while_a_cache_is_given_stops_its_engine_alone(tmp_path: Path, mo
     budget = enough_for_all(tmp_path)
     one = start(JOB, DISK, tmp_path, host_memory=budget, run="one")
     train_step(one, JOB, 0)
-    real = Lease.release
+    real = HostBuffer.release
 
-    def release(lease: Lease) -> None:
-        monkeypatch.setattr(Lease, "release", real)
+    def release(lease: HostBuffer) -> None:
+        monkeypatch.setattr(HostBuffer, "release", real)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Lease, "release", release)
+    monkeypatch.setattr(HostBuffer, "release", release)
     with pytest.raises(KeyboardInterrupt):
         start(JOB, DISK, tmp_path, host_memory=budget, run="other")
     with pytest.raises(EngineFailed):

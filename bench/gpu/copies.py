@@ -12,7 +12,7 @@ import torch
 from bench.gpu.work import Save, Work
 from bench.measure import in_turns, median_ratio
 from offload.swapper.memory.device import Device, open_device
-from offload.swapper.memory.host_arena import Classes, HostArena, Lease
+from offload.swapper.memory.host_arena import Classes, HostArena, HostBuffer
 
 
 def copies(work: Work, save: Save) -> None:
@@ -46,7 +46,7 @@ def copies(work: Work, save: Save) -> None:
     arena.close()
 
 
-def _both(work: Work, device: Device, lease: Lease) -> dict[str, Any]:
+def _both(work: Work, device: Device, lease: HostBuffer) -> dict[str, Any]:
     """Half of the bytes up and half down at once, which a bus does at the same time."""
     half = work.copy_nbytes // 2
     up, down = lease.tensor(torch.uint8)[:half], lease.tensor(torch.uint8)[half : 2 * half]

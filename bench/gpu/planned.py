@@ -65,9 +65,9 @@ def _settled(work: Work, room: Room) -> Memory | None:
     with offload.init():
         model = work.build()
     layouts = layouts_of(model, find_units(model))
-    for homes in _HOMES:
+    for tiers in _HOMES:
         try:
-            memory = settle(layouts, _wish(work, homes, room), room, work.accumulation)
+            memory = settle(layouts, _wish(work, tiers, room), room, work.accumulation)
         except BudgetError:
             continue
         if memory.stored + memory.spilled <= (room.disk or 0):
@@ -75,10 +75,10 @@ def _settled(work: Work, room: Room) -> Memory | None:
     return None
 
 
-def _wish(work: Work, homes: tuple[str, str], room: Room) -> dict[str, Any]:
+def _wish(work: Work, tiers: tuple[str, str], room: Room) -> dict[str, Any]:
     return settings(
-        *homes,
-        host_memory=room.host if "nvme" in homes else None,
+        *tiers,
+        host_memory=room.host if "nvme" in tiers else None,
         durability="none",
         batch=work.batch_size,
         accumulation=work.accumulation,

@@ -18,7 +18,7 @@ from bench.gpu.work import Save, Work
 from bench.measure import random_ids, resident
 from offload.engine.build import initialize
 from offload.swapper.memory.device import CudaDevice, Device, Event, open_device
-from offload.swapper.memory.interruptible_lock import Monitor
+from offload.swapper.memory.interruptible_lock import InterruptibleLock
 
 _T = TypeVar("_T")
 _WARM_UP = 2
@@ -64,9 +64,9 @@ class Watch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """What waits without the pager's lock waits for a future (`wait`) or for a change (`acquire`)."""
-        plain = Monitor.without_lock
+        plain = InterruptibleLock.without_lock
 
-        def timed(monitor: Monitor, act: Callable[[], _T]) -> _T:
+        def timed(monitor: InterruptibleLock, act: Callable[[], _T]) -> _T:
             name = getattr(act, "__name__", "")
             if name not in self._seconds or threading.current_thread().name.startswith("offload-"):
                 return plain(monitor, act)
@@ -77,7 +77,7 @@ class Watch:
                 self._seconds[name] += time.perf_counter() - start
 
         with (
-            mock.patch.object(Monitor, "without_lock", timed),
+            mock.patch.object(InterruptibleLock, "without_lock", timed),
             mock.patch.object(initialize, "open_device", self._open, create=True),
         ):
             yield

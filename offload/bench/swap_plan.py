@@ -177,11 +177,11 @@ def _fits_in_memory(plan: Plan, wanted: bool | None) -> bool:
     """Whether the same model has room in memory beside the one that is swapped; `ConfigError` where neither has."""
     available = psutil.virtual_memory().available
     gradients = plan.parameters * (2 if plan.accumulation == 1 else 4)
-    at_home = {
+    in_tier = {
         tier: (_WEIGHT * (plan.weights == tier) + _STATES * (plan.states == tier)) * plan.parameters for tier in TIERS
     }
-    host = plan.host_memory or gradients + at_home["cpu"] + _TILES + 2 * plan.unit_bytes
-    budgets = host + (plan.device_memory or at_home["none"] + _DEVICE_UNITS * plan.unit_bytes)
+    host = plan.host_memory or gradients + in_tier["cpu"] + _TILES + 2 * plan.unit_bytes
+    budgets = host + (plan.device_memory or in_tier["none"] + _DEVICE_UNITS * plan.unit_bytes)
     working = plan.probe_bytes + 6 * plan.unit_bytes  # the drive's probe, a gradient, weights while they are made
     beside = (_WEIGHT + _STATES) * plan.parameters + gradients + _TILES
     if available < budgets + working:

@@ -24,7 +24,7 @@ def signals() -> Iterator[None]:
     then it is raised again a moment later. While it is on its way, and files are removed, nothing comes in between.
     """
     main, lock = threading.get_ident(), threading.Lock()
-    ended, raised = threading.Event(), list[BaseException]()
+    ended, promoted = threading.Event(), list[BaseException]()
 
     def send(number: int) -> None:
         while not ended.wait(_AGAIN):
@@ -36,9 +36,9 @@ def signals() -> Iterator[None]:
         if not sending:
             sending.append(threading.Thread(target=send, args=(number,), daemon=True, name="offload-signals"))
             sending[0].start()
-        if not _in_finalizer(frame) and not any(each in raised for each in _handled()):
-            raised.append(SystemExit(128 + number))
-            raise raised[-1]
+        if not _in_finalizer(frame) and not any(each in promoted for each in _handled()):
+            promoted.append(SystemExit(128 + number))
+            raise promoted[-1]
 
     sending: list[threading.Thread] = []
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}

@@ -26,9 +26,9 @@ def homes_of(model: type[Block], key: str, path: str) -> str:
     return " or ".join(f"{path}{name}.{key}" for name in inside) if len(inside) <= 3 else ""
 
 
-def unknown_key(model: type[Block], near: str | None, homes: str, dotted: str) -> str:
-    if homes:
-        return f"unknown key {dotted}; did you mean {homes}?"
+def unknown_key(model: type[Block], near: str | None, tiers: str, dotted: str) -> str:
+    if tiers:
+        return f"unknown key {dotted}; did you mean {tiers}?"
     keys = f"; keys with an effect are {', '.join(model.model_fields)}" if model.model_fields else ""
     hint = f'did you mean "{near}"?' if near else f"remove it{keys}"
     return f"unknown key {dotted}; {hint}"

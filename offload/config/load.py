@@ -192,11 +192,11 @@ def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, found: 
         elif name in model.UNSUPPORTED:
             found.unsupported.extend([dotted] * _is_on(value))
         elif name not in model.model_fields:
-            near, homes = nearest(model, str(key)), homes_of(model, str(key), path)
+            near, tiers = nearest(model, str(key)), homes_of(model, str(key), path)
             if path or near or not isinstance(key, str):
-                raise ConfigError(unknown_key(model, near, homes, dotted))
+                raise ConfigError(unknown_key(model, near, tiers, dotted))
             # somebody else's block, or a note: as in DeepSpeed no error
-            found.unsupported.append(f"{dotted} (did you mean {homes}?)" if homes else dotted)
+            found.unsupported.append(f"{dotted} (did you mean {tiers}?)" if tiers else dotted)
         elif name in kept or (name != key and name in content):
             raise ConfigError(f'"{dotted}" is the older name of "{path}{name}", which is there too; keep one of them')
         elif _means_default(value, name, model):

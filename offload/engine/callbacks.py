@@ -60,7 +60,7 @@ class EngineCallbacks(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
+class GradientStats:
     """Facts about the gradients of a step on which the step is decided."""
 
     sum_squares: float

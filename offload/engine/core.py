@@ -23,18 +23,18 @@ from offload.engine.callbacks import Edit, EngineCallbacks
 from offload.engine.checkpoint.manager import Checkpoints
 from offload.engine.device_growth import advised, grow
 from offload.engine.memory_report import base_bytes
-from offload.engine.model_io.save_pretrained import Saving
+from offload.engine.model_io.save_pretrained import PretrainedWriter
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.unit_updates import UnitUpdate, cut
 from offload.engine.optimizer_state_dict import OptimizerStates
-from offload.engine.param_access import Looking
-from offload.engine.shutdown import Ending
-from offload.engine.step import Boundary
-from offload.engine.training.components import Parts, close_all
+from offload.engine.param_access import ParamAccess
+from offload.engine.shutdown import Shutdown
+from offload.engine.step import OptimizerStep
+from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.data_loader import Loader
-from offload.engine.training.gradient_accumulation import MicroBatches
+from offload.engine.training.gradient_accumulation import GradientAccumulation
 from offload.engine.training.model_inputs import InputCast
-from offload.engine.training.step_settings import Choices
+from offload.engine.training.step_settings import StepSettings
 from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
@@ -73,10 +73,10 @@ class EngineCore(EngineCallbacks):
         optimizer: Optimizer,
         lr_scheduler: Any,
         loader: Loader | None,
-        choices: Choices,
+        choices: StepSettings,
         layouts: Sequence[UnitLayout],
         commits: bool,
-        assemble: Callable[[EngineCallbacks], Parts],
+        assemble: Callable[[EngineCallbacks], EngineComponents],
     ) -> None:
         """Builds the components and takes the model and the optimizer over.
 
@@ -94,27 +94,27 @@ class EngineCore(EngineCallbacks):
         """
         self.module, self.device, self.optimizer = module, device, optimizer
         self.state = TrainingState(module, device, optimizer, lr_scheduler, loader, choices, layouts, commits)
-        self.micro = MicroBatches()
+        self.micro = GradientAccumulation()
         self._is_first_step = True
         """Until the first step of this process ends nobody knows the memory of its activations."""
         self._missed_gradient_reported = False
-        parts = self.parts = assemble(self)
+        components = self.components = assemble(self)
         try:
-            self.checkpoints = Checkpoints(module, parts, self.state)
-            self.boundary = Boundary(parts, self.state, self.micro, module, optimizer)
-            self.inputs = InputCast(device, parts.held.mode.weight_dtype, choices.config.casts_inputs)
-            self.looking = Looking(parts, self)
-            self.saving = Saving(module, parts)
-            self.base_bytes = base_bytes(parts)
+            self.checkpoints = Checkpoints(module, components, self.state)
+            self.boundary = OptimizerStep(components, self.state, self.micro, module, optimizer)
+            self.inputs = InputCast(device, components.shards.mode.weight_dtype, choices.config.casts_inputs)
+            self.looking = ParamAccess(components, self)
+            self.saving = PretrainedWriter(module, components)
+            self.base_bytes = base_bytes(components)
             """Resident bytes when the engine began, without the memory of engines."""
-            states = OptimizerStates(self.looking, parts.layouts, parts.held.mode, self.state)
+            states = OptimizerStates(self.looking, components.layouts, components.shards.mode, self.state)
             optimizer.attach(self.end_step, self.forget_gradients, self.state.regrouped, states)
             module.__dict__["zero_grad"] = _ZeroGrad(module, self.forget_gradients)
-            self.ending = Ending(module, parts, self.state, self.enter)
+            self.ending = Shutdown(module, components, self.state, self.enter)
         except BaseException:
             module.__dict__.pop("zero_grad", None)
             with contextlib.suppress(Exception):  # the first error is the one that is reported
-                close_all(*parts.closing())
+                close_all(*components.closing())
             raise
 
     # -- entry --------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ class EngineCore(EngineCallbacks):
     def check(self) -> None:
         """Raises if this engine can no longer be used: `UsageError` after its end, `EngineFailed` after an error."""
         self.ending.check()
-        self.parts.pager.check_whole()
-        self.parts.pager.check()
+        self.components.pager.check_whole()
+        self.components.pager.check()
 
     def enter(self) -> None:
         """Starts a call of the engine: checks it, clears what an aborted call left, and carries out pending edits.
@@ -132,7 +132,7 @@ class EngineCore(EngineCallbacks):
         """
         if not inside_backward():
             self._begin()
-            self.parts.weights.flush()
+            self.components.weights.flush()
 
     def enter_between_steps(self, call: str) -> None:
         """Enters the engine and waits for the updates and the commit of the last step.
@@ -143,19 +143,19 @@ class EngineCore(EngineCallbacks):
         Raises:
             UsageError: if a forward or a backward is running.
         """
-        if inside_backward() or self.parts.hooks.running:
+        if inside_backward() or self.components.hooks.running:
             raise UsageError(f"{call} is for between steps, not for inside of a forward or a backward")
         self.enter()
-        if self.parts.updater is not None:
-            self.parts.updater.finish()
+        if self.components.update_worker is not None:
+            self.components.update_worker.finish()
 
     def _begin(self) -> None:
         """Checks the engine, clears what an aborted call left, and delivers the state blob that a commit waits for."""
-        self.parts.hooks.leave_all()
+        self.components.hooks.leave_all()
         self.check()
-        self.parts.hooks.reset_aborted()
+        self.components.hooks.reset_aborted()
         self.state.enter()
-        updater, progress = self.parts.updater, self.state.after_step
+        updater, progress = self.components.update_worker, self.state.after_step
         if updater is not None and updater.wants_blob and progress is not None:
             updater.deliver_blob(progress.pack())
 
@@ -166,28 +166,28 @@ class EngineCore(EngineCallbacks):
 
     def advised(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which torch's out-of-memory error of the device says what to change."""
-        return advised(self.parts.pager.arena, self.state.choices.device_need)
+        return advised(self.components.pager.arena, self.state.choices.device_need)
 
     # -- steps --------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
         """Ends a step at a boundary. `Engine.step` and the user's `optimizer.step()` both come here."""
-        with self.parts.timeline.span(Row.COMPUTE, f"step {self.state.global_steps + 1}"):
+        with self.components.timeline.span(Row.COMPUTE, f"step {self.state.global_steps + 1}"):
             self.enter()
             self.boundary.end_step()
         if self._is_first_step:
             self._is_first_step = False
-            memory = grow(self.parts.pager, self.state.choices.device_need, self.parts.held.device)
-            self.parts.gradients.add_up_in(memory)
+            memory = grow(self.components.pager, self.state.choices.device_need, self.components.shards.device)
+            self.components.gradients.add_up_in(memory)
         self.state.ended()
-        if self.parts.meter is not None:
-            self.parts.meter.end_step(self.boundary.stepped())
+        if self.components.meter is not None:
+            self.components.meter.end_step(self.boundary.stepped())
 
     def forget_gradients(self) -> None:
         """Drops the gradients since the last boundary, and their micro-batches, on all ranks."""
         self.enter()
-        self.parts.hooks.forget_gradients()
-        self.parts.gradients.forget()
+        self.components.hooks.forget_gradients()
+        self.components.gradients.forget()
         self.micro.reset()
 
     # -- EngineCallbacks ----------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class EngineCore(EngineCallbacks):
     def enter_weights(self) -> None:
         # Edits of a unit that is being edited are not carried out one by one, so `enter`, which flushes them, is not
         # for here.
-        if self.parts.hooks.running:
+        if self.components.hooks.running:
             self.check()
         else:
             self._begin()
@@ -214,26 +214,26 @@ class EngineCore(EngineCallbacks):
         return self.micro.is_last(self.state.choices.accumulation)
 
     def await_updates(self) -> None:
-        if self.parts.updater is not None:
-            self.parts.updater.finish(commit=False)
+        if self.components.update_worker is not None:
+            self.components.update_worker.finish(commit=False)
 
     def apply_edits(self, unit: int, edits: Sequence[Edit]) -> None:
-        parts = self.parts
-        assert parts.updater is not None, "an engine that trains nothing refuses edits before it comes here"
-        parts.bindings.settle()
-        parts.updater.finish()
-        if parts.rounds is not None:
-            edits = parts.rounds.edit(unit, edits)
+        components = self.components
+        assert components.update_worker is not None, "an engine that trains nothing refuses edits before it comes here"
+        components.unit_views.settle()
+        components.update_worker.finish()
+        if components.agreement is not None:
+            edits = components.agreement.edit(unit, edits)
         if not edits:
             return
-        part = parts.trainable[unit]
+        part = components.trainable[unit]
         try:
-            parts.updater.schedule([UnitUpdate(unit=unit, numel=len(part), edits=cut(edits, part))], None)
+            components.update_worker.schedule([UnitUpdate(unit=unit, numel=len(part), edits=cut(edits, part))], None)
         except BaseException as error:
-            parts.pager.fail(error)
+            components.pager.fail(error)
             raise
         self.state.mark_edited()
-        parts.updater.finish(commit=False)
+        components.update_worker.finish(commit=False)
 
     def report_missed_gradient(self, name: str) -> None:
         # Only between a backward and the step is there a gradient to miss; once is enough.
@@ -246,22 +246,25 @@ class EngineCore(EngineCallbacks):
             )
 
     def give_cache(self) -> None:
-        parts = self.parts
-        parts.pager.check_whole()
-        if parts.pager.failed:
+        components = self.components
+        components.pager.check_whole()
+        if components.pager.failed:
             return
         logger.info(
-            "%s of host memory go from one engine of this process to another", format_size(parts.arena.classes.cache)
+            "%s of host memory go from one engine of this process to another",
+            format_size(components.arena.classes.cache),
         )
-        if parts.updater is not None:
-            parts.updater.finish(commit=False)
-        parts.pager.give_cache(parts.updater.drop_spare if parts.updater is not None else lambda: None)
+        if components.update_worker is not None:
+            components.update_worker.finish(commit=False)
+        components.pager.give_cache(
+            components.update_worker.drop_spare if components.update_worker is not None else lambda: None
+        )
 
     def pending_unit(self) -> int:
-        return self.parts.gradients.pending_unit
+        return self.components.gradients.pending_unit
 
     def serve_gather(self, unit: int) -> None:
-        self.parts.pager.take_part(unit)
+        self.components.pager.serve_gather(unit)
 
     def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
-        self.parts.gradients.serve_reduce(unit, holders)
+        self.components.gradients.serve_reduce(unit, holders)

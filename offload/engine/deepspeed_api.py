@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 from offload.engine.core import EngineCore
 from offload.engine.memory_report import MemoryReport, memory_report
 from offload.engine.training.data_loader import Loader, check_data, load
-from offload.engine.training.step_settings import Choices
+from offload.engine.training.step_settings import StepSettings
 from offload.errors import UsageError
-from offload.swapper.pager import Counts
+from offload.swapper.pager import PrefetchStats
 from offload.swapper.store import DriveWrites
 
 
@@ -28,7 +28,7 @@ class IoBytes(NamedTuple):
     written: int
 
 
-class Facts:
+class DeepSpeedApi:
     """Getters and setters of DeepSpeed's engine that read the core and run nothing."""
 
     def __init__(self, core: EngineCore) -> None:
@@ -153,7 +153,7 @@ class Facts:
     # -- the config ---------------------------------------------------------------------------------
 
     @property
-    def _choices(self) -> Choices:
+    def _choices(self) -> StepSettings:
         return self._core.state.choices
 
     @property
@@ -218,36 +218,36 @@ class Facts:
     @property
     def global_rank(self) -> int:
         """The number of this process among those that train together."""
-        return self._core.parts.rank
+        return self._core.components.rank
 
     @property
     def world_size(self) -> int:
         """How many processes train together."""
-        return self._core.parts.world_size
+        return self._core.components.world_size
 
     @property
     def local_rank(self) -> int:
         """The number of this process among those of its machine, as its launcher says."""
-        return 0 if self._core.parts.ranks is None else int(os.environ.get("LOCAL_RANK", "0"))
+        return 0 if self._core.components.ranks is None else int(os.environ.get("LOCAL_RANK", "0"))
 
     @property
     def parameter_count(self) -> int:
         """Elements of all parameters; a tied one counts once."""
-        return sum(segment.numel for layout in self._core.parts.layouts for segment in layout.segments)
+        return sum(segment.numel for layout in self._core.components.layouts for segment in layout.segments)
 
     @property
     def host_memory(self) -> int:
         """Bytes of the host arena: this engine's part of the host budget."""
-        return self._core.parts.arena.nbytes
+        return self._core.components.arena.nbytes
 
     @property
     def device_memory(self) -> int:
         """Bytes of the device arena: the device budget."""
-        return self._core.parts.pager.arena.nbytes
+        return self._core.components.pager.arena.nbytes
 
     def io_bytes(self) -> IoBytes:
         """Bytes read and written so far by the engine."""
-        queue = self._core.parts.queue
+        queue = self._core.components.queue
         return IoBytes(0, 0) if queue is None else IoBytes(queue.read_bytes, queue.written_bytes)
 
     def memory_report(self) -> MemoryReport:
@@ -257,11 +257,11 @@ class Facts:
         the engine, and other what came since: activations, libraries. Of `["device"]`, allocated = arena + other. Each
         of `["classes"]` has its part of the host budget, what is used of it now, and the most that ever was.
         """
-        return memory_report(self._core.parts, self._core.base_bytes)
+        return memory_report(self._core.components, self._core.base_bytes)
 
     def drive_writes(self) -> tuple[DriveWrites, ...]:
         """What this rank has written to each drive: in this process, and in all of the run's that it goes on with."""
-        return self._core.parts.written.drives()
+        return self._core.components.written.drives()
 
     @property
     def measured(self) -> Mapping[str, float]:
@@ -269,9 +269,9 @@ class Facts:
 
         `wall_clock_breakdown` asks for all of them, on the first rank.
         """
-        meter = self._core.parts.meter
+        meter = self._core.components.meter
         return {} if meter is None or meter.last is None else meter.last.values
 
-    def use_counts(self) -> Counts:
+    def use_counts(self) -> PrefetchStats:
         """How often units were used so far, found on the device, and used otherwise than foreseen."""
-        return self._core.parts.pager.counts()
+        return self._core.components.pager.counts()

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.engine.checkpoint.load import Wish
-from offload.engine.checkpoint.save import Order
+from offload.engine.checkpoint.load import LoadOptions
+from offload.engine.checkpoint.save import SaveRequest
 from offload.engine.core import EngineCore
-from offload.engine.deepspeed_api import Facts
+from offload.engine.deepspeed_api import DeepSpeedApi
 from offload.engine.keywords import refuse
-from offload.engine.model_io.save_pretrained import Wanted
+from offload.engine.model_io.save_pretrained import SaveOptions
 from offload.engine.training import train_batch as batch
 from offload.engine.training.step_settings import resized
 from offload.errors import UsageError
@@ -35,7 +35,7 @@ from offload.timeline import Row
 logger = logging.getLogger("offload")
 
 
-class Engine(Facts):
+class Engine(DeepSpeedApi):
     """A model whose weights and optimizer states are paged; made by `offload.initialize`.
 
     All methods belong to the thread that runs the model; in a forked child every call raises. An error on a thread of
@@ -126,8 +126,8 @@ class Engine(Facts):
         divided = loss / self._choices.accumulation if scale_wrt_gas else loss
         with self._core.advised():
             self.scale(divided).backward(retain_graph=retain_graph)
-        if self._core.parts.meter is not None:
-            self._core.parts.meter.add_loss(divided, first=self.micro_batches <= 1)
+        if self._core.components.meter is not None:
+            self._core.components.meter.add_loss(divided, first=self.micro_batches <= 1)
         return divided
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,7 @@ class Engine(Facts):
         except BaseException as error:
             # A step whose schedule did not move, or moved by half, must not be committed; the last commit is whole.
             if self.lr_scheduler is not None and self.global_steps != before:
-                self._core.parts.pager.fail(error)
+                self._core.components.pager.fail(error)
             raise
 
     def train_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
@@ -188,7 +188,7 @@ class Engine(Facts):
         if self.micro_batches:
             ran = count_of(self.micro_batches, "micro-batch", "micro-batches")
             raise UsageError(f"set_train_batch_size is for between steps, {ran} of this one ran: call it after step()")
-        kept = None if self._choices.config.data_types.grad_accum_dtype else self._core.parts.gradients.dtype
+        kept = None if self._choices.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
         self._core.state.change_settings(resized(self._choices, train_batch_size, self.world_size, kept))
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
@@ -240,7 +240,7 @@ class Engine(Facts):
     def mean(self, value: float) -> float:
         """The mean of a number over all ranks, such as a loss to log; every rank must ask for it at the same place."""
         self._core.enter()
-        return value if self._core.parts.rounds is None else self._core.parts.rounds.mean(value)
+        return value if self._core.components.agreement is None else self._core.components.agreement.mean(value)
 
     def train(self, mode: bool = True) -> Engine:
         """Set the model's training mode, as `nn.Module.train` does."""
@@ -256,7 +256,7 @@ class Engine(Facts):
 
         Nothing needs it but measurements: whoever reads a weight gets the new one.
         """
-        with self._core.parts.timeline.span(Row.COMPUTE, "synchronize"):  # a part of the step, as the meter counts
+        with self._core.components.timeline.span(Row.COMPUTE, "synchronize"):  # a part of the step, as the meter counts
             self._core.enter_between_steps("synchronize")
 
     # -- weights ------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class Engine(Facts):
         self._core.enter_between_steps("save_checkpoint")
         name = f"global_step{self.global_steps}" if tag is None else tag
         self._core.checkpoints.save(
-            lambda: Order.checked(save_dir, name, save_latest, not exclude_frozen_parameters, keep_last),
+            lambda: SaveRequest.checked(save_dir, name, save_latest, not exclude_frozen_parameters, keep_last),
             self.micro_batches,
             client_state,
         )
@@ -328,8 +328,8 @@ class Engine(Facts):
         """
         refuse(custom_load_fn=custom_load_fn)
         self._core.enter_between_steps("load_checkpoint")
-        trains = self._core.parts.updater is not None and not load_module_only
-        wish = Wish(load_module_strict, trains and load_optimizer_states, load_lr_scheduler_states, not trains)
+        trains = self._core.components.update_worker is not None and not load_module_only
+        wish = LoadOptions(load_module_strict, trains and load_optimizer_states, load_lr_scheduler_states, not trains)
         loaded = self._core.checkpoints.load(load_dir, tag, wish)
         if loaded is None:
             return None, {}
@@ -357,7 +357,7 @@ class Engine(Facts):
         `IoError` where the disk refuses.
         """
         self._core.enter_between_steps("save_pretrained")
-        self._core.saving.save(Wanted(save_directory, max_shard_size, dtype, tokenizer), self.global_steps)
+        self._core.saving.save(SaveOptions(save_directory, max_shard_size, dtype, tokenizer), self.global_steps)
 
     def save_16bit_model(
         self,
@@ -380,7 +380,7 @@ class Engine(Facts):
             )
             return False
         frozen = not exclude_frozen_parameters
-        self._core.saving.save(Wanted(save_dir, frozen=frozen, file_name=save_filename), self.global_steps)
+        self._core.saving.save(SaveOptions(save_dir, frozen=frozen, file_name=save_filename), self.global_steps)
         return True
 
     def destroy(self, remove: bool | None = None) -> None:

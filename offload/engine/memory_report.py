@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from offload.aio import resident_bytes
-from offload.engine.training.components import Parts
+from offload.engine.training.components import EngineComponents
 from offload.sizes import format_size
 from offload.swapper.memory.host_arena import process_memory
 
@@ -38,30 +38,30 @@ class MemoryReport(dict[str, Any]):
         return "\n".join(lines)
 
 
-def resident_of_arenas(parts: Parts) -> tuple[int, int]:
+def resident_of_arenas(components: EngineComponents) -> tuple[int, int]:
     """Bytes of RAM that the host arena has, and the device arena where the device is the CPU."""
-    pieces = [memory for _, memory in parts.pager.arena.pieces if memory.device.type == "cpu" and memory.numel()]
+    pieces = [memory for _, memory in components.pager.arena.pieces if memory.device.type == "cpu" and memory.numel()]
     on_cpu = sum(resident_bytes(memory.data_ptr(), memory.numel()) for memory in pieces)
-    return resident_bytes(parts.arena.address, parts.arena.nbytes), on_cpu
+    return resident_bytes(components.arena.address, components.arena.nbytes), on_cpu
 
 
-def base_bytes(parts: Parts) -> int:
+def base_bytes(components: EngineComponents) -> int:
     """What is resident and none of any engine's."""
-    return int(psutil.Process().memory_info().rss) - sum(resident_of_arenas(parts)) - _others(parts)
+    return int(psutil.Process().memory_info().rss) - sum(resident_of_arenas(components)) - _others(components)
 
 
-def memory_report(parts: Parts, base: int) -> MemoryReport:
+def memory_report(components: EngineComponents, base: int) -> MemoryReport:
     """`base` is what `base_bytes` said when the engine began. All in bytes.
 
     `host`: rss = base + arena + device_arena + other_engines + other, where "other" has come since: activations,
     gradients on their way, libraries. `device`: allocated = arena + other. Each of `classes` has its part of the host
     budget, what is leased of it now, and the most that ever was.
     """
-    arena, device_arena = resident_of_arenas(parts)
-    others = _others(parts)
+    arena, device_arena = resident_of_arenas(components)
+    others = _others(components)
     rss = int(psutil.Process().memory_info().rss)
-    budget = parts.pager.arena
-    device = parts.held.device.torch
+    budget = components.pager.arena
+    device = components.shards.device.torch
     allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else budget.nbytes
     return MemoryReport(
         host={
@@ -72,10 +72,10 @@ def memory_report(parts: Parts, base: int) -> MemoryReport:
             "other_engines": others,
             "other": rss - base - arena - device_arena - others,
         },
-        host_memory=parts.arena.nbytes,
+        host_memory=components.arena.nbytes,
         classes={
             name: {"budget": region.space.nbytes, "used": region.space.used_bytes, "peak": region.space.peak_bytes}
-            for name, region in parts.arena.regions.items()
+            for name, region in components.arena.regions.items()
         },
         device={
             "allocated": allocated,
@@ -86,7 +86,7 @@ def memory_report(parts: Parts, base: int) -> MemoryReport:
     )
 
 
-def _others(parts: Parts) -> int:
+def _others(components: EngineComponents) -> int:
     """Bytes of RAM of the host arenas of other engines of this process."""
-    arenas = [arena for arena in process_memory().arenas if arena is not parts.arena]
+    arenas = [arena for arena in process_memory().arenas if arena is not components.arena]
     return sum(resident_bytes(arena.address, arena.nbytes) for arena in arenas)

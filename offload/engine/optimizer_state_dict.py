@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.param_access import Looking
-from offload.engine.params.paged_parameter import Place
+from offload.engine.param_access import ParamAccess
+from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
@@ -26,7 +26,7 @@ _STEP = "step"
 class OptimizerStates:
     """Reads and sets what an optimizer keeps of parameters, all of it. Every rank calls it, for the same parameters."""
 
-    def __init__(self, looking: Looking, layouts: Sequence[UnitLayout], mode: Mode, moment: TrainingState) -> None:
+    def __init__(self, looking: ParamAccess, layouts: Sequence[UnitLayout], mode: Mode, moment: TrainingState) -> None:
         self._looking, self._layouts, self._mode, self._moment = looking, layouts, mode, moment
 
     def read(self, parameter: nn.Parameter) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class OptimizerStates:
             self._looking.write(place, moment, value)
         self._moment.parameter_steps[place.unit][place.position] = int(state.get(_STEP, 1)) if state else 0
 
-    def _steps(self, place: Place) -> int:
+    def _steps(self, place: ParamHandle) -> int:
         """How often it was updated; never, where it is frozen."""
         return self._moment.parameter_steps[place.unit][place.position]
 
@@ -89,7 +89,7 @@ class OptimizerStates:
     def _moments(self) -> tuple[State, ...]:
         return tuple(state for state in self._mode.moments if state is not State.PACKED)
 
-    def _place(self, parameter: nn.Parameter) -> Place:
+    def _place(self, parameter: nn.Parameter) -> ParamHandle:
         place = self._looking.place(parameter)
         assert place is not None, "the groups hold what the engine took over"
         return place

@@ -20,10 +20,10 @@ from torch import nn
 from offload.aio import aligned_empty
 from offload.aio.protocols import Future
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.distributed.agreement import Kind
-from offload.engine.distributed.all_or_nothing import Together, together
-from offload.engine.params.paged_parameter import Place
-from offload.engine.training.components import Parts
+from offload.engine.distributed.agreement import Collective
+from offload.engine.distributed.all_or_nothing import AllOrNothing, all_or_nothing
+from offload.engine.params.paged_parameter import ParamHandle
+from offload.engine.training.components import EngineComponents
 from offload.errors import BudgetError, UsageError
 from offload.layout.flat_layout import Piece, Segment, pieces
 from offload.layout.master_weights import join, sources
@@ -36,27 +36,27 @@ from offload.swapper.memory.limits import free_host_memory
 _EXACT = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes whose every value fp32 has."""
 
-_engines: weakref.WeakSet[Looking] = weakref.WeakSet()
+_engines: weakref.WeakSet[ParamAccess] = weakref.WeakSet()
 
 
-def engines() -> list[Looking]:
+def engines() -> list[ParamAccess]:
     """Those of this process: a parameter that is bound looks like any other, and one of them knows it."""
     return list(_engines)
 
 
-class Looking:
+class ParamAccess:
     """Reads and sets what there is of the parameters of one engine. Belongs to the thread that runs the model."""
 
-    def __init__(self, parts: Parts, callbacks: EngineCallbacks) -> None:
-        self._parts, self._held, self._callbacks = parts, parts.held, callbacks
-        self._states = {state.value: state for state in parts.held.mode.moments if state is not State.PACKED}
+    def __init__(self, components: EngineComponents, callbacks: EngineCallbacks) -> None:
+        self._components, self._held, self._callbacks = components, components.shards, callbacks
+        self._states = {state.value: state for state in components.shards.mode.moments if state is not State.PACKED}
         _engines.add(self)
 
-    def place(self, parameter: Any) -> Place | None:
+    def place(self, parameter: Any) -> ParamHandle | None:
         """The place of a parameter of this engine's model, also while it is bound."""
-        return self._parts.weights.place(parameter)
+        return self._components.weights.place(parameter)
 
-    def state(self, place: Place, name: Any) -> State:
+    def state(self, place: ParamHandle, name: Any) -> State:
         """The optimizer state of that name. Raises `UsageError` where the optimizer has none."""
         by_torch = [each.name for each in self._segment(place).kept]
         if name in by_torch:
@@ -66,7 +66,7 @@ class Looking:
             raise UsageError(f"this engine's optimizer keeps no state {name!r}; it keeps for each parameter: {known}")
         return self._states[name]
 
-    def read_state(self, place: Place, name: Any) -> torch.Tensor | None:
+    def read_state(self, place: ParamHandle, name: Any) -> torch.Tensor | None:
         """What `read` gives, of an optimizer state by its name; of what torch keeps in the shape that it has there."""
         if not place.trainable:
             return None
@@ -84,14 +84,14 @@ class Looking:
         value = torch.as_tensor(value)
         return value.to(place.device, torch.float32 if value.is_floating_point() else None, copy=True)
 
-    def check_idle(self, place: Place, call: str) -> None:
+    def check_idle(self, place: ParamHandle, call: str) -> None:
         """Raise `UsageError` where the model runs, or the parameter has memory of its own."""
-        if self._parts.hooks.running:
+        if self._components.hooks.running:
             raise UsageError(f"{call} is for between steps, not for inside of a forward or a backward")
         if place.gathered:
             raise UsageError(f"{call}: {place.name} is gathered; leave `with offload.gathered(...)` first")
 
-    def read_state_local(self, place: Place, name: Any) -> torch.Tensor | None:
+    def read_state_local(self, place: ParamHandle, name: Any) -> torch.Tensor | None:
         """This rank's part of it, flat."""
         if not place.trainable:
             return None
@@ -101,7 +101,7 @@ class Looking:
         value = self.read_state(place, name)  # of one rank
         return None if value is None else value.view(-1)
 
-    def read(self, place: Place, state: State) -> torch.Tensor | None:
+    def read(self, place: ParamHandle, state: State) -> torch.Tensor | None:
         """A copy of a state, of the parameter's shape in fp32 on the compute device; for WEIGHT that of the master.
 
         None for a gradient where there is none, and for all but the weight of a frozen parameter. Every rank calls it.
@@ -124,7 +124,7 @@ class Looking:
             self._complete(place, whole)
         return whole.view(self._shape(place)).to(place.device)
 
-    def write(self, place: Place, state: State, values: torch.Tensor) -> None:
+    def write(self, place: ParamHandle, state: State, values: torch.Tensor) -> None:
         """Make `values`, of the parameter's shape, its state; where there are several ranks all call it, and those of
         rank 0 count."""
         self._begin(state)
@@ -140,9 +140,9 @@ class Looking:
             self._finish()
             self._set_gradient(place, values.detach().to("cpu", torch.float32, copy=True).contiguous().view(-1))
         else:
-            self._parts.weights.edit(place.unit, place.position, values.detach().float(), state)
+            self._components.weights.edit(place.unit, place.position, values.detach().float(), state)
 
-    def read_local(self, place: Place, state: State) -> torch.Tensor | None:
+    def read_local(self, place: ParamHandle, state: State) -> torch.Tensor | None:
         """This rank's part of what `read` gives, flat. Alone, but for a gradient: whether there is one, all know."""
         if not self._settled(place, state):
             return None
@@ -156,7 +156,7 @@ class Looking:
         self._read_piece(place, state, piece, values)
         return values.to(place.device)
 
-    def write_local(self, place: Place, state: State, values: torch.Tensor) -> None:
+    def write_local(self, place: ParamHandle, state: State, values: torch.Tensor) -> None:
         """Make `values`, (n,), this rank's part of a state; every rank calls it, with its own part."""
         self._begin(state)
         whole = torch.empty(0, device="cpu")
@@ -176,7 +176,7 @@ class Looking:
 
     def state_dict(self, module: nn.Module, without_frozen: bool) -> dict[str, Any]:
         """`module.state_dict()` with every tensor on the CPU."""
-        weights = self._parts.weights
+        weights = self._components.weights
         with weights.leaving_out_frozen() if without_frozen else contextlib.nullcontext():
             state: dict[str, Any] = module.state_dict()
         for name, value in state.items():
@@ -184,62 +184,62 @@ class Looking:
                 state[name] = value.to("cpu")  # what is there already stays the same tensor: tied weights are one
         return state
 
-    def use_in(self, module: nn.Module, place: Place) -> None:
+    def use_in(self, module: nn.Module, place: ParamHandle) -> None:
         """Bind the parameter's unit as well whenever `module` runs."""
-        self._parts.hooks.use_in(module, place.unit)
+        self._components.hooks.use_in(module, place.unit)
 
-    def end_use_in(self, module: nn.Module, place: Place) -> None:
+    def end_use_in(self, module: nn.Module, place: ParamHandle) -> None:
         """Take one `use_in` back."""
-        self._parts.hooks.end_use_in(module, place.unit)
+        self._components.hooks.end_use_in(module, place.unit)
 
     # -- on the way ---------------------------------------------------------------------------------
 
     def _begin(self, state: State) -> None:
         self._callbacks.enter_weights()
         if state is State.GRAD:
-            self._parts.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch
+            self._components.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch
 
-    def _settled(self, place: Place, state: State) -> bool:
+    def _settled(self, place: ParamHandle, state: State) -> bool:
         """Whether a parameter has this state, which lies where it belongs then, with all that was set."""
         self._begin(state)
         if state is not State.WEIGHT and not place.trainable:
             return False
-        if self._parts.weights.waits(place.unit, place.position, state):
-            self._parts.weights.flush()
+        if self._components.weights.waits(place.unit, place.position, state):
+            self._components.weights.flush()
         self._finish()
         return True
 
     def _finish(self) -> None:
         """Wait until all states lie where they belong, and no update reads a gradient any more."""
-        if self._parts.updater is not None:
-            self._parts.updater.finish(commit=False)
+        if self._components.update_worker is not None:
+            self._components.update_worker.finish(commit=False)
 
-    def _has(self, place: Place, state: State) -> bool:
-        return state is not State.GRAD or self._parts.gradients.has(place.unit, place.position)
+    def _has(self, place: ParamHandle, state: State) -> bool:
+        return state is not State.GRAD or self._components.gradients.has(place.unit, place.position)
 
     @contextlib.contextmanager
-    def _together(self, what: str, place: Place, state: State) -> Iterator[Together]:
+    def _together(self, what: str, place: ParamHandle, state: State) -> Iterator[AllOrNothing]:
         """Every rank does this, with the same state of the same parameter."""
-        with together(self._parts.rounds, Kind.LOOK, what) as everyone:
+        with all_or_nothing(self._components.agreement, Collective.LOOK, what) as everyone:
             everyone.same({"parameter": place.name, "what": state.value})
             yield everyone
 
-    def _complete(self, place: Place, whole: torch.Tensor) -> None:
+    def _complete(self, place: ParamHandle, whole: torch.Tensor) -> None:
         """Fill in what the other ranks have; `whole` has this rank's part."""
-        if self._parts.ranks is not None:
+        if self._components.ranks is not None:
             for piece in self._pieces(place):
-                self._parts.ranks.broadcast(whole[piece.position : piece.position + piece.numel], piece.rank)
+                self._components.ranks.broadcast(whole[piece.position : piece.position + piece.numel], piece.rank)
 
-    def _read_piece(self, place: Place, state: State, piece: Piece, values: torch.Tensor) -> None:
+    def _read_piece(self, place: ParamHandle, state: State, piece: Piece, values: torch.Tensor) -> None:
         """Fill `values` with what this rank holds."""
         if state is State.GRAD:
             if piece.numel:
-                self._parts.gradients.look(place.unit, place.position, piece.position, values)
+                self._components.gradients.look(place.unit, place.position, piece.position, values)
             return
         for first in range(0, piece.numel, CHUNK):
             self._read_newest(place, state, piece.start + first, values[first : first + CHUNK])
 
-    def _read_newest(self, place: Place, state: State, start: int, values: torch.Tensor) -> None:
+    def _read_newest(self, place: ParamHandle, state: State, start: int, values: torch.Tensor) -> None:
         """Fill `values` from element `start` of this rank's partition on."""
         joined = state is State.WEIGHT and place.trainable
         found: dict[State, torch.Tensor] = {}
@@ -259,37 +259,37 @@ class Looking:
                     future.wait()
         values.copy_(join(found) if state is State.WEIGHT else found[state])
 
-    def _set_gradient(self, place: Place, values: torch.Tensor) -> None:
+    def _set_gradient(self, place: ParamHandle, values: torch.Tensor) -> None:
         def mine() -> None:
             piece = self._piece(place)
             part = values[piece.position : piece.position + piece.numel]
-            self._parts.gradients.replace(place.unit, place.position, piece.position, part)
+            self._components.gradients.replace(place.unit, place.position, piece.position, part)
 
         with self._together("set a gradient", place, State.GRAD) as everyone:
-            if self._parts.ranks is not None:
-                self._parts.ranks.broadcast(values, 0)
+            if self._components.ranks is not None:
+                self._components.ranks.broadcast(values, 0)
             if len(values):
                 everyone.settle(mine)
 
-    def _pieces(self, place: Place) -> list[Piece]:
-        layout = self._parts.layouts[place.unit]
-        return list(pieces(layout, self._parts.world_size, layout.segments[place.position]))
+    def _pieces(self, place: ParamHandle) -> list[Piece]:
+        layout = self._components.layouts[place.unit]
+        return list(pieces(layout, self._components.world_size, layout.segments[place.position]))
 
-    def _segment(self, place: Place) -> Segment:
-        return self._parts.layouts[place.unit].segments[place.position]
+    def _segment(self, place: ParamHandle) -> Segment:
+        return self._components.layouts[place.unit].segments[place.position]
 
-    def _piece(self, place: Place) -> Piece:
+    def _piece(self, place: ParamHandle) -> Piece:
         """This rank's part of a parameter, which may be empty."""
-        rank = self._parts.rank
+        rank = self._components.rank
         return next((piece for piece in self._pieces(place) if piece.rank == rank), Piece(rank, 0, 0, 0))
 
-    def _shape(self, place: Place) -> tuple[int, ...]:
+    def _shape(self, place: ParamHandle) -> tuple[int, ...]:
         return self._segment(place).shape
 
-    def _numel(self, place: Place) -> int:
+    def _numel(self, place: ParamHandle) -> int:
         return self._segment(place).numel
 
-    def _check_values(self, place: Place, values: Any, shape: tuple[int, ...]) -> None:
+    def _check_values(self, place: ParamHandle, values: Any, shape: tuple[int, ...]) -> None:
         part = "" if shape == self._shape(place) else f"this rank's part of the {self._numel(place)} elements of "
         expected = f"values of {part}parameter {place.name} must be a tensor of shape {list(shape)} in fp32"
         if not isinstance(values, torch.Tensor):
@@ -299,7 +299,7 @@ class Looking:
         if values.dtype not in _EXACT:
             raise UsageError(f"{expected}, or in bf16 or fp16, got {values.dtype}; convert it first: value.float()")
 
-    def _check_room(self, place: Place, numel: int) -> None:
+    def _check_room(self, place: ParamHandle, numel: int) -> None:
         need = numel * torch.float32.itemsize
         free = free_host_memory()
         if need > free:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from offload.engine.training.components import Parts, close_all
+from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.training_state import TrainingState
 from offload.errors import OffloadError, UsageError
 from offload.notices import tell
@@ -28,12 +28,14 @@ from offload.swapper.store import Store
 logger = logging.getLogger("offload")
 
 
-class Ending:
+class Shutdown:
     """Ends one engine, once, also where it was interrupted. Belongs to the thread that runs the model."""
 
-    def __init__(self, module: nn.Module, parts: Parts, state: TrainingState, enter: Callable[[], None]) -> None:
+    def __init__(
+        self, module: nn.Module, components: EngineComponents, state: TrainingState, enter: Callable[[], None]
+    ) -> None:
         """`enter` is what every call of the engine begins with."""
-        self._module, self._parts, self._state, self._enter = module, parts, state, enter
+        self._module, self._components, self._state, self._enter = module, components, state, enter
         self._pid = os.getpid()
         self._alive = True
         self._closed = False
@@ -51,7 +53,7 @@ class Ending:
     @property
     def resumable(self) -> str | None:
         """The run folder that a later process can resume from, or None."""
-        store = self._parts.store
+        store = self._components.store
         return None if store is None or not self._state.commits else str(store.folders[0].parent)
 
     # -- ways to end --------------------------------------------------------------------------------
@@ -65,7 +67,7 @@ class Ending:
         self._end_by_hand(True, facts)
 
     def _end_by_hand(self, remove: bool | None, facts: Mapping[str, Any] | None) -> None:
-        if self._alive and os.getpid() == self._pid and not self._parts.pager.failed and not remove:
+        if self._alive and os.getpid() == self._pid and not self._components.pager.failed and not remove:
             if self._state.after_step_is_due:
                 self._state.of_the_user()  # while it can still be mended, and the last step be committed
         self._end(bool(remove), meet=True, keep=remove is False, facts=facts)
@@ -97,11 +99,11 @@ class Ending:
             return
         finished = False
         if self._alive:
-            self._parts.pager.check_whole()
+            self._components.pager.check_whole()
         try:
-            if self._alive and not self._parts.pager.failed:
+            if self._alive and not self._components.pager.failed:
                 self._finish()
-                ranks, rounds = self._parts.ranks, self._parts.rounds
+                ranks, rounds = self._components.ranks, self._components.agreement
                 if rounds is not None and ranks is not None and meet:
                     if remove or not (ranks.lost or rounds.interrupted):
                         rounds.end(remove)
@@ -123,7 +125,7 @@ class Ending:
 
     def _finish(self) -> None:
         """Complete and commit what was begun."""
-        store, updater, state = self._parts.store, self._parts.updater, self._state
+        store, updater, state = self._components.store, self._components.update_worker, self._state
         self._enter()
         if updater is not None:
             updater.finish()
@@ -135,10 +137,10 @@ class Ending:
 
     def _leave(self, keep: bool) -> None:
         """Say, on the first rank for all, what stays on the disk; note that it may go, unless it is to be kept."""
-        store = self._parts.store
-        if self._parts.rank != 0:
+        store = self._components.store
+        if self._components.rank != 0:
             self._told = True
-        if store is None or store.durable is None or self._parts.rank != 0 or not self.resumable:
+        if store is None or store.durable is None or self._components.rank != 0 or not self.resumable:
             return
         if not keep:
             try:
@@ -149,13 +151,13 @@ class Ending:
 
     def _note_end(self, facts: Mapping[str, Any]) -> None:
         """Leave a note that the run has ended, which its first rank does for all."""
-        if self._parts.store is not None and self._parts.rank == 0:
-            self._parts.store.note_end({"steps": self._state.global_steps, **facts})
+        if self._components.store is not None and self._components.rank == 0:
+            self._components.store.note_end({"steps": self._state.global_steps, **facts})
 
     def _say_what_is_left(self, keep: bool) -> None:
         """Say where the run is, and what the next start does with it; nothing where none can go on with it."""
         self._told = True
-        store, folder, steps = self._parts.store, self.resumable, self._state.global_steps
+        store, folder, steps = self._components.store, self.resumable, self._state.global_steps
         if store is None or folder is None:
             return
         if store.durable is None:
@@ -178,20 +180,20 @@ class Ending:
         try:
             self._close_parts(remove, notes)
         finally:
-            self._parts.timeline.close()
-            if self._parts.meter is not None:
-                self._parts.meter.close()
+            self._components.timeline.close()
+            if self._components.meter is not None:
+                self._components.meter.close()
 
     def _close_parts(self, remove: bool, notes: bool) -> None:
-        parts = self._parts
+        components = self._components
         atexit.unregister(self.at_exit)
         self._module.__dict__.pop("zero_grad", None)
-        closing = parts.closing()
-        if parts.ranks is not None:  # after the arena, so that no collective is under way
-            ranks, reason = parts.ranks, f"its engine was closed at step {self._state.global_steps}"
+        closing = components.closing()
+        if components.ranks is not None:  # after the arena, so that no collective is under way
+            ranks, reason = components.ranks, f"its engine was closed at step {self._state.global_steps}"
             closing.append(lambda: ranks.close(reason))
-        if parts.store is not None:
-            store = parts.store
+        if components.store is not None:
+            store = components.store
             closing.append(lambda: self._close_store(store, remove, notes))
         try:
             close_all(*closing)

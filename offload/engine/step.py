@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from offload.engine.callbacks import Known
+from offload.engine.callbacks import GradientStats
 from offload.engine.metrics.step_meter import Stepped
 from offload.engine.optim.lamb_norms import with_ratios
 from offload.engine.optim.optimizer import Optimizer
-from offload.engine.optim.unit_updates import Decider, UnitUpdate, grad_scale
-from offload.engine.optim.update_worker import Updater
-from offload.engine.training.components import Parts
-from offload.engine.training.gradient_accumulation import MicroBatches
+from offload.engine.optim.unit_updates import UnitUpdate, UpdateBuilder, grad_scale
+from offload.engine.optim.update_worker import UpdateWorker
+from offload.engine.training.components import EngineComponents
+from offload.engine.training.gradient_accumulation import GradientAccumulation
 from offload.engine.training.training_state import TrainingState
 from offload.errors import NumericsError, UsageError
 from offload.swapper.modes import LAMB
@@ -28,14 +28,19 @@ from offload.swapper.modes import LAMB
 logger = logging.getLogger("offload")
 
 
-class Boundary:
+class OptimizerStep:
     """Ends the steps of one engine. Belongs to the thread that runs the model."""
 
     def __init__(
-        self, parts: Parts, state: TrainingState, micro: MicroBatches, module: nn.Module, optimizer: Optimizer
+        self,
+        components: EngineComponents,
+        state: TrainingState,
+        micro: GradientAccumulation,
+        module: nn.Module,
+        optimizer: Optimizer,
     ) -> None:
-        self._parts, self._state, self._micro, self._optimizer = parts, state, micro, optimizer
-        self._decider = Decider(parts.layouts, parts.trainable, module, optimizer)
+        self._components, self._state, self._micro, self._optimizer = components, state, micro, optimizer
+        self._decider = UpdateBuilder(components.layouts, components.trainable, module, optimizer)
         self._unforeseen = 0
         self.grad_norm: float | None = None
         """Of the last one's gradient, before the clip."""
@@ -63,21 +68,21 @@ class Boundary:
         Raises `UsageError` where there can be no boundary now, and nothing has changed; `NumericsError` where the norm
         is not finite: then the gradients are dropped and nothing is updated.
         """
-        parts = self._parts
-        if parts.updater is None:
+        components = self._components
+        if components.update_worker is None:
             raise UsageError("no parameter of this model is trainable, so there is nothing to step")
         self._micro.check_boundary(self._state.choices.accumulation)
         self._state.registered.check_complete()
         self._optimizer.check_groups()
-        parts.bindings.settle()
-        parts.updater.finish()
+        components.unit_views.settle()
+        components.update_worker.finish()
         known = self._known()
         norm = known.norm / self._state.loss_scale
         refusal = self._refusal(norm)
         try:
-            self._apply(parts.updater, norm, known.present, self._order(), refused=refusal is not None)
+            self._apply(components.update_worker, norm, known.present, self._order(), refused=refusal is not None)
         except BaseException as error:  # Ctrl-C: half of a boundary is none, and the last commit is whole
-            parts.pager.fail(error)
+            components.pager.fail(error)
             raise
         if refusal is not None:
             steps = self._state.global_steps
@@ -86,7 +91,7 @@ class Boundary:
                 f"dropped; the weights are those of step {steps}. {refusal}"
             )
         if not self._state.choices.overlap:
-            parts.updater.finish(commit=False)
+            components.update_worker.finish(commit=False)
 
     def stepped(self) -> Stepped:
         """What the last step was, for who measures it."""
@@ -101,28 +106,28 @@ class Boundary:
             None if state.scaler is None else state.scaler.scale,
         )
 
-    def _known(self) -> Known:
+    def _known(self) -> GradientStats:
         """What is known of the gradients, by all ranks."""
-        parts, state = self._parts, self._state
-        parts.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch
-        known = parts.gradients.known
+        components, state = self._components, self._state
+        components.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch
+        known = components.gradients.known
         try:
-            if parts.rounds is None:
+            if components.agreement is None:
                 return known()
             settings = self._optimizer.checksum(self._clip)
-            return parts.rounds.step(self._micro.count, state.global_steps, settings, known)
+            return components.agreement.step(self._micro.count, state.global_steps, settings, known)
         except KeyboardInterrupt as error:  # a gradient on its way from the device may be half added
-            parts.pager.fail(error)
+            components.pager.fail(error)
             raise
 
     def _order(self) -> Sequence[int]:
         """The uses of units in this step, as the next one will make them."""
-        unforeseen = self._parts.pager.counts().unforeseen
+        unforeseen = self._components.pager.counts().unforeseen
         if unforeseen > self._unforeseen:
             more = unforeseen - self._unforeseen
             logger.debug("step %d: %d uses of units came otherwise than foreseen", self._state.global_steps + 1, more)
             self._unforeseen = unforeseen
-        return self._parts.pager.end_step()
+        return self._components.pager.end_step()
 
     @property
     def _clip(self) -> float:
@@ -146,7 +151,7 @@ class Boundary:
         )
 
     def _apply(
-        self, updater: Updater, norm: float, present: Sequence[set[int]], order: Sequence[int], refused: bool
+        self, updater: UpdateWorker, norm: float, present: Sequence[set[int]], order: Sequence[int], refused: bool
     ) -> None:
         """Count the step and schedule its updates; drop its gradients where it is skipped or `refused`."""
         state = self._state
@@ -159,7 +164,7 @@ class Boundary:
         self.grad_norm = norm
         if refused:
             self._optimizer.record(True, state.loss_scale)
-            self._parts.gradients.clear()
+            self._components.gradients.clear()
             return
         clip, self._clip_once = self._clip, None
         finite, loss_scale = math.isfinite(norm), state.loss_scale
@@ -168,7 +173,7 @@ class Boundary:
         if finite:
             updates = self._updates(updater, present, order, grad_scale(norm, clip, loss_scale))
         else:
-            self._parts.gradients.clear()
+            self._components.gradients.clear()
             now = state.loss_scale
             to = "" if loss_scale == now else f"; the loss scale goes from {loss_scale:g} to {now:g}"
             logger.warning("step %d skipped: its gradient norm is %s%s", state.global_steps, norm, to)
@@ -176,14 +181,14 @@ class Boundary:
         self.applied = finite
 
     def _updates(
-        self, updater: Updater, present: Sequence[set[int]], order: Sequence[int], scale: float
+        self, updater: UpdateWorker, present: Sequence[set[int]], order: Sequence[int], scale: float
     ) -> list[UnitUpdate]:
         """What each unit is told; gradients of which this rank has no part to update are dropped."""
-        parts = self._parts
+        components = self._components
         updates = self._decider.updates(present, order, scale, self._state.parameter_steps)
         for update in updates:
             if not update.segments:
-                parts.gradients.drop(update.unit)
-        if parts.rounds is not None and parts.held.mode.optimizer == LAMB:
-            return with_ratios(updates, parts.held, parts.gradients, updater, parts.rounds)
+                components.gradients.drop(update.unit)
+        if components.agreement is not None and components.shards.mode.optimizer == LAMB:
+            return with_ratios(updates, components.shards, components.gradients, updater, components.agreement)
         return updates

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.param_access import Looking, engines
+from offload.engine.param_access import ParamAccess, engines
 from offload.engine.params.module_hooks import external_parameters, set_external_parameters
-from offload.engine.params.paged_parameter import Place, place_of
+from offload.engine.params.paged_parameter import ParamHandle, handle_of
 from offload.errors import UsageError
 from offload.states import State
 
@@ -139,13 +139,13 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
         owner[0].end_use_in(module, owner[1])
 
 
-def _find(parameter: Any, call: str) -> tuple[Looking, Place]:
+def _find(parameter: Any, call: str) -> tuple[ParamAccess, ParamHandle]:
     """Whose `parameter` is, and where it lies. Raises `UsageError` where it cannot be looked at now."""
     if not isinstance(parameter, nn.Parameter):
         raise UsageError(f"{call} expects a parameter of a model under an engine, got {type(parameter).__name__}")
     owner = _owner(parameter)
     if owner is None:
-        place = place_of(parameter)
+        place = handle_of(parameter)
         if place is not None:
             _ = place.engine  # raises: it was destroyed
         raise UsageError(
@@ -156,11 +156,11 @@ def _find(parameter: Any, call: str) -> tuple[Looking, Place]:
     return owner
 
 
-def _owner(parameter: nn.Parameter) -> tuple[Looking, Place] | None:
+def _owner(parameter: nn.Parameter) -> tuple[ParamAccess, ParamHandle] | None:
     """The engine that has a parameter now; None where there is none, or none any more."""
     for looking in engines():
         place = looking.place(parameter)
-        if place is not None and place.keeper is not None:
+        if place is not None and place.owner is not None:
             return looking, place
     return None
 

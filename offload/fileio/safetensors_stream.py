@@ -57,14 +57,14 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where the bytes of a tensor lie in its file."""
 
     tensor: Tensor
     offset: int
 
 
-def plan(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Place]]:
+def plan(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, TensorLocation]]:
     """The head of a file, and where each tensor will lie: in the order given, the first at a multiple of 4096 bytes."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -78,11 +78,11 @@ def plan(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[by
     text = json.dumps(header).encode()
     start = align_up(_LENGTH.size + len(text), PAGE)
     head = _LENGTH.pack(start - _LENGTH.size) + text.ljust(start - _LENGTH.size)
-    places = {name: Place(tensor, start + header[name]["data_offsets"][0]) for name, tensor in tensors.items()}
+    places = {name: TensorLocation(tensor, start + header[name]["data_offsets"][0]) for name, tensor in tensors.items()}
     return head, places
 
 
-def read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
+def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
     """What a file holds, and its metadata. Raises `StoreError` where it is no whole safetensors file."""
     try:
         with path.open("rb") as file:
@@ -92,13 +92,13 @@ def read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
             header = json.loads(file.read(length))
             size = os.fstat(file.fileno()).st_size
         metadata = header.pop("__metadata__", {})
-        places: dict[str, Place] = {}
+        places: dict[str, TensorLocation] = {}
         for name, entry in header.items():
             tensor = Tensor(DTYPES[entry["dtype"]], tuple(entry["shape"]))
             start, end = entry["data_offsets"]
             if end - start != tensor.nbytes or start < 0 or _LENGTH.size + length + end > size:
                 raise ValueError(f"{name} lies at {start} to {end}, in a file of {size} bytes")
-            places[name] = Place(tensor, _LENGTH.size + length + start)
+            places[name] = TensorLocation(tensor, _LENGTH.size + length + start)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise StoreError(f"{path} is no whole safetensors file: {error}") from error
     return places, metadata

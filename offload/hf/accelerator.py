@@ -22,7 +22,7 @@ from torch import nn
 from offload.engine.build.initialize import initialize
 from offload.engine.engine import Engine
 from offload.engine.optim.optimizer import Optimizer
-from offload.engine.params.paged_parameter import place_of
+from offload.engine.params.paged_parameter import handle_of
 from offload.errors import BudgetError, ConfigError, UsageError
 from offload.hf.auto_values import Said, content_of, filled, value_of
 from offload.sizes import count_of, format_size, parse_size
@@ -116,7 +116,7 @@ class Accelerator(accelerate.Accelerator):
         return self.engine is not None and model is self.engine.module
 
     def _is_paged(self, model: nn.Module) -> bool:
-        return any(place_of(parameter) is not None for parameter in model.parameters())
+        return any(handle_of(parameter) is not None for parameter in model.parameters())
 
     def _page(self, model: nn.Module) -> None:
         """Put a model that does not train under an engine of its own."""

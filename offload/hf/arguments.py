@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.engine.engine import Engine
-from offload.engine.params.paged_parameter import place_of
+from offload.engine.params.paged_parameter import handle_of
 from offload.errors import ConfigError
 from offload.hf.auto_values import Said, said_of_batches, said_of_optimizer, value_of
 
@@ -46,7 +46,7 @@ def check_model(model: Any) -> None:
     """Raise `ConfigError` where the model is not one that an engine can take over; None is made later."""
     if isinstance(model, Engine):
         raise ConfigError("OffloadTrainer makes the engine itself; give it the model, before offload.initialize")
-    if model is not None and any(place_of(parameter) is not None for parameter in model.parameters()):
+    if model is not None and any(handle_of(parameter) is not None for parameter in model.parameters()):
         raise ConfigError(
             "this model is under an engine already; give OffloadTrainer a model that is not, it makes the engine itself"
         )

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from offload.config import Config, OptimizerBlock
-from offload.layout.tiers import Wish
+from offload.layout.tiers import PlacementRequest
 from offload.states import Tier
 from offload.swapper.modes import ADAM, DTYPES, MOMENTS, PRECISIONS, Mode
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
-def wish_of(config: Config, accumulation: int = 1) -> Wish:
+def wish_of(config: Config, accumulation: int = 1) -> PlacementRequest:
     """Returns what the config asks of homes and memory.
 
     Args:
@@ -27,7 +27,7 @@ def wish_of(config: Config, accumulation: int = 1) -> Wish:
     """
     zero, offload = config.zero_optimization, config.offload
     param, optimizer = zero.offload_param, zero.offload_optimizer
-    return Wish(
+    return PlacementRequest(
         weights=_TIERS[param.device],
         states=_TIERS[optimizer.device],
         host_memory=offload.host_memory,

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from offload.layout.flat_layout import Segment, UnitLayout, with_kept
-from offload.layout.opaque_state import Kept
+from offload.layout.opaque_state import StateField
 from offload.swapper.modes import Mode
 
 
@@ -53,8 +53,8 @@ def described_layouts(description: Mapping[str, Any]) -> tuple[UnitLayout, ...]:
     )
 
 
-def _kept(parameter: Mapping[str, Any]) -> tuple[Kept, ...]:
-    return tuple(Kept(name, kind, tuple(shape)) for name, kind, shape in parameter.get("packed", ()))
+def _kept(parameter: Mapping[str, Any]) -> tuple[StateField, ...]:
+    return tuple(StateField(name, kind, tuple(shape)) for name, kind, shape in parameter.get("packed", ()))
 
 
 def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:

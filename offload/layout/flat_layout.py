@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from offload.layout.opaque_state import Kept, packed_nbytes
+from offload.layout.opaque_state import StateField, packed_nbytes
 from offload.layout.units import Units
 from offload.sizes import PAGE, align_up
 
@@ -37,7 +37,7 @@ class Segment(NamedTuple):
     start: int
     numel: int
     trainable: bool
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[StateField, ...] = ()
     """What an optimizer of torch keeps of it."""
     packed_start: int = 0
     """Where that begins in the unit's PACKED partition, in words of four bytes."""
@@ -101,7 +101,7 @@ def lay_out(name: str, parameters: Iterable[tuple[str, nn.Parameter]], world_siz
     return UnitLayout(name, tuple(segments), max(end, step), trainable_stop)
 
 
-def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[Kept, ...]]) -> UnitLayout:
+def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]]) -> UnitLayout:
     """`layout` with what an optimizer of torch keeps of each parameter, by its name, packed one behind the other."""
     segments: list[Segment] = []
     end = 0
@@ -112,7 +112,7 @@ def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[Kept, ...]]) -> UnitL
 
 
 def layouts_of(
-    model: nn.Module, units: Units, world_size: int = 1, kept: Mapping[str, tuple[Kept, ...]] = {}
+    model: nn.Module, units: Units, world_size: int = 1, kept: Mapping[str, tuple[StateField, ...]] = {}
 ) -> tuple[UnitLayout, ...]:
     """Returns the layout of every unit of `model`; `kept` are the states of an optimizer of torch, by parameter."""
     return tuple(

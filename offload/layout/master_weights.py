@@ -9,15 +9,15 @@ import torch
 from offload import kernels
 from offload.states import State
 
-KEPT = (State.WEIGHT, State.RESIDUAL, State.MASTER)
+KEPT = (State.WEIGHT, State.MASTER_LOW_BITS, State.MASTER)
 """The states that hold it; a mode has some of them."""
 
 
 def split(values: torch.Tensor, states: Mapping[State, torch.Tensor]) -> None:
     """Write `values`, (n,) of any floating dtype, as the states that a mode has, (n,) each."""
     weight = states[State.WEIGHT]
-    if State.RESIDUAL in states:
-        kernels.split_master(values.float(), weight, states[State.RESIDUAL])
+    if State.MASTER_LOW_BITS in states:
+        kernels.split_master(values.float(), weight, states[State.MASTER_LOW_BITS])
         return
     if State.MASTER in states:
         states[State.MASTER].copy_(values)
@@ -37,18 +37,18 @@ def join(states: Mapping[State, torch.Tensor], room: torch.Tensor | None = None)
     if State.MASTER in states:
         return states[State.MASTER]
     weight = states[State.WEIGHT]
-    if State.RESIDUAL not in states:
+    if State.MASTER_LOW_BITS not in states:
         return weight.float()
     master = torch.empty(len(weight), dtype=torch.float32, device="cpu") if room is None else room
-    kernels.join_master(weight, states[State.RESIDUAL], master)
+    kernels.join_master(weight, states[State.MASTER_LOW_BITS], master)
     return master
 
 
 def put_weight(values: torch.Tensor, states: Mapping[State, torch.Tensor]) -> None:
     """Write `values`, (n,) in the weight's dtype; elements whose bits are there already keep what their master has."""
     weight = states[State.WEIGHT]
-    if State.RESIDUAL in states:
-        states[State.RESIDUAL].mul_(weight.view(torch.int16) == values.view(torch.int16))
+    if State.MASTER_LOW_BITS in states:
+        states[State.MASTER_LOW_BITS].mul_(weight.view(torch.int16) == values.view(torch.int16))
     elif State.MASTER in states:
         master = states[State.MASTER]
         torch.where(weight.view(torch.int16) == values.view(torch.int16), master, values.float(), out=master)

@@ -22,7 +22,7 @@ _NUMBERS: dict[str, type[bool] | type[int] | type[float]] = {"bool": bool, "int"
 _DTYPES: dict[str, torch.dtype] = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
-class Kept(NamedTuple):
+class StateField(NamedTuple):
     """One state of a parameter: a tensor, or a number of Python."""
 
     name: str
@@ -43,28 +43,28 @@ class Kept(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def describe_state(state: Mapping[str, Any]) -> tuple[Kept, ...]:
+def describe_state(state: Mapping[str, Any]) -> tuple[StateField, ...]:
     """What a state holds, in the order of the names. Raises `TypeError` for what has no fixed place."""
-    found: list[Kept] = []
+    found: list[StateField] = []
     for name in sorted(state):
         value = state[name]
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value.is_quantized:
                 raise TypeError(f"{name} is a tensor that is not dense")
-            found.append(Kept(name, str(value.dtype).removeprefix("torch."), tuple(value.shape)))
+            found.append(StateField(name, str(value.dtype).removeprefix("torch."), tuple(value.shape)))
         elif type(value) in _NUMBERS.values():
-            found.append(Kept(name, type(value).__name__))
+            found.append(StateField(name, type(value).__name__))
         elif value is not None:
             raise TypeError(f"{name} is a {type(value).__name__}, neither a tensor nor a number")
     return tuple(found)
 
 
-def packed_nbytes(kept: Sequence[Kept]) -> int:
+def packed_nbytes(kept: Sequence[StateField]) -> int:
     """Bytes of a packed state."""
     return align_up(len(kept), ALIGNMENT) + sum(align_up(each.nbytes, ALIGNMENT) for each in kept) if kept else 0
 
 
-def unpack(kept: Sequence[Kept], memory: torch.Tensor) -> dict[str, Any]:
+def unpack(kept: Sequence[StateField], memory: torch.Tensor) -> dict[str, Any]:
     """The state that lies in `memory`, (nbytes,) uint8: tensors are views of it."""
     return {
         each.name: (value.item() if each.kind in _NUMBERS else value)
@@ -73,7 +73,7 @@ def unpack(kept: Sequence[Kept], memory: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def pack(kept: Sequence[Kept], state: Mapping[str, Any], memory: torch.Tensor) -> None:
+def pack(kept: Sequence[StateField], state: Mapping[str, Any], memory: torch.Tensor) -> None:
     """Write a state, whose tensors may be the views that `unpack` gave. Raises `TypeError` where it holds others."""
     expected = {each.name: each for each in kept}
     other = next((each for each in describe_state(state) if expected.get(each.name) != each), None)
@@ -90,7 +90,9 @@ def pack(kept: Sequence[Kept], state: Mapping[str, Any], memory: torch.Tensor) -
             place.copy_(value)
 
 
-def _places(kept: Sequence[Kept], memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, Kept, torch.Tensor]]:
+def _places(
+    kept: Sequence[StateField], memory: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, StateField, torch.Tensor]]:
     """The flag and the memory of each state."""
     start = align_up(len(kept), ALIGNMENT)
     for number, each in enumerate(kept):
@@ -99,5 +101,5 @@ def _places(kept: Sequence[Kept], memory: torch.Tensor) -> Iterator[tuple[torch.
         start += align_up(each.nbytes, ALIGNMENT)
 
 
-def _words(kept: Kept | None) -> str:
+def _words(kept: StateField | None) -> str:
     return "absent" if kept is None else f"{kept.kind} {list(kept.shape)}"

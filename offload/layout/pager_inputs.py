@@ -22,9 +22,9 @@ def unit_sizes(
     """What the pager must know of each unit; `shares` are this rank's trainable and frozen elements."""
     itemsize = mode.weight_dtype.itemsize
     sizes: list[UnitSize] = []
-    for layout, homes, parts in zip(layouts, placement.homes, shares, strict=True):
+    for layout, tiers, parts in zip(layouts, placement.tiers, shares, strict=True):
         share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
-        sizes.append(UnitSize(layout.name, layout.numel * itemsize, homes[State.WEIGHT], share))
+        sizes.append(UnitSize(layout.name, layout.numel * itemsize, tiers[State.WEIGHT], share))
     return sizes
 
 

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from offload.errors import BudgetError
 from offload.layout.device_need import DeviceNeed
 from offload.layout.tiers import (
-    Homes,
     Partitions,
-    Wish,
+    PlacementRequest,
+    TierMap,
     configured,
     differences,
     gradients_on_device,
-    home_nbytes,
     that_fit,
+    tier_nbytes,
     to_add_up,
     to_raise,
     ways_down,
@@ -70,8 +70,8 @@ class Machine:
 class Placement:
     """The homes of this rank's partitions, and the memory that they and the work on them take."""
 
-    homes: Homes
-    raised: tuple[tuple[int, State], ...]
+    tiers: TierMap
+    promoted: tuple[tuple[int, State], ...]
     """Partitions whose home was moved up, into the memory of the cache: they go when another engine needs it."""
     classes: Classes
     device_nbytes: int
@@ -90,13 +90,13 @@ class Placement:
     @property
     def on_disk(self) -> bool:
         """Whether anything that outlives a step is at home there, or would be without room to spare."""
-        at_home = (tier is Tier.DISK for row in self.homes for state, tier in row.items() if state is not State.GRAD)
-        return bool(self.raised) or any(at_home)
+        in_tier = (tier is Tier.DISK for row in self.tiers for state, tier in row.items() if state is not State.GRAD)
+        return bool(self.promoted) or any(in_tier)
 
     @property
     def spilled(self) -> tuple[int, ...]:
         """The units whose gradients wait on DISK."""
-        return tuple(unit for unit, row in enumerate(self.homes) if row.get(State.GRAD) is Tier.DISK)
+        return tuple(unit for unit, row in enumerate(self.tiers) if row.get(State.GRAD) is Tier.DISK)
 
     @property
     def moving_nbytes(self) -> int:
@@ -108,17 +108,17 @@ class Placement:
         device_nbytes = self.device_nbytes + nbytes
         return replace(self, device_nbytes=device_nbytes, added=self.device_need.added(device_nbytes))
 
-    def tiers(self, *states: State) -> str:
+    def tiers_of(self, *states: State) -> str:
         """Where these states are, in words: "disk", or "host and disk"."""
         return " and ".join(
-            tier.value for tier in Tier if any(row.get(state) is tier for row in self.homes for state in states)
+            tier.value for tier in Tier if any(row.get(state) is tier for row in self.tiers for state in states)
         )
 
     def settled(self, parts: Partitions) -> Placement:
         """For a store that does not keep what is at home above it: what was raised stays where it is."""
-        nbytes = sum(align_up(parts.nbytes[unit][state]) for unit, state in self.raised)
+        nbytes = sum(align_up(parts.nbytes[unit][state]) for unit, state in self.promoted)
         classes = self.classes._replace(homes=self.classes.homes + nbytes, cache=self.classes.cache - nbytes)
-        return replace(self, classes=classes, raised=())
+        return replace(self, classes=classes, promoted=())
 
     def stored(self, parts: Partitions, slots: int) -> tuple[Mapping[State, int], ...]:
         """Bytes of each state that a store of so many slots keeps: 2 durable, 1 in place, 0 where there is none."""
@@ -128,9 +128,9 @@ class Placement:
             {
                 state: nbytes
                 for state, nbytes in row.items()
-                if state is not State.GRAD and (slots == 2 or homes[state] is Tier.DISK)
+                if state is not State.GRAD and (slots == 2 or tiers[state] is Tier.DISK)
             }
-            for row, homes in zip(parts.nbytes, self.homes, strict=True)
+            for row, tiers in zip(parts.nbytes, self.tiers, strict=True)
         )
 
     def store(
@@ -147,7 +147,7 @@ class _Need(NamedTuple):
     most: Classes
 
 
-def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placement:
+def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine) -> Placement:
     """Give every byte its place, within both budgets or what they default to.
 
     Raises `BudgetError` with the least that works.
@@ -163,32 +163,32 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
     asked = configured(parts, wish, mode.weight_dtype.itemsize)
     if machine.device_kernels and mode.optimizer == ADAM:
         asked = gradients_on_device(parts, asked, _device_spare(parts, wish, machine, asked))
-    homes = _that_fit(parts, mode, wish, machine, asked, budget)
+    tiers = _that_fit(parts, mode, wish, machine, asked, budget)
     notices: list[str] = []
-    if moved := differences(parts, asked, homes):
+    if moved := differences(parts, asked, tiers):
         notices.append(f"host memory of {format_size(budget)} has no room for all that is at home there: {moved}")
-    need = _needs(parts, mode, wish, machine, homes)
-    classes = _cut(parts, wish, mode, homes, need, budget)
-    raised: tuple[tuple[int, State], ...] = ()
+    need = _needs(parts, mode, wish, machine, tiers)
+    classes = _cut(parts, wish, mode, tiers, need, budget)
+    promoted: tuple[tuple[int, State], ...] = ()
     if wish.host_memory is not None:
-        raised = to_raise(homes, parts, budget - sum(classes))
-        higher = with_home(homes, raised, Tier.HOST)
-        if moved := differences(parts, homes, higher):
+        promoted = to_raise(tiers, parts, budget - sum(classes))
+        higher = with_home(tiers, promoted, Tier.HOST)
+        if moved := differences(parts, tiers, higher):
             notices.append(Remark(f"host memory of {format_size(budget)} has room for more: {moved}"))
-        homes = higher
-        more = sum(align_up(parts.nbytes[unit][state]) for unit, state in raised)
+        tiers = higher
+        more = sum(align_up(parts.nbytes[unit][state]) for unit, state in promoted)
         classes = classes._replace(cache=classes.cache + more)
-    device_nbytes, device_need = _cut_device(parts, mode, wish, machine, homes)
+    device_nbytes, device_need = _cut_device(parts, mode, wish, machine, tiers)
     if machine.host_addressable and sum(classes) + device_nbytes > machine.free_host:
         raise BudgetError(
             f"the compute device is the CPU, so its budget of {format_size(device_nbytes)} is host memory beside the "
             f"host budget of {format_size(sum(classes))}; {format_size(machine.free_host)} is free: lower "
             f'"device_memory" or "host_memory", or move homes from the device to cpu or nvme'
         )
-    tile_numel, tile_buffers, scratch_nbytes = tiles(parts, mode, homes, classes.tiles)
+    tile_numel, tile_buffers, scratch_nbytes = tiles(parts, mode, tiers, classes.tiles)
     return Placement(
-        homes=homes,
-        raised=raised,
+        tiers=tiers,
+        promoted=promoted,
         classes=classes,
         device_nbytes=device_nbytes,
         device_need=device_need,
@@ -196,7 +196,7 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
         tile_numel=tile_numel,
         tile_buffers=tile_buffers,
         scratch_nbytes=scratch_nbytes,
-        window_numel=_window_nbytes(parts, homes) // parts.gradient_dtype.itemsize,
+        window_numel=_window_nbytes(parts, tiers) // parts.gradient_dtype.itemsize,
         notices=tuple(notices),
     )
 
@@ -204,28 +204,30 @@ def place(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Placem
 # -- host ---------------------------------------------------------------------------------------------
 
 
-def least_host(parts: Partitions, mode: Mode, wish: Wish, machine: Machine) -> Classes:
+def least_host(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine) -> Classes:
     """The least host memory that works: homes that may move are on DISK, the largest unit comes in pieces."""
     asked = configured(parts, wish, mode.weight_dtype.itemsize)
     ways = ways_down(asked) if machine.drives else iter((asked,))
-    return min((_needs(parts, mode, wish, machine, homes).least for homes in ways), key=sum)
+    return min((_needs(parts, mode, wish, machine, tiers).least for tiers in ways), key=sum)
 
 
-def _that_fit(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, asked: Homes, budget: int) -> Homes:
+def _that_fit(
+    parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine, asked: TierMap, budget: int
+) -> TierMap:
     """`asked`, or the nearest below them that the budget holds; the largest unit comes in pieces only at the last."""
-    tried: list[tuple[Homes, Classes]] = []
-    for homes in ways_down(asked) if machine.drives else (asked,):
-        need = _needs(parts, mode, wish, machine, homes)
+    tried: list[tuple[TierMap, Classes]] = []
+    for tiers in ways_down(asked) if machine.drives else (asked,):
+        need = _needs(parts, mode, wish, machine, tiers)
         if sum(need.least._replace(weights=need.most.weights)) <= budget:
-            return homes
-        tried.append((homes, need.least))
-    for homes, least in tried:
+            return tiers
+        tried.append((tiers, need.least))
+    for tiers, least in tried:
         if sum(least) <= budget:
-            return homes
+            return tiers
     raise _too_small(wish, mode, budget, machine, min((least for _, least in tried), key=sum))
 
 
-def _too_small(wish: Wish, mode: Mode, budget: int, machine: Machine, least: Classes) -> BudgetError:
+def _too_small(wish: PlacementRequest, mode: Mode, budget: int, machine: Machine, least: Classes) -> BudgetError:
     advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
     pipeline = "which takes whole units" if mode.optimizer == TORCH else "sub_group_size makes it smaller"
     what = (
@@ -252,65 +254,67 @@ def _too_small(wish: Wish, mode: Mode, budget: int, machine: Machine, least: Cla
     )
 
 
-def _needs(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, homes: Homes) -> _Need:
-    small, large = pipeline(parts, mode, wish, homes)
-    largest = max((n for _, n in _disk_weights(parts, homes)), default=0)
+def _needs(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine, tiers: TierMap) -> _Need:
+    small, large = pipeline(parts, mode, wish, tiers)
+    largest = max((n for _, n in _disk_weights(parts, tiers)), default=0)
     buffer = 0 if machine.host_addressable else min(CHUNK * 4, align_up(2 * parts.largest_gradient))
-    gradients = WINDOWS * align_up(_window_nbytes(parts, homes))
-    kept, staging = home_nbytes(parts, homes, Tier.HOST), STAGING_BUFFERS * buffer
+    gradients = WINDOWS * align_up(_window_nbytes(parts, tiers))
+    kept, staging = tier_nbytes(parts, tiers, Tier.HOST), STAGING_BUFFERS * buffer
     return _Need(
         Classes(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, kept, staging),
         Classes(large, 2 * align_up(largest), gradients, kept, staging),
     )
 
 
-def _cut(parts: Partitions, wish: Wish, mode: Mode, homes: Homes, need: _Need, budget: int) -> Classes:
+def _cut(parts: Partitions, wish: PlacementRequest, mode: Mode, tiers: TierMap, need: _Need, budget: int) -> Classes:
     """The classes of host leases: leases of weights grow to two of the largest unit, then tiles, then the cache."""
     least, most = need
     room = budget - sum(least)
     weights = min(most.weights, (least.weights + room) // (2 * PAGE) * (2 * PAGE))
     room -= weights - least.weights
-    step = tile_growth(parts, mode, homes)
+    step = tile_growth(parts, mode, tiers)
     tiles = min(most.tiles, least.tiles + (room // step * step if step else 0))
     room -= tiles - least.tiles
-    cache = _cacheable(parts, homes, weights)
+    cache = _cacheable(parts, tiers, weights)
     if wish.host_memory is None or wish.cached_weights is not None:
         cache = min(cache, max((wish.cached_weights or 0) * mode.weight_dtype.itemsize - weights, 0))
     return least._replace(tiles=tiles, weights=weights, cache=min(cache, room) // PAGE * PAGE)
 
 
-def _window_nbytes(parts: Partitions, homes: Homes) -> int:
+def _window_nbytes(parts: Partitions, tiers: TierMap) -> int:
     spilled = [
-        row[State.GRAD] for row, home in zip(parts.nbytes, homes, strict=True) if home.get(State.GRAD) is Tier.DISK
+        row[State.GRAD] for row, home in zip(parts.nbytes, tiers, strict=True) if home.get(State.GRAD) is Tier.DISK
     ]
     return min(max(spilled, default=0), max(_WINDOW_NBYTES, CHUNK * parts.gradient_dtype.itemsize))
 
 
-def _disk_weights(parts: Partitions, homes: Homes) -> list[tuple[int, int]]:
+def _disk_weights(parts: Partitions, tiers: TierMap) -> list[tuple[int, int]]:
     """Unit and bytes of each WEIGHT partition at home on DISK."""
     return [
         (unit, align_up(row[State.WEIGHT]))
-        for unit, (row, home) in enumerate(zip(parts.nbytes, homes, strict=True))
+        for unit, (row, home) in enumerate(zip(parts.nbytes, tiers, strict=True))
         if home[State.WEIGHT] is Tier.DISK
     ]
 
 
-def _cacheable(parts: Partitions, homes: Homes, weights: int) -> int:
+def _cacheable(parts: Partitions, tiers: TierMap, weights: int) -> int:
     """Bytes beyond `weights` that a cache of all weights on DISK would fill."""
-    return max(sum(nbytes for _, nbytes in _disk_weights(parts, homes)) - weights, 0)
+    return max(sum(nbytes for _, nbytes in _disk_weights(parts, tiers)) - weights, 0)
 
 
 # -- device -------------------------------------------------------------------------------------------
 
 
-def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, homes: Homes) -> tuple[int, DeviceNeed]:
+def _cut_device(
+    parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine, tiers: TierMap
+) -> tuple[int, DeviceNeed]:
     """Bytes of the device arena at first, and what it needs: homes, units that come and go, gradients to be reduced."""
-    fixed, largest = _device_fixed(parts, homes), _largest_moving(parts, homes)
-    whole = max(_DEVICE_UNITS * largest, sum(_moving(parts, homes)) + largest)
+    fixed, largest = _device_fixed(parts, tiers), _largest_moving(parts, tiers)
+    whole = max(_DEVICE_UNITS * largest, sum(_moving(parts, tiers)) + largest)
     live = whole if wish.live is None else max(largest, align_up(wish.live * mode.weight_dtype.itemsize))
     weights = min(whole, live)
-    totals = to_add_up(parts, homes) if wish.accumulation > 1 and not machine.host_addressable else ()
-    in_host = with_home(homes, ((unit, State.GRAD) for unit, row in enumerate(homes) if State.GRAD in row), Tier.HOST)
+    totals = to_add_up(parts, tiers) if wish.accumulation > 1 and not machine.host_addressable else ()
+    in_host = with_home(tiers, ((unit, State.GRAD) for unit, row in enumerate(tiers) if State.GRAD in row), Tier.HOST)
     least = _device_fixed(parts, in_host) + largest
     if wish.device_memory is not None:
         check_budget(
@@ -332,27 +336,27 @@ def _cut_device(parts: Partitions, mode: Mode, wish: Wish, machine: Machine, hom
     return fixed + room, need
 
 
-def _device_spare(parts: Partitions, wish: Wish, machine: Machine, homes: Homes) -> int:
+def _device_spare(parts: Partitions, wish: PlacementRequest, machine: Machine, tiers: TierMap) -> int:
     """Bytes of the device that gradients may take: what an explicit budget leaves, or nearly all that is free."""
-    fixed, largest = _device_fixed(parts, homes), _largest_moving(parts, homes)
+    fixed, largest = _device_fixed(parts, tiers), _largest_moving(parts, tiers)
     if wish.device_memory is not None:
         return wish.device_memory // PAGE * PAGE - fixed - largest
     return int(_GRADIENT_SHARE * machine.free_device) - fixed - _DEVICE_UNITS * largest
 
 
-def _device_fixed(parts: Partitions, homes: Homes) -> int:
+def _device_fixed(parts: Partitions, tiers: TierMap) -> int:
     """Bytes of what stays on the device: homes, and with several ranks what gradients are reduced in."""
-    return home_nbytes(parts, homes, Tier.DEVICE) + (0 if parts.alone else 2 * align_up(parts.largest_gradient))
+    return tier_nbytes(parts, tiers, Tier.DEVICE) + (0 if parts.alone else 2 * align_up(parts.largest_gradient))
 
 
-def _moving(parts: Partitions, homes: Homes) -> list[int]:
+def _moving(parts: Partitions, tiers: TierMap) -> list[int]:
     """Bytes of each unit that comes to the device and goes."""
     return [
         align_up(nbytes)
-        for nbytes, home in zip(parts.unit_nbytes, homes, strict=True)
+        for nbytes, home in zip(parts.unit_nbytes, tiers, strict=True)
         if not (home[State.WEIGHT] is Tier.DEVICE and parts.alone)
     ]
 
 
-def _largest_moving(parts: Partitions, homes: Homes) -> int:
-    return max(_moving(parts, homes), default=0)
+def _largest_moving(parts: Partitions, tiers: TierMap) -> int:
+    return max(_moving(parts, tiers), default=0)

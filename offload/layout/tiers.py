@@ -20,7 +20,7 @@ from offload.sizes import align_up, count_of, format_size
 from offload.states import State, Tier
 from offload.swapper.modes import Mode
 
-Homes = tuple[Mapping[State, Tier], ...]
+TierMap = tuple[Mapping[State, Tier], ...]
 """For each unit the home of each state that this rank has of it; of GRAD, where it waits for its update."""
 
 
@@ -49,7 +49,7 @@ class Partitions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class PlacementRequest:
     """What the config asks for. Counts are of elements, as in DeepSpeed's files; None leaves the choice to us."""
 
     weights: Tier
@@ -99,7 +99,7 @@ def partitions(
     )
 
 
-def configured(parts: Partitions, wish: Wish, weight_itemsize: int) -> Homes:
+def configured(parts: Partitions, wish: PlacementRequest, weight_itemsize: int) -> TierMap:
     """Every partition where the config says, gradients in HOST."""
     on_device = (1.0 - wish.states_off_device) * sum(parts.trainable_numel)
     rows: list[Mapping[State, Tier]] = []
@@ -108,35 +108,35 @@ def configured(parts: Partitions, wish: Wish, weight_itemsize: int) -> Homes:
         small = unit_nbytes <= wish.small_unit * weight_itemsize
         states = Tier.DEVICE if passed + numel / 2 <= on_device else wish.states
         passed += numel
-        homes = dict.fromkeys(row, states)
-        homes[State.WEIGHT] = Tier.DEVICE if small else wish.weights
+        tiers = dict.fromkeys(row, states)
+        tiers[State.WEIGHT] = Tier.DEVICE if small else wish.weights
         if State.GRAD in row:
-            homes[State.GRAD] = Tier.HOST
-        rows.append(homes)
+            tiers[State.GRAD] = Tier.HOST
+        rows.append(tiers)
     return tuple(rows)
 
 
-def gradients_on_device(parts: Partitions, homes: Homes, room: int) -> Homes:
-    """`homes` with the gradients of units on the device that live there altogether, one after the other within `room`.
+def gradients_on_device(parts: Partitions, tiers: TierMap, room: int) -> TierMap:
+    """`tiers` with the gradients of units on the device that live there altogether, one after the other within `room`.
 
     There they are added up, and updated by the device's own kernel; in HOST they are, where they have no room.
     """
     found: list[tuple[int, State]] = []
-    for unit, (row, nbytes) in enumerate(zip(homes, parts.nbytes, strict=True)):
+    for unit, (row, nbytes) in enumerate(zip(tiers, parts.nbytes, strict=True)):
         alone = State.GRAD in row and all(row[state] is Tier.DEVICE for state in row if state is not State.GRAD)
         if alone and align_up(nbytes[State.GRAD]) <= room:
             found.append((unit, State.GRAD))
             room -= align_up(nbytes[State.GRAD])
-    return with_home(homes, found, Tier.DEVICE)
+    return with_home(tiers, found, Tier.DEVICE)
 
 
-def to_add_up(parts: Partitions, homes: Homes) -> tuple[tuple[int, int], ...]:
+def to_add_up(parts: Partitions, tiers: TierMap) -> tuple[tuple[int, int], ...]:
     """The units whose gradients leave the device, and the bytes in which it could add them up over the micro-batches.
 
     Those that spill come first: each micro-batch would have them read and written again.
     """
-    units = [unit for unit, row in enumerate(homes) if row.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE]
-    units.sort(key=lambda unit: homes[unit][State.GRAD] is not Tier.DISK)
+    units = [unit for unit, row in enumerate(tiers) if row.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE]
+    units.sort(key=lambda unit: tiers[unit][State.GRAD] is not Tier.DISK)
     return tuple((unit, align_up(parts.nbytes[unit][State.GRAD])) for unit in units)
 
 
@@ -157,21 +157,21 @@ _DOWN = (
     State.SUM,
     State.MOMENTUM_BUFFER,
     State.PACKED,
-    State.RESIDUAL,
+    State.MASTER_LOW_BITS,
     State.MASTER,
     State.WEIGHT,
 )
 """What leaves HOST first, least used first: weights are read twice a step or more."""
 
 
-def ways_down(homes: Homes) -> Iterator[Homes]:
-    """`homes`, then with one partition more on DISK instead of in HOST each time, the last unit's first.
+def ways_down(tiers: TierMap) -> Iterator[TierMap]:
+    """`tiers`, then with one partition more on DISK instead of in HOST each time, the last unit's first.
 
     Then the same with gradients in HOST: the windows through which they spill may take more than they save.
     """
-    yield homes
+    yield tiers
     for order in (_DOWN, _DOWN[1:]):
-        rows = [dict(row) for row in homes]
+        rows = [dict(row) for row in tiers]
         for state in order:
             for row in reversed(rows):
                 if row.get(state) is Tier.HOST:
@@ -179,10 +179,10 @@ def ways_down(homes: Homes) -> Iterator[Homes]:
                     yield tuple(dict(each) for each in rows)
 
 
-def to_raise(homes: Homes, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
+def to_raise(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
     """The states at home on DISK, unit after unit, for which `room` bytes in HOST are enough."""
     found: list[tuple[int, State]] = []
-    for unit, (row, nbytes) in enumerate(zip(homes, parts.nbytes, strict=True)):
+    for unit, (row, nbytes) in enumerate(zip(tiers, parts.nbytes, strict=True)):
         for state in nbytes:
             if state in (State.WEIGHT, State.GRAD):
                 continue
@@ -192,25 +192,25 @@ def to_raise(homes: Homes, parts: Partitions, room: int) -> tuple[tuple[int, Sta
     return tuple(found)
 
 
-def with_home(homes: Homes, partitions: Iterable[tuple[int, State]], tier: Tier) -> Homes:
-    """`homes` with some of them changed."""
-    rows = [dict(row) for row in homes]
+def with_home(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tier) -> TierMap:
+    """`tiers` with some of them changed."""
+    rows = [dict(row) for row in tiers]
     for unit, state in partitions:
         rows[unit][state] = tier
     return tuple(rows)
 
 
-def home_nbytes(parts: Partitions, homes: Homes, tier: Tier) -> int:
+def tier_nbytes(parts: Partitions, tiers: TierMap, tier: Tier) -> int:
     """Bytes of all partitions at home in `tier`, in steps of 4096."""
     return sum(
         align_up(nbytes)
-        for row, places in zip(parts.nbytes, homes, strict=True)
+        for row, places in zip(parts.nbytes, tiers, strict=True)
         for state, nbytes in row.items()
         if places[state] is tier
     )
 
 
-def differences(parts: Partitions, before: Homes, after: Homes) -> str:
+def differences(parts: Partitions, before: TierMap, after: TierMap) -> str:
     """In words what has moved: "gradient of 3 units (1.2 GiB) to disk"; empty where nothing has."""
     moved: dict[tuple[State, Tier], list[int]] = {}
     for row, old, new in zip(parts.nbytes, before, after, strict=True):

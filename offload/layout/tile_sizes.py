@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from offload.kernels.lamb import BLOCK as LAMB_BLOCK
-from offload.layout.tiers import Homes, Partitions, Wish
+from offload.layout.tiers import Partitions, PlacementRequest, TierMap
 from offload.sizes import MIB, align_up
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import TILE_BUFFERS
@@ -21,15 +21,15 @@ _WHOLE_UNITS = 3
 _TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
 
 
-def pipeline(parts: Partitions, mode: Mode, wish: Wish, homes: Homes) -> tuple[int, int]:
+def pipeline(parts: Partitions, mode: Mode, wish: PlacementRequest, tiers: TierMap) -> tuple[int, int]:
     """Returns the bytes of the smallest and of the largest class of tiles; both 0 where nothing trains."""
     numel = max(parts.trainable_numel, default=0)
     if not numel:
         return 0, 0
-    step = tile_growth(parts, mode, homes)
+    step = tile_growth(parts, mode, tiers)
     if mode.optimizer == TORCH:
         return _scratch_nbytes(parts, mode) + step, _scratch_nbytes(parts, mode) + _WHOLE_UNITS * step
-    element_bytes = _tile_element_bytes(parts, mode, homes)
+    element_bytes = _tile_element_bytes(parts, mode, tiers)
     if wish.tile is not None:
         numel = min(numel, max(wish.tile, _tile_step(mode)))
     small, large = (
@@ -39,26 +39,26 @@ def pipeline(parts: Partitions, mode: Mode, wish: Wish, homes: Homes) -> tuple[i
     return small, large
 
 
-def tile_growth(parts: Partitions, mode: Mode, homes: Homes) -> int:
+def tile_growth(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
     """Returns the bytes by which the class of tiles grows: one more unit, or one more step of every tile."""
     if not any(parts.trainable_numel):
         return 0
     if mode.optimizer == TORCH:
-        return _whole_unit_nbytes(parts, homes)
-    return TILE_BUFFERS * _tile_step(mode) * _tile_element_bytes(parts, mode, homes)
+        return _whole_unit_nbytes(parts, tiers)
+    return TILE_BUFFERS * _tile_step(mode) * _tile_element_bytes(parts, mode, tiers)
 
 
-def tiles(parts: Partitions, mode: Mode, homes: Homes, nbytes: int) -> tuple[int, int, int]:
+def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[int, int, int]:
     """Returns the elements of a tile, the number of tiles and the bytes beside them, of a class of `nbytes`."""
     if mode.optimizer == TORCH:
         scratch = _scratch_nbytes(parts, mode) if nbytes else 0
-        buffers = (nbytes - scratch) // max(_whole_unit_nbytes(parts, homes), 1)
+        buffers = (nbytes - scratch) // max(_whole_unit_nbytes(parts, tiers), 1)
         return max(parts.trainable_numel, default=0), buffers, scratch
-    step, element_bytes = _tile_step(mode), _tile_element_bytes(parts, mode, homes)
+    step, element_bytes = _tile_step(mode), _tile_element_bytes(parts, mode, tiers)
     return nbytes // TILE_BUFFERS // element_bytes // step * step, TILE_BUFFERS, 0
 
 
-def _whole_unit_nbytes(parts: Partitions, homes: Homes) -> int:
+def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
     """Returns the bytes of the largest tile where each holds a whole unit."""
     return max(
         sum(
@@ -66,14 +66,14 @@ def _whole_unit_nbytes(parts: Partitions, homes: Homes) -> int:
             for state, nbytes in row.items()
             if state is not State.GRAD or home[State.GRAD] is Tier.DISK
         )
-        for row, home, numel in zip(parts.nbytes, homes, parts.trainable_numel, strict=True)
+        for row, home, numel in zip(parts.nbytes, tiers, parts.trainable_numel, strict=True)
         if numel
     )
 
 
 def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
     """Returns the bytes of a gradient, and of a master where it has no memory of its own, both of fp32."""
-    copies = 2 if State.RESIDUAL in mode.weights else 1
+    copies = 2 if State.MASTER_LOW_BITS in mode.weights else 1
     return copies * align_up(parts.largest_parameter * torch.float32.itemsize)
 
 
@@ -82,15 +82,15 @@ def _tile_step(mode: Mode) -> int:
     return LAMB_BLOCK if mode.optimizer == LAMB else _STEP
 
 
-def _tile_element_bytes(parts: Partitions, mode: Mode, homes: Homes) -> int:
+def _tile_element_bytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
     """Returns the bytes that a tile holds of one element: its states, and its gradient where some spill."""
-    return mode.element_bytes + (parts.gradient_dtype.itemsize if _spills(parts, homes) else 0)
+    return mode.element_bytes + (parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0)
 
 
-def _spills(parts: Partitions, homes: Homes) -> bool:
+def _spills(parts: Partitions, tiers: TierMap) -> bool:
     """Returns whether any gradient waits on disk, and so passes through a tile."""
     return any(
         row[State.GRAD] > 0 and home[State.GRAD] is Tier.DISK
-        for row, home in zip(parts.nbytes, homes, strict=True)
+        for row, home in zip(parts.nbytes, tiers, strict=True)
         if State.GRAD in row
     )

@@ -79,8 +79,8 @@ def least(
 def _as_read(costs: Sequence[UpdateCost | None], memory: Memory) -> list[UpdateCost | None]:
     """Without weights that are at home above DISK: they are written for a commit, and never read."""
     return [
-        cost if cost is None or homes[State.WEIGHT] is Tier.DISK else cost._replace(weight_nbytes=0)
-        for cost, homes in zip(costs, memory.placement.homes, strict=True)
+        cost if cost is None or tiers[State.WEIGHT] is Tier.DISK else cost._replace(weight_nbytes=0)
+        for cost, tiers in zip(costs, memory.placement.tiers, strict=True)
     ]
 
 
@@ -110,5 +110,5 @@ def _drive_seconds(read: float, written: float, rates: Rates) -> float:
 
 def _weights_on_disk(memory: Memory) -> int:
     """Bytes at home on DISK."""
-    homes = zip(memory.parts.nbytes, memory.placement.homes, strict=True)
-    return sum(row[State.WEIGHT] for row, home in homes if home[State.WEIGHT] is Tier.DISK)
+    tiers = zip(memory.parts.nbytes, memory.placement.tiers, strict=True)
+    return sum(row[State.WEIGHT] for row, home in tiers if home[State.WEIGHT] is Tier.DISK)

@@ -18,7 +18,7 @@ _ENDLESS = Room(1 << 62, 1, None)
 """Room for all, on a device that has none to spare: three of the largest units come and go on it."""
 
 _ZERO_3 = (("nvme", "nvme"), ("cpu", "nvme"), ("cpu", "cpu"), ("none", "cpu"), ("none", "none"))
-_ZERO_2 = tuple(homes for homes in _ZERO_3 if homes[0] == "none")
+_ZERO_2 = tuple(tiers for tiers in _ZERO_3 if tiers[0] == "none")
 
 
 class Estimate(NamedTuple):
@@ -73,22 +73,22 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 
 
 def estimates(
-    layouts: Sequence[UnitLayout], ranks: int, nodes: int, homes: Sequence[tuple[str, str]]
+    layouts: Sequence[UnitLayout], ranks: int, nodes: int, tiers: Sequence[tuple[str, str]]
 ) -> list[Estimate]:
     """What each placement takes, for bf16 and AdamW; `ranks` are those of one of `nodes` machines."""
     found = []
-    for weights, states in homes:
+    for weights, states in tiers:
         memory = settle(layouts, settings(weights, states), _ENDLESS, world_size=ranks * nodes)
         found.append(Estimate(weights, states, ranks * memory.host, memory.device, ranks * memory.stored))
     return found
 
 
-def _live(model: nn.Module, ranks: int, nodes: int, homes: Sequence[tuple[str, str]]) -> list[Estimate]:
+def _live(model: nn.Module, ranks: int, nodes: int, tiers: Sequence[tuple[str, str]]) -> list[Estimate]:
     _check(ranks, nodes)
-    return estimates(layouts_of(model, find_units(model), ranks * nodes), ranks, nodes, homes)
+    return estimates(layouts_of(model, find_units(model), ranks * nodes), ranks, nodes, tiers)
 
 
-def _cold(total: int, largest: int, ranks: int, nodes: int, homes: Sequence[tuple[str, str]]) -> list[Estimate]:
+def _cold(total: int, largest: int, ranks: int, nodes: int, tiers: Sequence[tuple[str, str]]) -> list[Estimate]:
     _check(ranks, nodes)
     if not 1 <= largest <= total:
         raise ConfigError(f"expected a largest layer of 1 to {total} parameters, got {largest}")
@@ -97,7 +97,7 @@ def _cold(total: int, largest: int, ranks: int, nodes: int, homes: Sequence[tupl
         lay_out(f"{index}", [("weight", nn.Parameter(torch.empty(size, device="meta")))], ranks * nodes)
         for index, size in enumerate(sizes)
     ]
-    return estimates(layouts, ranks, nodes, homes)
+    return estimates(layouts, ranks, nodes, tiers)
 
 
 def _count(number: float) -> int:

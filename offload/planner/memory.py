@@ -22,7 +22,7 @@ from offload.layout.memory_plan import (
     wanted_slots,
 )
 from offload.layout.placement import Machine, Placement, least_host
-from offload.layout.tiers import Partitions, home_nbytes
+from offload.layout.tiers import Partitions, tier_nbytes
 from offload.sizes import align_up
 from offload.states import State, Tier
 from offload.swapper.modes import ADAM, Mode
@@ -93,9 +93,9 @@ class Memory:
         """Bytes of these states that DISK is the home of, in one slot."""
         return sum(
             nbytes
-            for row, homes in zip(self.parts.nbytes, self.placement.homes, strict=True)
+            for row, tiers in zip(self.parts.nbytes, self.placement.tiers, strict=True)
             for state, nbytes in row.items()
-            if state in states and homes[state] is Tier.DISK
+            if state in states and tiers[state] is Tier.DISK
         )
 
     @property
@@ -217,9 +217,9 @@ def _states(memory: Memory) -> list[Row]:
         at = dict.fromkeys(Tier, 0)
         if state is State.GRAD:
             at[Tier.DEVICE] = sum(nbytes for _, nbytes in placement.added)
-        for nbytes, homes in zip(parts.nbytes, placement.homes, strict=True):
-            if state in nbytes and (state is State.GRAD or homes[state] is not Tier.DISK):
-                at[homes[state]] += align_up(nbytes[state])
+        for nbytes, tiers in zip(parts.nbytes, placement.tiers, strict=True):
+            if state in nbytes and (state is State.GRAD or tiers[state] is not Tier.DISK):
+                at[tiers[state]] += align_up(nbytes[state])
         at[Tier.DISK] += store.nbytes_of(state)
         if any(at.values()):
             rows.append(Row(state.value, at[Tier.DEVICE], at[Tier.HOST], at[Tier.DISK]))
@@ -229,12 +229,12 @@ def _states(memory: Memory) -> list[Row]:
 def _working(memory: Memory) -> list[Row]:
     """What no state is at home in."""
     classes, placement, parts = memory.placement.classes, memory.placement, memory.parts
-    raised = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.raised)
+    promoted = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.promoted)
     rows = [
         Row("tiles of the optimizer", host=classes.tiles),
         Row("weights on their way", host=classes.weights),
-        Row("weights kept (cache)", host=classes.cache - raised),
+        Row("weights kept (cache)", host=classes.cache - promoted),
         Row("gradients on their way", host=classes.gradients + classes.staging),
-        Row("layers in use", device=placement.moving_nbytes - home_nbytes(parts, placement.homes, Tier.DEVICE)),
+        Row("layers in use", device=placement.moving_nbytes - tier_nbytes(parts, placement.tiers, Tier.DEVICE)),
     ]
     return [row for row in rows if any(row[1:])]

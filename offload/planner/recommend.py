@@ -181,24 +181,24 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     return next(each for each in found if each.timing.tokens_per_second * _WORTH >= best)
 
 
-def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, Any], homes: tuple[str, str]) -> Planned:
+def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, Any], tiers: tuple[str, str]) -> Planned:
     """With the default device budget, or a smaller one where activations need the room."""
     try:
         planned = plan(shape, hardware, load, content)
     except BudgetError:
-        if hardware.on_cpu or "nvme" not in homes:
+        if hardware.on_cpu or "nvme" not in tiers:
             raise
         room = hardware.gpu_memory - beside_weights(settle(shape.layouts, content, _room(hardware)), shape, load)
         content["offload"]["device_memory"] = max(room // PAGE * PAGE, 0)
         planned = plan(shape, hardware, load, content)
-    _check_moved(planned, homes)
-    return with_host_budget(planned) if "nvme" in homes else planned
+    _check_moved(planned, tiers)
+    return with_host_budget(planned) if "nvme" in tiers else planned
 
 
-def _check_moved(planned: Planned, homes: tuple[str, str]) -> None:
+def _check_moved(planned: Planned, tiers: tuple[str, str]) -> None:
     """What was to stay in memory and has no room there is another choice's."""
-    if "nvme" not in homes and planned.memory.placement.on_disk:
-        raise BudgetError(f"the host budget has no room for {' and '.join(dict.fromkeys(homes))}")
+    if "nvme" not in tiers and planned.memory.placement.on_disk:
+        raise BudgetError(f"the host budget has no room for {' and '.join(dict.fromkeys(tiers))}")
 
 
 # -- what to change -----------------------------------------------------------------------------------

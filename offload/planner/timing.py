@@ -189,7 +189,7 @@ def _updated(memory: Memory, hardware: Hardware) -> float:
     """
     seconds = 0.0
     for row, nbytes, numel in zip(
-        memory.placement.homes, memory.parts.nbytes, memory.parts.trainable_numel, strict=True
+        memory.placement.tiers, memory.parts.nbytes, memory.parts.trainable_numel, strict=True
     ):
         there = sum(nbytes[state] for state in row if state is not State.GRAD and row[state] is Tier.DEVICE)
         if numel and all(home is Tier.DEVICE for home in row.values()):
@@ -320,7 +320,7 @@ def activations(shape: Shape, load: Load) -> int:
 
 def beside_weights(memory: Memory, shape: Shape, load: Load) -> int:
     """Bytes of a GPU that activations take, and gradients until they have left it: at most those of one unit."""
-    leave = any(homes.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE for homes in memory.placement.homes)
+    leave = any(tiers.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE for tiers in memory.placement.tiers)
     return activations(shape, load) + (memory.parts.largest_gradient if leave else 0)
 
 

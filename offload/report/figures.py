@@ -27,7 +27,7 @@ def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]
         "first_step": log.steps[0]["step"],
         "last_step": log.steps[-1]["step"],
         "resumed_at": list(log.resumed),
-        "torn_lines": log.torn,
+        "torn_lines": log.in_critical_section,
         "repeated_steps": log.again,
         "loss": _ends(column(log.steps, "loss")),
         "eval_loss": _ends(column(log.steps, "eval_loss")),

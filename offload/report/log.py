@@ -20,7 +20,7 @@ class Log:
     """Of each step the last line that tells of it, in order."""
     abouts: tuple[tuple[int, Mapping[str, Any]], ...]
     """What each process has said of the run, with the first of its steps."""
-    torn: int
+    in_critical_section: int
     """Lines that are none: a kill has cut them short."""
     again: int
     """Lines of steps that a later line tells of again."""
@@ -47,11 +47,11 @@ def read_log(path: Path) -> Log:
         raise ConfigError(f"cannot read the log {path}: {error.strerror}; give what `--log` has written") from error
     found: dict[int, Mapping[str, Any]] = {}
     abouts: list[tuple[int, Mapping[str, Any]]] = []
-    torn = again = 0
+    in_critical_section = again = 0
     for line in text.splitlines():
         values = _values(line)
         if values is None:
-            torn += bool(line.strip())
+            in_critical_section += bool(line.strip())
             continue
         step = values["step"]
         if "eval_loss" in values and "loss" not in values:  # of an evaluation after that step
@@ -70,7 +70,13 @@ def read_log(path: Path) -> Log:
         raise ConfigError(
             f"{path} has no step of a run: expected a JSON object a line, as `offload train --log FILE` writes"
         )
-    return Log(path=path, steps=tuple(found.values()), abouts=tuple(abouts), torn=torn, again=again)
+    return Log(
+        path=path,
+        steps=tuple(found.values()),
+        abouts=tuple(abouts),
+        in_critical_section=in_critical_section,
+        again=again,
+    )
 
 
 def _values(line: str) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ _LONGEST = 1 << 20
 """Uses that are recorded at most: of a loop that never steps nothing is learned."""
 
 
-class Kind(enum.Enum):
+class PassKind(enum.Enum):
     """What is run, as far as the order of uses goes."""
 
     TRAIN = "train"
@@ -85,7 +85,7 @@ class _Order:
         return positions[index] if index < len(positions) else None
 
 
-class Trace:
+class AccessOrder:
     """Uses of units, in the order in which a run makes them.
 
     `use(unit)` tells of each; `finish()` ends the run and makes its order the prediction for the next of its kind. Not
@@ -93,13 +93,13 @@ class Trace:
     """
 
     def __init__(self) -> None:
-        self._orders = {Kind.TRAIN: _Order(wraps=False), Kind.EVAL: _Order(wraps=True)}
-        self.kind = Kind.TRAIN
+        self._orders = {PassKind.TRAIN: _Order(wraps=False), PassKind.EVAL: _Order(wraps=True)}
+        self.kind = PassKind.TRAIN
         self.unforeseen = 0
         """Uses so far that came although the order said another."""
 
     @classmethod
-    def of(cls, uses: Sequence[int], kind: Kind = Kind.TRAIN) -> Trace:
+    def of(cls, uses: Sequence[int], kind: PassKind = PassKind.TRAIN) -> AccessOrder:
         """A trace that foresees `uses`."""
         trace = cls()
         trace.begin(kind)
@@ -117,10 +117,10 @@ class Trace:
     def _now(self) -> _Order:
         return self._orders[self.kind]
 
-    def begin(self, kind: Kind) -> None:
+    def begin(self, kind: PassKind) -> None:
         """What is used from now on belongs to a run of `kind`. A step goes on, also after an evaluation."""
         self.kind = kind
-        if kind is Kind.EVAL:
+        if kind is PassKind.EVAL:
             self._now.restart()
 
     def use(self, unit: int) -> None:

@@ -9,12 +9,12 @@ import torch
 
 from offload.aio.protocols import Future
 from offload.swapper.memory.device import Device, Event
-from offload.swapper.memory.host_arena import Lease
+from offload.swapper.memory.host_arena import HostBuffer
 
 
 def stream(
     read: Callable[[int, memoryview], Future],
-    leases: Sequence[Lease],
+    leases: Sequence[HostBuffer],
     whole: torch.Tensor,
     share: Sequence[range],
     device: Device,
@@ -26,7 +26,7 @@ def stream(
     in flight any more however this ends.
     """
     total = sum(len(stretch) for stretch in share)
-    reading: deque[tuple[Lease, int, Future]] = deque()
+    reading: deque[tuple[HostBuffer, int, Future]] = deque()
     copied: dict[int, Event] = {}
     last: Event | None = None
     start = 0

@@ -13,11 +13,11 @@ from offload.sizes import format_size
 from offload.states import Tier
 from offload.swapper.chunked_upload import stream
 from offload.swapper.memory.device import Device, Event
-from offload.swapper.memory.device_arena import DeviceArena, Slice
-from offload.swapper.memory.host_arena import Lease
-from offload.swapper.policy import Block, Floor, Place, find_place
+from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
+from offload.swapper.memory.host_arena import HostBuffer
+from offload.swapper.policy import Block, Eviction, Floor, find_place
 from offload.swapper.residency import Residency
-from offload.swapper.unit_table import Entry, Table
+from offload.swapper.unit_table import UnitEntry, UnitTable
 from offload.timeline import Row
 
 
@@ -64,10 +64,10 @@ class Peers(Protocol):
         """
 
 
-class Slices:
+class DeviceCache:
     """Slices of weights: homes on the device, and what comes and goes. The table's lock is held in every call."""
 
-    def __init__(self, table: Table, arena: DeviceArena, device: Device, peers: Peers | None) -> None:
+    def __init__(self, table: UnitTable, arena: DeviceArena, device: Device, peers: Peers | None) -> None:
         self._table = table
         self._arena = arena
         self._device = device
@@ -77,15 +77,15 @@ class Slices:
         self._two_largest = sorted(moving, key=lambda each: -each[1])[:2]
         """Units that come and go, and their bytes: the largest beside any one of them."""
         for entry in table.entries:
-            if entry.size.home is Tier.DEVICE:
-                entry.home_slice = arena.take(entry.size.part_nbytes)
-                assert entry.home_slice is not None, "the device arena was sized for every home"
+            if entry.size.tier is Tier.DEVICE:
+                entry.tier_buffer = arena.take(entry.size.part_nbytes)
+                assert entry.tier_buffer is not None, "the device arena was sized for every home"
                 if entry.size.stays:
-                    entry.slice = entry.home_slice
+                    entry.slice = entry.tier_buffer
 
     # -- room ---------------------------------------------------------------------------------------
 
-    def room_on_device(self, entry: Entry) -> Slice:
+    def room_on_device(self, entry: UnitEntry) -> DeviceBuffer:
         """A slice for `entry`; raises `BudgetError` where what is in use leaves none."""
         piece = self.take_slice(entry)
         if piece is None:
@@ -99,7 +99,7 @@ class Slices:
             )
         return piece
 
-    def take_slice(self, entry: Entry, beyond: int = -1) -> Slice | None:
+    def take_slice(self, entry: UnitEntry, beyond: int = -1) -> DeviceBuffer | None:
         """Room for `entry` on the device; drops released units for it that are next used after `beyond` uses."""
         place = self.find_place(entry, beyond)
         if place is None:
@@ -108,14 +108,14 @@ class Slices:
             self.drop(self._table.entries[unit])
         return self._arena.take_at(place.offset, entry.size.nbytes)
 
-    def find_place(self, entry: Entry, beyond: int) -> Place | None:
+    def find_place(self, entry: UnitEntry, beyond: int) -> Eviction | None:
         """Where `take_slice` would put it."""
         space = self._arena.space
         if self._floor is None:  # all that stays on the device is there by now
             self._floor = max(space.stretches(), key=lambda stretch: stretch[1] - stretch[0], default=(0, 0))
         largest = next((nbytes for unit, nbytes in self._two_largest if unit != entry.index), 0)
         floor = Floor(*self._floor, largest)
-        return find_place(space, entry.size.nbytes, self._droppable(), self._table.trace, floor, beyond)
+        return find_place(space, entry.size.nbytes, self._droppable(), self._table.access_order, floor, beyond)
 
     def grow(self, nbytes: int, kept: Sequence[int]) -> list[torch.Tensor]:
         """Have so much more room on the device; its end, in stretches of `kept` bytes each, is no unit's."""
@@ -131,26 +131,26 @@ class Slices:
     def _droppable(self) -> list[Block]:
         return [Block(e.index, e.slice.offset, e.slice.nbytes) for e in self._idle() if e.slice is not None]
 
-    def _idle(self) -> Iterator[Entry]:
+    def _idle(self) -> Iterator[UnitEntry]:
         return (entry for entry in self._table.entries if self.idle(entry))
 
-    def idle(self, entry: Entry) -> bool:
+    def idle(self, entry: UnitEntry) -> bool:
         """Whether it is on the device, nobody uses it, and it may leave."""
         return entry.residency is Residency.DEVICE and not entry.pins and not entry.size.stays
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: UnitEntry) -> None:
         """Leave the device; the copy there is clean, so nothing moves."""
         assert entry.slice is not None and not entry.pins
         self._arena.give(entry.slice, entry.uploaded, entry.read)
         entry.slice = None
-        if entry.lease is None and entry.home_slice is None:
+        if entry.lease is None and entry.tier_buffer is None:
             self._table.move(entry, Residency.DISK)
         else:
             self._table.move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
 
     # -- copies -------------------------------------------------------------------------------------
 
-    def upload(self, entry: Entry, piece: Slice) -> None:
+    def upload(self, entry: UnitEntry, piece: DeviceBuffer) -> None:
         """Start the copy of this rank's part into the slice, and the gather of the others'."""
         self._table.move(entry, Residency.UPLOADING)
         try:
@@ -163,7 +163,7 @@ class Slices:
         entry.slice = piece
         self._table.move(entry, Residency.DEVICE)
 
-    def _copy_part(self, entry: Entry, piece: Slice) -> None:
+    def _copy_part(self, entry: UnitEntry, piece: DeviceBuffer) -> None:
         whole, start = self._arena.view(piece), 0
         part = self._part(entry)
         for stretch in entry.size.share:
@@ -172,20 +172,20 @@ class Slices:
             start += len(stretch)
         entry.uploaded = entry.copied
 
-    def _part(self, entry: Entry) -> torch.Tensor:
+    def _part(self, entry: UnitEntry) -> torch.Tensor:
         """(part_nbytes,) uint8: the partition, at home or in a lease."""
-        if entry.home_slice is not None:
-            return self._arena.view(entry.home_slice)
+        if entry.tier_buffer is not None:
+            return self._arena.view(entry.tier_buffer)
         assert entry.lease is not None
         return entry.lease.tensor(torch.uint8)
 
-    def gather(self, entry: Entry, piece: Slice, copied: Event) -> None:
+    def gather(self, entry: UnitEntry, piece: DeviceBuffer, copied: Event) -> None:
         """Fill in what other ranks have, once `copied`, this rank's part, is there."""
         if self._peers is not None:
             peers, whole = self._peers, self._arena.view(piece)
             entry.uploaded = self._table.changed.without_lock(lambda: peers.gather(whole, entry.size.share, copied))
 
-    def stream(self, entry: Entry, leases: Sequence[Lease], read: Callable[[int, memoryview], Future]) -> None:
+    def stream(self, entry: UnitEntry, leases: Sequence[HostBuffer], read: Callable[[int, memoryview], Future]) -> None:
         """DISK to DEVICE in pieces that `read` reads into the `leases`, which are released."""
         try:
             piece = self.room_on_device(entry)

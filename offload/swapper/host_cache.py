@@ -8,31 +8,31 @@ from offload.aio import Priority
 from offload.aio.protocols import Future
 from offload.sizes import PAGE, align_up
 from offload.states import State, Tier
-from offload.swapper.memory.host_arena import HostArena, Lease
-from offload.swapper.policy import Block, Limits, next_to_bring, victims
+from offload.swapper.memory.host_arena import HostArena, HostBuffer
+from offload.swapper.policy import Block, Limits, next_to_fetch, victims
 from offload.swapper.residency import Residency
 from offload.swapper.store import Store
-from offload.swapper.unit_table import Entry, Table, Transfer
+from offload.swapper.unit_table import Transfer, UnitEntry, UnitTable
 from offload.timeline import Row
 
 
-class Leases:
+class HostCache:
     """Leases of weights: homes in HOST, and those that go round. The table's lock is held in every call."""
 
-    def __init__(self, table: Table, host: HostArena, store: Store | None) -> None:
+    def __init__(self, table: UnitTable, host: HostArena, store: Store | None) -> None:
         self._table = table
         self._host = host
         self._store = store
-        self.starved = 0
+        self.waiting_for_buffer = 0
         """How many wait for a lease."""
         for entry in table.entries:
-            if entry.size.home is Tier.HOST:
+            if entry.size.tier is Tier.HOST:
                 entry.lease = host.homes.take(entry.size.part_nbytes)
                 assert entry.lease is not None, "the class of homes was sized for every home"
 
     # -- who has one --------------------------------------------------------------------------------
 
-    def lease(self, nbytes: int, beyond: int = -1) -> Lease | None:
+    def lease(self, nbytes: int, beyond: int = -1) -> HostBuffer | None:
         """A weight lease: a free one, else of units that are next used after `beyond` uses."""
         going = victims(self._host.weights.space, nbytes, self._takeable(), self._distance, beyond)
         if going is None:
@@ -41,23 +41,25 @@ class Leases:
             self._take_lease(self._table.entries[unit])
         return self._host.weights.take(nbytes)
 
-    def wait_for_lease(self, entry: Entry) -> None:
+    def wait_for_lease(self, entry: UnitEntry) -> None:
         """Let some weight lease become free for `entry`, or free to be taken."""
         reading = [entry for entry in self._table.entries if entry.residency is Residency.READING]
         if reading:  # ahead, they have taken the room; once one is delivered its lease is clean
-            self.finish_read(max(reading, key=lambda entry: (self._table.trace.distance(entry.index), -entry.index)))
+            self.finish_read(
+                max(reading, key=lambda entry: (self._table.access_order.distance(entry.index), -entry.index))
+            )
             return
-        self.starved += 1
+        self.waiting_for_buffer += 1
         self._table.notify()
         try:
             self._table.wait(f"waits for a lease for {entry.size.title}")
         finally:
-            self.starved -= 1
+            self.waiting_for_buffer -= 1
 
     def _distance(self, unit: int) -> int:
         """Uses between now and the next use; 0 of a unit that somebody is about to bring, whose use has been told."""
         entry = self._table.entries[unit]
-        return 0 if entry.pins and entry.residency is not Residency.DEVICE else self._table.trace.distance(unit)
+        return 0 if entry.pins and entry.residency is not Residency.DEVICE else self._table.access_order.distance(unit)
 
     def _takeable(self) -> list[Block]:
         return [
@@ -66,17 +68,17 @@ class Leases:
             if e.lease is not None and self._may_take_lease_of(e)
         ]
 
-    def _may_take_lease_of(self, entry: Entry) -> bool:
+    def _may_take_lease_of(self, entry: UnitEntry) -> bool:
         """Whether its bytes are in the store and nobody reads them from the lease now."""
         return (
             entry.lease is not None
-            and entry.size.home is Tier.DISK
+            and entry.size.tier is Tier.DISK
             and entry.residency in (Residency.HOST, Residency.DEVICE)
             and not entry.unwritten
             and not entry.in_update
         )
 
-    def _take_lease(self, entry: Entry) -> None:
+    def _take_lease(self, entry: UnitEntry) -> None:
         assert entry.lease is not None
         entry.copied.wait()  # blocks only where a copy to the device is slower than all that came after it
         entry.lease.release()
@@ -84,21 +86,21 @@ class Leases:
         if entry.residency is Residency.HOST:
             self._table.move(entry, Residency.DISK)
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: UnitEntry) -> None:
         """Take the lease of a unit whose home is DISK, where it has one; nothing of it is in use or unwritten."""
-        if entry.lease is not None and entry.size.home is Tier.DISK:
+        if entry.lease is not None and entry.size.tier is Tier.DISK:
             self._take_lease(entry)
 
     # -- what is read -------------------------------------------------------------------------------
 
-    def start_read(self, entry: Entry, lease: Lease, priority: Priority) -> None:
+    def start_read(self, entry: UnitEntry, lease: HostBuffer, priority: Priority) -> None:
         assert self._store is not None
         slot = self._store.newest[entry.index]
         future = self._store.read(entry.index, State.WEIGHT, slot, 0, lease.buffer, priority)
         entry.transfer = Transfer(lease, future)
         self._table.move(entry, Residency.READING)
 
-    def finish_read(self, entry: Entry) -> None:
+    def finish_read(self, entry: UnitEntry) -> None:
         """Wait for the read without the lock; whoever comes first delivers it."""
         transfer = entry.transfer
         assert transfer is not None
@@ -117,7 +119,7 @@ class Leases:
 
     def read_ahead(self, limits: Limits) -> None:
         """Begin to read what the trace says comes next, as far as leases go round that hold nothing used sooner."""
-        entries, trace = self._table.entries, self._table.trace
+        entries, trace = self._table.entries, self._table.access_order
 
         def wanting(unit: int) -> bool:
             entry = entries[unit]
@@ -127,7 +129,7 @@ class Leases:
         def nbytes(unit: int) -> int:
             return entries[unit].size.part_nbytes
 
-        while (unit := next_to_bring(trace, nbytes, wanting, limits)) is not None:
+        while (unit := next_to_fetch(trace, nbytes, wanting, limits)) is not None:
             lease = self.lease(nbytes(unit), trace.distance(unit))
             if lease is None:
                 return
@@ -135,18 +137,18 @@ class Leases:
 
     # -- units too large for a lease ----------------------------------------------------------------
 
-    def streams(self, entry: Entry) -> bool:
+    def streams(self, entry: UnitEntry) -> bool:
         """Whether two leases of this unit have no room, so that it comes from DISK to the device piece by piece."""
         size = entry.size
-        return size.home is Tier.DISK and 2 * align_up(size.part_nbytes) > self._host.weights.space.nbytes
+        return size.tier is Tier.DISK and 2 * align_up(size.part_nbytes) > self._host.weights.space.nbytes
 
-    def lease_nbytes(self, entry: Entry) -> int:
+    def lease_nbytes(self, entry: UnitEntry) -> int:
         """Bytes of a lease for this unit, or for a piece of it where it streams."""
         if self.streams(entry):
             return self._host.weights.space.nbytes // 2 // PAGE * PAGE
         return entry.size.part_nbytes
 
-    def reader(self, entry: Entry) -> Callable[[int, memoryview], Future]:
+    def reader(self, entry: UnitEntry) -> Callable[[int, memoryview], Future]:
         """What begins to read the newest partition, from a byte on, into a buffer. Needs no lock."""
         store = self._store
         assert store is not None
@@ -161,7 +163,7 @@ class Leases:
 
     def give_cache(self, drop_spare: Callable[[], None]) -> None:
         """See `Pager.give_cache`."""
-        self._table.torn = True
+        self._table.in_critical_section = True
         drop_spare()
         while not self._table.failure and self._host.weights.space.used_bytes:
             for entry in self._table.entries:
@@ -173,7 +175,7 @@ class Leases:
                 self._table.wait("waits for a unit that is streamed")
         if not self._table.failure:
             self._host.drop_cache()
-        self._table.torn = False
+        self._table.in_critical_section = False
 
     def close(self) -> None:
         """Wait for reads in flight; nobody needs them any more, and their errors have no meaning now."""

@@ -52,7 +52,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 ADAM, LAMB, TORCH = "adam", "lamb", "torch"
 PRECISIONS: dict[str, dict[State, torch.dtype]] = {
     # The master is weight and residual together, bit for bit: see kernels.split_master.
-    "bf16": {State.WEIGHT: torch.bfloat16, State.RESIDUAL: torch.int16},
+    "bf16": {State.WEIGHT: torch.bfloat16, State.MASTER_LOW_BITS: torch.int16},
     "fp16": {State.WEIGHT: torch.float16, State.MASTER: torch.float32},
     # The weight is its own master.
     "fp32": {State.WEIGHT: torch.float32},

@@ -4,7 +4,7 @@
       │  └──► Slices     device side: where a unit lies, copies, what leaves for it
       └─────► Table      the entries of all units, the order of their uses, the lock; Leases and Slices have it too
 
-Threads. `acquire`, `release`, `hold` and `take_part` are called by the thread that runs the model and by autograd's
+Threads. `acquire`, `release`, `hold` and `serve_gather` are called by the thread that runs the model and by autograd's
 threads; `lease_for_update`, `publish`, `written` by the update worker alone. One lock guards all (`lock`,
 of the monitor `changed`): nobody holds it while bytes move or a kernel runs, and whoever changes an entry wakes all
 waiters.
@@ -13,10 +13,11 @@ waiters.
 lease it either waits, when nobody waits for anything of it, or goes on without delivering. A thread that
 acquires may take any lease that is clean and not being copied, and delivers the reads ahead that it finds
 in its way. The leases that are left then belong to writes and updates in progress, which end by
-themselves. While such a thread waits for a lease the worker takes none (`starved`), so that freed memory
+themselves. While such a thread waits for a lease the worker takes none (`waiting_for_buffer`), so that freed memory
 is not taken from under it. Device slices are held only by pinned units: if those fill the arena, that is a
 `BudgetError`, since waiting cannot help. Where there are other ranks, they are waited for without the lock, and what
-they need is done meanwhile (`Peers.agree` calls `take_part`): no rank's worker, lease or slice waits for another rank.
+they need is done meanwhile (`Peers.agree` calls `serve_gather`): no rank's worker, lease or slice waits for another
+rank.
 
 [Note: every use is a round] Which units lie on the device is another thing on each rank: it depends on when gradients
 gave their room back. If only a rank that lacks a unit asked for it, one that has all it needs would run ahead into a
@@ -35,22 +36,22 @@ import torch
 from offload.aio import Priority
 from offload.errors import EngineFailed
 from offload.states import Tier
-from offload.swapper.access_order import Kind
-from offload.swapper.device_cache import Having, Peers, Slices
-from offload.swapper.host_cache import Leases
+from offload.swapper.access_order import PassKind
+from offload.swapper.device_cache import DeviceCache, Having, Peers
+from offload.swapper.host_cache import HostCache
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import DeviceArena
-from offload.swapper.memory.host_arena import HostArena, Lease
-from offload.swapper.policy import Limits, keeps, next_to_bring
+from offload.swapper.memory.host_arena import HostArena, HostBuffer
+from offload.swapper.policy import Limits, keeps, next_to_fetch
 from offload.swapper.residency import Residency
 from offload.swapper.store import Store
-from offload.swapper.unit_table import Entry, MemoryCounters, Table, UnitSize
+from offload.swapper.unit_table import MemoryCounters, UnitEntry, UnitSize, UnitTable
 from offload.timeline import OFF, Row, Timeline
 
 _T = TypeVar("_T")
 
 
-class Counts(NamedTuple):
+class PrefetchStats(NamedTuple):
     """What the uses of units came to."""
 
     uses: int
@@ -76,7 +77,7 @@ class Pager:
         timeline: Timeline = OFF,
     ) -> None:
         recorded = timeline.recorded
-        self.table = Table(
+        self.table = UnitTable(
             sizes,
             lambda: store is not None and store.spec.slots == 2 and store.durable is not None,
             timeline=timeline,
@@ -88,13 +89,13 @@ class Pager:
         self.host = host
         self.arena = arena
         self._entries = self.table.entries
-        self._leases = Leases(self.table, host, store)
-        self._slices = Slices(self.table, arena, device, peers)
+        self._leases = HostCache(self.table, host, store)
+        self._slices = DeviceCache(self.table, arena, device, peers)
         self._device = device
         self._limits = limits
         self._peers = peers
         self._all_stay = all(size.stays for size in sizes)
-        self._any_on_disk = any(size.home is Tier.DISK for size in sizes)
+        self._any_on_disk = any(size.tier is Tier.DISK for size in sizes)
         self._uses = self._hits = 0
         self._all_have_all = False
         """Whether every rank is known to have every unit on its device."""
@@ -112,26 +113,26 @@ class Pager:
         """
         entry = self._entries[unit]
         with self.lock:
-            self.table.torn = True
+            self.table.in_critical_section = True
             entry.pins += 1  # from here on nobody drops it
             try:
                 if entry.pins == 1:
-                    self.table.trace.use(unit)
+                    self.table.access_order.use(unit)
                     self._uses += 1
                     self._hits += entry.residency is Residency.DEVICE
                 if self._peers is not None:
-                    self._bring_with(self._peers, entry, ahead)
+                    self._fetch_with(self._peers, entry, ahead)
                 else:
-                    self._bring(entry)
+                    self._fetch(entry)
                     if ahead:
-                        self._look_ahead()
+                        self._prefetch()
             except Exception:
                 entry.pins -= 1
-                self.table.torn = False
+                self.table.in_critical_section = False
                 raise
             assert entry.slice is not None
             view, uploaded = self.arena.view(entry.slice), entry.uploaded
-            self.table.torn = False
+            self.table.in_critical_section = False
         try:
             self._device.hold(uploaded)
         except Exception:  # the other ranks did not bring theirs
@@ -147,7 +148,7 @@ class Pager:
             self._device.hold(entry.read)  # of another stream, if there are several: the last read is after all of them
             entry.read = self._device.computed()
             entry.pins -= 1
-            if not keeps(self.table.trace, unit, self._nbytes, self._limits) and self._slices.idle(entry):
+            if not keeps(self.table.access_order, unit, self._nbytes, self._limits) and self._slices.idle(entry):
                 self._slices.drop(entry)
             self.notify()  # an interrupt in here is seen by the count of pins
 
@@ -157,19 +158,19 @@ class Pager:
             uploaded = self._entries[unit].uploaded
         self._device.hold(uploaded)
 
-    def take_part(self, unit: int) -> None:
+    def serve_gather(self, unit: int) -> None:
         """Another rank gathers `unit`, which this one may not need: give it this rank's part of it."""
         with self.lock:
-            self._take_part(self._entries[unit])
+            self._serve_gather(self._entries[unit])
 
-    def _take_part(self, entry: Entry) -> None:
+    def _serve_gather(self, entry: UnitEntry) -> None:
         if entry.slice is None or entry.updating:
-            self._bring(entry)
+            self._fetch(entry)
         else:
             self._slices.gather(entry, entry.slice, entry.copied)
 
     def updates(self, unit: int) -> int:
-        """How many updates this unit has had; see `Entry.updates`."""
+        """How many updates this unit has had; see `UnitEntry.updates`."""
         return self._entries[unit].updates
 
     @property
@@ -195,7 +196,7 @@ class Pager:
         finally:
             self.release(unit)
 
-    def _bring(self, entry: Entry) -> None:
+    def _fetch(self, entry: UnitEntry) -> None:
         """Move `entry` towards DEVICE, one arrow at a time, until it is there. The lock is held."""
         while entry.updating or entry.residency is not Residency.DEVICE:
             self.check()
@@ -216,7 +217,7 @@ class Pager:
                 self.table.wait(f"waits for upload of {entry.size.title}")
         self.check()
 
-    def _wait_for_update(self, entry: Entry) -> None:
+    def _wait_for_update(self, entry: UnitEntry) -> None:
         self._wanted.append(entry.index)
         self.notify()
         try:
@@ -224,7 +225,7 @@ class Pager:
         finally:
             self._wanted.remove(entry.index)
 
-    def _stream(self, entry: Entry, lease: Lease) -> None:
+    def _stream(self, entry: UnitEntry, lease: HostBuffer) -> None:
         """DISK to DEVICE in pieces, through `lease` and a second one where there is room."""
         second = self._leases.lease(lease.nbytes)
         leases = [lease] if second is None else [lease, second]
@@ -234,14 +235,16 @@ class Pager:
         """Whether two leases of this unit have no room, so that it comes from DISK to the device piece by piece."""
         return self._leases.streams(self._entries[unit])
 
-    def _look_ahead(self) -> None:
+    def _prefetch(self) -> None:
         """Begin to bring what the trace says comes next: reads first, then uploads of what is at hand."""
         if self._all_stay:
             return
-        self._read_ahead()
+        self._prefetch_reads()
         while (unit := self._next_upload()) is not None:
             entry = self._entries[unit]
-            piece = self._slices.take_slice(entry, self.table.trace.distance(unit)) if self._at_hand(entry) else None
+            piece = (
+                self._slices.take_slice(entry, self.table.access_order.distance(unit)) if self._at_hand(entry) else None
+            )
             if piece is None:
                 return
             self._slices.upload(entry, piece)
@@ -250,12 +253,12 @@ class Pager:
         def wanting(unit: int) -> bool:
             return self._entries[unit].residency is not Residency.DEVICE
 
-        return next_to_bring(self.table.trace, self._nbytes, wanting, self._limits)
+        return next_to_fetch(self.table.access_order, self._nbytes, wanting, self._limits)
 
-    def _at_hand(self, entry: Entry) -> bool:
+    def _at_hand(self, entry: UnitEntry) -> bool:
         return entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
 
-    def _read_ahead(self) -> None:
+    def _prefetch_reads(self) -> None:
         """Take what has been read, and begin to read what comes next."""
         if not self._any_on_disk:
             return
@@ -264,7 +267,7 @@ class Pager:
                 self._leases.finish_read(entry)
         self._leases.read_ahead(self._limits)
 
-    def _bring_with(self, peers: Peers, entry: Entry, ahead: bool) -> None:
+    def _fetch_with(self, peers: Peers, entry: UnitEntry, ahead: bool) -> None:
         """Bring `entry` where there are other ranks, and with `ahead` the very next, if all have room for it.
 
         See [Note: every use is a round].
@@ -280,18 +283,18 @@ class Pager:
         if self._all_have_all:
             return
         if ahead and entry.residency is Residency.DEVICE:
-            self._read_ahead()
+            self._prefetch_reads()
         agreed = self._with_ranks(lambda: peers.agree(entry.index, having))
         unit, self._all_have_all = agreed.ahead, agreed.all
         if agreed.gather:
-            self._take_part(entry)
+            self._serve_gather(entry)
             if ahead:
-                self._read_ahead()
+                self._prefetch_reads()
             if agreed.together:
                 unit = self._with_ranks(lambda: peers.agree_ahead(lambda: having().ahead))
         self.check()
         if unit >= 0:
-            self._take_part(self._entries[unit])
+            self._serve_gather(self._entries[unit])
 
     def _with_ranks(self, ask: Callable[[], _T]) -> _T:
         """Wait for the other ranks without the lock, and serve them meanwhile."""
@@ -304,11 +307,11 @@ class Pager:
 
     def _next_with_room(self) -> int:
         """The very next unit, if it is to be brought, is at hand and has room; else -1."""
-        unit = next(self.table.trace.upcoming(), None)
+        unit = next(self.table.access_order.upcoming(), None)
         if unit is None or unit != self._next_upload():
             return -1
         entry = self._entries[unit]
-        place = self._slices.find_place(entry, self.table.trace.distance(unit)) if self._at_hand(entry) else None
+        place = self._slices.find_place(entry, self.table.access_order.distance(unit)) if self._at_hand(entry) else None
         return -1 if place is None else unit
 
     def _nbytes(self, unit: int) -> int:
@@ -322,29 +325,29 @@ class Pager:
         with self.lock:
             return self._slices.grow(nbytes, kept)
 
-    def begin(self, kind: Kind) -> None:
+    def begin(self, kind: PassKind) -> None:
         """A forward begins: one of a step, or one by itself."""
         with self.lock:
-            self.table.trace.begin(kind)
+            self.table.access_order.begin(kind)
 
     def end_forward(self) -> None:
         """The outermost forward is over. Of an evaluation that was all; what comes next is a step again."""
         with self.lock:
-            if self.table.trace.kind is Kind.EVAL:
-                self.table.trace.finish()
-                self.table.trace.begin(Kind.TRAIN)
+            if self.table.access_order.kind is PassKind.EVAL:
+                self.table.access_order.finish()
+                self.table.access_order.begin(PassKind.TRAIN)
 
     def end_step(self) -> tuple[int, ...]:
         """The step's uses are over: their order is the prediction for the next, and returned."""
         with self.lock:
-            self.table.trace.begin(Kind.TRAIN)  # an evaluation that was interrupted did not end
-            self.table.trace.finish()
-            return self.table.trace.order
+            self.table.access_order.begin(PassKind.TRAIN)  # an evaluation that was interrupted did not end
+            self.table.access_order.finish()
+            return self.table.access_order.order
 
-    def counts(self) -> Counts:
+    def counts(self) -> PrefetchStats:
         """What the uses so far came to."""
         with self.lock:
-            return Counts(self._uses, self._hits, self.table.trace.unforeseen)
+            return PrefetchStats(self._uses, self._hits, self.table.access_order.unforeseen)
 
     # -- the update worker --------------------------------------------------------------------------
 
@@ -360,21 +363,21 @@ class Pager:
                 if entry.residency is Residency.DEVICE and not entry.size.stays:
                     self._slices.drop(entry)
 
-    def lease_for_update(self, unit: int) -> Lease | None:
+    def lease_for_update(self, unit: int) -> HostBuffer | None:
         """The lease in which the fresh weights of `unit` will lie, or None where there is none to have now.
 
         `holds_weights` says whether the old ones lie in it already. A home in HOST is its own lease; a unit
-        whose home is DEVICE has none, and its update works on `device_home`.
+        whose home is DEVICE has none, and its update works on `device_tier`.
         """
         entry = self._entries[unit]
-        assert entry.size.home is not Tier.DEVICE
+        assert entry.size.tier is not Tier.DEVICE
         entry.copied.wait()  # the worker is about to write where an upload may still read
         with self.lock:
             while entry.residency is Residency.READING:  # a read ahead from before step()
                 self.check()
                 self._leases.finish_read(entry)
-            if entry.lease is None and not self._leases.starved:
-                beyond = -1 if unit in self._wanted else self.table.trace.distance(unit)
+            if entry.lease is None and not self._leases.waiting_for_buffer:
+                beyond = -1 if unit in self._wanted else self.table.access_order.distance(unit)
                 entry.lease = self._leases.lease(entry.size.part_nbytes, beyond)
             entry.in_update = entry.lease is not None
             return entry.lease
@@ -382,7 +385,7 @@ class Pager:
     def delivers(self, unit: int) -> bool:
         """Whether the fresh weights of `unit` lie in a lease when it is updated: a part of it, where it streams, helps
         nobody."""
-        return self._entries[unit].size.home is not Tier.DEVICE and not self.streams(unit)
+        return self._entries[unit].size.tier is not Tier.DEVICE and not self.streams(unit)
 
     def publish(self, unit: int, delivered: bool, unwritten: bool) -> None:
         """The update of `unit` is computed: its fresh weights lie in its lease (or home) if `delivered`.
@@ -392,7 +395,7 @@ class Pager:
         """
         with self.lock:
             entry = self._entries[unit]
-            if delivered and entry.size.home is not Tier.DEVICE:
+            if delivered and entry.size.tier is not Tier.DEVICE:
                 entry.unwritten = unwritten
                 fresh = Residency.WRITING if unwritten else Residency.HOST
                 if entry.residency is not fresh:
@@ -410,18 +413,18 @@ class Pager:
                 self.table.move(entry, Residency.HOST)
             self.notify()
 
-    def device_home(self, unit: int) -> torch.Tensor:
+    def device_tier(self, unit: int) -> torch.Tensor:
         """(part_nbytes,) uint8: the partition of a unit whose home is DEVICE, for its update. Nothing reads it now."""
         entry = self._entries[unit]
-        assert entry.home_slice is not None
+        assert entry.tier_buffer is not None
         entry.copied.wait()
         entry.read.wait()
-        return self.arena.view(entry.home_slice)
+        return self.arena.view(entry.tier_buffer)
 
-    def home_lease(self, unit: int) -> Lease:
+    def tier_buffer(self, unit: int) -> HostBuffer:
         """The lease of a unit whose home is HOST."""
         lease = self._entries[unit].lease
-        assert lease is not None and self._entries[unit].size.home is Tier.HOST
+        assert lease is not None and self._entries[unit].size.tier is Tier.HOST
         return lease
 
     def holds_weights(self, unit: int) -> bool:
@@ -433,9 +436,9 @@ class Pager:
         return next((unit for unit in self._wanted if self._entries[unit].updating), None)
 
     @property
-    def starved(self) -> bool:
+    def waiting_for_buffer(self) -> bool:
         """Whether somebody waits for a weight lease. The lock is held by the caller."""
-        return self._leases.starved > 0
+        return self._leases.waiting_for_buffer > 0
 
     # -- a load of all weights ----------------------------------------------------------------------
 
@@ -488,7 +491,7 @@ class Pager:
     def check_whole(self) -> None:
         """Stop where a Ctrl-C came in the middle of a change. For the thread that runs the model, between its calls."""
         with self.lock:
-            if self.table.torn and self.table.failure is None:
+            if self.table.in_critical_section and self.table.failure is None:
                 self.table.fail(KeyboardInterrupt("in the middle of a change of the pager"))
 
     def fail(self, error: BaseException) -> None:

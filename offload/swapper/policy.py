@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from offload.sizes import align_up
-from offload.swapper.access_order import NEVER, Trace
-from offload.swapper.memory.allocator import Space
+from offload.swapper.access_order import NEVER, AccessOrder
+from offload.swapper.memory.allocator import Allocator
 
 
 class Block(NamedTuple):
@@ -34,7 +34,7 @@ class Limits(NamedTuple):
     """A unit leaves the device at its release if more than this is used before it is used again."""
 
 
-class Place(NamedTuple):
+class Eviction(NamedTuple):
     """Where a unit may lie once the blocks of `victims` are given back."""
 
     offset: int
@@ -50,7 +50,7 @@ class Floor(NamedTuple):
 
 
 def victims(
-    space: Space, nbytes: int, takeable: Sequence[Block], distance: Callable[[int], int], beyond: int = -1
+    space: Allocator, nbytes: int, takeable: Sequence[Block], distance: Callable[[int], int], beyond: int = -1
 ) -> tuple[int, ...] | None:
     """Units that must give their blocks so that `nbytes` fit in one piece, of those next used after `beyond` uses.
 
@@ -77,8 +77,8 @@ def victims(
 
 
 def find_place(
-    space: Space, nbytes: int, takeable: Sequence[Block], trace: Trace, floor: Floor, beyond: int = -1
-) -> Place | None:
+    space: Allocator, nbytes: int, takeable: Sequence[Block], trace: AccessOrder, floor: Floor, beyond: int = -1
+) -> Eviction | None:
     """Where `nbytes` may lie, at the cost of blocks whose next use is after `beyond` uses; None where nowhere.
 
     What is in use cannot be moved, so it should not lie in the middle. First comes a place that leaves room for the
@@ -90,7 +90,7 @@ def find_place(
     nbytes = align_up(max(nbytes, 1))
     stretches = space.stretches(block[1:] for block in takeable)
     lengths = sorted((stop - start for start, stop in stretches), reverse=True)
-    found: list[tuple[tuple[bool, bool, int, int], Place]] = []
+    found: list[tuple[tuple[bool, bool, int, int], Eviction]] = []
     for start, stop in stretches:
         if stop - start < nbytes:
             continue
@@ -107,7 +107,7 @@ def find_place(
                 alone = max(offset - floor.start, floor.stop - offset - nbytes) >= floor.largest
                 if alone or beyond < 0:
                     score = (alone, left >= floor.largest, nearest, -sum(b.nbytes for b in going))
-                    found.append((score, Place(offset, tuple(block.unit for block in going))))
+                    found.append((score, Eviction(offset, tuple(block.unit for block in going))))
     if not found:
         return None
     if space.scatter is not None:
@@ -126,8 +126,8 @@ def _without(lengths: Sequence[int], one: int) -> Iterator[int]:
             yield length
 
 
-def next_to_bring(
-    trace: Trace, nbytes: Callable[[int], int], wanting: Callable[[int], bool], limits: Limits
+def next_to_fetch(
+    trace: AccessOrder, nbytes: Callable[[int], int], wanting: Callable[[int], bool], limits: Limits
 ) -> int | None:
     """The nearest unit within the limit that is `wanting` where it should be brought."""
     total = 0
@@ -141,7 +141,7 @@ def next_to_bring(
     return None
 
 
-def keeps(trace: Trace, unit: int, nbytes: Callable[[int], int], limits: Limits) -> bool:
+def keeps(trace: AccessOrder, unit: int, nbytes: Callable[[int], int], limits: Limits) -> bool:
     """Whether a unit that is released now stays on the device until its room is needed."""
     if limits.reuse is None:
         return True

@@ -2,7 +2,8 @@
 
 [Note: torn] A Ctrl-C may come between any two lines of the thread that runs the model. While it waits, for a lock, a
 read or an update, all is whole, and the call can be given up; that is where nearly all of its time goes. In between,
-`torn` is set. Where it still is at the next call, `Pager.check_whole` stops the engine, and the last commit is intact.
+`in_critical_section` is set. Where it still is at the next call, `Pager.check_whole` stops the engine, and the last
+commit is intact.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import NamedTuple
 from offload.aio.protocols import Future
 from offload.errors import EngineFailed
 from offload.states import Tier
-from offload.swapper.access_order import Trace
+from offload.swapper.access_order import AccessOrder
 from offload.swapper.memory.device import DONE, Event
-from offload.swapper.memory.device_arena import DeviceArena, Slice
-from offload.swapper.memory.host_arena import HostArena, Lease
-from offload.swapper.memory.interruptible_lock import Monitor
+from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
+from offload.swapper.memory.host_arena import HostArena, HostBuffer
+from offload.swapper.memory.interruptible_lock import InterruptibleLock
 from offload.swapper.residency import ARROWS, Residency
 from offload.timeline import OFF, Row, Timeline
 
@@ -40,7 +41,7 @@ class MemoryCounters:
         self._timeline.count("device memory", self._device.used_bytes)
 
 
-class Table:
+class UnitTable:
     """What all parts of the pager share. The methods are for the thread that holds the lock, but for `check`."""
 
     def __init__(
@@ -59,20 +60,20 @@ class Table:
             timeline: shows the waits.
             memory: is counted at each change; None where nothing records it.
         """
-        self.changed = Monitor()
+        self.changed = InterruptibleLock()
         self.version = 0  # counts changes, so that a waiter can tell whether it missed one
-        self.entries = [Entry(index, size, size.start) for index, size in enumerate(sizes)]
-        self.trace = Trace()
+        self.entries = [UnitEntry(index, size, size.start) for index, size in enumerate(sizes)]
+        self.access_order = AccessOrder()
         self.timeline = timeline
         self._memory = memory
         self.failure: BaseException | None = None
-        self.torn = False
+        self.in_critical_section = False
         """Whether the caller's thread is in the middle of a change; see [Note: torn]."""
         self._committed = committed
         self.rewritten = False
         """Whether bytes that the last commit names were written over, by a load that is not committed yet."""
 
-    def move(self, entry: Entry, to: Residency) -> None:
+    def move(self, entry: UnitEntry, to: Residency) -> None:
         """The one place that assigns a residency."""
         assert (entry.residency, to) in ARROWS, f"{entry.size.name}: {entry.residency} to {to}"
         entry.residency = to
@@ -87,19 +88,22 @@ class Table:
 
     def wait(self, what: str) -> None:
         """Wait for a change; `what` is for the time line. What the lock guards is whole meanwhile."""
-        torn, self.torn = self.torn, False  # whoever serves another rank may not be in the middle of anything
+        in_critical_section, self.in_critical_section = (
+            self.in_critical_section,
+            False,
+        )  # whoever serves another rank may not be in the middle of anything
         with self.timeline.span(Row.WAITS, what):
             self.changed.wait()
-        self.torn = torn
+        self.in_critical_section = in_critical_section
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """What the lock guards is whole in here: for a wait of another kind."""
-        torn, self.torn = self.torn, False
+        in_critical_section, self.in_critical_section = self.in_critical_section, False
         yield
-        self.torn = torn
+        self.in_critical_section = in_critical_section
 
-    def fail(self, error: BaseException, entry: Entry | None = None) -> None:
+    def fail(self, error: BaseException, entry: UnitEntry | None = None) -> None:
         """Stop: every waiter and every later `check` raises `EngineFailed` from the first such `error`."""
         if entry is not None and entry.residency is not Residency.FAILED:
             self.move(entry, Residency.FAILED)
@@ -115,7 +119,7 @@ class Table:
             ) from self.failure
 
 
-def _what_is_left(table: Table, committed: bool) -> str:
+def _what_is_left(table: UnitTable, committed: bool) -> str:
     """What a later process can go on from, after the table's failure."""
     if not committed:
         return "nothing was committed, so start again, or from a checkpoint"
@@ -141,7 +145,7 @@ class UnitSize(NamedTuple):
     name: str
     nbytes: int
     """Bytes of all its weights, as they lie on the device."""
-    home: Tier
+    tier: Tier
     share: tuple[range, ...]
     """Which of these bytes are this rank's WEIGHT partition, in the order in which they lie there."""
 
@@ -158,12 +162,12 @@ class UnitSize(NamedTuple):
     @property
     def stays(self) -> bool:
         """Whether the slice on the device is the home: one rank has the whole unit, and that is where it lives."""
-        return self.home is Tier.DEVICE and self.part_nbytes == self.nbytes
+        return self.tier is Tier.DEVICE and self.part_nbytes == self.nbytes
 
     @property
     def start(self) -> Residency:
         """Where the weights are before the first use."""
-        if self.home is Tier.DISK:
+        if self.tier is Tier.DISK:
             return Residency.DISK
         return Residency.DEVICE if self.stays else Residency.HOST
 
@@ -171,20 +175,20 @@ class UnitSize(NamedTuple):
 class Transfer(NamedTuple):
     """A read in flight, with the lease that it fills."""
 
-    lease: Lease
+    lease: HostBuffer
     future: Future
 
 
 @dataclass(eq=False)
-class Entry:
-    """One unit's weights. Only the pager touches it, under the lock; only `Table.move` assigns the residency."""
+class UnitEntry:
+    """One unit's weights. Only the pager touches it, under the lock; only `UnitTable.move` assigns the residency."""
 
     index: int
     size: UnitSize
     residency: Residency
-    lease: Lease | None = None
-    slice: Slice | None = None
-    home_slice: Slice | None = None
+    lease: HostBuffer | None = None
+    slice: DeviceBuffer | None = None
+    tier_buffer: DeviceBuffer | None = None
     """The partition's home on the device, where a unit that is in use lies elsewhere, gathered from all ranks."""
     transfer: Transfer | None = None
     copied: Event = DONE

@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         "do not commit a load",
         "offload.engine.checkpoint.manager",
-        "if parts.store is not None and self._state.commits:\n            held",
+        "if components.store is not None and self._state.commits:\n            held",
         "if False:\n            held",
         "tests/test_checkpoint.py",
     ),
@@ -262,8 +262,8 @@ MUTANTS = (
     Mutant(
         "take an evaluation for a step",
         "offload.engine.params.module_hooks",
-        "Kind.TRAIN if self._trainable and torch.is_grad_enabled() else Kind.EVAL",
-        "Kind.TRAIN",
+        "PassKind.TRAIN if self._trainable and torch.is_grad_enabled() else PassKind.EVAL",
+        "PassKind.TRAIN",
         "tests/test_prefetch.py",
     ),
     Mutant(
@@ -283,7 +283,7 @@ MUTANTS = (
     Mutant(
         "look at a state while updates run",
         "offload.engine.param_access",
-        "self._parts.updater.finish(commit=False)",
+        "self._components.update_worker.finish(commit=False)",
         "pass",
         "tests/test_safe_get_set.py",
     ),
@@ -297,7 +297,7 @@ MUTANTS = (
     Mutant(
         "each rank sets a gradient of its own",
         "offload.engine.param_access",
-        "self._parts.ranks.broadcast(values, 0)",
+        "self._components.ranks.broadcast(values, 0)",
         "pass",
         "tests/test_safe_get_set_ranks.py",
     ),
@@ -311,7 +311,7 @@ MUTANTS = (
     Mutant(
         "keep the bits beyond bf16 of a weight that was set",
         "offload.layout.master_weights",
-        "states[State.RESIDUAL].mul_(weight.view(torch.int16) == values.view(torch.int16))",
+        "states[State.MASTER_LOW_BITS].mul_(weight.view(torch.int16) == values.view(torch.int16))",
         "pass",
         "tests/test_looking_and_editing.py",
     ),

@@ -14,31 +14,31 @@ from torch import nn
 
 from offload.aio.shared_queue import SharedQueue
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.distributed.agreement import Rounds
+from offload.engine.distributed.agreement import Agreement
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.gradients.accumulator import Gradients, Waiting, borders
-from offload.engine.gradients.device_to_host import Downloads
-from offload.engine.gradients.disk_spill import Spill, windows
-from offload.engine.gradients.reduce_scatter import ReducedGradients
+from offload.engine.gradients.accumulator import GradientAccumulator, GradientPlaces, borders
+from offload.engine.gradients.device_to_host import DeviceToHost
+from offload.engine.gradients.disk_spill import DiskSpill, windows
+from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
 from offload.engine.metrics.compute_spans import ComputeSpans, compute_spans
-from offload.engine.metrics.step_meter import Meter
+from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim.fused import FusedUpdates
 from offload.engine.optim.lamb import LambUpdates
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.torch_updates import TorchUpdates
 from offload.engine.optim.update_strategy import UpdateStrategy
-from offload.engine.optim.update_worker import Updater
+from offload.engine.optim.update_worker import UpdateWorker
 from offload.engine.params.deferred_parameter import forget
-from offload.engine.params.initial_fill import Filler, make_residents
-from offload.engine.params.local_shards import Held
-from offload.engine.params.module_hooks import Hooks
-from offload.engine.params.paged_parameter import Place
+from offload.engine.params.initial_fill import InitialFill, make_resident_shards
+from offload.engine.params.local_shards import LocalShards
+from offload.engine.params.module_hooks import ModuleHooks
+from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.params.saved_tensors import SavedTensors
 from offload.engine.params.torch_function_rules import RULES
-from offload.engine.params.unit_views import Bindings
-from offload.engine.params.weight_edits import Weights
+from offload.engine.params.unit_views import UnitViews
+from offload.engine.params.weight_edits import WeightEdits
 from offload.engine.build.plan import Plan
-from offload.engine.training.components import Parts
+from offload.engine.training.components import EngineComponents
 from offload.layout.pager_inputs import limits, unit_sizes
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS
 from offload.states import State
@@ -49,7 +49,7 @@ from offload.swapper.pager import Pager
 from offload.states import Tier
 from offload.swapper.store import Store, Written
 from offload.swapper.store.drive_spans import DriveSpans
-from offload.swapper.store.spill_file import Scratch
+from offload.swapper.store.spill_file import SpillFile
 from offload.timeline import Timeline
 
 
@@ -61,7 +61,7 @@ class Recorders:
     """Gets spans, counters and phases; `OFF` where neither a file nor the meter is to have them."""
     spans: DriveSpans
     """Gets requests to the drives, and commits."""
-    meter: Meter | None
+    meter: StepMeter | None
     """Listens to `timeline` where a breakdown of steps is asked for; None where nobody wants to know of steps."""
 
 
@@ -75,7 +75,7 @@ def assemble(
     resume: bool,
     recorders: Recorders,
     callbacks: EngineCallbacks,
-) -> Parts:
+) -> EngineComponents:
     """Maps the arenas, takes the model's weights over, installs hooks and starts the update worker.
 
     Args:
@@ -101,7 +101,7 @@ def assemble(
         arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
         names = shown_names(plan)
         compute = compute_spans(timeline, names)
-        rounds = None if plan.ranks is None else Rounds(plan.ranks, names, callbacks, timeline=timeline)
+        rounds = None if plan.ranks is None else Agreement(plan.ranks, names, callbacks, timeline=timeline)
         pager = _pager(plan, host, arena, store, rounds, timeline)
         undo.callback(pager.close)
         held = _held(plan, host, arena, pager, store)
@@ -113,10 +113,10 @@ def assemble(
         undo.callback(gradients.close)
         _move_buffers(model, plan)
         places = _places(plan, model)
-        bindings = Bindings(plan.layouts, places, pager, plan.mode.weight_dtype)
+        bindings = UnitViews(plan.layouts, places, pager, plan.mode.weight_dtype)
         saved = SavedTensors([layout.name for layout in plan.layouts], places, bindings, pager, compute)
         sites = plan.units.sites
-        hooks = Hooks(
+        hooks = ModuleHooks(
             model, sites, places, bindings, saved, gradients, pager, callbacks, timeline=timeline, compute=compute
         )
         undo.callback(hooks.remove)
@@ -125,7 +125,7 @@ def assemble(
         trains = any(plan.parts.trainable_numel)
         updater = _updater(plan, optimizer, host, held, gradients, timeline) if trains else None
         undo.pop_all()
-    return Parts(
+    return EngineComponents(
         hooks,
         weights,
         bindings,
@@ -152,7 +152,7 @@ def shown_names(plan: Plan) -> list[str]:
 
 
 def _pager(
-    plan: Plan, host: HostArena, arena: DeviceArena, store: Store | None, rounds: Rounds | None, timeline: Timeline
+    plan: Plan, host: HostArena, arena: DeviceArena, store: Store | None, rounds: Agreement | None, timeline: Timeline
 ) -> Pager:
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode)
     return Pager(sizes, host, arena, plan.device, store, limits(plan.config, plan.mode), rounds, timeline=timeline)
@@ -161,10 +161,10 @@ def _pager(
 # -- weights ------------------------------------------------------------------------------------------
 
 
-def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: Store | None) -> Held:
-    residents = make_residents(plan.parts, plan.mode, plan.placement, host, arena)
+def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: Store | None) -> LocalShards:
+    residents = make_resident_shards(plan.parts, plan.mode, plan.placement, host, arena)
     plan.device.synchronize()  # torch may still fill the arena's memory, or use what it was; uploads must come after
-    return Held(
+    return LocalShards(
         mode=plan.mode,
         layouts=plan.layouts,
         shares=plan.shares,
@@ -177,9 +177,9 @@ def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: 
     )
 
 
-def _fill(plan: Plan, model: nn.Module, held: Held, resume: bool) -> None:
+def _fill(plan: Plan, model: nn.Module, held: LocalShards, resume: bool) -> None:
     """Put every weight into its home; the model is left without any."""
-    filler = Filler(held, plan.parts.largest_unit, plan.ranks)
+    filler = InitialFill(held, plan.parts.largest_unit, plan.ranks)
     if not resume:
         filler.fill(model, plan.layouts, plan.config.offload.seed)
         return
@@ -209,12 +209,12 @@ def _of_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return values
 
 
-def _places(plan: Plan, model: nn.Module) -> list[list[Place]]:
+def _places(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:
     """A place for each parameter, unit by unit."""
     dtype, device = plan.mode.weight_dtype, plan.device.torch
     return [
         [
-            Place(model.get_parameter(segment.name), segment.name, unit, position, dtype, segment.shape, device, RULES)
+            ParamHandle(model.get_parameter(segment.name), segment.name, unit, position, dtype, segment.shape, device, RULES)
             for position, segment in enumerate(layout.segments)
         ]
         for unit, layout in enumerate(plan.layouts)
@@ -224,13 +224,13 @@ def _places(plan: Plan, model: nn.Module) -> list[list[Place]]:
 def _weights(
     plan: Plan,
     model: nn.Module,
-    places: Sequence[Sequence[Place]],
+    places: Sequence[Sequence[ParamHandle]],
     pager: Pager,
-    hooks: Hooks,
-    bindings: Bindings,
+    hooks: ModuleHooks,
+    bindings: UnitViews,
     callbacks: EngineCallbacks,
-) -> Weights:
-    return Weights(
+) -> WeightEdits:
+    return WeightEdits(
         model,
         plan.layouts,
         places,
@@ -254,12 +254,12 @@ def _gradients(
     arena: DeviceArena,
     queue: SharedQueue | None,
     pager: Pager,
-    rounds: Rounds | None,
+    rounds: Agreement | None,
     written: Written,
     callbacks: EngineCallbacks,
     recorders: Recorders,
     compute: ComputeSpans,
-) -> Gradients:
+) -> GradientAccumulator:
     dtype = plan.parts.gradient_dtype
     with contextlib.ExitStack() as undo:
         spill = downloads = None
@@ -271,18 +271,18 @@ def _gradients(
             undo.callback(downloads.close)
         on_device = {
             unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtype)
-            for unit, homes in enumerate(plan.placement.homes)
-            if homes.get(State.GRAD) is Tier.DEVICE
+            for unit, tiers in enumerate(plan.placement.tiers)
+            if tiers.get(State.GRAD) is Tier.DEVICE
         }
         totals = {unit: arena.keep(nbytes).view(dtype) for unit, nbytes in plan.placement.added}
-        waiting = Waiting(spill=spill, on_device=on_device, totals=totals, downloads=downloads)
-        gradients: Gradients
+        waiting = GradientPlaces(spill=spill, on_device=on_device, totals=totals, downloads=downloads)
+        gradients: GradientAccumulator
         if plan.ranks is None or rounds is None or not any(trainable):
-            gradients = Gradients(
+            gradients = GradientAccumulator(
                 plan.layouts, trainable, host, dtype, waiting, callbacks, timeline=recorders.timeline, compute=compute
             )
         else:
-            gradients = ReducedGradients(
+            gradients = ReduceScatterAccumulator(
                 plan.layouts,
                 trainable,
                 host,
@@ -300,12 +300,12 @@ def _gradients(
     return gradients
 
 
-def _downloads(plan: Plan, host: HostArena, pager: Pager, timeline: Timeline) -> Downloads:
+def _downloads(plan: Plan, host: HostArena, pager: Pager, timeline: Timeline) -> DeviceToHost:
     staging = [host.staging.take(host.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
     leases = [lease for lease in staging if lease is not None]
     assert len(leases) == STAGING_BUFFERS, "the class was sized for them"
     most = plan.parts.largest_gradient
-    return Downloads(plan.device, leases, most, plan.device_kernels, pager.fail, pager.check, timeline=timeline)
+    return DeviceToHost(plan.device, leases, most, plan.device_kernels, pager.fail, pager.check, timeline=timeline)
 
 
 def _spill(
@@ -316,7 +316,7 @@ def _spill(
     pager: Pager,
     written: Written,
     spans: DriveSpans,
-) -> Spill:
+) -> DiskSpill:
     placement, parts = plan.placement, plan.parts
     itemsize = parts.gradient_dtype.itemsize
     leases = [host.gradients.take(placement.window_numel * itemsize) for _ in range(WINDOWS)]
@@ -325,14 +325,14 @@ def _spill(
         for unit in placement.spilled
     }
     nbytes = {unit: parts.nbytes[unit][State.GRAD] for unit in stretches}
-    scratch = Scratch(plan.config.drives, nbytes, queue, written, spans)
-    return Spill(stretches, parts.gradient_dtype, [lease for lease in leases if lease], scratch, pager.fail)
+    scratch = SpillFile(plan.config.drives, nbytes, queue, written, spans)
+    return DiskSpill(stretches, parts.gradient_dtype, [lease for lease in leases if lease], scratch, pager.fail)
 
 
 def _updater(
-    plan: Plan, optimizer: Optimizer, host: HostArena, held: Held, gradients: Gradients, timeline: Timeline
-) -> Updater:
-    return Updater(
+    plan: Plan, optimizer: Optimizer, host: HostArena, held: LocalShards, gradients: GradientAccumulator, timeline: Timeline
+) -> UpdateWorker:
+    return UpdateWorker(
         held=held,
         arena=host,
         gradients=gradients,
@@ -344,7 +344,7 @@ def _updater(
     )
 
 
-def _strategy(plan: Plan, optimizer: Optimizer, host: HostArena, held: Held, gradients: Gradients) -> UpdateStrategy:
+def _strategy(plan: Plan, optimizer: Optimizer, host: HostArena, held: LocalShards, gradients: GradientAccumulator) -> UpdateStrategy:
     """Returns the way in which the mode's optimizer does its steps."""
     if plan.mode.optimizer == TORCH:
         scratch = host.tiles.take(plan.placement.scratch_nbytes)

@@ -10,8 +10,8 @@ from torch import nn
 
 from offload.config import Batch, Config
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.params.deferred_parameter import is_absent, origin_of
-from offload.engine.params.paged_parameter import Paged
+from offload.engine.params.deferred_parameter import is_deferred, origin_of
+from offload.engine.params.paged_parameter import PagedParameter
 from offload.errors import ConfigError, UsageError
 from offload.layout.flat_layout import UnitLayout
 from offload.sizes import count_of
@@ -90,7 +90,7 @@ def check_model(model: nn.Module) -> None:
             f"offload.init(...), which leaves buffers real"
         )
     _check_absent(model)
-    if any(isinstance(parameter, Paged) for parameter in model.parameters()):
+    if any(isinstance(parameter, PagedParameter) for parameter in model.parameters()):
         raise UsageError(
             "this model is under an engine already; destroy does not give its weights back: build a new one"
         )
@@ -102,8 +102,8 @@ def _check_absent(model: nn.Module) -> None:
     A module that is made of another module's weights before these are read is made without values.
     """
     named = dict(model.named_parameters())
-    lost = [name for name, parameter in named.items() if parameter.is_meta and not is_absent(parameter)]
-    if lost and any(map(is_absent, named.values())):
+    lost = [name for name, parameter in named.items() if parameter.is_meta and not is_deferred(parameter)]
+    if lost and any(map(is_deferred, named.values())):
         raise ConfigError(
             f"parameter {lost[0]} was put on the meta device beside those of offload.init or load_pretrained, so its "
             f"values are gone; make it on the CPU, or inside of offload.init"

@@ -31,16 +31,16 @@ from offload.engine.engine import Engine
 from offload.engine.keywords import refuse
 from offload.engine.metrics.reporter import check_monitor, make_reporter
 from offload.engine.metrics.span_relay import Relay
-from offload.engine.metrics.step_meter import Meter
+from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim import build_optimizer as optimizer_choice
 from offload.engine.optim.optimizer import Optimizer, refuse_others
 from offload.engine.build.plan import Plan, decide, summary
 from offload.engine.training import build_scheduler as schedule_choice
-from offload.engine.training.components import Parts, close_all
-from offload.engine.training.step_settings import Choices
+from offload.engine.training.components import EngineComponents, close_all
+from offload.engine.training.step_settings import StepSettings
 from offload.engine.training.data_loader import Loader, check_data, load
 from offload.engine.training.loss_scale import LossScaler
-from offload.engine.training.snapshot import Progress, persistent_buffers
+from offload.engine.training.snapshot import Snapshot, persistent_buffers
 from offload.errors import ConfigError, StoreError
 from offload.layout.fingerprint import about, describe
 from offload.notices import tell
@@ -228,20 +228,20 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
     store: Store | None = None
     try:
         recorders = _recorders(plan, timeline, queue, written)
-        progress: Progress | None = None
+        progress: Snapshot | None = None
         if queue is not None and plan.slots:
             where = (plan.config.drives, plan.config.offload.run, plan.rank)
             store = Store(*where, _store_spec(plan, model), queue, written, recorders.spans)
             at = _last_commit_of_all(plan, store)
             if at is not None:
-                progress = Progress.unpack(store.open(at))
+                progress = Snapshot.unpack(store.open(at))
                 _check_fits(progress, model, optimizer)
             else:
                 store.create(over=plan.resume or plan.replace)
                 if plan.ranks is not None:  # the first commit says that nobody has anything of an earlier run any more
                     plan.ranks.share(None, "make its store")
 
-        def components(callbacks: EngineCallbacks) -> Parts:
+        def components(callbacks: EngineCallbacks) -> EngineComponents:
             parts = assemble(plan, model, optimizer, queue, store, written, progress is not None, recorders, callbacks)
             timeline.start()  # the run begins with its weights in their homes: what brought them there is not shown
             return parts
@@ -278,16 +278,16 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         elif store is not None and plan.commit_every:
             # Epoch 0: a kill during the first step resumes from the initial weights.
             store.commit(0, core.state.take().pack())
-        if core.parts.meter is not None:
-            core.parts.meter.begin()
+        if core.components.meter is not None:
+            core.components.meter.begin()
         return Engine(core, notices)
     except BaseException:
         core.ending.abandon(remove=progress is None)
         raise
 
 
-def _choices(plan: Plan) -> Choices:
-    return Choices(
+def _choices(plan: Plan) -> StepSettings:
+    return StepSettings(
         plan.batch.micro,
         plan.batch.accumulation,
         plan.batch.total,
@@ -312,7 +312,7 @@ def _recorders(plan: Plan, timeline: Timeline, queue: SharedQueue | None, writte
     )
 
 
-def _meter(plan: Plan, queue: SharedQueue | None, written: Written) -> Meter | None:
+def _meter(plan: Plan, queue: SharedQueue | None, written: Written) -> StepMeter | None:
     """Returns the meter of steps; None where the config does not ask for one, and on all ranks but 0."""
     reporter = make_reporter(plan.config, plan.batch.total) if plan.rank == 0 else None
     if reporter is None:
@@ -321,7 +321,7 @@ def _meter(plan: Plan, queue: SharedQueue | None, written: Written) -> Meter | N
     def io_bytes() -> tuple[int, int]:
         return (0, 0) if queue is None else (queue.read_bytes, queue.written_bytes)
 
-    return Meter(plan.device.torch, io_bytes, written.drives, plan.config.wall_clock_breakdown, reporter)
+    return StepMeter(plan.device.torch, io_bytes, written.drives, plan.config.wall_clock_breakdown, reporter)
 
 
 def _written(plan: Plan) -> Written:
@@ -355,7 +355,7 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
     return None
 
 
-def _check_fits(progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
+def _check_fits(progress: Snapshot, model: nn.Module, optimizer: Optimizer) -> None:
     """Raise `StoreError` where buffers or groups are not those of the run."""
     mine = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
     theirs = {name: list(buffer.shape) for name, buffer in progress.buffers.items()}

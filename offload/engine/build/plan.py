@@ -19,7 +19,7 @@ from offload.kernels import cuda
 from offload.layout.config_request import buffer_dtype, mode_of
 from offload.layout.flat_layout import UnitLayout, layouts_of
 from offload.layout.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
-from offload.layout.opaque_state import Kept
+from offload.layout.opaque_state import StateField
 from offload.layout.placement import Machine, Placement
 from offload.layout.tiers import Partitions
 from offload.layout.units import Units, find_units
@@ -80,7 +80,7 @@ def decide(
     device: Device,
     ranks: Ranks | None,
     optimizer: str,
-    kept: Mapping[str, tuple[Kept, ...]],
+    kept: Mapping[str, tuple[StateField, ...]],
 ) -> Plan:
     """Returns the plan of this rank; every rank calls it. Nothing is changed, and disks are looked at only.
 
@@ -193,8 +193,8 @@ def summary(plan: Plan) -> str:
     clipped = f"clipped to a norm of {clip:g}" if clip else "not clipped"
     states = [state for state in plan.mode.states if state is not State.WEIGHT]
     return Remark(
-        f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers(State.WEIGHT) or 'nothing'}, states on "
-        f"{placement.tiers(*states) or 'nothing'}{', gradients on disk' if placement.spilled else ''}; host "
+        f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}, states on "
+        f"{placement.tiers_of(*states) or 'nothing'}{', gradients on disk' if placement.spilled else ''}; host "
         f"{format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
         f"{format_size(stored)}{_durability(plan)}; gradients {clipped}"
     )

@@ -26,15 +26,15 @@ from offload.engine.checkpoint.files import (
     wrong_files,
 )
 from offload.engine.checkpoint.resharding import difference, places
-from offload.engine.params.local_shards import Held
-from offload.engine.training.snapshot import Progress
+from offload.engine.params.local_shards import LocalShards
+from offload.engine.training.snapshot import Snapshot
 from offload.errors import IoError, StoreError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
-from offload.fileio.safetensors_stream import Place, read_header
+from offload.fileio.safetensors_stream import TensorLocation, read_header
 from offload.layout.fingerprint import described_layouts
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.master_weights import KEPT
-from offload.layout.opaque_state import Kept
+from offload.layout.opaque_state import StateField
 from offload.sizes import count_of
 from offload.states import State
 from offload.swapper.modes import MODES, Mode
@@ -43,7 +43,7 @@ CLIENT_STATE = "client_state"
 """The user's own, in the file of progress."""
 
 
-class Wish(NamedTuple):
+class LoadOptions(NamedTuple):
     """What is to be loaded."""
 
     strict: bool
@@ -54,7 +54,7 @@ class Wish(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint that was checked, as far as it is to be loaded."""
 
     folder: Path
@@ -62,9 +62,9 @@ class Found:
     layouts: tuple[UnitLayout, ...]
     mode: Mode
     saved: Mapping[str, tuple[int, Segment]]
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorLocation]
     """Where each tensor lies in every rank's file of states."""
-    progress: Progress
+    progress: Snapshot
     contents: Mapping[str, torch.Tensor]
     own: bool
     """Whether `progress` is this rank's own."""
@@ -90,7 +90,7 @@ class Found:
 # -- reading and comparing ----------------------------------------------------------------------------
 
 
-def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str]) -> Found:
+def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str]) -> FoundCheckpoint:
     """Read all of a checkpoint but its states; raises `StoreError` where something is missing or damaged.
 
     `tied_here` gives the first name of each tied parameter of this model by its other ones.
@@ -101,7 +101,7 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
         tied = manifest.about["tied"]
         expected = tensors_of(layouts, mode, manifest.world_size, manifest.frozen)
         names = [name for each in range(manifest.world_size) for name in (states_file(each), progress_file(each))]
-        found: dict[str, Place] = {}
+        found: dict[str, TensorLocation] = {}
         if wrong := wrong_files(folder, manifest):
             raise ValueError("; ".join(f"{name} {reason}" for name, reason in wrong.items()))
         for name in names:
@@ -117,12 +117,12 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
         if crc32c(data) != manifest.files[name].sums[""]:
             raise ValueError(f"{name} is damaged: its checksum is not the one written")
         contents = safetensors.torch.load(data)
-        progress = Progress.unpack(contents)
+        progress = Snapshot.unpack(contents)
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(f"the checkpoint {folder} is not whole: {error}; load another") from error
     saved = places(layouts, tied, manifest.frozen)
     saved |= {first: saved[name] for name, first in tied_here.items() if name in saved and first not in saved}
-    return Found(
+    return FoundCheckpoint(
         folder=folder,
         manifest=manifest,
         layouts=layouts,
@@ -135,7 +135,9 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
     )
 
 
-def check_fits(found: Found, held: Held, wish: Wish, names: set[str], buffers: Mapping[str, torch.Tensor]) -> None:
+def check_fits(
+    found: FoundCheckpoint, held: LocalShards, wish: LoadOptions, names: set[str], buffers: Mapping[str, torch.Tensor]
+) -> None:
     """Raise `StoreError` where the checkpoint is of another model or mode. `names` are all that the model has."""
     what = f"the checkpoint {found.folder}"
     shapes = {s.name: s.shape for layout in held.layouts for s in layout.segments}
@@ -163,11 +165,11 @@ def check_fits(found: Found, held: Held, wish: Wish, names: set[str], buffers: M
             )
 
 
-def _names(kept: Sequence[Kept]) -> str:
+def _names(kept: Sequence[StateField]) -> str:
     return ", ".join(each.name for each in kept) or "none"
 
 
-def check_progress(found: Found, wish: Wish, groups: int, schedule: Any) -> None:
+def check_progress(found: FoundCheckpoint, wish: LoadOptions, groups: int, schedule: Any) -> None:
     """Raise `StoreError` where counters or schedule are of another optimizer. `schedule` is the state of this one's."""
     facts, what = found.progress.facts, f"the checkpoint {found.folder}"
     if len(facts["groups"]) != groups:
@@ -184,17 +186,17 @@ def check_progress(found: Found, wish: Wish, groups: int, schedule: Any) -> None
 
 
 def fitting(
-    progress: Progress, buffers: Mapping[str, torch.Tensor], steps: Sequence[Sequence[int]], schedule: bool
-) -> Progress:
+    progress: Snapshot, buffers: Mapping[str, torch.Tensor], steps: Sequence[Sequence[int]], schedule: bool
+) -> Snapshot:
     """What of `progress` is for this engine: its own buffers, its parameters' `steps`, the schedule if it is loaded."""
     facts = {**progress.facts, "parameter_steps": [list(row) for row in steps]}
     if not schedule:
         facts["scheduler"] = None
     mine = {name: value for name, value in progress.buffers.items() if name in buffers}
-    return Progress(facts, progress.generators, mine)
+    return Snapshot(facts, progress.generators, mine)
 
 
-def check_bytes(found: Found, wish: Wish, queue: Queue, rank: int, world_size: int) -> None:
+def check_bytes(found: FoundCheckpoint, wish: LoadOptions, queue: Queue, rank: int, world_size: int) -> None:
     """Compare this rank's share of what any rank will read with its checksums; raises `StoreError`."""
     states = found.mode.states if wish.states else KEPT
     wanted = [name for name in found.places if State(name.partition(".")[2]) in states]
@@ -210,7 +212,7 @@ def check_bytes(found: Found, wish: Wish, queue: Queue, rank: int, world_size: i
 
 
 def compare_bytes(
-    found: Found,
+    found: FoundCheckpoint,
     work: Iterable[tuple[int, str]],
     queue: Queue,
     damaged: Callable[[Path, str], None],
@@ -262,7 +264,7 @@ class _Stretch(NamedTuple):
     reads: list[Future]
 
 
-def open_states(found: Found) -> list[DirectFile]:
+def open_states(found: FoundCheckpoint) -> list[DirectFile]:
     """Every rank's file of states. Raises `StoreError`."""
     files: list[DirectFile] = []
     try:

@@ -16,19 +16,19 @@ from offload.aio.protocols import Queue
 from offload.engine.checkpoint.files import LATEST, check_folder, find
 from offload.engine.checkpoint.load import (
     CLIENT_STATE,
-    Found,
-    Wish,
+    FoundCheckpoint,
+    LoadOptions,
     check_bytes,
     check_fits,
     check_progress,
     fitting,
     look,
 )
-from offload.engine.checkpoint.restore import Filling
-from offload.engine.checkpoint.save import Moment, Order, own_or_shared, save
-from offload.engine.distributed.agreement import Kind
-from offload.engine.distributed.all_or_nothing import together
-from offload.engine.training.components import Parts
+from offload.engine.checkpoint.restore import CheckpointRestorer
+from offload.engine.checkpoint.save import Moment, SaveRequest, own_or_shared, save
+from offload.engine.distributed.agreement import Collective
+from offload.engine.distributed.all_or_nothing import all_or_nothing
+from offload.engine.training.components import EngineComponents
 from offload.engine.training.snapshot import as_bytes, persistent_buffers, scheduler_state
 from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
@@ -49,47 +49,49 @@ class Loaded(NamedTuple):
 
 
 class Checkpoints:
-    """Saves and loads an engine's parts and state. Between steps, when no update is under way."""
+    """Saves and loads an engine's components and state. Between steps, when no update is under way."""
 
-    def __init__(self, module: nn.Module, parts: Parts, state: TrainingState) -> None:
-        self._module, self._parts, self._state = module, parts, state
+    def __init__(self, module: nn.Module, components: EngineComponents, state: TrainingState) -> None:
+        self._module, self._components, self._state = module, components, state
 
-    def save(self, ordered: Callable[[], Order], pending: int, client_state: Any) -> None:
+    def save(self, ordered: Callable[[], SaveRequest], pending: int, client_state: Any) -> None:
         """See `Engine.save_checkpoint`; `pending` micro-batches are not of a step yet.
 
         `ordered` may raise: what is wrong on one rank is told to all of them.
         """
-        parts = self._parts
-        with together(parts.rounds, Kind.SAVE, "save a checkpoint") as ranks:
-            orders: list[Order] = []
+        components = self._components
+        with all_or_nothing(components.agreement, Collective.SAVE, "save a checkpoint") as ranks:
+            orders: list[SaveRequest] = []
             ranks.settle(lambda: orders.append(ordered()))
-            with own_or_shared(parts.queue) as queue:
-                save(parts.held, orders[0], lambda: self._moment(pending, client_state), queue, ranks)
+            with own_or_shared(components.queue) as queue:
+                save(components.shards, orders[0], lambda: self._moment(pending, client_state), queue, ranks)
 
-    def load(self, load_dir: str | os.PathLike[str], tag: Any, wish: Wish) -> Loaded | None:
+    def load(self, load_dir: str | os.PathLike[str], tag: Any, wish: LoadOptions) -> Loaded | None:
         """See `Engine.load_checkpoint`; None where there is none. A failure half-way stops the pager."""
-        parts = self._parts
-        with together(parts.rounds, Kind.LOAD, "load a checkpoint") as ranks:
+        components = self._components
+        with all_or_nothing(components.agreement, Collective.LOAD, "load a checkpoint") as ranks:
             ranks.settle(lambda: str(check_folder(load_dir, "load_dir")))
             ranks.same({"folder": str(load_dir), "tag": str(tag), "wish": list(wish)})
             folder = ranks.by_first(lambda: find(load_dir, tag))
             if folder is None:
                 logger.warning("no checkpoint was loaded: there is no %s in %s", LATEST, load_dir)
                 return None
-            with own_or_shared(parts.queue) as queue:
-                found: list[Found] = []
+            with own_or_shared(components.queue) as queue:
+                found: list[FoundCheckpoint] = []
                 notices: list[str] = []
                 ranks.settle(lambda: found.append(self._inspect(Path(folder), wish)))
-                ranks.settle(lambda: check_bytes(found[0], wish, queue, self._parts.rank, self._parts.world_size))
+                ranks.settle(
+                    lambda: check_bytes(found[0], wish, queue, self._components.rank, self._components.world_size)
+                )
                 try:
                     ranks.settle(lambda: notices.extend(self._take_over(found[0], wish, queue)))
                 except BaseException as error:  # also where it failed on another rank: half of a load is none
-                    parts.pager.fail(error)
+                    components.pager.fail(error)
                     raise
         return Loaded(folder, from_plain(found[0].client_state), tuple(notices))
 
     def _moment(self, pending: int, client_state: Any) -> Moment:
-        self._parts.bindings.check_not_gathered("saved")
+        self._components.unit_views.check_not_gathered("saved")
         if client_state is not None and not isinstance(client_state, Mapping):
             raise UsageError(f"client_state must be a dict or None, got {type(client_state).__name__}")
         if pending:
@@ -100,15 +102,15 @@ class Checkpoints:
         advice = "a checkpoint holds None, booleans, numbers, strings, and lists, tuples and dicts of them"
         plain = to_plain(dict(client_state or {}), "client_state", advice)
         contents = {**self._state.take().pack(), CLIENT_STATE: as_bytes(json.dumps(plain, allow_nan=False).encode())}
-        layout = describe(self._parts.layouts, self._parts.held.mode, self._parts.world_size)
+        layout = describe(self._components.layouts, self._components.shards.mode, self._components.world_size)
         return Moment(self._state.global_steps, contents, layout, about(self._module))
 
-    def _inspect(self, folder: Path, wish: Wish) -> Found:
+    def _inspect(self, folder: Path, wish: LoadOptions) -> FoundCheckpoint:
         """Read all but the states, and see whether it fits. Nothing is changed."""
-        self._parts.bindings.settle()
-        found = look(folder, self._parts.rank, self._parts.world_size, about(self._module)["tied"])
+        self._components.unit_views.settle()
+        found = look(folder, self._components.rank, self._components.world_size, about(self._module)["tied"])
         names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
-        check_fits(found, self._parts.held, wish, names, persistent_buffers(self._module))
+        check_fits(found, self._components.shards, wish, names, persistent_buffers(self._module))
         if not wish.module_only:
             check_progress(
                 found, wish, len(self._state.optimizer.param_groups), scheduler_state(self._state.lr_scheduler)
@@ -117,15 +119,17 @@ class Checkpoints:
         self._state.of_the_user()  # what cannot be committed with the load is known before it
         return found
 
-    def _take_over(self, found: Found, wish: Wish, queue: Queue) -> list[str]:
+    def _take_over(self, found: FoundCheckpoint, wish: LoadOptions, queue: Queue) -> list[str]:
         """Make what was found the state of the engine, and commit it; what of it a user should know."""
-        parts = self._parts
-        parts.hooks.forget_gradients()
-        parts.gradients.clear()
-        parts.pager.begin_load()
-        Filling(found, parts.held, wish, queue).run()
-        parts.pager.end_load()
-        steps = found.steps(parts.layouts, self._state.parameter_steps) if wish.states else self._state.parameter_steps
+        components = self._components
+        components.hooks.forget_gradients()
+        components.gradients.clear()
+        components.pager.begin_load()
+        CheckpointRestorer(found, components.shards, wish, queue).run()
+        components.pager.end_load()
+        steps = (
+            found.steps(components.layouts, self._state.parameter_steps) if wish.states else self._state.parameter_steps
+        )
         progress = fitting(found.progress, persistent_buffers(self._module), steps, wish.schedule)
         notices: list[str] = []
         if wish.module_only:
@@ -137,18 +141,18 @@ class Checkpoints:
             if not found.own:
                 notices.append(
                     f"{found.folder} was saved by {count_of(found.manifest.world_size, 'rank')}, these are "
-                    f"{parts.world_size}: each goes on with the random generators of rank 0, so "
+                    f"{components.world_size}: each goes on with the random generators of rank 0, so "
                     f"dropout draws other numbers"
                 )
-            for notice in notices if self._parts.rank == 0 else ():
+            for notice in notices if self._components.rank == 0 else ():
                 logger.warning(notice)
-        if parts.store is not None and self._state.commits:
+        if components.store is not None and self._state.commits:
             held = self._state.take()
             # The generators follow at the next entry.
-            parts.store.commit(
+            components.store.commit(
                 self._state.global_steps,
                 (held if wish.module_only else held._replace(generators=progress.generators)).pack(),
             )
-            parts.pager.mark_rewritten(False)
+            components.pager.mark_rewritten(False)
         self._state.mark_edited(False)
         return notices

@@ -14,9 +14,9 @@ import torch
 
 from offload.aio.protocols import Future, Queue
 from offload.engine.checkpoint.files import tensor_name
-from offload.engine.checkpoint.load import Found, Wish, open_states
+from offload.engine.checkpoint.load import FoundCheckpoint, LoadOptions, open_states
 from offload.engine.checkpoint.resharding import Run, overlaps, packed_runs, runs
-from offload.engine.params.local_shards import Held
+from offload.engine.params.local_shards import LocalShards
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout.flat_layout import Piece, Segment, pieces
 from offload.layout.master_weights import join, split
@@ -40,10 +40,10 @@ class _Work(NamedTuple):
     """Whether all stays as it is, and only moves to the slot that is written."""
 
 
-class Filling:
+class CheckpointRestorer:
     """The second pass: gives this rank's partitions what a checkpoint has of them. The pager is in `begin_load`."""
 
-    def __init__(self, found: Found, held: Held, wish: Wish, queue: Queue) -> None:
+    def __init__(self, found: FoundCheckpoint, held: LocalShards, wish: LoadOptions, queue: Queue) -> None:
         self._found, self._held, self._states, self._queue = found, held, wish.states, queue
         self._runs = [runs(layout, found.saved) for layout in held.layouts]
         self._packed_runs = [packed_runs(layout, found.saved) for layout in held.layouts]
@@ -290,6 +290,6 @@ class Filling:
 def convert(saved: Mapping[State, torch.Tensor], mine: Mapping[State, torch.Tensor]) -> None:
     """Write weights of one mode, (numel,) of each state, as those of another."""
     weight = mine[State.WEIGHT]
-    if weight.dtype == torch.bfloat16 and State.RESIDUAL not in mine:  # frozen, and rounded as all others are
-        mine = {**mine, State.RESIDUAL: torch.empty(len(weight), dtype=torch.int16, device="cpu")}
+    if weight.dtype == torch.bfloat16 and State.MASTER_LOW_BITS not in mine:  # frozen, and rounded as all others are
+        mine = {**mine, State.MASTER_LOW_BITS: torch.empty(len(weight), dtype=torch.int16, device="cpu")}
     split(join(saved), mine)

@@ -39,8 +39,8 @@ from offload.engine.checkpoint.files import (
     tensor_name,
     tensors_of,
 )
-from offload.engine.distributed.all_or_nothing import Together
-from offload.engine.params.local_shards import Held
+from offload.engine.distributed.all_or_nothing import AllOrNothing
+from offload.engine.params.local_shards import LocalShards
 from offload.errors import StoreError, UsageError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import Tensor, Writer
@@ -52,7 +52,7 @@ _SLACK = 4 * MIB
 """Bytes for the manifest, headers and folders."""
 
 
-class Order(NamedTuple):
+class SaveRequest(NamedTuple):
     """What is to be saved, and where."""
 
     folder: Path
@@ -67,7 +67,7 @@ class Order(NamedTuple):
         return self.folder / self.tag
 
     @classmethod
-    def checked(cls, folder: Any, tag: Any, latest: bool, frozen: bool, keep_last: Any) -> Order:
+    def checked(cls, folder: Any, tag: Any, latest: bool, frozen: bool, keep_last: Any) -> SaveRequest:
         """Of what a user gave; raises `UsageError`."""
         if keep_last is not None:
             keep_last = _count(keep_last)
@@ -116,7 +116,7 @@ def own_or_shared(queue: Queue | None) -> Iterator[Queue]:
         yield own
 
 
-def save(held: Held, order: Order, take: Callable[[], Moment], queue: Queue, ranks: Together) -> None:
+def save(held: LocalShards, order: SaveRequest, take: Callable[[], Moment], queue: Queue, ranks: AllOrNothing) -> None:
     """Write a checkpoint, whole or not at all. `take` gives this moment; all ranks come here.
 
     Raises `StoreError` where there is no room, something else has the name, or somebody else saves to the folder, and
@@ -143,11 +143,11 @@ def save(held: Held, order: Order, take: Callable[[], Moment], queue: Queue, ran
             raise
 
 
-def _tensors(held: Held, order: Order, world_size: int) -> dict[str, Tensor]:
+def _tensors(held: LocalShards, order: SaveRequest, world_size: int) -> dict[str, Tensor]:
     return tensors_of(held.layouts, held.mode, world_size, order.frozen)
 
 
-def _begin(order: Order, need: int, locks: contextlib.ExitStack) -> Path:
+def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack) -> Path:
     """Make the folder, if there is room for `need` bytes beside all that is there; nobody else saves until `locks`."""
     make_folder(order.folder)
     locks.enter_context(only_save(order.folder, order.tag))
@@ -164,7 +164,7 @@ def _begin(order: Order, need: int, locks: contextlib.ExitStack) -> Path:
 
 
 def _end(
-    order: Order,
+    order: SaveRequest,
     moment: Moment,
     partial: Path,
     rows: Sequence[Mapping[str, Any]],
@@ -181,7 +181,7 @@ def _end(
 
 
 def _write(
-    held: Held, order: Order, partial: Path, progress: bytes, queue: Queue, ranks: Together
+    held: LocalShards, order: SaveRequest, partial: Path, progress: bytes, queue: Queue, ranks: AllOrNothing
 ) -> dict[str, tuple[int, dict[str, int]]]:
     """Write this rank's files; bytes and checksums of each by its name."""
     if not partial.is_dir():
@@ -194,7 +194,9 @@ def _write(
     return {name: states, progress_file(ranks.rank): (len(progress), {"": crc32c(progress)})}
 
 
-def _write_states(held: Held, path: Path, tensors: Mapping[str, Tensor], queue: Queue) -> tuple[int, dict[str, int]]:
+def _write_states(
+    held: LocalShards, path: Path, tensors: Mapping[str, Tensor], queue: Queue
+) -> tuple[int, dict[str, int]]:
     sums: dict[str, int] = {}
     # Room that is reserved and then shared instead would stay taken, on Btrfs.
     with Writer(path, tensors, reserved=False) as writer, DirectFile(path) as file:
@@ -230,7 +232,7 @@ def _write_states(held: Held, path: Path, tensors: Mapping[str, Tensor], queue: 
     return writer.nbytes, sums
 
 
-def _share(held: Held, unit: int, state: State, nbytes: int, writer: Writer, name: str) -> int | None:
+def _share(held: LocalShards, unit: int, state: State, nbytes: int, writer: Writer, name: str) -> int | None:
     """Let the file system share a partition with the store; its CRC-32C, or None where it must be copied."""
     store = held.store
     if store is None or not store.keeps(unit, state):
@@ -241,7 +243,7 @@ def _share(held: Held, unit: int, state: State, nbytes: int, writer: Writer, nam
     return expected
 
 
-def _compare(held: Held, piece: _Piece, crc: int, path: Path) -> None:
+def _compare(held: LocalShards, piece: _Piece, crc: int, path: Path) -> None:
     """Raise where a whole partition is not what was written to the store."""
     if held.store is None or not held.store.keeps(piece.unit, piece.state):
         return

@@ -7,8 +7,8 @@
     nothing of the list can be next  `RankError` on every rank, with what each was about to do: no rank waits for ever
 
 So ranks may take different paths, as models with experts do and loops that evaluate on one rank alone, for as long as
-all of them come to the same `step()`. `choose` decides, from the list alone. A round is a message of a few numbers,
-sent by the thread that runs the model or its backward; background threads take part in none.
+all of them come to the same `step()`. `next_collective` decides, from the list alone. A round is a message of a few
+numbers, sent by the thread that runs the model or its backward; background threads take part in none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.engine.callbacks import Edit, EngineCallbacks, Known
+from offload.engine.callbacks import Edit, EngineCallbacks, GradientStats
 from offload.engine.distributed.process_group import Ranks
 from offload.errors import RankError, UsageError
 from offload.states import State
@@ -31,7 +31,7 @@ from offload.swapper.memory.device import Event
 from offload.timeline import OFF, Row, Timeline
 
 
-class Kind(enum.IntEnum):
+class Collective(enum.IntEnum):
     """What a rank may be about to do."""
 
     USE = 0
@@ -56,10 +56,10 @@ class Kind(enum.IntEnum):
     """Look at a state of a parameter, or set a gradient."""
 
 
-class Wish(NamedTuple):
+class RankIntent(NamedTuple):
     """What one rank is about to do."""
 
-    kind: Kind
+    kind: Collective
     unit: int = -1
     ready: bool = False
     """Of USE: whether it has them already. Of EDIT: whether it has new values. Of END: whether it deletes its store."""
@@ -70,17 +70,17 @@ class Wish(NamedTuple):
     has_all: bool = False
     """Of USE: whether it has all units."""
 
-    def same(self, other: Wish) -> bool:
+    def same(self, other: RankIntent) -> bool:
         return (self.kind, self.unit) == (other.kind, other.unit)
 
 
-class Choice(NamedTuple):
+class NextCollective(NamedTuple):
     """What all ranks do next; None where those that use what they have go on, and the others ask again."""
 
-    next: Wish | None
+    next: RankIntent | None
 
 
-def choose(wishes: Sequence[Wish]) -> Choice | None:
+def next_collective(wishes: Sequence[RankIntent]) -> NextCollective | None:
     """What comes next, for the wishes of all ranks in their order; None where nothing can.
 
     Every rank with a wish that was not chosen asks again. What is reduced together, and so in which order gradients are
@@ -88,12 +88,12 @@ def choose(wishes: Sequence[Wish]) -> Choice | None:
     placement.
     """
     if all(wish.same(wishes[0]) for wish in wishes):
-        return Choice(wishes[0])
-    uses = [wish for wish in wishes if wish.kind is Kind.USE]
+        return NextCollective(wishes[0])
+    uses = [wish for wish in wishes if wish.kind is Collective.USE]
     if uses:
-        return Choice(next((wish for wish in uses if not wish.ready), None))
-    reduces = [wish for wish in wishes if wish.kind is Kind.REDUCE]
-    return Choice(reduces[0]) if reduces else None
+        return NextCollective(next((wish for wish in uses if not wish.ready), None))
+    reduces = [wish for wish in wishes if wish.kind is Collective.REDUCE]
+    return NextCollective(reduces[0]) if reduces else None
 
 
 _FACTS = struct.Struct("<dqqq")  # sum of squares, micro-batches, steps, checksum of the optimizer's settings
@@ -109,7 +109,7 @@ _MUST_AGREE = (
 )
 
 
-class Rounds:
+class Agreement:
     """One rank's side of every agreement; `pager.Peers` for its pager. Serves others until its own turn comes."""
 
     def __init__(
@@ -138,7 +138,7 @@ class Rounds:
     def _agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
         if self._agreed == unit:  # it was to be gathered, there was no room, and now there is some
             return self._again
-        wishes = self._reach(Kind.USE, unit, having)
+        wishes = self._reach(Collective.USE, unit, having)
         mine = wishes[self._ranks.rank]
         together = all(wish.same(mine) for wish in wishes)
         gather = any(wish.same(mine) and not wish.ready for wish in wishes)
@@ -172,9 +172,11 @@ class Rounds:
     def reduce(self, unit: int) -> None:
         """Reduce the gradients of `unit` with those of all ranks that have some."""
         with self._timeline.span(Row.RANKS, self._reduce_titles[unit]), self._lock:
-            self._serve(Kind.REDUCE, unit, self._reach(Kind.REDUCE, unit))
+            self._serve(Collective.REDUCE, unit, self._reach(Collective.REDUCE, unit))
 
-    def step(self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], Known]) -> Known:
+    def step(
+        self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
+    ) -> GradientStats:
         """Add up what the ranks know of a step. By the time that it returns, each has the step before on disk.
 
         `known` is asked when every rank is here: until then gradients of others may still come in; `settings` is a
@@ -184,8 +186,10 @@ class Rounds:
         with self._timeline.span(Row.RANKS, "agree on a step"):
             return self._step(micro_batches, global_steps, settings, known)
 
-    def _step(self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], Known]) -> Known:
-        self._reach(Kind.STEP, -1)
+    def _step(
+        self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
+    ) -> GradientStats:
+        self._reach(Collective.STEP, -1)
         mine = known()
         flags = b"".join(_bitmap(segments) for segments in mine.present)
         content = _FACTS.pack(mine.sum_squares, micro_batches, global_steps, settings) + flags
@@ -197,7 +201,7 @@ class Rounds:
             if len(set(numbers)) > 1:
                 raise UsageError(f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; {advice}")
         present = _union([row[_FACTS.size :] for row in rows])
-        return Known(sum_squares=sum(row[0] for row in facts), present=present)
+        return GradientStats(sum_squares=sum(row[0] for row in facts), present=present)
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
         """The sums over all ranks, added in their order. As a part of `step`, which every rank has come to."""
@@ -207,7 +211,7 @@ class Rounds:
 
     def edit(self, unit: int, edits: Sequence[Edit]) -> list[Edit]:
         """The new values of `unit` that count on every rank: those of the lowest rank that has any."""
-        wishes = self._reach(Kind.EDIT, unit, bool(edits))
+        wishes = self._reach(Collective.EDIT, unit, bool(edits))
         source = next((rank for rank, wish in enumerate(wishes) if wish.ready), None)
         if source is None:
             return []
@@ -227,17 +231,17 @@ class Rounds:
     def mean(self, value: float) -> float:
         """The mean of every rank's `value`."""
         value = float(value)
-        self._reach(Kind.MEAN, -1)
+        self._reach(Collective.MEAN, -1)
         with self._question():
             values: list[float] = self._ranks.share(value, "tell a number")
         return sum(values) / len(values)
 
     def forget(self) -> None:
         """Return when every rank is about to drop its gradients, which are in part those of others."""
-        self._reach(Kind.FORGET, -1)
+        self._reach(Collective.FORGET, -1)
 
     @contextlib.contextmanager
-    def meeting(self, kind: Kind) -> Iterator[Callable[[Any, str], list[Any]]]:
+    def meeting(self, kind: Collective) -> Iterator[Callable[[Any, str], list[Any]]]:
         """Wait until every rank is about to do this; gives what tells every rank's values to all, as `Ranks.share`.
 
         An `Exception` that leaves it is known to all ranks; after anything else this rank has left the others alone.
@@ -256,7 +260,7 @@ class Rounds:
 
         Raises `RankError` on all where only some are about to delete their stores.
         """
-        wishes = self._reach(Kind.END, -1, remove)
+        wishes = self._reach(Collective.END, -1, remove)
         if len({wish.ready for wish in wishes}) > 1:
             told = "; ".join(
                 f"rank {rank} {'deletes' if wish.ready else 'keeps'} its store" for rank, wish in enumerate(wishes)
@@ -274,21 +278,23 @@ class Rounds:
 
     def _reach(
         self,
-        kind: Kind,
+        kind: Collective,
         unit: int,
         what: bool | Callable[[], Having] = False,
-    ) -> list[Wish]:
+    ) -> list[RankIntent]:
         """Serve other ranks until all are about to do this, or until this one needs no other; the last wishes."""
         with self._lock:
             self._check()
             while True:
                 has = Having(what, all=False, ahead=-1) if isinstance(what, bool) else what()
-                mine = Wish(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all)
+                mine = RankIntent(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all)
                 numbers = [int(field) for field in mine]
                 with self._question():
                     rows = self._ranks.collect(numbers, _words(mine, self._names))
-                wishes = [Wish(Kind(row[0]), row[1], bool(row[2]), row[3], row[4], bool(row[5])) for row in rows]
-                choice = choose(wishes)
+                wishes = [
+                    RankIntent(Collective(row[0]), row[1], bool(row[2]), row[3], row[4], bool(row[5])) for row in rows
+                ]
+                choice = next_collective(wishes)
                 if choice is None:
                     told = "; ".join(f"rank {rank} {_words(wish, self._names)}" for rank, wish in enumerate(wishes))
                     raise RankError(
@@ -297,7 +303,7 @@ class Rounds:
                         f"all"
                     )
                 if choice.next is None:
-                    if kind is Kind.USE:  # of what is here: else it would have been chosen
+                    if kind is Collective.USE:  # of what is here: else it would have been chosen
                         return wishes
                 elif choice.next.same(mine):
                     return wishes
@@ -315,10 +321,10 @@ class Rounds:
         yield
         self._asking = False  # not so after an exception: the others have moved on, and this rank has not
 
-    def _serve(self, kind: Kind, unit: int, wishes: Sequence[Wish]) -> None:
+    def _serve(self, kind: Collective, unit: int, wishes: Sequence[RankIntent]) -> None:
         """Take part in what was chosen. An exception on the way leaves the others waiting, and is known as that."""
         self._agreed = unit
-        if kind is Kind.REDUCE:
+        if kind is Collective.REDUCE:
             self._callbacks.serve_reduce(unit, [rank for rank, wish in enumerate(wishes) if wish.holds == unit])
         else:
             self._callbacks.serve_gather(unit)
@@ -326,20 +332,20 @@ class Rounds:
 
 
 _DOES = {
-    Kind.USE: "uses the weights of {}",
-    Kind.REDUCE: "reduces the gradients of {}",
-    Kind.STEP: "is at step()",
-    Kind.EDIT: "changes the weights of {}",
-    Kind.END: "closes its engine",
-    Kind.MEAN: "tells a number to all",
-    Kind.FORGET: "drops its gradients (zero_grad)",
-    Kind.SAVE: "saves a checkpoint",
-    Kind.LOAD: "loads a checkpoint",
-    Kind.LOOK: "looks at a state of a parameter",
+    Collective.USE: "uses the weights of {}",
+    Collective.REDUCE: "reduces the gradients of {}",
+    Collective.STEP: "is at step()",
+    Collective.EDIT: "changes the weights of {}",
+    Collective.END: "closes its engine",
+    Collective.MEAN: "tells a number to all",
+    Collective.FORGET: "drops its gradients (zero_grad)",
+    Collective.SAVE: "saves a checkpoint",
+    Collective.LOAD: "loads a checkpoint",
+    Collective.LOOK: "looks at a state of a parameter",
 }
 
 
-def _words(wish: Wish, names: Sequence[str]) -> str:
+def _words(wish: RankIntent, names: Sequence[str]) -> str:
     return _DOES[wish.kind].format(names[wish.unit] if wish.unit >= 0 else "")
 
 

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from offload.engine.distributed.agreement import Kind, Rounds
+from offload.engine.distributed.agreement import Agreement, Collective
 from offload.errors import RankError, StoreError
 
 
-class Together:
+class AllOrNothing:
     """One rank's side of it. Alone, the others are nobody."""
 
     def __init__(self, rank: int, size: int, share: Callable[[Any], list[Any]], what: str) -> None:
@@ -56,10 +56,10 @@ class Together:
 
 
 @contextlib.contextmanager
-def together(rounds: Rounds | None, kind: Kind, what: str) -> Iterator[Together]:
+def all_or_nothing(rounds: Agreement | None, kind: Collective, what: str) -> Iterator[AllOrNothing]:
     """Wait until every rank is about to do this; what is raised inside must come from what they settled."""
     if rounds is None:
-        yield Together(0, 1, lambda value: [value], what)
+        yield AllOrNothing(0, 1, lambda value: [value], what)
         return
     with rounds.meeting(kind) as share:
-        yield Together(rounds.rank, rounds.size, lambda value: share(value, what), what)
+        yield AllOrNothing(rounds.rank, rounds.size, lambda value: share(value, what), what)

@@ -22,33 +22,33 @@ import torch
 
 from offload import kernels
 from offload.aio.protocols import Future
-from offload.engine.callbacks import EngineCallbacks, Known
-from offload.engine.gradients.device_to_host import Downloads
-from offload.engine.gradients.device_totals import Totals
-from offload.engine.gradients.disk_spill import Spill
+from offload.engine.callbacks import EngineCallbacks, GradientStats
+from offload.engine.gradients.device_to_host import DeviceToHost
+from offload.engine.gradients.device_totals import DeviceTotals
+from offload.engine.gradients.disk_spill import DiskSpill
 from offload.engine.gradients.values import flat, squares_of
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
-from offload.swapper.memory.host_arena import HostArena, Lease
+from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.timeline import OFF, Phase, Row, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waiting:
+class GradientPlaces:
     """The places where gradients of a step wait for their updates, other than leases of HOST."""
 
-    spill: Spill | None
+    spill: DiskSpill | None
     """Gradients of units that wait on DISK."""
     on_device: Mapping[int, torch.Tensor]
     """(numel,) of the gradients' dtype for each unit whose gradients stay on the device."""
     totals: Mapping[int, torch.Tensor]
     """The same for units whose gradients are added up on the device over micro-batches, and then leave."""
-    downloads: Downloads | None
+    downloads: DeviceToHost | None
     """Copies from a device whose memory the host cannot address; None where it can."""
 
 
-class Gradients:
+class GradientAccumulator:
     """The gradient of each unit that trains; that of a parameter lies where its segment does.
 
     `add` and `put` may be called by any thread, one at a time; everything else by the thread that calls `step()`, but
@@ -61,7 +61,7 @@ class Gradients:
         parts: Sequence[range],
         arena: HostArena,
         dtype: torch.dtype,
-        waiting: Waiting,
+        waiting: GradientPlaces,
         callbacks: EngineCallbacks,
         *,
         timeline: Timeline = OFF,
@@ -84,7 +84,7 @@ class Gradients:
         self.dtype = dtype
         self.spill, self.downloads = waiting.spill, waiting.downloads
         self._on_device = waiting.on_device
-        self.totals = Totals(waiting.totals)
+        self.totals = DeviceTotals(waiting.totals)
         self._callbacks = callbacks
         self._leaving = False
         """Whether a total may be on its way that is still there: where an interrupt came between."""
@@ -166,7 +166,7 @@ class Gradients:
             self.totals.takes(unit) and self._is_new(unit, segment, first) and not self._callbacks.is_last_micro_batch()
         )
 
-    def _add_up(self, downloads: Downloads, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+    def _add_up(self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Add `values` to the total on the device, which leaves where nothing more will come."""
         if self._leaving:
             downloads.drain()
@@ -175,14 +175,16 @@ class Gradients:
         if self._callbacks.is_last_micro_batch():
             self._leave(downloads, unit, segment, first)
 
-    def _leave(self, downloads: Downloads, unit: int, segment: int, first: int) -> None:
+    def _leave(self, downloads: DeviceToHost, unit: int, segment: int, first: int) -> None:
         """Let the total of a stretch come to where it waits for its update. It is stored, so twice does no harm."""
         self._leaving = True
         self._send(downloads, unit, segment, first, self.totals.values(unit, (segment, first)), True)
         self.totals.left(unit, (segment, first))
         self._leaving = False
 
-    def _send(self, downloads: Downloads, unit: int, segment: int, first: int, values: torch.Tensor, new: bool) -> None:
+    def _send(
+        self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor, new: bool
+    ) -> None:
         """Let `values`, on the device, come to where they are stored, if `new`, or added."""
         if new and values.element_size() > self.dtype.itemsize:
             values = values.to(self.dtype)  # as it would be stored; less to copy
@@ -246,7 +248,7 @@ class Gradients:
     def _spills(self, unit: int) -> bool:
         return self.spill is not None and unit in self.spill
 
-    def known(self) -> Known:
+    def known(self) -> GradientStats:
         """What a step is decided on. Waits for what is on its way from the device."""
         self._bring_totals()
         self._fetch_squares()
@@ -256,7 +258,7 @@ class Gradients:
                 value = squares[key]
                 assert isinstance(value, float)
                 total += value
-        return Known(sum_squares=total, present=self._present())
+        return GradientStats(sum_squares=total, present=self._present())
 
     def _bring_totals(self, unit: int | None = None, segment: int | None = None) -> None:
         """Let the totals of a unit's segment leave the device, or all that still are there."""
@@ -331,7 +333,7 @@ class Gradients:
                 self._squares[unit] = {}
 
     def stretch(
-        self, unit: int, start: int, stop: int, room: Lease, offset: int
+        self, unit: int, start: int, stop: int, room: HostBuffer, offset: int
     ) -> tuple[torch.Tensor, Sequence[Future]]:
         """Elements [start, stop) for the update of `unit`, there once the futures are done; see also `stays`.
 

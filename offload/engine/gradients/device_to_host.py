@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 
 from offload.swapper.memory.device import Device, Event
-from offload.swapper.memory.host_arena import Lease
-from offload.swapper.memory.interruptible_lock import Monitor
+from offload.swapper.memory.host_arena import HostBuffer
+from offload.swapper.memory.interruptible_lock import InterruptibleLock
 from offload.timeline import OFF, Row, Timeline, now
 
 Receive = Callable[[int, torch.Tensor], None]
@@ -44,14 +44,14 @@ class _Arriving(NamedTuple):
     first: int
     values: torch.Tensor
     """Where it arrives, on the host."""
-    staging: Lease | None
+    staging: HostBuffer | None
     done: Event
     last: bool
     """Whether this is the end of what was sent."""
     began: int
 
 
-class Downloads:
+class DeviceToHost:
     """Owns the receiving thread. `send`, `drain` and `fetch` are called by one thread at a time.
 
     A Ctrl-C may come between any two lines of theirs: what is in the queue by then is received, and nothing else.
@@ -60,7 +60,7 @@ class Downloads:
     def __init__(
         self,
         device: Device,
-        staging: Sequence[Lease],
+        staging: Sequence[HostBuffer],
         most: int,
         sums: bool,
         fail: Callable[[BaseException], None],
@@ -73,7 +73,7 @@ class Downloads:
         self.device, self.sums = device, sums
         self._timeline = timeline
         self._most, self._fail, self._check = most, fail, check
-        self._changed = Monitor()
+        self._changed = InterruptibleLock()
         self._sent: deque[_Sent] = deque()
         """All that was sent and not received, oldest first; only the receiving thread takes from it."""
         self._ended = self._closing = False
@@ -175,7 +175,7 @@ class Downloads:
             return False
         return True
 
-    def _start(self, sent: _Sent, numel: int, values: torch.Tensor, staging: Lease | None) -> None:
+    def _start(self, sent: _Sent, numel: int, values: torch.Tensor, staging: HostBuffer | None) -> None:
         first, began = self._position, now()
         part = sent.source[first : first + numel]
         done = self.device.download(values.view(torch.uint8), part.view(torch.uint8), (sent.computed,))

@@ -16,7 +16,7 @@ Stretch = tuple[int, int]
 """A segment of a unit, and the first element of it."""
 
 
-class Totals:
+class DeviceTotals:
     """What is here of the gradients of some units. Belongs to the thread that adds gradients, or makes the step."""
 
     def __init__(self, memory: Mapping[int, torch.Tensor]) -> None:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from offload.aio.protocols import Future
-from offload.swapper.memory.host_arena import Lease
-from offload.swapper.store.spill_file import Scratch
+from offload.swapper.memory.host_arena import HostBuffer
+from offload.swapper.store.spill_file import SpillFile
 
 
 def windows(borders: Sequence[int], numel: int) -> tuple[range, ...]:
@@ -34,7 +34,7 @@ def windows(borders: Sequence[int], numel: int) -> tuple[range, ...]:
     return tuple(found)
 
 
-class Spill:
+class DiskSpill:
     """The gradients of some units, in `leases` (whose memory it takes) and `scratch`.
 
     `part` may be called by any thread, one at a time; `read` by the update worker; the others by the thread that calls
@@ -45,17 +45,17 @@ class Spill:
         self,
         windows: Mapping[int, Sequence[range]],
         dtype: torch.dtype,
-        leases: Sequence[Lease],
-        scratch: Scratch,
+        leases: Sequence[HostBuffer],
+        scratch: SpillFile,
         fail: Callable[[BaseException], None],
     ) -> None:
         self._windows = windows
         self._dtype, self.scratch, self._fail = dtype, scratch, fail
         self._lock = threading.Lock()
         self._free = list(leases)
-        self._here: dict[tuple[int, int], Lease] = {}
+        self._here: dict[tuple[int, int], HostBuffer] = {}
         """Windows whose newest bytes are in a lease alone, by unit and number; oldest first."""
-        self._writing: dict[tuple[int, int], tuple[Lease, Future]] = {}
+        self._writing: dict[tuple[int, int], tuple[HostBuffer, Future]] = {}
         self._written: set[tuple[int, int]] = set()
 
     def __contains__(self, unit: int) -> bool:
@@ -68,7 +68,7 @@ class Spill:
         assert window.start <= start and stop <= window.stop
         with self._lock:
             try:
-                lease = self._bring((unit, number))
+                lease = self._fetch((unit, number))
             except BaseException as error:  # also Ctrl-C: what was on its way is not known any more
                 self._fail(error)
                 raise
@@ -110,7 +110,7 @@ class Spill:
 
     # -- under the lock -----------------------------------------------------------------------------
 
-    def _bring(self, key: tuple[int, int]) -> Lease:
+    def _fetch(self, key: tuple[int, int]) -> HostBuffer:
         if key in self._here:
             return self._here[key]
         if key in self._writing:
@@ -126,7 +126,7 @@ class Spill:
         self._here[key] = lease
         return lease
 
-    def _take(self) -> Lease:
+    def _take(self) -> HostBuffer:
         if not self._free:
             if not self._writing:
                 self._write(next(iter(self._here)))

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.distributed.agreement import Rounds
+from offload.engine.distributed.agreement import Agreement
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.gradients.accumulator import Gradients, Waiting
+from offload.engine.gradients.accumulator import GradientAccumulator, GradientPlaces
 from offload.engine.gradients.values import flat
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.layout.flat_layout import UnitLayout
@@ -27,8 +27,8 @@ from offload.swapper.memory.host_arena import HostArena
 from offload.timeline import OFF, Timeline
 
 
-class ReducedGradients(Gradients):
-    """The mean of all ranks' gradients; see `Gradients` for who calls what.
+class ReduceScatterAccumulator(GradientAccumulator):
+    """The mean of all ranks' gradients; see `GradientAccumulator` for who calls what.
 
     Holds two stretches of the device arena, each of the largest unit's gradients, `dtype` being what a backward makes.
     """
@@ -39,13 +39,13 @@ class ReducedGradients(Gradients):
         parts: Sequence[range],
         arena: HostArena,
         dtype: torch.dtype,
-        waiting: Waiting,
+        waiting: GradientPlaces,
         callbacks: EngineCallbacks,
         *,
         device_arena: DeviceArena,
         bucket_dtype: torch.dtype,
         ranks: Ranks,
-        rounds: Rounds,
+        rounds: Agreement,
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
     ) -> None:

@@ -67,7 +67,7 @@ class Stepped(NamedTuple):
     """None in a mode that has none."""
 
 
-class Meter:
+class StepMeter:
     """A listener of the time line that measures steps and gives the `reporter` a record of each, until `close`."""
 
     def __init__(

@@ -25,9 +25,9 @@ from offload.engine.keywords import refuse
 from offload.engine.model_io.from_pretrained import streaming
 from offload.engine.model_io.name_mapping import Named, Source, name_tensors
 from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, stored_tensors
-from offload.engine.params.deferred_parameter import make_absent
+from offload.engine.params.deferred_parameter import make_deferred
 from offload.engine.params.meta_init import deferring_weights
-from offload.engine.params.paged_parameter import Paged
+from offload.engine.params.paged_parameter import PagedParameter
 from offload.engine.training.snapshot import persistent_buffers
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
 from offload.sizes import count_of
@@ -115,7 +115,7 @@ def load_pretrained(
     else:
         model = _build(model_or_class, path, config, model_config, kwargs)
     _check_quantized(model, path)
-    if any(isinstance(parameter, Paged) for parameter in model.parameters()):
+    if any(isinstance(parameter, PagedParameter) for parameter in model.parameters()):
         raise UsageError("this model is under an engine already; call load_pretrained before initialize")
     names = _names(model)
     named = name_tensors(model, names, stored)
@@ -286,7 +286,7 @@ def _take(model: nn.Module, found: Mapping[str, Source]) -> None:
             buffers[name].copy_(value)
     for name, source in found.items():
         if name in parameters:
-            make_absent(parameters[name], source.origin)
+            make_deferred(parameters[name], source.origin)
 
 
 def _whole(source: Source, like: torch.Tensor) -> torch.Tensor:

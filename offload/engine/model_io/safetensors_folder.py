@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.errors import IoError, StoreError
-from offload.fileio.safetensors_stream import Place, read_header
+from offload.fileio.safetensors_stream import TensorLocation, read_header
 from offload.sizes import MIB
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -38,7 +38,7 @@ class Stored(NamedTuple):
 
     name: str
     path: Path
-    place: Place
+    place: TensorLocation
     stamp: Stamp
 
     @property

@@ -19,12 +19,12 @@ from torch import nn
 from offload.aio.protocols import Future
 from offload.engine.checkpoint.directory import told
 from offload.engine.checkpoint.files import check_folder
-from offload.engine.distributed.agreement import Kind
-from offload.engine.distributed.all_or_nothing import Together, together
+from offload.engine.distributed.agreement import Collective
+from offload.engine.distributed.all_or_nothing import AllOrNothing, all_or_nothing
 from offload.engine.model_io.output_folder import arriving, check_not_a_file, check_room
 from offload.engine.model_io.weight_source import Reading
 from offload.engine.model_io.weight_writer import Files, Sink, check_dtype, make_plan, notices, shard_size, stream
-from offload.engine.training.components import Parts
+from offload.engine.training.components import EngineComponents
 from offload.engine.training.snapshot import persistent_buffers
 from offload.errors import UsageError
 from offload.layout.fingerprint import about, describe
@@ -35,7 +35,7 @@ logger = logging.getLogger("offload")
 _ONE_FILE = 1 << 62
 
 
-class Wanted(NamedTuple):
+class SaveOptions(NamedTuple):
     """What is to be saved, as a user says it."""
 
     folder: Any
@@ -69,7 +69,12 @@ class EngineSource:
     """The weights of an engine between steps. Of several ranks all read the same, at the same time."""
 
     def __init__(
-        self, module: nn.Module, parts: Parts, epoch: int, ranks: Together, check: Callable[[], None] = lambda: None
+        self,
+        module: nn.Module,
+        components: EngineComponents,
+        epoch: int,
+        ranks: AllOrNothing,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Describes the model.
 
@@ -80,8 +85,8 @@ class EngineSource:
             ranks: the processes that read together.
             check: raises if this rank has failed since the last read. Called where the other ranks learn of it.
         """
-        self._parts, self._ranks, self._check = parts, ranks, check
-        self.description: Mapping[str, Any] = describe(parts.layouts, parts.held.mode, ranks.size)
+        self._components, self._ranks, self._check = components, ranks, check
+        self.description: Mapping[str, Any] = describe(components.layouts, components.shards.mode, ranks.size)
         self.about: Mapping[str, Any] = about(module)
         self.epoch, self.frozen = epoch, True
         self.buffers: Mapping[str, torch.Tensor] = {
@@ -90,7 +95,7 @@ class EngineSource:
         self._over = False
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
-        futures = self._parts.held.read(unit, state, start, buffer) if rank == self._ranks.rank else []
+        futures = self._components.shards.read(unit, state, start, buffer) if rank == self._ranks.rank else []
         return _Told(self, rank, buffer, futures)
 
     def tell(self, rank: int, buffer: memoryview, futures: list[Future]) -> None:
@@ -110,8 +115,8 @@ class EngineSource:
         except BaseException:
             self._over = True
             raise
-        if self._parts.ranks is not None:
-            self._parts.ranks.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), rank)
+        if self._components.ranks is not None:
+            self._components.ranks.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), rank)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -166,19 +171,19 @@ class _Forgiving:
             self._failure.record(error)
 
 
-class Saving:
+class PretrainedWriter:
     """Writes an engine's model into folders. Between steps, when no update is under way."""
 
-    def __init__(self, module: nn.Module, parts: Parts) -> None:
-        self._module, self._parts = module, parts
+    def __init__(self, module: nn.Module, components: EngineComponents) -> None:
+        self._module, self._components = module, components
 
-    def save(self, wanted: Wanted, epoch: int) -> None:
+    def save(self, wanted: SaveOptions, epoch: int) -> None:
         """Write the whole model, or the adapter of a model of peft where no file is named. All ranks come here."""
         adapter = wanted.file_name is None and hasattr(self._module, "peft_config")
-        gathered = adapter_state(self._module, self._parts) if adapter else {}  # before: others may serve it
-        with together(self._parts.rounds, Kind.SAVE, "save the model") as ranks:
+        gathered = adapter_state(self._module, self._components) if adapter else {}  # before: others may serve it
+        with all_or_nothing(self._components.agreement, Collective.SAVE, "save the model") as ranks:
             ranks.settle(wanted.check)
-            ranks.settle(lambda: self._parts.bindings.check_not_gathered("saved"))
+            ranks.settle(lambda: self._components.unit_views.check_not_gathered("saved"))
             ranks.same({"folder": str(wanted.folder), "file": wanted.file_name, "dtype": str(wanted.dtype)})
             out = Path(wanted.folder).absolute()
             if adapter:
@@ -186,9 +191,9 @@ class Saving:
             else:
                 self._write(wanted, out, epoch, ranks)
 
-    def _write(self, wanted: Wanted, out: Path, epoch: int, ranks: Together) -> None:
+    def _write(self, wanted: SaveOptions, out: Path, epoch: int, ranks: AllOrNothing) -> None:
         failure = _FirstFailure()
-        source = EngineSource(self._module, self._parts, epoch, ranks, failure.check)
+        source = EngineSource(self._module, self._components, epoch, ranks, failure.check)
         shard_nbytes = _ONE_FILE if wanted.file_name else shard_size(wanted.max_shard_size)
         plan = make_plan(source, wanted.dtype, shard_nbytes, wanted.frozen, wanted.file_name)
         with contextlib.ExitStack() as folder_open, contextlib.ExitStack() as files_open:
@@ -209,10 +214,10 @@ class Saving:
             ranks.by_first(begin)
             beyond = stream(source, plan, _Forgiving(made[0][1] if made else None, failure))
             ranks.by_first(end)
-        for notice in notices(source, plan, beyond) if self._parts.rank == 0 else ():
+        for notice in notices(source, plan, beyond) if self._components.rank == 0 else ():
             logger.warning("%s: %s", out, notice)
 
-    def _write_adapter(self, wanted: Wanted, out: Path, state: dict[str, torch.Tensor]) -> None:
+    def _write_adapter(self, wanted: SaveOptions, out: Path, state: dict[str, torch.Tensor]) -> None:
         module: Any = self._module
         with arriving(out, logger.warning, whole=False) as folder, told(folder, "write"):
             check_room(folder, sum(value.nbytes for value in state.values()), out)
@@ -228,7 +233,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(str(folder))
 
 
-def adapter_state(module: Any, parts: Parts) -> dict[str, torch.Tensor]:
+def adapter_state(module: Any, components: EngineComponents) -> dict[str, torch.Tensor]:
     """What of a model of peft its `save_pretrained` writes: CPU tensors by the model's names.
 
     It is asked with empty tensors in the place of all weights, and those that it takes are gathered.
@@ -247,9 +252,11 @@ def adapter_state(module: Any, parts: Parts) -> dict[str, torch.Tensor]:
                     f"in the RAM: call engine.module.save_pretrained(folder)"
                 )
             taken.add(names[id(value)])
-    return {name: _gather(named[name], parts) for name in empty if name in taken}
+    return {name: _gather(named[name], components) for name in empty if name in taken}
 
 
-def _gather(value: torch.Tensor, parts: Parts) -> torch.Tensor:
-    place = parts.weights.place(value)
-    return value.detach().to("cpu", copy=True) if place is None else parts.weights.weight(place.unit, place.position)
+def _gather(value: torch.Tensor, components: EngineComponents) -> torch.Tensor:
+    place = components.weights.place(value)
+    return (
+        value.detach().to("cpu", copy=True) if place is None else components.weights.weight(place.unit, place.position)
+    )

@@ -17,7 +17,7 @@ from offload.states import State
 from offload.swapper.store import Compared, bytes_of, rank_folders
 from offload.swapper.store.format.checksums import Passages
 from offload.swapper.store.format.commit_record import last_of_all
-from offload.swapper.store.format.manifest import Manifest, Place
+from offload.swapper.store.format.manifest import Extents, Manifest
 from offload.swapper.store.inspection import Commit, Found, is_rank, look
 from offload.swapper.store.rank_folder import Lock
 
@@ -60,7 +60,7 @@ class StoreSource:
     """
 
     def __init__(self, run: Path, queue: Queue) -> None:
-        from offload.engine.training.snapshot import Progress
+        from offload.engine.training.snapshot import Snapshot
 
         self._queue = queue
         self._open = contextlib.ExitStack()
@@ -74,7 +74,7 @@ class StoreSource:
             first = _manifest(found[0])
             self.description, self.about = first.spec.fingerprint, first.spec.about
             self.epoch, self.frozen = self._commits[0].record.epoch, True
-            self.buffers = Progress.unpack(self._commits[0].contents).buffers
+            self.buffers = Snapshot.unpack(self._commits[0].contents).buffers
         except BaseException:
             self._open.close()
             raise
@@ -87,7 +87,7 @@ class StoreSource:
         future = self._queue.read(file, offset, buffer, checksum=True)
         return Compared(future, partial(self._compare, rank, unit, state, start, place))
 
-    def _compare(self, rank: int, unit: int, state: State, start: int, place: Place, nbytes: int, crc: int) -> None:
+    def _compare(self, rank: int, unit: int, state: State, start: int, place: Extents, nbytes: int, crc: int) -> None:
         """Raise `IoError` where bytes that were read are, as far as it is known yet, not what was written."""
         key = (unit, state)
         right, _ = self._passages[rank].compare(key, self._tables[rank][key], start, nbytes, crc)

@@ -14,7 +14,7 @@ from offload.engine.optim.optimizer import Optimizer, plain
 from offload.engine.optim.torch_fallback import find_kept
 from offload.errors import ConfigError
 from offload.layout.config_request import rule_name
-from offload.layout.opaque_state import Kept
+from offload.layout.opaque_state import StateField
 from offload.sizes import count_of
 from offload.swapper.modes import ADAM, TORCH
 
@@ -125,7 +125,7 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
     return mine
 
 
-def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[Kept, ...]]:
+def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateField, ...]]:
     """What an optimizer without a kernel keeps of each trainable parameter, by name. Raises `ConfigError`."""
     if optimizer.rule.name != TORCH or optimizer.replaced is None:
         return {}

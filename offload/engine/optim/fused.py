@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload import kernels
-from offload.engine.gradients.accumulator import Gradients
+from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import TileContent, UnitSteps, partition_of, segments_in
 from offload.kernels import cuda
@@ -22,7 +22,7 @@ class FusedUpdates:
 
     scratch_nbytes = 0
 
-    def __init__(self, *, mode: Mode, device: Device, gradients: Gradients) -> None:
+    def __init__(self, *, mode: Mode, device: Device, gradients: GradientAccumulator) -> None:
         self._mode, self._device, self._gradients = mode, device, gradients
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:

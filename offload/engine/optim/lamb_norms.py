@@ -16,13 +16,13 @@ import torch
 
 from offload import kernels
 from offload.aio.protocols import Future
-from offload.engine.distributed.agreement import Rounds
-from offload.engine.gradients.accumulator import Gradients
+from offload.engine.distributed.agreement import Agreement
+from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.optim.torch_fallback import TorchSegment
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import partition_of
-from offload.engine.optim.update_worker import Updater
-from offload.engine.params.local_shards import Held
+from offload.engine.optim.update_worker import UpdateWorker
+from offload.engine.params.local_shards import LocalShards
 from offload.fileio.buffered_copy import flow
 from offload.layout.placement import CHUNK
 from offload.sizes import align_up
@@ -41,7 +41,11 @@ class _Stretch:
 
 
 def with_ratios(
-    updates: Sequence[UnitUpdate], held: Held, gradients: Gradients, updater: Updater, rounds: Rounds
+    updates: Sequence[UnitUpdate],
+    held: LocalShards,
+    gradients: GradientAccumulator,
+    updater: UpdateWorker,
+    rounds: Agreement,
 ) -> list[UnitUpdate]:
     """The updates with the ratio of each segment; every rank has updates of the same units.
 
@@ -81,7 +85,7 @@ def with_ratios(
     ]
 
 
-def _stretches(held: Held, update: UnitUpdate, numel: int) -> Iterator[_Stretch]:
+def _stretches(held: LocalShards, update: UnitUpdate, numel: int) -> Iterator[_Stretch]:
     """What is weighed at a time: `numel` elements at most, and none beyond a border that a gradient on disk has."""
     for parameter, segment in zip(update.parameters, update.segments, strict=True):
         for chunk in range(segment.start, segment.stop, CHUNK):
@@ -96,7 +100,7 @@ def _stretches(held: Held, update: UnitUpdate, numel: int) -> Iterator[_Stretch]
                 )
 
 
-def _cut(held: Held, stretch: _Stretch, buffer: memoryview) -> dict[State, memoryview]:
+def _cut(held: LocalShards, stretch: _Stretch, buffer: memoryview) -> dict[State, memoryview]:
     """The part of a buffer that each state has, as in a tile."""
     found, offset = {}, 0
     for state, dtype in held.mode.states.items():
@@ -106,10 +110,10 @@ def _cut(held: Held, stretch: _Stretch, buffer: memoryview) -> dict[State, memor
     return found
 
 
-def _read(held: Held, stretch: _Stretch, state: State, memory: memoryview) -> list[Future]:
+def _read(held: LocalShards, stretch: _Stretch, state: State, memory: memoryview) -> list[Future]:
     """Begin to copy a state, from its home where that is above DISK."""
     first = stretch.start * held.mode.states[state].itemsize
-    home = held.home(stretch.unit, state)
+    home = held.resident_of(stretch.unit, state)
     if home is None:
         return held.read(stretch.unit, state, first, memory, compare=False)
     part = home.tensor.view(torch.uint8)[first : first + len(memory)]
@@ -118,7 +122,7 @@ def _read(held: Held, stretch: _Stretch, state: State, memory: memoryview) -> li
 
 
 def _sums(
-    held: Held, gradients: Gradients, stretch: _Stretch, found: dict[State, memoryview]
+    held: LocalShards, gradients: GradientAccumulator, stretch: _Stretch, found: dict[State, memoryview]
 ) -> list[tuple[float, float]]:
     """The sums of squares of weight and direction, of each block."""
     unit, parameter, start, stop = stretch.unit, stretch.parameter, stretch.start, stretch.stop

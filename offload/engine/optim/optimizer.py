@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.engine.optim.algorithms import RULES, Rule
-from offload.engine.params.paged_parameter import place_of
+from offload.engine.params.paged_parameter import handle_of
 from offload.errors import UsageError
 from offload.notices import tell
 from offload.sizes import count_of
@@ -249,7 +249,7 @@ def _refuse(optimizer: Any, *_: Any) -> None:
     if isinstance(optimizer, Optimizer):
         return
     for group in optimizer.param_groups:
-        if any(place_of(parameter) is not None for parameter in group["params"]):
+        if any(handle_of(parameter) is not None for parameter in group["params"]):
             raise UsageError(
                 f"this {type(optimizer).__name__} holds parameters of a model under an engine, whose gradients are in "
                 f"the engine, so its step would do nothing: give it to offload.initialize, call engine.step(); with "

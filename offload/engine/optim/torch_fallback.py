@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.layout.opaque_state import Kept, describe_state
+from offload.layout.opaque_state import StateField, describe_state
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_OURS = ("offload_place", "origin")
+_OURS = ("offload_handle", "origin")
 _MANY = 12
 """Steps after which states are there that come later, such as those of every tenth."""
 _SMALL = 8
@@ -66,14 +66,14 @@ def likeness(
 # -- what it keeps ------------------------------------------------------------------------------------
 
 
-def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, tuple[Kept, ...]]:
+def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
     """What `optimizer` keeps of each parameter, by the `names` of their ids; of other ids, nothing.
 
     Raises `ConfigError` where it cannot be run parameter by parameter. Takes memory for one parameter at a time,
     where its code does not run without.
     """
-    found: dict[str, tuple[Kept, ...]] = {}
-    known: dict[str, tuple[Kept, ...]] = {}
+    found: dict[str, tuple[StateField, ...]] = {}
+    known: dict[str, tuple[StateField, ...]] = {}
     with torch.random.fork_rng(devices=[]):
         for group in optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
@@ -114,7 +114,7 @@ def cause(error: Exception) -> str:
 
 def _dry_run(
     optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: Sequence[int], attributes: Mapping[str, Any]
-) -> tuple[Kept, ...]:
+) -> tuple[StateField, ...]:
     """What is there after a second step, of a parameter that has no memory where that goes."""
     with contextlib.suppress(Exception):  # then its code needs values, and says what is wrong below
         return describe_state(_steps(optimizer, options, [torch.full(shape, 1e-3, device="meta")], attributes)[0][1])

@@ -53,7 +53,7 @@ def cut(edits: Sequence[Edit], part: range) -> tuple[Edit, ...]:
     return tuple(mine)
 
 
-class Decider:
+class UpdateBuilder:
     """Makes the updates of a step. Steps are counted for each parameter, as torch counts them."""
 
     def __init__(

@@ -110,7 +110,7 @@ def partition_of(mode: Mode, states: Mapping[State, torch.Tensor], gradient: tor
         states[State.WEIGHT],
         gradient,
         tuple(states[moment] for moment in mode.moments),
-        states.get(State.RESIDUAL),
+        states.get(State.MASTER_LOW_BITS),
         states.get(State.MASTER),
     )
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import torch
 
 from offload.aio.protocols import Future
-from offload.engine.gradients.accumulator import Gradients
+from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import TileContent, UnitSteps, UpdateStrategy
-from offload.engine.params.local_shards import Held, Resident
+from offload.engine.params.local_shards import LocalShards, ResidentShard
 from offload.sizes import align_up
 from offload.states import State, Tier
-from offload.swapper.memory.host_arena import Lease
+from offload.swapper.memory.host_arena import HostBuffer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Job:
     """A unit's update under way."""
 
     def __init__(
-        self, *, update: UnitUpdate, steps: UnitSteps, lease: Lease | None, delivered: bool, tile_numel: int
+        self, *, update: UnitUpdate, steps: UnitSteps, lease: HostBuffer | None, delivered: bool, tile_numel: int
     ) -> None:
         self.update, self.steps, self.lease = update, steps, lease
         self.delivered = delivered
@@ -105,7 +105,7 @@ class Tile:
     cut: Cut
     last: bool
     """Whether its results are kept: it is of the last pass."""
-    buffer: Lease
+    buffer: HostBuffer
     pieces: dict[State, Piece]
     gradient: torch.Tensor | None
     reads: list[Future]
@@ -122,10 +122,10 @@ class Tile:
 class TileReader:
     """Begins tiles: finds the memory of each state and starts the reads of those on disk."""
 
-    def __init__(self, *, held: Held, gradients: Gradients, strategy: UpdateStrategy) -> None:
+    def __init__(self, *, held: LocalShards, gradients: GradientAccumulator, strategy: UpdateStrategy) -> None:
         self._held, self._gradients, self._strategy = held, gradients, strategy
 
-    def begin(self, job: Job, cut: Cut, buffer: Lease) -> Tile:
+    def begin(self, job: Job, cut: Cut, buffer: HostBuffer) -> Tile:
         """Starts the reads of a tile, into `buffer` and the homes of its states."""
         reads: list[Future] = []
         pieces: dict[State, Piece] = {}
@@ -153,7 +153,7 @@ class TileReader:
             self._read_frozen(job, reads)
         return Tile(job=job, cut=cut, last=last, buffer=buffer, pieces=pieces, gradient=gradient, reads=reads)
 
-    def _at_home(self, job: Job, state: State, part: range, room: _Room, resident: Resident) -> Piece:
+    def _at_home(self, job: Job, state: State, part: range, room: _Room, resident: ResidentShard) -> Piece:
         """Returns where the kernel finds elements of a state whose home is above DISK."""
         dtype = self._held.mode.states[state]
         first, last = part.start * dtype.itemsize, part.stop * dtype.itemsize
@@ -183,16 +183,16 @@ class TileReader:
             reads.append(held.store.read(unit, state, held.store.newest[unit], first, memory))
         return Piece(state=state, first=first, work=work, away=None, buffer=memory)
 
-    def _resident(self, job: Job, state: State) -> Resident | None:
+    def _resident(self, job: Job, state: State) -> ResidentShard | None:
         """Returns the partition's memory where its home is not DISK."""
         held, unit = self._held, job.unit
         if state is not State.WEIGHT:
             return held.residents.get((unit, state))
-        if held.sizes[unit].home is Tier.DEVICE:
-            return Resident(held.pager.device_home(unit).view(held.mode.weight_dtype), None)
-        if held.sizes[unit].home is Tier.HOST:
+        if held.sizes[unit].tier is Tier.DEVICE:
+            return ResidentShard(held.pager.device_tier(unit).view(held.mode.weight_dtype), None)
+        if held.sizes[unit].tier is Tier.HOST:
             assert job.lease is not None
-            return Resident(job.lease.tensor(held.mode.weight_dtype), job.lease.buffer)
+            return ResidentShard(job.lease.tensor(held.mode.weight_dtype), job.lease.buffer)
         return None
 
     def _read_frozen(self, job: Job, reads: list[Future]) -> None:
@@ -202,7 +202,7 @@ class TileReader:
         if (
             job.lease is not None
             and first < job.lease.nbytes
-            and held.sizes[unit].home is Tier.DISK
+            and held.sizes[unit].tier is Tier.DISK
             and not held.pager.holds_weights(unit)
         ):
             assert held.store is not None
@@ -214,7 +214,7 @@ class TileReader:
 class _Room:
     """Bytes [start, stop) of a tile's buffer, set aside for one state."""
 
-    lease: Lease
+    lease: HostBuffer
     start: int
     stop: int
 

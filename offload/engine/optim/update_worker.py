@@ -20,25 +20,25 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offload.aio.protocols import Future
-from offload.engine.gradients.accumulator import Gradients
+from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import EditSteps, UnitSteps, UpdateStrategy
 from offload.engine.optim.update_tiles import Job, Piece, Tile, TileReader
-from offload.engine.params.local_shards import Held
+from offload.engine.params.local_shards import LocalShards
 from offload.states import Tier
-from offload.swapper.memory.host_arena import HostArena, Lease
+from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.timeline import Row, Timeline
 
 
-class Updater:
+class UpdateWorker:
     """Owns the update worker. `schedule`, `deliver_blob`, `finish` and `close` belong to the caller's thread."""
 
     def __init__(
         self,
         *,
-        held: Held,
+        held: LocalShards,
         arena: HostArena,
-        gradients: Gradients,
+        gradients: GradientAccumulator,
         strategy: UpdateStrategy,
         tile_numel: int,
         tile_buffers: int,
@@ -73,7 +73,7 @@ class Updater:
         buffer_nbytes = (arena.classes.tiles - strategy.scratch_nbytes) // tile_buffers
         self._tile_numel = tile_numel
         leases = [arena.tiles.take(buffer_nbytes) for _ in range(tile_buffers)]
-        self._free: list[Lease] = [lease for lease in leases if lease is not None]
+        self._free: list[HostBuffer] = [lease for lease in leases if lease is not None]
         assert len(self._free) == tile_buffers > 0 and tile_numel > 0
         self._thread = threading.Thread(target=self._run, name="offload-update", daemon=True)
         self._thread.start()
@@ -130,7 +130,7 @@ class Updater:
         """Elements of a tile at most."""
         return self._tile_numel
 
-    def idle_tiles(self) -> tuple[Lease, ...]:
+    def idle_tiles(self) -> tuple[HostBuffer, ...]:
         """The buffers of the tiles, for who needs memory while no update is under way, on the caller's thread."""
         with self._pager.lock:
             assert not self._busy, "an update is under way"
@@ -220,7 +220,7 @@ class Updater:
         self._timeline.begin(Row.UPDATES, self._held.sizes[update.unit].title)
         return self._start(update, lease)
 
-    def _start(self, update: UnitUpdate, lease: Lease | None) -> Job:
+    def _start(self, update: UnitUpdate, lease: HostBuffer | None) -> Job:
         """Returns the job of an update that begins, whose weights are delivered in `lease` where it has one."""
         steps: UnitSteps
         if update.edits:
@@ -231,7 +231,7 @@ class Updater:
             update=update,
             steps=steps,
             lease=lease,
-            delivered=lease is not None or self._held.sizes[update.unit].home is Tier.DEVICE,
+            delivered=lease is not None or self._held.sizes[update.unit].tier is Tier.DEVICE,
             # Where nothing is copied or written there is no buffer to fill, and a unit need not be cut.
             tile_numel=update.numel if steps.in_place and not self._writes(update.unit) else self._tile_numel,
         )
@@ -243,7 +243,9 @@ class Updater:
     def _goes_on_without(self) -> bool:
         """Whether somebody waits for this worker, who must then not wait for a lease."""
         with self._pager.lock:
-            return bool(self._flushing or self._closing or self._pager.starved or self._pager.wanted() is not None)
+            return bool(
+                self._flushing or self._closing or self._pager.waiting_for_buffer or self._pager.wanted() is not None
+            )
 
     def _compute(self, tile: Tile) -> None:
         """Waits for a tile's reads, does its arithmetic, starts its writes."""

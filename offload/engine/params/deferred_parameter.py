@@ -1,8 +1,8 @@
 """Parameters whose values come later, one unit at a time: what `offload.init` and `load_pretrained` put into a model.
 
-An `Absent` is a parameter on the meta device. It answers questions about itself, and refuses to compute: on meta a
-forward would give a result of no values, an edit would be lost, and neither would be an error. Its `device` is the CPU,
-where its values will first be: who makes a module beside it, such as an adapter, makes it there.
+An `DeferredParameter` is a parameter on the meta device. It answers questions about itself, and refuses to compute:
+on meta a forward would give a result of no values, an edit would be lost, and neither would be an error. Its `device`
+is the CPU, where its values will first be: who makes a module beside it, such as an adapter, makes it there.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def is_building() -> bool:
     return _building.depth > 0
 
 
-class Absent(nn.Parameter):
+class DeferredParameter(nn.Parameter):
     """A parameter on meta that `initialize` gives its values: those of `origin`, or of its module's initialization."""
 
     origin: Origin | None = None
-    whole: Absent | None = None
+    whole: DeferredParameter | None = None
     """Of an alias or a view: the parameter that a write to it is a write to."""
     is_part = False
     """Whether this is a view, which may have other elements, or another order of them."""
@@ -86,24 +86,38 @@ class Absent(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if not args and isinstance(kwargs.get("tensor"), Absent):  # functions of torch.nn.init
+        if not args and isinstance(kwargs.get("tensor"), DeferredParameter):  # functions of torch.nn.init
             args = (kwargs.pop("tensor"),)
         # Whatever torch.nn.init asks of a tensor, it sets all of it in the end.
-        if _building.model and sys._getframe(1).f_code.co_filename == nn.init.__file__ and isinstance(args[0], Absent):
+        if (
+            _building.model
+            and sys._getframe(1).f_code.co_filename == nn.init.__file__
+            and isinstance(args[0], DeferredParameter)
+        ):
             if by_hand := _writer():
                 return func(_real(args[0], "torch.nn.init", by_hand, all_of_it=True), *args[1:], **kwargs)
         rule = _RULES.get(func)
-        if rule is not None and isinstance(args[0], Absent):
+        if rule is not None and isinstance(args[0], DeferredParameter):
             return rule(func, *args, **kwargs)
         if is_building() or asks_for_no_element(func) or func in _ALLOWED:
-            if _building.model and _writes(func) and args and isinstance(args[0], Absent) and (by_hand := _writer()):
+            if (
+                _building.model
+                and _writes(func)
+                and args
+                and isinstance(args[0], DeferredParameter)
+                and (by_hand := _writer())
+            ):
                 name, all_of_it = (
                     func.__name__,
                     func.__name__ in _OVERWRITES or getattr(func, "__module__", "") == nn.init.__name__,
                 )
                 return func(_real(args[0], name, by_hand, all_of_it), *args[1:], **kwargs)
             result = _plainly(func, *args, **kwargs)
-            return _as_part(result, args[0]) if is_building() and args and isinstance(args[0], Absent) else result
+            return (
+                _as_part(result, args[0])
+                if is_building() and args and isinstance(args[0], DeferredParameter)
+                else result
+            )
         raise _refusal(getattr(func, "__name__", str(func)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -115,21 +129,21 @@ class Absent(nn.Parameter):
         raise _refusal("pickle")
 
 
-def is_absent(parameter: Any) -> bool:
+def is_deferred(parameter: Any) -> bool:
     """Whether this is a parameter that `initialize` will give its values."""
-    return isinstance(parameter, Absent)
+    return isinstance(parameter, DeferredParameter)
 
 
 def origin_of(parameter: Any) -> Origin | None:
     """Where the values of a parameter are to be read from; None where it has them, or is initialized by its module."""
-    return parameter.origin if isinstance(parameter, Absent) else None
+    return parameter.origin if isinstance(parameter, DeferredParameter) else None
 
 
-def make_absent(parameter: nn.Parameter, origin: Origin) -> None:
+def make_deferred(parameter: nn.Parameter, origin: Origin) -> None:
     """Let go of a parameter's values: `origin` will give others. Identity and ties stay."""
-    if not isinstance(parameter, Absent):
-        torch.utils.swap_tensors(parameter, Absent(parameter.detach().to("meta"), parameter.requires_grad))
-    assert isinstance(parameter, Absent)
+    if not isinstance(parameter, DeferredParameter):
+        torch.utils.swap_tensors(parameter, DeferredParameter(parameter.detach().to("meta"), parameter.requires_grad))
+    assert isinstance(parameter, DeferredParameter)
     parameter.origin = origin
 
 
@@ -179,13 +193,13 @@ def _writer() -> str | None:
     return where or "torch"
 
 
-def _real(tensor: Absent, name: str, where: str, all_of_it: bool) -> Any:
+def _real(tensor: DeferredParameter, name: str, where: str, all_of_it: bool) -> Any:
     """Make the parameter real that `name` is about to write at `where`; returns what to give it in place of `tensor`.
 
     Raises `ConfigError` where it does not set `all_of_it`, since what it would change is not there.
     """
     whole = _whole_of(tensor)
-    if not isinstance(whole, Absent):  # a write before has made it real
+    if not isinstance(whole, DeferredParameter):  # a write before has made it real
         if tensor.is_part:
             raise _refused_part(name, where)
         return whole.data
@@ -196,7 +210,7 @@ def _real(tensor: Absent, name: str, where: str, all_of_it: bool) -> Any:
     return whole if tensor is whole else whole.data
 
 
-def _whole_of(tensor: Absent) -> Any:
+def _whole_of(tensor: DeferredParameter) -> Any:
     """The parameter that an alias is one of, which may have become real; a parameter itself."""
     return tensor if tensor.whole is None else tensor.whole
 
@@ -208,10 +222,10 @@ def _refused_part(name: str, where: str) -> ConfigError:
     )
 
 
-def _as_part(result: Any, tensor: Absent) -> Any:
+def _as_part(result: Any, tensor: DeferredParameter) -> Any:
     """A view of an absent parameter knows whose it is, so that no write to it is lost."""
     if type(result) is torch.Tensor and result.is_meta and result._base is not None and result.dtype == tensor.dtype:
-        result = result.as_subclass(Absent)
+        result = result.as_subclass(DeferredParameter)
         result.whole, result.is_part = _whole_of(tensor), True
     return result
 
@@ -228,27 +242,27 @@ def _refusal(what: str) -> UsageError:
     )
 
 
-def _like(tensor: Absent, meta: torch.Tensor, requires_grad: bool) -> Absent:
+def _like(tensor: DeferredParameter, meta: torch.Tensor, requires_grad: bool) -> DeferredParameter:
     """Another absent tensor, of the same origin."""
-    new = Absent(meta, requires_grad)
+    new = DeferredParameter(meta, requires_grad)
     new.origin = tensor.origin
     return new
 
 
-def _alias(func: Any, tensor: Absent) -> Absent:
+def _alias(func: Any, tensor: DeferredParameter) -> DeferredParameter:
     """`detach()` and `.data`: no elements are asked for yet."""
     alias = _like(tensor, _plainly(_TENSOR.detach, tensor).as_subclass(torch.Tensor), False)
     alias.whole, alias.is_part = _whole_of(tensor), tensor.is_part
     return alias
 
 
-def _device(func: Any, tensor: Absent) -> torch.device:
+def _device(func: Any, tensor: DeferredParameter) -> torch.device:
     return torch.device("cpu")
 
 
-def _set_data(func: Any, tensor: Absent, values: torch.Tensor) -> None:
+def _set_data(func: Any, tensor: DeferredParameter, values: torch.Tensor) -> None:
     """What conversions to another dtype do; a constructor that sets values keeps them."""
-    if isinstance(values, Absent) and values.shape == tensor.shape:
+    if isinstance(values, DeferredParameter) and values.shape == tensor.shape:
         _plainly(func, tensor, _plainly(values.detach).as_subclass(torch.Tensor))
     elif is_building() and values.is_meta:
         _plainly(func, tensor, values)
@@ -258,7 +272,7 @@ def _set_data(func: Any, tensor: Absent, values: torch.Tensor) -> None:
         raise _refusal(f"setting .data, of shape {list(tensor.shape)}, to a tensor of shape {list(values.shape)}")
 
 
-def _copy(func: Any, tensor: Absent, source: Any, *args: Any, **kwargs: Any) -> Any:
+def _copy(func: Any, tensor: DeferredParameter, source: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_building():
         raise _refusal("copy_")
     absent = isinstance(source, torch.Tensor) and source.is_meta
@@ -267,14 +281,14 @@ def _copy(func: Any, tensor: Absent, source: Any, *args: Any, **kwargs: Any) -> 
     return _plainly(func, tensor, source, *args, **kwargs)
 
 
-def _is_meta(func: Any, tensor: Absent) -> bool:
+def _is_meta(func: Any, tensor: DeferredParameter) -> bool:
     """`load_state_dict` warns that copying to a tensor on meta does nothing; to this one it does."""
     if _building.model and sys._getframe(2).f_code.co_name == "_load_from_state_dict":
         return False
     return bool(_plainly(func, tensor))
 
 
-def _convert(func: Any, tensor: Absent, *args: Any, **kwargs: Any) -> Any:
+def _convert(func: Any, tensor: DeferredParameter, *args: Any, **kwargs: Any) -> Any:
     """`to`, `half`, `cuda` …: another dtype may be said; the engine's config says the device."""
     probe = _plainly(func, torch.empty((), dtype=tensor.dtype, device="cpu"), *args, **kwargs)
     if probe.device.type not in ("cpu", "meta"):

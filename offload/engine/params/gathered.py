@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload.engine.keywords import refuse
-from offload.engine.params.paged_parameter import Place, place_of
+from offload.engine.params.paged_parameter import ParamHandle, handle_of
 from offload.errors import UsageError
 
 
@@ -35,10 +35,10 @@ def gathered(
     modify = modify or modifier_rank is not None
     places = _places_of(params)
     for place in places:
-        if place.engine.bring(place.unit):
+        if place.engine.fetch(place.unit):
             raise UsageError("gathered() is for between forwards and backwards; inside of them parameters are there")
-    taken: list[Place] = []
-    changed: list[tuple[Place, torch.Tensor]] = []
+    taken: list[ParamHandle] = []
+    changed: list[tuple[ParamHandle, torch.Tensor]] = []
     try:
         for place in places:
             place.gather(place.read())
@@ -59,14 +59,14 @@ def gathered(
         )
 
 
-def _places_of(params: Any) -> list[Place]:
+def _places_of(params: Any) -> list[ParamHandle]:
     if isinstance(params, nn.Module):
         params = params.parameters()
     elif isinstance(params, torch.Tensor):
         params = [params]
     elif not isinstance(params, Iterable):
         raise UsageError(f"gathered() takes parameters or a module, got {type(params).__name__}")
-    found = (place_of(parameter) for parameter in params)
+    found = (handle_of(parameter) for parameter in params)
     return list(dict.fromkeys(place for place in found if place is not None))
 
 

@@ -11,7 +11,7 @@ from offload.aio import aligned_empty
 from offload.aio.protocols import Future
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.params.deferred_parameter import forget, origin_of
-from offload.engine.params.local_shards import Held, Resident
+from offload.engine.params.local_shards import LocalShards, ResidentShard
 from offload.engine.params.meta_init import materialize
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.master_weights import split
@@ -23,23 +23,23 @@ from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.modes import Mode
 
 
-def make_residents(
+def make_resident_shards(
     parts: Partitions, mode: Mode, placement: Placement, host: HostArena, device: DeviceArena
-) -> dict[tuple[int, State], Resident]:
+) -> dict[tuple[int, State], ResidentShard]:
     """Memory for every state but weight and gradient whose home is not DISK; moments are zero."""
-    homes = placement.homes
-    residents: dict[tuple[int, State], Resident] = {}
+    tiers = placement.tiers
+    residents: dict[tuple[int, State], ResidentShard] = {}
     for unit, row in enumerate(parts.nbytes):
         for state, nbytes in row.items():
-            if state in (State.WEIGHT, State.GRAD) or homes[unit][state] is Tier.DISK:
+            if state in (State.WEIGHT, State.GRAD) or tiers[unit][state] is Tier.DISK:
                 continue
-            if homes[unit][state] is Tier.HOST:
-                raised = (unit, state) in placement.raised
-                lease = (host.weights if raised else host.homes).take(nbytes)
+            if tiers[unit][state] is Tier.HOST:
+                promoted = (unit, state) in placement.promoted
+                lease = (host.weights if promoted else host.homes).take(nbytes)
                 assert lease is not None, "the class of homes was sized for every home, the cache for what was raised"
-                resident = Resident(lease.tensor(mode.states[state]), lease.buffer, lease if raised else None)
+                resident = ResidentShard(lease.tensor(mode.states[state]), lease.buffer, lease if promoted else None)
             else:
-                resident = Resident(device.keep(nbytes).view(mode.states[state]), None)
+                resident = ResidentShard(device.keep(nbytes).view(mode.states[state]), None)
             resident.tensor.zero_()
             residents[unit, state] = resident
     return residents
@@ -54,13 +54,13 @@ def _values(parameter: nn.Parameter) -> Iterator[tuple[int, torch.Tensor]]:
         yield from origin.pieces()
 
 
-class Filler:
+class InitialFill:
     """Writes one unit after the other to its home and, where there is one, to the store.
 
     Holds the masters of the largest unit while it works; the host arena is still untouched then.
     """
 
-    def __init__(self, held: Held, largest_unit: int, ranks: Ranks | None) -> None:
+    def __init__(self, held: LocalShards, largest_unit: int, ranks: Ranks | None) -> None:
         self._held, self._ranks, self._store = held, ranks, held.store
         numel = largest_unit // held.mode.weight_dtype.itemsize
         self._buffers = {state: aligned_empty(numel * dtype.itemsize) for state, dtype in held.mode.weights.items()}
@@ -89,7 +89,7 @@ class Filler:
         assert self._store is not None
         for unit in range(unit_count):
             for state, nbytes in self._held.states(unit).items():
-                home = self._held.home(unit, state)
+                home = self._held.resident_of(unit, state)
                 if home is not None:
                     buffer = home.buffer or aligned_empty(nbytes)
                     self._store.read(unit, state, self._store.newest[unit], 0, buffer[:nbytes]).wait()
@@ -112,7 +112,7 @@ class Filler:
             if state not in self._held.states(unit):
                 continue
             itemsize, start = flat.element_size(), 0
-            home = self._held.home(unit, state)
+            home = self._held.resident_of(unit, state)
             for share in (trainable, frozen) if state is State.WEIGHT else (trainable,):
                 first, last, end = share.start * itemsize, share.stop * itemsize, start + len(share) * itemsize
                 if home is not None:

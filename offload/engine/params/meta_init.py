@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload.engine.params.deferred_parameter import Absent, building, building_a_model, origin_of
+from offload.engine.params.deferred_parameter import DeferredParameter, building, building_a_model, origin_of
 from offload.errors import ConfigError
 
 
@@ -41,7 +41,9 @@ def deferring_weights() -> Iterator[None]:
             return parameter
         if parameter not in seen:
             keep = parameter.is_meta or not _can_initialize(module) or _is_given(module, name, parameter)
-            seen[parameter] = None if keep else Absent(parameter.detach().to("meta"), parameter.requires_grad)
+            seen[parameter] = (
+                None if keep else DeferredParameter(parameter.detach().to("meta"), parameter.requires_grad)
+            )
         found: nn.Parameter | None = seen[parameter]
         return parameter if found is None else found
 

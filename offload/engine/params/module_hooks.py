@@ -28,13 +28,13 @@ from torch import nn
 from torch.nn.modules.module import __file__ as module_file
 
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.gradients.accumulator import Gradients
+from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
-from offload.engine.params.paged_parameter import Place, place_of
+from offload.engine.params.paged_parameter import ParamHandle, handle_of
 from offload.engine.params.saved_tensors import SavedTensors, storage_address
-from offload.engine.params.unit_views import Bindings
+from offload.engine.params.unit_views import UnitViews
 from offload.errors import UsageError
-from offload.swapper.access_order import Kind
+from offload.swapper.access_order import PassKind
 from offload.swapper.pager import Pager
 from offload.timeline import OFF, Phase, Timeline
 from offload.torch_internals import call_after_backward, inside_backward, tree_leaves, tree_map
@@ -67,17 +67,17 @@ class _Nesting(threading.local):
         """Of the outermost frame, until its value is put back; an interrupt may come when the frame is gone already."""
 
 
-class Hooks:
+class ModuleHooks:
     """Installs all hooks on a model; `remove` takes them away. Parameters stay placeholders."""
 
     def __init__(
         self,
         model: nn.Module,
         sites: dict[str, tuple[int, ...]],
-        places: Sequence[Sequence[Place]],
-        bindings: Bindings,
+        places: Sequence[Sequence[ParamHandle]],
+        bindings: UnitViews,
         saved: SavedTensors,
-        gradients: Gradients,
+        gradients: GradientAccumulator,
         pager: Pager,
         callbacks: EngineCallbacks,
         *,
@@ -153,7 +153,7 @@ class Hooks:
             if place.parameter.grad is not None:
                 place.parameter.grad = None
 
-    def bring(self, unit: int, stays: bool = False) -> bool:
+    def fetch(self, unit: int, stays: bool = False) -> bool:
         """Bind `unit` for the forward or the backward that runs now; False where neither does.
 
         With `stays` the innermost site holds it until it ends; else it goes where its room is needed.
@@ -215,9 +215,9 @@ class Hooks:
             self._callbacks.enter_forward()
             self._thread = threading.current_thread()
             if not inside_backward():
-                kind = Kind.TRAIN if self._trainable and torch.is_grad_enabled() else Kind.EVAL
+                kind = PassKind.TRAIN if self._trainable and torch.is_grad_enabled() else PassKind.EVAL
                 self._pager.begin(kind)
-                self._timeline.begin_phase(Phase.FORWARD if kind is Kind.TRAIN else Phase.EVALUATION)
+                self._timeline.begin_phase(Phase.FORWARD if kind is PassKind.TRAIN else Phase.EVALUATION)
         kept = torch.is_autocast_cache_enabled()
         if not local.frames:
             local.casts_kept = kept
@@ -248,7 +248,7 @@ class Hooks:
         if frame.pushed:
             self._saved.pop()
         for unit in reversed(frame.units):
-            self._bindings.unuse(unit)
+            self._bindings.release_unit(unit)
         if not self._local.frames:
             self._thread = self._local.casts_kept = None
             if not inside_backward():
@@ -266,7 +266,7 @@ class Hooks:
     def _is_weights(self, value: Any) -> bool:
         if not isinstance(value, torch.Tensor):
             return False
-        return place_of(value) is not None or self._bindings.binding_at(storage_address(value)) is not None
+        return handle_of(value) is not None or self._bindings.binding_at(storage_address(value)) is not None
 
     # -- backward -----------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class Hooks:
             self._callbacks.end_backward()
         self._in_backward = self._gradient_seen = False
 
-    def _gradient_hook(self, place: Place) -> Callable[[torch.Tensor], None]:
+    def _gradient_hook(self, place: ParamHandle) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             self._begin_backward()
             gradient, parameter.grad = parameter.grad, None

@@ -1,7 +1,7 @@
 """What a parameter is between its uses: right shape, dtype and device, no memory of its own, and no silent NaN.
 
-A `Paged` parameter answers questions about itself (shape, dtype, device, hooks, `zeros_like`). Any other function of
-torch that is given one comes here first, and there are four ways on:
+A `PagedParameter` parameter answers questions about itself (shape, dtype, device, hooks, `zeros_like`). Any other
+function of torch that is given one comes here first, and there are four ways on:
 
     a module that the engine hooked is running      the weights are brought, and stay while that module runs
     a backward is running                           the same, until the backward ends
@@ -28,10 +28,10 @@ from offload.errors import BudgetError, UsageError
 from offload.torch_internals import make_subclass, plain_tensors, tree_leaves, tree_map
 
 
-class Keeper(Protocol):
+class ParamOwner(Protocol):
     """Who brings, reads and edits the weights of the parameters of one model."""
 
-    def bring(self, unit: int, stays: bool = False) -> bool:
+    def fetch(self, unit: int, stays: bool = False) -> bool:
         """Bind the parameters of `unit` if a hooked module or a backward is running; whether one is.
 
         They are bound until that ends or their room is needed; with `stays`, for as long as the innermost module runs.
@@ -53,7 +53,7 @@ class Keeper(Protocol):
         """Code of the user has read `.grad` of the parameter `name`, which is None."""
 
 
-class Place:
+class ParamHandle:
     """One parameter of a model under an engine: whose it is, and how it comes and goes."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Place:
             rules: for functions of torch, by function; see `torch_function_rules.RULES`.
         """
         self.parameter, self.name, self.unit, self.position = parameter, name, unit, position
-        self.keeper: Keeper | None = None
+        self.owner: ParamOwner | None = None
         """None before the engine is complete, and after it was destroyed; see `attach`."""
         self.trainable = parameter.requires_grad
         self.gradient_hook: Any = None
@@ -92,17 +92,17 @@ class Place:
         self.device, self.rules = device, rules
         self._class = type(parameter)
         self._version = self._address = 0
-        self._aliases: weakref.WeakValueDictionary[int, PagedAlias] = weakref.WeakValueDictionary()
+        self._aliases: weakref.WeakValueDictionary[int, PagedParameterView] = weakref.WeakValueDictionary()
         self._nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
         self.storage_address = self._nan.untyped_storage().data_ptr()
 
-    def attach(self, keeper: Keeper) -> None:
-        """Makes `keeper` the one that brings, reads and edits this parameter."""
-        self.keeper = keeper
+    def attach(self, owner: ParamOwner) -> None:
+        """Makes `owner` the one that brings, reads and edits this parameter."""
+        self.owner = owner
 
     def detach(self) -> None:
         """Takes the keeper and the gradient hook away, at the end of the engine."""
-        self.keeper = self.take_gradient = self.gradient_hook = None
+        self.owner = self.take_gradient = self.gradient_hook = None
 
     def hook_gradient(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """Registers the hook that moves `.grad` into the engine's gradients.
@@ -117,18 +117,20 @@ class Place:
         self.gradient_hook = self.parameter.register_post_accumulate_grad_hook(hook)
         return self.gradient_hook
 
-    def bind(self, values: torch.Tensor) -> None:
+    def materialize(self, values: torch.Tensor) -> None:
         """Make the parameter an ordinary one, over the memory of `values`, of its shape."""
         with plain_tensors():
             self._version, self._address = self.parameter._version, values.data_ptr()
-        self.parameter.__dict__.pop("offload_place", None)
+        self.parameter.__dict__.pop("offload_handle", None)
         self.parameter.__class__ = self._class
         self.parameter.data = values
 
     @property
     def changed(self) -> bool:
         """Whether the bound parameter was changed in place, or given other memory."""
-        if not self.bound or self.parameter.data_ptr() == self._nan.data_ptr():  # an interrupt came before `bind` ended
+        if (
+            not self.materialized or self.parameter.data_ptr() == self._nan.data_ptr()
+        ):  # an interrupt came before `bind` ended
             return False
         return (self.parameter._version, self.parameter.data_ptr()) != (self._version, self._address)
 
@@ -145,34 +147,34 @@ class Place:
             f"stays as it is meanwhile"
         )
 
-    def unbind(self) -> None:
+    def release(self) -> None:
         """Make the parameter a placeholder."""
-        if not self.bound:
+        if not self.materialized:
             return
         self.parameter.data = self._nan
-        self.parameter.__class__ = Paged
-        self.parameter.__dict__["offload_place"] = self
+        self.parameter.__class__ = PagedParameter
+        self.parameter.__dict__["offload_handle"] = self
 
     @property
-    def bound(self) -> bool:
-        return not isinstance(self.parameter, Paged)
+    def materialized(self) -> bool:
+        return not isinstance(self.parameter, PagedParameter)
 
     def gather(self, values: torch.Tensor) -> None:
         """Give the parameter the memory of `values` until `let_go`; no module may use it meanwhile."""
-        self.bind(values)
+        self.materialize(values)
         self.gathered = True
 
     def let_go(self) -> torch.Tensor:
         """End `gather`: the memory with what was written to it."""
         values = self.parameter.data
         self.gathered = False
-        self.unbind()
+        self.release()
         return values
 
     def alias(self) -> torch.Tensor:
         """What `parameter.data` and `parameter.detach()` are: the same placeholder, outside of autograd."""
-        alias = make_subclass(PagedAlias, self._nan, False)
-        alias.__dict__["offload_place"] = self
+        alias = make_subclass(PagedParameterView, self._nan, False)
+        alias.__dict__["offload_handle"] = self
         self._aliases[id(alias)] = alias
         return alias
 
@@ -215,19 +217,19 @@ class Place:
         self.engine.edit(self.unit, self.position, values)
 
     @property
-    def engine(self) -> Keeper:
-        if self.keeper is None:
+    def engine(self) -> ParamOwner:
+        if self.owner is None:
             raise UsageError(
                 f"parameter {self.name} has no weights: its engine was destroyed; ask for state_dict() before, or "
                 f"resume the run"
             )
-        return self.keeper
+        return self.owner
 
 
-class PagedAlias(torch.Tensor):
+class PagedParameterView(torch.Tensor):
     """A placeholder that autograd does not know: what `detach()` and `.data` of a paged parameter give."""
 
-    offload_place: Place
+    offload_handle: ParamHandle
     own: torch.Tensor | None = None
     """Its memory, once the parameter was given other."""
 
@@ -245,13 +247,13 @@ class PagedAlias(torch.Tensor):
         return self._values().__reduce_ex__(protocol)
 
     def _values(self) -> torch.Tensor:
-        return self.offload_place.read() if self.own is None else self.own.clone()
+        return self.offload_handle.read() if self.own is None else self.own.clone()
 
 
-class Paged(nn.Parameter):
-    """A parameter whose weights are elsewhere; `Place.unbind` makes one of an ordinary parameter."""
+class PagedParameter(nn.Parameter):
+    """A parameter whose weights are elsewhere; `ParamHandle.release` makes one of an ordinary parameter."""
 
-    offload_place: Place
+    offload_handle: ParamHandle
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -259,24 +261,24 @@ class Paged(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
-            memo[id(self)] = self.offload_place.copy(self.requires_grad)
+            memo[id(self)] = self.offload_handle.copy(self.requires_grad)
         copy: torch.Tensor = memo[id(self)]
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.offload_place.copy(self.requires_grad).__reduce_ex__(protocol)
+        return self.offload_handle.copy(self.requires_grad).__reduce_ex__(protocol)
 
 
-def place_of(tensor: Any) -> Place | None:
+def handle_of(tensor: Any) -> ParamHandle | None:
     """The place of a placeholder; None for any other object."""
-    return tensor.offload_place if isinstance(tensor, Paged | PagedAlias) else None
+    return tensor.offload_handle if isinstance(tensor, PagedParameter | PagedParameterView) else None
 
 
 # -- what becomes of a call ------------------------------------------------------------------------------
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    place = next((found for value in (*args, *kwargs.values()) if (found := place_of(value)) is not None), None)
+    place = next((found for value in (*args, *kwargs.values()) if (found := handle_of(value)) is not None), None)
     rule = None if place is None else place.rules.get(func)
     if rule is not None:
         return rule(func, *args, **kwargs)
@@ -292,18 +294,18 @@ def call_plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` with weights in the place of placeholders."""
-    given: dict[int, Any] = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if place_of(leaf) is not None}
-    places: dict[int, Place] = {key: leaf.offload_place for key, leaf in given.items()}
+    given: dict[int, Any] = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if handle_of(leaf) is not None}
+    places: dict[int, ParamHandle] = {key: leaf.offload_handle for key, leaf in given.items()}
     # A parameter that is brought is an ordinary one from there on: the call does not come back here for it.
-    outside = [key for key, leaf in given.items() if getattr(leaf, "own", None) is None and not _bring(places[key])]
+    outside = [key for key, leaf in given.items() if getattr(leaf, "own", None) is None and not _fetch(places[key])]
     real: dict[int, torch.Tensor] = {}
     for key, leaf in given.items():
         if key in outside:
             with_gradient = torch.is_grad_enabled() and leaf.requires_grad
             real[key] = places[key].read_with_gradient() if with_gradient else places[key].read()
-        elif isinstance(leaf, PagedAlias):
+        elif isinstance(leaf, PagedParameterView):
             real[key] = places[key].parameter.detach() if leaf.own is None else leaf.own
-        elif not places[key].bound:
+        elif not places[key].materialized:
             raise BudgetError(
                 f"{_name(func)} needs {', '.join(place.name for place in places.values())} on the device at one time, "
                 f'and their units have no room there together; raise "device_memory" in the "offload" block'
@@ -320,8 +322,8 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return tree_map(lambda value: _returned(func, value, originals, storages), result) if outside else result
 
 
-def _bring(place: Place) -> bool:
-    return place.engine.bring(place.unit)
+def _fetch(place: ParamHandle) -> bool:
+    return place.engine.fetch(place.unit)
 
 
 def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[int, Any]) -> Any:
@@ -332,7 +334,7 @@ def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[i
         of = storages.get(value.untyped_storage().data_ptr())
         if of is not None:
             raise UsageError(
-                f"{_name(func)} would give a view of {of.offload_place.name}, whose weights are in the swap tiers: "
+                f"{_name(func)} would give a view of {of.offload_handle.name}, whose weights are in the swap tiers: "
                 f"what is written to the view would be lost. Use `with offload.gathered(parameter):`, or clone() first"
             )
     elif type(value).__module__ == "numpy" and hasattr(value, "flags"):
@@ -353,7 +355,7 @@ def _name(func: Any) -> str:
 # -- one kind of memory ------------------------------------------------------------------------------------
 
 
-def check_kind(place: Place, tensor: Any, values: Any) -> None:
+def check_kind(place: ParamHandle, tensor: Any, values: Any) -> None:
     mine, given = _kind(tensor), _kind(values)
     if mine != given:
         raise UsageError(
@@ -363,5 +365,5 @@ def check_kind(place: Place, tensor: Any, values: Any) -> None:
 
 
 def _kind(tensor: Any) -> str:
-    order = "" if place_of(tensor) is not None or tensor.is_contiguous() else ", not contiguous,"
+    order = "" if handle_of(tensor) is not None or tensor.is_contiguous() else ", not contiguous,"
     return f"{list(tensor.shape)} {tensor.dtype}{order} on {tensor.device}"

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
-from offload.engine.params.paged_parameter import Place, place_of
-from offload.engine.params.unit_views import Bindings
+from offload.engine.params.paged_parameter import ParamHandle, handle_of
+from offload.engine.params.unit_views import UnitViews
 from offload.errors import UsageError
 from offload.swapper.pager import Pager
 from offload.torch_internals import (
@@ -74,8 +74,8 @@ class SavedTensors:
     def __init__(
         self,
         names: Sequence[str],
-        places: Sequence[Sequence[Place]],
-        bindings: Bindings,
+        places: Sequence[Sequence[ParamHandle]],
+        bindings: UnitViews,
         pager: Pager,
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
@@ -119,8 +119,8 @@ class SavedTensors:
 
     def handle(self, tensor: torch.Tensor) -> _Handle | None:
         """The handle of a view of weights; None for any other tensor."""
-        place = place_of(tensor)
-        if place is not None and place.bound and getattr(tensor, "own", None) is None:
+        place = handle_of(tensor)
+        if place is not None and place.materialized and getattr(tensor, "own", None) is None:
             tensor = place.parameter.detach()  # `.data` that was asked for before its weights were brought
         address = storage_address(tensor)
         binding = self._bindings.binding_at(address)

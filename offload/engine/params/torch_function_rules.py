@@ -17,12 +17,12 @@ from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 from offload.engine.params import paged_parameter as placeholder
 from offload.engine.params.harmless_functions import TENSOR
 from offload.engine.params.paged_parameter import (
-    Paged,
-    PagedAlias,
+    PagedParameter,
+    PagedParameterView,
     call_plainly,
     call_with_weights,
     check_kind,
-    place_of,
+    handle_of,
 )
 from offload.errors import UsageError
 from offload.torch_internals import SHALLOW_COPY_QUERY
@@ -48,7 +48,7 @@ def _alias(func: Any, tensor: Any) -> Any:
             "accelerate.Accelerator"
         )
     own = getattr(tensor, "own", None)
-    return tensor.offload_place.alias() if own is None else own.detach()
+    return tensor.offload_handle.alias() if own is None else own.detach()
 
 
 def _address(func: Any, tensor: Any) -> Any:
@@ -56,30 +56,30 @@ def _address(func: Any, tensor: Any) -> Any:
 
     Otherwise an address only says whether two parameters are one.
     """
-    place, own = tensor.offload_place, getattr(tensor, "own", None)
+    place, own = tensor.offload_handle, getattr(tensor, "own", None)
     if own is not None:
         return func(own)
-    brought = place.keeper is not None and place.keeper.bring(place.unit, stays=True)
+    brought = place.owner is not None and place.owner.fetch(place.unit, stays=True)
     return call_plainly(func, place.parameter if brought else tensor)
 
 
 def _set_data(func: Any, tensor: Any, values: Any) -> None:
-    place = tensor.offload_place
-    if values is tensor or (place_of(values) is place and getattr(values, "own", None) is None):
+    place = tensor.offload_handle
+    if values is tensor or (handle_of(values) is place and getattr(values, "own", None) is None):
         return  # its own memory
     check_kind(place, tensor, values)
-    if not isinstance(tensor, Paged):
+    if not isinstance(tensor, PagedParameter):
         raise UsageError(f"`.data` of what `.data` or detach() of {place.name} gave cannot be set; set the parameter's")
     with torch.no_grad():
         values = values.detach().clone()  # before the aliases change: it may be one
-        if not place.engine.bring(place.unit):
+        if not place.engine.fetch(place.unit):
             place.leave_aliases()
         tensor.copy_(values)
 
 
 def _is_compatible(func: Any, tensor: Any, values: Any) -> bool:
     """`nn.Module.to` and its like ask this before they replace a parameter."""
-    place = place_of(tensor)
+    place = handle_of(tensor)
     if place is not None:
         check_kind(place, tensor, values)
     return bool(call_plainly(func, tensor, values))
@@ -87,8 +87,8 @@ def _is_compatible(func: Any, tensor: Any, values: Any) -> bool:
 
 def _copy(func: Any, tensor: Any, source: Any, non_blocking: bool = False) -> Any:
     """Values of a higher precision than the weights' are kept as they are: the master takes them."""
-    place = place_of(tensor)
-    if place is None or place_of(source) is not None or place.engine.bring(place.unit):
+    place = handle_of(tensor)
+    if place is None or handle_of(source) is not None or place.engine.fetch(place.unit):
         return call_with_weights(func, (tensor, source), {})
     if torch.is_grad_enabled() and tensor.requires_grad:
         return call_with_weights(func, (tensor, source), {})  # torch's own error
@@ -97,8 +97,8 @@ def _copy(func: Any, tensor: Any, source: Any, non_blocking: bool = False) -> An
 
 
 def _set_requires_grad(func: Any, tensor: Any, value: bool = True) -> Any:
-    place = tensor.offload_place
-    if value and isinstance(tensor, PagedAlias):
+    place = tensor.offload_handle
+    if value and isinstance(tensor, PagedParameterView):
         raise UsageError(
             f"this is the memory of {place.name}, whose weights are in the swap tiers; clone() it to make a parameter "
             f"of its own"
@@ -111,7 +111,7 @@ def _set_requires_grad(func: Any, tensor: Any, value: bool = True) -> Any:
 def _set_grad(func: Any, tensor: Any, value: Any = None) -> None:
     if value is not None:
         raise UsageError(
-            f"the gradient of {tensor.offload_place.name} cannot be set: gradients are in the engine, which "
+            f"the gradient of {tensor.offload_handle.name} cannot be set: gradients are in the engine, which "
             f"backward() adds to; offload.safe_set_full_grad sets one"
         )
     call_plainly(func, tensor, value)
@@ -127,9 +127,9 @@ def _get_grad(func: Any, tensor: Any) -> Any:
             "offload.hf.Accelerator in place of accelerate.Accelerator, whose clip_grad_norm_ is the engine's"
         )
     gradient = call_plainly(func, tensor)
-    place = place_of(tensor)
-    if gradient is None and place is not None and place.keeper is not None and not _is_asked_by_a_library():
-        place.keeper.miss_gradient(place.name)
+    place = handle_of(tensor)
+    if gradient is None and place is not None and place.owner is not None and not _is_asked_by_a_library():
+        place.owner.miss_gradient(place.name)
     return gradient
 
 
@@ -153,12 +153,12 @@ def _is_called_by(file: str) -> bool:
 
 def _convert(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """`to`, `half`, `cuda` …: the same parameter where nothing would change, as torch has it; else a copy."""
-    if place_of(tensor) is None:
+    if handle_of(tensor) is None:
         return call_plainly(func, tensor, *args, **kwargs)  # x.to(parameter) asks for its dtype and device
     form = kwargs.pop("memory_format", None)
     if form not in (None, torch.preserve_format, torch.contiguous_format):
         raise UsageError(
-            f"parameter {tensor.offload_place.name} lies contiguously in the swap tiers, it cannot become {form}"
+            f"parameter {tensor.offload_handle.name} lies contiguously in the swap tiers, it cannot become {form}"
         )
     probe = call_plainly(func, torch.empty((), dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
     if (probe.dtype, probe.device) == (tensor.dtype, tensor.device) and not kwargs.get("copy", False):
@@ -168,7 +168,7 @@ def _convert(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _like(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """`view_as` and others whose second argument only gives a shape."""
-    return (call_plainly if place_of(tensor) is None else _call_with_weights_of)(func, tensor, *args, **kwargs)
+    return (call_plainly if handle_of(tensor) is None else _call_with_weights_of)(func, tensor, *args, **kwargs)
 
 
 def _call_with_weights_of(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ def _call_with_weights_of(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _represent(func: Any, tensor: Any, *_: Any, **__: Any) -> str:
-    place = tensor.offload_place
+    place = tensor.offload_handle
     return (
         f"Paged({place.name}, shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={tensor.device}, "
         f"requires_grad={tensor.requires_grad})"
@@ -186,7 +186,7 @@ def _represent(func: Any, tensor: Any, *_: Any, **__: Any) -> str:
 def _register_after_gradient(func: Any, tensor: Any, hook: Callable[[torch.Tensor], None]) -> Any:
     """The user's hook sees the gradient; the engine's own, which takes it away, comes after all of them."""
     handle = call_plainly(func, tensor, hook)
-    own = tensor.offload_place.gradient_hook
+    own = tensor.offload_handle.gradient_hook
     if own is not None:
         hooks = tensor._post_accumulate_grad_hooks
         hooks[own.id] = hooks.pop(own.id)  # torch goes through them in the order of a plain dict

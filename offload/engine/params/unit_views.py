@@ -26,7 +26,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented, but not in __all__
 
-from offload.engine.params.paged_parameter import Place
+from offload.engine.params.paged_parameter import ParamHandle
 from offload.errors import BudgetError, UsageError
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.pager import Pager
@@ -66,7 +66,7 @@ class Binding:
 
 
 class _Unit:
-    def __init__(self, layout: UnitLayout, places: Sequence[Place]) -> None:
+    def __init__(self, layout: UnitLayout, places: Sequence[ParamHandle]) -> None:
         self.layout, self.places = layout, places
         self.views = [
             (segment.shape, torch.empty(segment.shape, device="meta").stride(), segment.start)
@@ -78,11 +78,11 @@ class _Unit:
         self.binding: Binding | None = None
 
 
-class Bindings:
+class UnitViews:
     """Binds and unbinds units. Forward hooks and autograd's threads call it, under its lock."""
 
     def __init__(
-        self, layouts: Sequence[UnitLayout], places: Sequence[Sequence[Place]], pager: Pager, dtype: torch.dtype
+        self, layouts: Sequence[UnitLayout], places: Sequence[Sequence[ParamHandle]], pager: Pager, dtype: torch.dtype
     ) -> None:
         self._pager, self._dtype = pager, dtype
         self._lock = threading.RLock()
@@ -98,14 +98,14 @@ class Bindings:
 
     @_without_modes
     def use(self, index: int) -> None:
-        """Bind the parameters of a unit until `unuse`, as often as it was used."""
+        """Bind the parameters of a unit until `release_unit`, as often as it was used."""
         unit = self._units[index]
         with self._lock:
             self._bind(index)
             unit.uses += 1
 
     @_without_modes
-    def unuse(self, index: int) -> None:
+    def release_unit(self, index: int) -> None:
         """End one use."""
         unit = self._units[index]
         with self._lock:
@@ -212,7 +212,7 @@ class Bindings:
         flat = binding.flat.view(self._dtype)
         unit.binding = binding
         for (size, stride, start), place in zip(unit.views, unit.places, strict=True):
-            place.bind(torch.as_strided(flat, size, stride, start))
+            place.materialize(torch.as_strided(flat, size, stride, start))
 
     def _take(self, index: int) -> Binding:
         """Pin a unit; where there is no room, units that are only kept make some."""
@@ -257,7 +257,7 @@ class Bindings:
         changed = unit.binding is not None and [place.name for place in unit.places if place.changed]
         for place in unit.places:
             if not place.gathered:
-                place.unbind()
+                place.release()
         if unit.binding is not None:
             unit.binding.flat = None
             unit.binding = None

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from offload.engine.callbacks import Edit, EngineCallbacks
-from offload.engine.params.module_hooks import Hooks
-from offload.engine.params.paged_parameter import Place
-from offload.engine.params.unit_views import Bindings
+from offload.engine.params.module_hooks import ModuleHooks
+from offload.engine.params.paged_parameter import ParamHandle
+from offload.engine.params.unit_views import UnitViews
 from offload.errors import BudgetError, UsageError
 from offload.layout.flat_layout import UnitLayout
 from offload.sizes import GIB, format_size
@@ -33,17 +33,17 @@ _MOST_GATHERED = GIB
 """Bytes of edits that wait to be written together; a fixed number, so that all ranks write at the same place."""
 
 
-class Weights:
+class WeightEdits:
     """The keeper of a model's placeholders. Belongs to the thread that runs the model."""
 
     def __init__(
         self,
         model: nn.Module,
         layouts: Sequence[UnitLayout],
-        places: Sequence[Sequence[Place]],
+        places: Sequence[Sequence[ParamHandle]],
         pager: Pager,
-        hooks: Hooks,
-        bindings: Bindings,
+        hooks: ModuleHooks,
+        bindings: UnitViews,
         dtype: torch.dtype,
         trains: bool,
         several_ranks: bool,
@@ -99,9 +99,9 @@ class Weights:
 
     # -- what a placeholder asks for ----------------------------------------------------------------
 
-    def bring(self, unit: int, stays: bool = False) -> bool:
+    def fetch(self, unit: int, stays: bool = False) -> bool:
         """Bind the parameters of `unit` if a hooked module or a backward is running; whether one is."""
-        return self._hooks.bring(unit, stays)
+        return self._hooks.fetch(unit, stays)
 
     def miss_gradient(self, name: str) -> None:
         """Code of the user has read `.grad` of the parameter `name`, which is None."""
@@ -217,7 +217,7 @@ class Weights:
             elif not place.gathered:
                 state[prefix + name] = self.weight(place.unit, place.position)
 
-    def place(self, parameter: Any) -> Place | None:
+    def place(self, parameter: Any) -> ParamHandle | None:
         """The place of `parameter`, also while it is bound; None where it is of a copy of the model."""
         return self._place_of.get(id(parameter))
 

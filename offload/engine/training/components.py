@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from offload.aio.shared_queue import SharedQueue
-from offload.engine.distributed.agreement import Rounds
+from offload.engine.distributed.agreement import Agreement
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.gradients.accumulator import Gradients
-from offload.engine.metrics.step_meter import Meter
-from offload.engine.optim.update_worker import Updater
-from offload.engine.params.local_shards import Held
-from offload.engine.params.module_hooks import Hooks
-from offload.engine.params.unit_views import Bindings
-from offload.engine.params.weight_edits import Weights
+from offload.engine.gradients.accumulator import GradientAccumulator
+from offload.engine.metrics.step_meter import StepMeter
+from offload.engine.optim.update_worker import UpdateWorker
+from offload.engine.params.local_shards import LocalShards
+from offload.engine.params.module_hooks import ModuleHooks
+from offload.engine.params.unit_views import UnitViews
+from offload.engine.params.weight_edits import WeightEdits
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
@@ -22,30 +22,30 @@ from offload.swapper.store import Store, Written
 from offload.timeline import OFF, Timeline
 
 
-class Parts(NamedTuple):
+class EngineComponents(NamedTuple):
     """What `initialize` has built, in the order in which it is closed."""
 
-    hooks: Hooks
-    weights: Weights
-    bindings: Bindings
-    updater: Updater | None
+    hooks: ModuleHooks
+    weights: WeightEdits
+    unit_views: UnitViews
+    update_worker: UpdateWorker | None
     """None where nothing trains."""
     pager: Pager
-    gradients: Gradients
+    gradients: GradientAccumulator
     ranks: Ranks | None
     """None where this process is alone; so are `rounds`."""
-    rounds: Rounds | None
+    agreement: Agreement | None
     store: Store | None
     queue: SharedQueue | None
     arena: HostArena
     layouts: tuple[UnitLayout, ...]
     trainable: tuple[range, ...]
     """The elements of each unit that this rank updates."""
-    held: Held
+    shards: LocalShards
     written: Written
     """What goes to each drive."""
     timeline: Timeline = OFF
-    meter: Meter | None = None
+    meter: StepMeter | None = None
     """None where nobody wants to know."""
 
     @property
@@ -63,7 +63,7 @@ class Parts(NamedTuple):
         return [
             self.hooks.remove,
             self.weights.remove,
-            *(() if self.updater is None else (self.updater.close,)),
+            *(() if self.update_worker is None else (self.update_worker.close,)),
             self.gradients.close,
             self.pager.close,
             *(() if self.queue is None else (self.queue.close,)),

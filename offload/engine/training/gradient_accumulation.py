@@ -15,7 +15,7 @@ from offload.errors import UsageError
 from offload.sizes import count_of
 
 
-class MicroBatches:
+class GradientAccumulation:
     """The backwards of one engine, counted in micro-batches and steps."""
 
     def __init__(self) -> None:

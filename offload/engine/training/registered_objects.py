@@ -22,7 +22,7 @@ _ADVICE = (
 )
 
 
-class Registered:
+class RegisteredObjects:
     """The objects of `engine.register_for_checkpointing`."""
 
     def __init__(self) -> None:

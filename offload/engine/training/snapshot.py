@@ -27,7 +27,7 @@ _ADVICE = (
 )
 
 
-class Progress(NamedTuple):
+class Snapshot(NamedTuple):
     """What a blob holds, as it was taken at the entry of the first engine call after a step."""
 
     facts: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Progress(NamedTuple):
         return tensors
 
     @classmethod
-    def unpack(cls, contents: Mapping[str, torch.Tensor]) -> Progress:
+    def unpack(cls, contents: Mapping[str, torch.Tensor]) -> Snapshot:
         """What `pack` gave."""
         tensors = dict(contents)
         facts = unmark_floats(json.loads(bytes(tensors.pop(_FACTS).numpy())))

@@ -12,7 +12,7 @@ from offload.errors import UsageError
 from offload.layout.device_need import DeviceNeed
 
 
-class Choices(NamedTuple):
+class StepSettings(NamedTuple):
     """What the config says about a step."""
 
     micro_batch_size: int
@@ -32,7 +32,7 @@ class Choices(NamedTuple):
     device_need: DeviceNeed = DeviceNeed(least=0, most=0, unit=0, weights=0)
 
 
-def resized(choices: Choices, total: int, ranks: int, gradients: torch.dtype | None) -> Choices:
+def resized(choices: StepSettings, total: int, ranks: int, gradients: torch.dtype | None) -> StepSettings:
     """The same for steps of `total` samples. Raises `UsageError` where these are no whole micro-batches.
 
     `gradients` is the dtype in which gradients are kept, unless the config names it.

@@ -1,4 +1,4 @@
-"""This moment of training: all that a commit holds beside weights and moments, taken and given back as `Progress`."""
+"""This moment of training: all that a commit holds beside weights and moments, taken and given back as `Snapshot`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 
 from offload.engine.optim.optimizer import Optimizer, merge_values
 from offload.engine.training.data_loader import Loader
-from offload.engine.training.registered_objects import Registered
+from offload.engine.training.registered_objects import RegisteredObjects
 from offload.engine.training.snapshot import (
-    Progress,
+    Snapshot,
     is_held,
     persistent_buffers,
     read_generators,
     scheduler_state,
     write_generators,
 )
-from offload.engine.training.step_settings import Choices
+from offload.engine.training.step_settings import StepSettings
 from offload.errors import UsageError
 from offload.fileio.plain_json import from_plain, to_plain
 from offload.layout.flat_layout import UnitLayout
@@ -44,7 +44,7 @@ class TrainingState:
         optimizer: Optimizer,
         lr_scheduler: Any,
         loader: Loader | None,
-        choices: Choices,
+        choices: StepSettings,
         layouts: Sequence[UnitLayout],
         commits: bool,
     ) -> None:
@@ -60,14 +60,14 @@ class TrainingState:
         self.parameter_steps = [[0] * len(layout.segments) for layout in layouts]
         """How often each parameter was updated, by unit."""
         self.client_state: dict[str, Any] = {}
-        self.registered = Registered()
+        self.registered = RegisteredObjects()
         self._generators: Mapping[str, torch.Tensor] | None = None
         """Those that follow at the next entry."""
         self._before_next: Mapping[str, torch.Tensor] | None = None
         """Those that `restore_generators` puts back; None from the first step on."""
         self._at_end: Mapping[str, torch.Tensor] | None = None
         """Those of the end of the last step, where somebody else loads the batches."""
-        self._after_step: Progress | None = None
+        self._after_step: Snapshot | None = None
         """What a commit of the last step holds: as all was at the first call after it."""
         self.after_step_is_due = False
         self.edited = False
@@ -85,7 +85,7 @@ class TrainingState:
         """By which the loss of the next backward is multiplied: 1 but in fp16."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
-    def take(self) -> Progress:
+    def take(self) -> Snapshot:
         """All of this moment that is not weights and moments."""
         facts = {
             "global_steps": self.global_steps,
@@ -113,7 +113,7 @@ class TrainingState:
             name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, buffer in persistent_buffers(self._module).items()
         }
-        return Progress(facts, generators, buffers)
+        return Snapshot(facts, generators, buffers)
 
     def notices(self) -> list[str]:
         """What no commit will hold, and a user should know before the first step."""
@@ -125,7 +125,7 @@ class TrainingState:
             f"after initialize"
         ]
 
-    def restore(self, progress: Progress, schedule: bool = True) -> list[str]:
+    def restore(self, progress: Snapshot, schedule: bool = True) -> list[str]:
         """Go on from `progress`. Random generators follow at the entry of the next engine call, or before its batch.
 
         Without `schedule` that of `initialize` stays as it is, and so do the values of the groups that it moves.
@@ -212,11 +212,11 @@ class TrainingState:
             self._at_end = read_generators(self._device)
 
     @property
-    def after_step(self) -> Progress | None:
+    def after_step(self) -> Snapshot | None:
         """What a commit of the last step holds; None where that is not taken yet, or nothing is ever committed."""
         return self._after_step
 
-    def for_commit(self) -> Progress:
+    def for_commit(self) -> Snapshot:
         """What a commit of now holds: a forward that was given up since the step has drawn, and changed buffers.
 
         Where weights were edited since, all else may have been too, but for the generators.
@@ -248,7 +248,7 @@ class TrainingState:
         """Counts the micro-batches of a `step()`."""
         self.micro_steps += passed
 
-    def change_settings(self, choices: Choices) -> None:
+    def change_settings(self, choices: StepSettings) -> None:
         """Trains on with other settings of a step."""
         self.choices = choices
 

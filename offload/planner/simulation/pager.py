@@ -12,9 +12,9 @@ from offload.planner.simulation.clock import Work
 from offload.planner.simulation.machine import Acting, Machine, until
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import Tier
-from offload.swapper.access_order import Trace
-from offload.swapper.memory.allocator import Space
-from offload.swapper.policy import Block, Floor, Limits, find_place, keeps, next_to_bring, victims
+from offload.swapper.access_order import AccessOrder
+from offload.swapper.memory.allocator import Allocator
+from offload.swapper.policy import Block, Floor, Limits, find_place, keeps, next_to_fetch, victims
 from offload.swapper.residency import ARROWS, Residency
 from offload.swapper.unit_table import UnitSize
 
@@ -40,16 +40,18 @@ class Entry:
     @property
     def at_hand(self) -> bool:
         """Whether HOST has the newest weights, or will have them when a read is done."""
-        return self.lease is not None or self.size.home is not Tier.DISK
+        return self.lease is not None or self.size.tier is not Tier.DISK
 
 
 class SimulatedPager:
     """Weights of all units between DISK, HOST and DEVICE. What may wait is an `Acting`."""
 
-    def __init__(self, sizes: Sequence[UnitSize], host: Space, device: Space, limits: Limits, machine: Machine) -> None:
+    def __init__(
+        self, sizes: Sequence[UnitSize], host: Allocator, device: Allocator, limits: Limits, machine: Machine
+    ) -> None:
         self.host, self.device, self.machine = host, device, machine
-        self.trace = Trace()
-        self.version = self.uses = self.hits = self.starved = 0
+        self.access_order = AccessOrder()
+        self.version = self.uses = self.hits = self.waiting_for_buffer = 0
         self.wanted: list[int] = []
         self.entries = [Entry(index, size, size.start) for index, size in enumerate(sizes)]
         self._limits = limits
@@ -60,11 +62,11 @@ class SimulatedPager:
         entry = self.entries[unit]
         entry.pins += 1
         if entry.pins == 1:
-            self.trace.use(unit)
+            self.access_order.use(unit)
             self.uses += 1
             self.hits += entry.residency is Residency.DEVICE
-        yield from self._bring(entry)
-        yield from self._look_ahead()
+        yield from self._fetch(entry)
+        yield from self._prefetch()
         yield from self.machine.counted("upload", until(entry.copied))
 
     def release(self, units: Iterable[int]) -> None:
@@ -73,12 +75,12 @@ class SimulatedPager:
             if (
                 not entry.pins
                 and not entry.size.stays
-                and not keeps(self.trace, entry.index, self._nbytes, self._limits)
+                and not keeps(self.access_order, entry.index, self._nbytes, self._limits)
             ):
                 self._drop(entry)
         self.notify()
 
-    def _bring(self, entry: Entry) -> Acting[None]:
+    def _fetch(self, entry: Entry) -> Acting[None]:
         while entry.updating or entry.residency is not Residency.DEVICE:
             if entry.updating:
                 yield from self.machine.counted("update", self._wait_for_update(entry))
@@ -108,13 +110,13 @@ class SimulatedPager:
         reading = [entry for entry in self.entries if entry.residency is Residency.READING]
         if reading:
             yield from self._finish_read(
-                max(reading, key=lambda entry: (self.trace.distance(entry.index), -entry.index))
+                max(reading, key=lambda entry: (self.access_order.distance(entry.index), -entry.index))
             )
             return
-        self.starved += 1
+        self.waiting_for_buffer += 1
         self.notify()
         yield from self.change()
-        self.starved -= 1
+        self.waiting_for_buffer -= 1
 
     def _start_read(self, entry: Entry, lease: Block, priority: Priority) -> None:
         entry.lease = lease
@@ -131,7 +133,7 @@ class SimulatedPager:
 
     def streams(self, unit: int) -> bool:
         size = self.entries[unit].size
-        return size.home is Tier.DISK and 2 * align_up(size.part_nbytes) > self.host.nbytes
+        return size.tier is Tier.DISK and 2 * align_up(size.part_nbytes) > self.host.nbytes
 
     def _lease_nbytes(self, entry: Entry) -> int:
         return self.host.nbytes // 2 // PAGE * PAGE if self.streams(entry.index) else entry.size.part_nbytes
@@ -170,7 +172,7 @@ class SimulatedPager:
             for e in self.entries
             if e.slice is not None and e.residency is Residency.DEVICE and not e.pins and not e.size.stays
         ]
-        place = find_place(self.device, entry.size.nbytes, idle, self.trace, floor, beyond)
+        place = find_place(self.device, entry.size.nbytes, idle, self.access_order, floor, beyond)
         if place is None:
             return None
         for unit in place.victims:
@@ -184,20 +186,20 @@ class SimulatedPager:
             f"use leave no such room in {format_size(self.device.nbytes)}"
         )
 
-    def _look_ahead(self) -> Acting[None]:
+    def _prefetch(self) -> Acting[None]:
         for entry in self.entries:
             if entry.reading is not None and entry.reading.done:
                 yield from self._finish_read(entry)
-        yield from self._read_ahead()
+        yield from self._prefetch_reads()
         while (unit := self._next_upload()) is not None:
             entry = self.entries[unit]
             ready = entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
-            place = self._take_slice(entry, self.trace.distance(unit)) if ready else None
+            place = self._take_slice(entry, self.access_order.distance(unit)) if ready else None
             if place is None:
                 return
             yield from self._upload(entry, place)
 
-    def _read_ahead(self) -> Acting[None]:
+    def _prefetch_reads(self) -> Acting[None]:
         def wanting(unit: int) -> bool:
             entry = self.entries[unit]
             on_disk = entry.residency is Residency.DISK and entry.lease is None
@@ -206,8 +208,10 @@ class SimulatedPager:
         def nbytes(unit: int) -> int:
             return self.entries[unit].size.part_nbytes
 
-        while (unit := next_to_bring(self.trace, nbytes, wanting, self._limits)) is not None:
-            lease = yield from self.machine.counted("room", self._lease(unit, nbytes(unit), self.trace.distance(unit)))
+        while (unit := next_to_fetch(self.access_order, nbytes, wanting, self._limits)) is not None:
+            lease = yield from self.machine.counted(
+                "room", self._lease(unit, nbytes(unit), self.access_order.distance(unit))
+            )
             if lease is None:
                 return
             self._start_read(self.entries[unit], lease, Priority.NORMAL)
@@ -216,7 +220,7 @@ class SimulatedPager:
         def wanting(unit: int) -> bool:
             return self.entries[unit].residency is not Residency.DEVICE
 
-        return next_to_bring(self.trace, self._nbytes, wanting, self._limits)
+        return next_to_fetch(self.access_order, self._nbytes, wanting, self._limits)
 
     def _nbytes(self, unit: int) -> int:
         return self.entries[unit].size.nbytes
@@ -253,7 +257,7 @@ class SimulatedPager:
 
     def _distance(self, unit: int) -> int:
         entry = self.entries[unit]
-        return 0 if entry.pins and entry.residency is not Residency.DEVICE else self.trace.distance(unit)
+        return 0 if entry.pins and entry.residency is not Residency.DEVICE else self.access_order.distance(unit)
 
     def _may_take_lease_of(self, entry: Entry) -> bool:
         clean = not entry.unwritten and not entry.in_update
@@ -287,14 +291,14 @@ class SimulatedPager:
         yield from until(entry.copied)
         while entry.residency is Residency.READING:
             yield from self._finish_read(entry)
-        if not entry.at_hand and not self.starved:
-            beyond = -1 if entry.index in self.wanted else self.trace.distance(entry.index)
+        if not entry.at_hand and not self.waiting_for_buffer:
+            beyond = -1 if entry.index in self.wanted else self.access_order.distance(entry.index)
             entry.lease = yield from self._lease(entry.index, entry.size.part_nbytes, beyond)
         entry.in_update = entry.at_hand
         return entry.in_update
 
     def delivers(self, unit: int) -> bool:
-        return self.entries[unit].size.home is not Tier.DEVICE and not self.streams(unit)
+        return self.entries[unit].size.tier is not Tier.DEVICE and not self.streams(unit)
 
     def holds_weights(self, unit: int) -> bool:
         return self.entries[unit].residency is Residency.HOST

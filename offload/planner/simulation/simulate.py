@@ -3,10 +3,10 @@
     simulate(uses, sizes, updates, budgets)            peaks of both budgets, hits, bytes
     simulate(uses, sizes, updates, budgets, rates=…)   also seconds, what was waited for, and the time line
 
-Every decision is made by the functions of `policy` over a `Trace` and two `Space`s, as in the pager, and every move is
-one of `residency.ARROWS`. Two actors take turns: the thread that runs the model, and the update worker. Without rates
-all work ends at once: while the model computes the worker goes as far ahead as its leases allow, and what is read ahead
-is there at the next use.
+Every decision is made by the functions of `policy` over a `Trace` and two `Allocator`s, as in the pager, and every
+move is one of `residency.ARROWS`. Two actors take turns: the thread that runs the model, and the update worker.
+Without rates all work ends at once: while the model computes the worker goes as far ahead as its leases allow, and
+what is read ahead is there at the next use.
 
 What is left out: other ranks, evaluations and edits; the commit; windows of gradients that spill (their writes never
 make the backward wait). A use computes until it ends, so on a GPU the host is taken to go in step with the device.
@@ -22,7 +22,7 @@ from offload.planner.simulation.clock import Span
 from offload.planner.simulation.machine import Acting, Machine, Moved, Rates, Waited, Worked
 from offload.planner.simulation.pager import SimulatedPager
 from offload.planner.simulation.updater import SimulatedUpdater, UpdateCost
-from offload.swapper.memory.allocator import Space
+from offload.swapper.memory.allocator import Allocator
 from offload.swapper.policy import Limits
 from offload.swapper.unit_table import UnitSize
 
@@ -85,7 +85,7 @@ def simulate(
     where what is in use leaves no room on the device, as the pager does.
     """
     machine = Machine(rates or Rates())
-    pager = SimulatedPager(sizes, Space(budgets.host), Space(budgets.device), limits or Limits(), machine)
+    pager = SimulatedPager(sizes, Allocator(budgets.host), Allocator(budgets.device), limits or Limits(), machine)
     updater = SimulatedUpdater(updates, tile_numel, pager, machine)
     loop = _Loop(uses, overlap, pager, updater, machine)
     loop.run(steps)
@@ -174,7 +174,7 @@ class _Loop:
 
     def _step(self) -> Acting[None]:
         yield from self._machine.counted("update", self._updater.finish())
-        self._pager.trace.finish()
-        self._updater.schedule(self._pager.trace.order)
+        self._pager.access_order.finish()
+        self._updater.schedule(self._pager.access_order.order)
         if not self._overlap:
             yield from self._machine.counted("update", self._updater.finish())

@@ -148,18 +148,18 @@ class SimulatedUpdater:
         leased = False
         if self._pager.delivers(unit):
             leased = yield from self._pager.lease_for_update(entry)
-            going_on = self._flushing or self._pager.starved or self._pager.wanted_update() is not None
+            going_on = self._flushing or self._pager.waiting_for_buffer or self._pager.wanted_update() is not None
             if not leased and (self._reading or self._writing or not going_on):
                 return None
         self._queue.remove(unit)
-        delivered = leased or entry.size.home is Tier.DEVICE
+        delivered = leased or entry.size.tier is Tier.DEVICE
         self.undelivered += not delivered
         return _Job(unit, cost, leased, delivered)
 
     def _read_tile(self, job: _Job, start: int, stop: int) -> Acting[list[Work]]:
         entry, cost = self._pager.entries[job.unit], job.cost
         nbytes = _share(cost.state_nbytes, start, stop, cost.numel)
-        if entry.size.home is Tier.DISK and not (job.leased and self._pager.holds_weights(job.unit)):
+        if entry.size.tier is Tier.DISK and not (job.leased and self._pager.holds_weights(job.unit)):
             nbytes += _share(cost.weight_nbytes, start, stop, cost.numel)
             if job.leased and start == 0:  # a lease is read whole, what is frozen too
                 nbytes += entry.size.part_nbytes - cost.weight_nbytes

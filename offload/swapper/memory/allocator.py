@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from offload.sizes import PAGE, align_up
 
 
-class Space:
+class Allocator:
     """Offsets within `nbytes` bytes: best fit, neighbours coalesce, steps of 4096 bytes.
 
     With `scatter`, each block lies at a random end of a random hole that fits: first fit returns to the same address so

@@ -9,11 +9,11 @@ import torch
 
 from offload.errors import BudgetError
 from offload.sizes import format_size
-from offload.swapper.memory.allocator import Space
+from offload.swapper.memory.allocator import Allocator
 from offload.swapper.memory.device import Device, Event
 
 
-class Slice(NamedTuple):
+class DeviceBuffer(NamedTuple):
     """A stretch of the device arena that holds one unit's weights."""
 
     offset: int
@@ -26,15 +26,15 @@ class DeviceArena:
     """One allocation on the compute device, or two once it has grown, within which every unit's weights come and go.
 
     A slice may be given back while compute that reads it is still under way: who takes its place next writes there
-    after the events in `Slice.after`. With `poison`, freed slices are filled with NaN and slices lie at random places,
-    so that a stale view shows itself.
+    after the events in `DeviceBuffer.after`. With `poison`, freed slices are filled with NaN and slices lie at random
+    places, so that a stale view shows itself.
     """
 
     def __init__(self, nbytes: int, device: Device, poison: bool = False) -> None:
         self.nbytes = nbytes
         self.poison = poison
         self._device = device
-        self.space = Space(nbytes, random.Random(0) if poison else None)
+        self.space = Allocator(nbytes, random.Random(0) if poison else None)
         self._readers: list[tuple[int, int, Event]] = []
         """Stretches that were given back, and when the last compute that reads them is done."""
         self.pieces = [(0, self._allocate(nbytes))]
@@ -63,7 +63,7 @@ class DeviceArena:
     def used_bytes(self) -> int:
         return self.space.used_bytes
 
-    def take(self, nbytes: int) -> Slice | None:
+    def take(self, nbytes: int) -> DeviceBuffer | None:
         """A slice, or None where no hole is large enough."""
         offset = self.space.take(nbytes)
         return None if offset is None else self._slice(offset, nbytes)
@@ -74,19 +74,19 @@ class DeviceArena:
         assert piece is not None, "the device arena was sized for what stays there"
         return self.view(piece)
 
-    def take_at(self, offset: int, nbytes: int) -> Slice:
+    def take_at(self, offset: int, nbytes: int) -> DeviceBuffer:
         """The slice at `offset`, which is free."""
         self.space.take_at(offset, nbytes)
         return self._slice(offset, nbytes)
 
-    def _slice(self, offset: int, nbytes: int) -> Slice:
+    def _slice(self, offset: int, nbytes: int) -> DeviceBuffer:
         self._readers = [reader for reader in self._readers if not reader[2].done()]
         stop = offset + nbytes
-        return Slice(
+        return DeviceBuffer(
             offset, nbytes, tuple(done for first, last, done in self._readers if first < stop and offset < last)
         )
 
-    def give(self, piece: Slice, written: Event, read: Event) -> None:
+    def give(self, piece: DeviceBuffer, written: Event, read: Event) -> None:
         """Return a slice; `written` and `read` end the last upload into it and the last compute that reads it."""
         if self.poison:
             self._device.hold(written)
@@ -98,7 +98,7 @@ class DeviceArena:
         ]
         self.space.give(piece.offset, piece.nbytes)
 
-    def view(self, piece: Slice) -> torch.Tensor:
+    def view(self, piece: DeviceBuffer) -> torch.Tensor:
         """(nbytes,) uint8, the slice's own memory."""
         start, memory = next(each for each in reversed(self.pieces) if each[0] <= piece.offset)
         return memory[piece.offset - start : piece.offset - start + piece.nbytes]

@@ -22,7 +22,7 @@ import torch
 from offload.aio import aligned_empty, release_pages
 from offload.errors import BudgetError
 from offload.sizes import PAGE, align_up, format_size
-from offload.swapper.memory.allocator import Space
+from offload.swapper.memory.allocator import Allocator
 from offload.swapper.memory.device import Device
 
 TILE_BUFFERS = 8
@@ -53,7 +53,7 @@ class Mapping:
         self.memory = aligned_empty(max(nbytes, 1))
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.device = device
-        self.space = Space(nbytes)
+        self.space = Allocator(nbytes)
         self.pinned_bytes = device.register(self.bytes)
 
     def give(self, start: int, nbytes: int) -> None:
@@ -63,7 +63,7 @@ class Mapping:
             release_pages(self.memory[start : start + nbytes])
 
 
-class Lease:
+class HostBuffer:
     """Host memory borrowed from an arena; whoever holds it returns it exactly once.
 
     `buffer` is its bytes for I/O; `tensor(dtype)` the same bytes as a one-dimensional tensor. Contents are
@@ -89,7 +89,7 @@ class Lease:
         self._region.space.give(self.offset, self.nbytes)
         self._region = None
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> HostBuffer:
         return self
 
     def __exit__(
@@ -104,12 +104,12 @@ class Region:
     def __init__(self, mapping: Mapping, start: int, nbytes: int) -> None:
         self.mapping = mapping
         self.start = start
-        self.space = Space(nbytes)
+        self.space = Allocator(nbytes)
 
-    def take(self, nbytes: int) -> Lease | None:
+    def take(self, nbytes: int) -> HostBuffer | None:
         """A lease of `nbytes`, or None where no hole of this class is large enough."""
         offset = self.space.take(nbytes)
-        return None if offset is None else Lease(self, offset, nbytes)
+        return None if offset is None else HostBuffer(self, offset, nbytes)
 
 
 class HostArena:

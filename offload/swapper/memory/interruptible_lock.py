@@ -14,7 +14,7 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
-class Monitor:
+class InterruptibleLock:
     """Take `lock` by `with monitor.lock:`, once; all methods are for the thread that holds it."""
 
     def __init__(self) -> None:

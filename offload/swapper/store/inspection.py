@@ -191,7 +191,7 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
         wrong.append(Wrong(str(path), "it is missing"))
     elif len(data) != 2 * PAGE:
         wrong.append(Wrong(str(path), f"it has {len(data)} bytes, not {2 * PAGE}"))
-    elif found.torn:
+    elif found.in_critical_section:
         wrong.append(Wrong(str(path), "a record is torn: its checksum is not right; a commit was cut short, or damage"))
     elif not commits and any((_bytes(folder / "blob.1") or b"")[:8]):
         wrong.append(Wrong(str(path), "it holds no record, and there were two commits"))

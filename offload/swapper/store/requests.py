@@ -8,14 +8,14 @@ from typing import Any
 from offload.aio import DirectFile, File
 from offload.aio.file import Piece
 from offload.aio.protocols import Future
-from offload.swapper.store.format.manifest import Extent, Place
+from offload.swapper.store.format.manifest import Extent, Extents
 
 
 class Joined:
     """Stretches of a file, one behind the other, as a file of their own, so that one request moves all of them."""
 
     def __init__(self, file: File, stretches: Sequence[Extent]) -> None:
-        self._file, self._place = file, Place(tuple(stretches))
+        self._file, self._place = file, Extents(tuple(stretches))
 
     @property
     def path(self) -> str:
@@ -32,7 +32,7 @@ class Joined:
         return self._file.parts()
 
 
-def bytes_of(file: File, place: Place, start: int, nbytes: int) -> tuple[File, int]:
+def bytes_of(file: File, place: Extents, start: int, nbytes: int) -> tuple[File, int]:
     """The file and the offset by which a queue is asked for bytes of a slot."""
     stretches = place.stretches(start, nbytes)
     return (file, stretches[0].offset) if len(stretches) == 1 else (Joined(file, stretches), 0)

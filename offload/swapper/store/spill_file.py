@@ -17,7 +17,7 @@ from offload.swapper.store.drive_spans import NO_SPANS, DriveSpans
 from offload.timeline import Row, now
 
 
-class Scratch:
+class SpillFile:
     """A stretch of bytes for each key of `nbytes`, each on the drive that holds the least so far.
 
     Raises `StoreError` where there is no room: all of it is reserved. `read` and `write` may be called by any thread;

@@ -235,7 +235,7 @@ class Store:
             if found.other_format is not None:
                 read_manifest(self.folders[0] / "manifest.json")  # says that it is, and which version made it
             raise StoreError(f"{self.folders[0]} has no commit record whose checksum is right: it cannot be resumed")
-        doubtful = bool(found.torn) or self._suspect.exists()
+        doubtful = bool(found.in_critical_section) or self._suspect.exists()
         wrong: list[str] = []
         for record in records:
             if len(record.slots) != len(self.newest):

@@ -12,7 +12,7 @@ from offload.errors import IoError
 from offload.sizes import MIB
 from offload.states import State
 from offload.swapper.store.format.checksums import Key, Slot, Stretch
-from offload.swapper.store.format.manifest import Place
+from offload.swapper.store.format.manifest import Extents
 from offload.swapper.store.requests import bytes_of
 
 _CHUNK_NBYTES = 8 * MIB
@@ -51,7 +51,7 @@ class _Comparison:
     def __init__(
         self,
         file: StripedFile,
-        places: Sequence[Mapping[State, Sequence[Place]]],
+        places: Sequence[Mapping[State, Sequence[Extents]]],
         slots: Sequence[int],
         title: Callable[[int], str],
     ) -> None:
@@ -64,7 +64,7 @@ class _Comparison:
         self._bad: Stretch | None = None
         """The last stretch that was reported."""
 
-    def place(self, key: Key) -> Place:
+    def place(self, key: Key) -> Extents:
         return self._places[key[0]][key[1]][self._slots[key[0]]]
 
     def uncovered(self, table: Mapping[Key, Slot]) -> Iterator[Damage]:
@@ -103,7 +103,7 @@ class _Comparison:
 def damages(
     file: StripedFile,
     queue: Queue,
-    places: Sequence[Mapping[State, Sequence[Place]]],
+    places: Sequence[Mapping[State, Sequence[Extents]]],
     slots: Sequence[int],
     table: Mapping[Key, Slot],
     title: Callable[[int], str],
@@ -152,7 +152,7 @@ def damages(
 def first_damage(
     file: StripedFile,
     queue: Queue,
-    places: Sequence[Mapping[State, Sequence[Place]]],
+    places: Sequence[Mapping[State, Sequence[Extents]]],
     slots: Sequence[int],
     table: Mapping[Key, Slot],
     title: Callable[[int], str],

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from offload.aio import crc32c_joined, crc32c_of_zeros
 from offload.states import State
-from offload.swapper.store.format.manifest import Place
+from offload.swapper.store.format.manifest import Extents
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ Slot = tuple[Stretch, ...]
 Key = tuple[int, State]
 
 
-def of_zeros(place: Place) -> Slot:
+def of_zeros(place: Extents) -> Slot:
     """A slot that was never written, in a file whose room was reserved: a stretch for each of its extents."""
     starts = itertools.accumulate((extent.nbytes for extent in place.extents), initial=0)
     return tuple(

@@ -84,7 +84,7 @@ class Records(NamedTuple):
 
     valid: tuple[Record, ...]
     """Newest first."""
-    torn: tuple[int, ...]
+    in_critical_section: tuple[int, ...]
     """The pages that hold something that is no record: a commit that was interrupted, or damage."""
     other_format: int | None = None
     """What pages say of themselves that are torn for this version, because another one made them."""
@@ -108,10 +108,10 @@ def read_records(path: Path) -> Records:
     pages = [data[start : start + PAGE] for start in (0, PAGE)]
     found = [Record.unpack(page) for page in pages]
     valid = sorted((record for record in found if record is not None), key=lambda record: -record.serial)
-    torn = tuple(which for which in (0, 1) if found[which] is None and any(pages[which]))
-    said = (page_version(pages[which]) for which in torn)
+    in_critical_section = tuple(which for which in (0, 1) if found[which] is None and any(pages[which]))
+    said = (page_version(pages[which]) for which in in_critical_section)
     other = next((version for version in said if version not in (None, FORMAT_VERSION)), None)
-    return Records(tuple(valid), torn, other)
+    return Records(tuple(valid), in_critical_section, other)
 
 
 def was_committed(folder: Path) -> bool:
@@ -121,7 +121,7 @@ def was_committed(folder: Path) -> bool:
     neither is the first commit, interrupted: nothing was trained yet. A page of another format is a commit as well.
     """
     found = read_records(folder / "commit")
-    if found.valid or 1 in found.torn or found.other_format is not None:
+    if found.valid or 1 in found.in_critical_section or found.other_format is not None:
         return True
     try:
         return any(read_whole(folder / "blob.1")[:8])

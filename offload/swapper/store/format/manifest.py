@@ -28,7 +28,7 @@ class Extent(NamedTuple):
     nbytes: int
 
 
-class Place(NamedTuple):
+class Extents(NamedTuple):
     """Where a slot of a partition lies: its extents, one behind the other, two at most."""
 
     extents: tuple[Extent, ...]
@@ -81,18 +81,18 @@ class StoreSpec(NamedTuple):
         rows = [row.get(state, 0) * self.slots for row in self.partitions]
         return sum(rows) - (sum(self.shared) if state is State.WEIGHT else 0)
 
-    def places(self) -> list[dict[State, tuple[Place, ...]]]:
+    def places(self) -> list[dict[State, tuple[Extents, ...]]]:
         """For each unit and state its slots, one behind the other; what they share lies behind the last."""
         end = 0
-        table: list[dict[State, tuple[Place, ...]]] = []
+        table: list[dict[State, tuple[Extents, ...]]] = []
         for states, frozen in zip(self.partitions, self.shared, strict=True):
-            row: dict[State, tuple[Place, ...]] = {}
+            row: dict[State, tuple[Extents, ...]] = {}
             for state, nbytes in states.items():
                 shared = frozen if state is State.WEIGHT else 0
                 own = nbytes - shared
                 behind = Extent(end + self.slots * own, shared)
                 slots = [(Extent(end + slot * own, own), behind) for slot in range(self.slots)]
-                row[state] = tuple(Place(tuple(each for each in slot if each.nbytes)) for slot in slots)
+                row[state] = tuple(Extents(tuple(each for each in slot if each.nbytes)) for slot in slots)
                 end = behind.offset + behind.nbytes
             table.append(row)
         return table
