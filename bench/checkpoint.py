@@ -20,9 +20,9 @@ from typing import Any
 import offload
 from bench.measure import apart, random_ids, report, resident, seconds, settings_for
 from offload.aio import Bandwidth, IoQueue, bandwidths
-from offload.engine.source import StoreSource
-from offload.export import export, make_plan
+from offload.engine.model_io.weight_source import StoreSource
 from offload.presets import PRESETS, require_transformers
+from offload.runs.export import export, make_plan
 from offload.sizes import GIB, MIB
 from offload.swapper.store import remove_run
 

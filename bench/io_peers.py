@@ -23,8 +23,8 @@ from typing import Any
 from offload.aio import IoQueue, StripedFile, aligned_empty
 from offload.aio.measure import OPERATIONS, Pass, move
 from offload.bench.io import Fio
-from offload.bench.python_ways import fill_with_noise
-from offload.info import machine
+from offload.hardware.info import machine
+from offload.hardware.noise import fill_with_noise
 from offload.sizes import MIB, format_size, parse_size
 
 DEEPSPEED = {

@@ -16,15 +16,16 @@ from typing import Any
 import offload
 from bench.measure import apart, median_ratio, options, random_ids, report, resident, seconds
 from bench.throttle import throttled
-from offload.planner import choice, memory
+from offload.hardware.probe import DTYPES, probe
+from offload.planner import memory
+from offload.planner import recommend as choice
 from offload.planner.hardware import Hardware, probed
-from offload.planner.measured import compute_seconds, measured
-from offload.planner.shape import Shape, from_name
+from offload.planner.measure_model import compute_seconds, measured
+from offload.planner.model_shape import Shape, from_name
 from offload.planner.timing import Load
 from offload.presets import build
-from offload.probe import DTYPES, probe
 from offload.sizes import parse_size
-from offload.swapper.limits import free_host_memory
+from offload.swapper.memory.limits import free_host_memory
 
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
 _UNCOUNTED = 2

@@ -61,42 +61,42 @@ _MODULE_OF = {
     "RankError": "offload.errors",
     "StoreError": "offload.errors",
     "UsageError": "offload.errors",
-    "auto_dtype": "offload.engine.dtype_choice",
-    "estimate_zero2_model_states_mem_needs_all_cold": "offload.planner.estimates",
-    "estimate_zero2_model_states_mem_needs_all_live": "offload.planner.estimates",
-    "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.estimates",
-    "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.estimates",
-    "gathered": "offload.engine.weights",
-    "init": "offload.engine.pretrained",
-    "initialize": "offload.engine.initialize",
-    "load_pretrained": "offload.engine.pretrained",
-    "register_external_parameter": "offload.engine.calls",
-    "safe_get_full_fp32_param": "offload.engine.calls",
-    "safe_get_full_grad": "offload.engine.calls",
-    "safe_get_full_optimizer_state": "offload.engine.calls",
-    "safe_get_local_fp32_param": "offload.engine.calls",
-    "safe_get_local_grad": "offload.engine.calls",
-    "safe_get_local_optimizer_state": "offload.engine.calls",
-    "safe_set_full_fp32_param": "offload.engine.calls",
-    "safe_set_full_grad": "offload.engine.calls",
-    "safe_set_full_optimizer_state": "offload.engine.calls",
-    "safe_set_local_fp32_param": "offload.engine.calls",
-    "safe_set_local_grad": "offload.engine.calls",
-    "safe_set_local_optimizer_state": "offload.engine.calls",
-    "unregister_external_parameter": "offload.engine.calls",
+    "auto_dtype": "offload.engine.build.dtype_choice",
+    "estimate_zero2_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
+    "estimate_zero2_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
+    "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
+    "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
+    "gathered": "offload.engine.params.gathered",
+    "init": "offload.engine.model_io.load_pretrained",
+    "initialize": "offload.engine.build.initialize",
+    "load_pretrained": "offload.engine.model_io.load_pretrained",
+    "register_external_parameter": "offload.engine.tensor_api",
+    "safe_get_full_fp32_param": "offload.engine.tensor_api",
+    "safe_get_full_grad": "offload.engine.tensor_api",
+    "safe_get_full_optimizer_state": "offload.engine.tensor_api",
+    "safe_get_local_fp32_param": "offload.engine.tensor_api",
+    "safe_get_local_grad": "offload.engine.tensor_api",
+    "safe_get_local_optimizer_state": "offload.engine.tensor_api",
+    "safe_set_full_fp32_param": "offload.engine.tensor_api",
+    "safe_set_full_grad": "offload.engine.tensor_api",
+    "safe_set_full_optimizer_state": "offload.engine.tensor_api",
+    "safe_set_local_fp32_param": "offload.engine.tensor_api",
+    "safe_set_local_grad": "offload.engine.tensor_api",
+    "safe_set_local_optimizer_state": "offload.engine.tensor_api",
+    "unregister_external_parameter": "offload.engine.tensor_api",
 }
 """Where each public name is. `__all__` and what a type checker reads, below, have the same: a test compares."""
 
 _PARTS = {
     "aio": "offload.aio",
     "config": "offload.config",
-    "engine": "offload.engine.initialize",
+    "engine": "offload.engine.build.initialize",
     "errors": "offload.errors",
     "kernels": "offload.kernels",
-    "planner": "offload.planner.estimates",
+    "planner": "offload.planner.deepspeed_estimates",
     "schedules": "offload.schedules",
     "sizes": "offload.sizes",
-    "swapper": "offload.engine.initialize",
+    "swapper": "offload.engine.build.initialize",
 }
 """Modules that are there, with a dot, after `import offload` alone; and what to import so that what is in them is."""
 
@@ -110,7 +110,12 @@ _OF_DEEPSPEED = {
 
 if TYPE_CHECKING:
     from offload import schedules
-    from offload.engine.calls import (
+    from offload.engine.build.dtype_choice import auto_dtype
+    from offload.engine.build.initialize import initialize
+    from offload.engine.engine import Engine
+    from offload.engine.model_io.load_pretrained import init, load_pretrained
+    from offload.engine.params.gathered import gathered
+    from offload.engine.tensor_api import (
         register_external_parameter,
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -126,11 +131,6 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         unregister_external_parameter,
     )
-    from offload.engine.dtype_choice import auto_dtype
-    from offload.engine.engine import Engine
-    from offload.engine.initialize import initialize
-    from offload.engine.pretrained import init, load_pretrained
-    from offload.engine.weights import gathered
     from offload.errors import (
         BudgetError,
         ConfigError,
@@ -142,7 +142,7 @@ if TYPE_CHECKING:
         StoreError,
         UsageError,
     )
-    from offload.planner.estimates import (
+    from offload.planner.deepspeed_estimates import (
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
         estimate_zero3_model_states_mem_needs_all_cold,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from offload.cli import app
+from offload.cli.main import app
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "command-line.md"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from offload.cli import app
+from offload.cli.main import app
 from offload.presets import PRESETS
 
 SMALL = ("--batch-size", "2", "--seq-len", "32", "--device", "cpu")

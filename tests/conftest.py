@@ -22,8 +22,8 @@ import torch
 import offload
 from offload.aio import BACKENDS, IoQueue
 from offload.aio.backend import refusals
-from offload.engine import dtype_choice
-from offload.swapper.host import process_memory
+from offload.engine.build import dtype_choice
+from offload.swapper.memory.host_arena import process_memory
 from tests import sampling
 
 dtype_choice.warned.update(("bf16", "fp16"))  # else one test has a warning more, on some machines

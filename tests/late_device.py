@@ -25,8 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload.engine import initialize
-from offload.swapper.device import Device, DeviceRoom, Event
+from offload.engine.build import initialize
+from offload.swapper.memory.device import Device, DeviceRoom, Event
 
 
 class _Mark:

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine.layout import lay_out
-from offload.engine.units import find_units
+from offload.layout.flat_layout import lay_out
+from offload.layout.units import find_units
 from tests.faults import LateQueue, use_queue
 
 TIERS = ("none", "cpu", "nvme")
@@ -250,8 +250,13 @@ def room_for(job: Job, units: int) -> int:
 
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tiny models: tiny pieces of a gradient, of a unit that streams, and of an update."""
-    from offload.engine import gradient_values, gradients, placement, reduction, tiles, weighing
-    from offload.swapper import simulate_updater
+    from offload.engine.gradients import accumulator as gradients
+    from offload.engine.gradients import reduce_scatter as reduction
+    from offload.engine.gradients import values as gradient_values
+    from offload.engine.optim import lamb_norms as weighing
+    from offload.layout import placement
+    from offload.layout import tile_sizes as tiles
+    from offload.planner.simulation import updater as simulate_updater
 
     for module in (placement, gradient_values, gradients, reduction, weighing):
         monkeypatch.setattr(module, "CHUNK", 1024)

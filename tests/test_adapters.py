@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 import offload
-from offload.swapper.states import State
+from offload.states import State
 from tests import models
 from tests.oracle import assert_same_tensors, train_step
 from tests.pretrained import CAUSAL, FAMILIES, engine_of, written

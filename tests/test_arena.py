@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from offload.errors import BudgetError
 from offload.sizes import align_up
-from offload.swapper.arena import DeviceArena, check_budget
-from offload.swapper.device import DONE, Device
-from offload.swapper.host import Classes, HostArena
-from offload.swapper.space import Space
+from offload.swapper.memory.allocator import Space
+from offload.swapper.memory.device import DONE, Device
+from offload.swapper.memory.device_arena import DeviceArena, check_budget
+from offload.swapper.memory.host_arena import Classes, HostArena
 
 CPU = Device(torch.device("cpu"))
 

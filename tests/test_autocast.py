@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.config import load_config
-from offload.engine.hooks import Hooks
+from offload.engine.params.module_hooks import Hooks
 from offload.errors import ConfigError
 from tests import bounds, models
 from tests.oracle import (

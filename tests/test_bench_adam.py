@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from offload.bench import adam
-from offload.bench.adam import Arrays
-from offload.cli import app
+from offload.cli.main import app
+from offload.hardware.adam_arrays import Arrays
 from offload.kernels import Partition, _native, thread_count
 
 KEYS = {"name", "numel", "weight_dtype", "grad_dtype", "threads", "isa", "ms", "gb_per_s", "of_probe"}

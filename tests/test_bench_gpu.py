@@ -29,9 +29,9 @@ from bench.gpu.parts import PARTS, PLANNED, WAYS, Part, add_exposure, fitting, j
 from bench.gpu.planned import Fitted, fit
 from bench.gpu.training import Waits, Watch, measure_steps
 from bench.gpu.work import PLACEMENTS, Work, config_for
-from offload.engine import initialize
+from offload.engine.build import initialize
+from offload.hardware.probe import DtypeRates, Rates
 from offload.planner.memory import Room
-from offload.probe import DtypeRates, Rates
 from offload.sizes import GIB, MIB
 
 TIERS = ("none", "cpu", "nvme")

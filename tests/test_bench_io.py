@@ -19,7 +19,7 @@ from offload.aio import BACKENDS
 from offload.aio.backend import refusals
 from offload.bench.io import Case, Fio, Row, _of_fio, make_plan, measure
 from offload.bench.io import plot as draw
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import ConfigError
 from tests import warm
 

@@ -20,7 +20,7 @@ import offload
 from offload.bench import swap
 from offload.bench.swap_figures import Rates, Row, Turn, find_limit, in_words, make_row
 from offload.bench.swap_plan import Plan, make_plan
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import ConfigError
 from tests import warm
 

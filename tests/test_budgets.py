@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import offload
 from offload.sizes import align_up
-from offload.swapper.host import process_memory
+from offload.swapper.memory.host_arena import process_memory
 from tests.oracle import (
     PLACEMENTS,
     Result,

@@ -14,7 +14,7 @@ from torch import nn
 
 import offload
 from offload import kernels
-from offload.engine.checkpoint_files import checkpoints
+from offload.engine.checkpoint.files import checkpoints
 from offload.errors import StoreError
 from tests import bounds, models
 from tests.oracle import PLACEMENTS, Job, assert_same_tensors, config, run, start, train_step, weights_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload.engine import checkpoint_save
+from offload.engine.checkpoint import save as checkpoint_save
 from offload.errors import EngineFailed, IoError, StoreError
 from tests import models, mounts
 from tests.faults import flip_bit

@@ -21,11 +21,14 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
-from offload.engine import checkpoint_fill, checkpoint_folder, checkpoint_save, flow
-from offload.engine.checkpoint_files import Manifest, checkpoints, read_manifest
-from offload.engine.checkpoint_folder import begin_folder, end_folder, only_save, prune, saver, write_new
+from offload.cli.main import app
+from offload.engine.checkpoint import directory as checkpoint_folder
+from offload.engine.checkpoint import restore as checkpoint_fill
+from offload.engine.checkpoint import save as checkpoint_save
+from offload.engine.checkpoint.directory import begin_folder, end_folder, only_save, prune, saver, write_new
+from offload.engine.checkpoint.files import Manifest, checkpoints, read_manifest
 from offload.errors import StoreError, UsageError
+from offload.fileio import buffered_copy as flow
 from tests import models
 from tests.oracle import assert_same_tensors, start, train_step, weights_of
 
@@ -213,7 +216,7 @@ def test_latest_that_is_a_folder_is_refused(engine: offload.Engine, folder: Path
 _HOLDS = """
 import sys
 from pathlib import Path
-from offload.engine.checkpoint_folder import only_save
+from offload.engine.checkpoint.directory import only_save
 with only_save(Path(sys.argv[1]), "theirs"):
     print("held", flush=True)
     sys.stdin.read()

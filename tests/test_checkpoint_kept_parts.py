@@ -10,11 +10,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import IoError
-from offload.swapper.states import State
-from offload.swapper.store.manifest import read_manifest
-from offload.swapper.store.record import read_records
+from offload.states import State
+from offload.swapper.store.format.commit_record import read_records
+from offload.swapper.store.format.manifest import read_manifest
 from tests.faults import flip_bit
 
 

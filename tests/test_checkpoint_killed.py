@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import offload
-from offload.engine import checkpoint_folder, checkpoint_save
+from offload.engine.checkpoint import directory as checkpoint_folder
+from offload.engine.checkpoint import save as checkpoint_save
 from tests import models
 from tests.faults import die
 from tests.oracle import config, dies, processes, start, train_step

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from offload.engine import checkpoint_folder
-from offload.engine.checkpoint_files import checkpoints
+from offload.engine.checkpoint import directory as checkpoint_folder
+from offload.engine.checkpoint.files import checkpoints
 from offload.errors import StoreError, UsageError
 from tests import models
 from tests.oracle import start, train_step

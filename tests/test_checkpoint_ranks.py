@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import offload
-from offload.engine import checkpoint_load, checkpoint_save
+from offload.engine.checkpoint import load as checkpoint_load
+from offload.engine.checkpoint import save as checkpoint_save
 from offload.errors import IoError, RankError, StoreError, UsageError
-from offload.swapper.states import State
+from offload.states import State
 from tests import bounds
 from tests.oracle import Job, assert_same_tensors, config, weights_of
 from tests.rank_pool import RankPool, rank_and_size, shared_pool, start
@@ -102,7 +103,7 @@ def values(folder: Path) -> dict[tuple[str, State], torch.Tensor]:
 
 
 def checkpoint_pieces(*arguments: Any) -> Any:
-    from offload.engine.pieces import pieces
+    from offload.layout.flat_layout import pieces
 
     return pieces(*arguments)
 

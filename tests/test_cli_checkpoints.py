@@ -14,9 +14,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
-from offload.engine.checkpoint_files import read_manifest
-from offload.engine.tensor_file import read_header
+from offload.cli.main import app
+from offload.engine.checkpoint.files import read_manifest
+from offload.fileio.safetensors_stream import read_header
 from tests import models, rank_pool
 from tests.oracle import Job, assert_same_tensors, start, train_step
 from tests.test_export import FROZEN, LLAMA, tensors

@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import StoreError
 from tests.folders import MARKING_TEMPLATE, make_folder, write_lines
 from tests.oracle import assert_same_tensors
@@ -171,7 +171,7 @@ def test_a_save_that_fails_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         raise StoreError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload.engine.model_save.check_room", full)
+        patch.setattr("offload.engine.model_io.save_pretrained.check_room", full)
         failed = call("--steps", "2", "--save", "out")
     assert failed.exit_code == 1 and "--resume auto" in failed.stderr and not Path("out").exists(), failed.output
     found = facts(call("--steps", "2", "--save", "out", "--resume", "auto", "--json"))

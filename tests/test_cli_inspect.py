@@ -15,10 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
+from offload.cli.main import app
 from offload.fileio import locked_dir
 from offload.swapper.store import other_runs
-from offload.swapper.store.folder import Lock, holder
+from offload.swapper.store.rank_folder import Lock, holder
 from tests import models
 from tests.oracle import start, train_step
 

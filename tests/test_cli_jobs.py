@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import StoreError
 from offload.finetune.identity import weights_of
 from offload.finetune.output import check_output

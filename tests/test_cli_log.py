@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.engine.json_lines import check_log, cut_log, json_line
 from offload.errors import ConfigError
+from offload.fileio.jsonl import check_log, cut_log, json_line
 
 
 def lines(*steps: int) -> str:

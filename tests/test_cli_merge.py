@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload import schedules
-from offload.cli_train import TrainOptions
+from offload.cli.commands.train import TrainOptions
 from offload.config import load_config, resolve_batch
 from offload.errors import ConfigError
 from offload.finetune.options import Options, Start, chooses_dtype, decay_groups, merge, schedule

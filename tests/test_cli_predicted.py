@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from offload import probe
-from offload.cli import app
-from offload.engine.pretrained import init
+from offload.cli.main import app
+from offload.engine.model_io.load_pretrained import init
 from offload.finetune import model as language_model
 from offload.finetune.lora import adapt, parse_lora
-from offload.planner.shape import from_name, from_training
+from offload.hardware import probe
+from offload.planner.model_shape import from_name, from_training
 from offload.presets import PRESETS, build
 from tests.folders import make_folder
 

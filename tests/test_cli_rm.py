@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
+from offload.cli.main import app
 from tests import models
 from tests.oracle import config, train_step
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from offload.cli import app
-from offload.cli_run import Signals, Stopped
+from offload.cli.commands.train_run import Signals, Stopped
+from offload.cli.main import app
 from offload.presets import PRESETS
 from tests import warm
 

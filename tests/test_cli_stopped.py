@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import transformers
 
-from offload.cli_signals import obeyed, signals
-from offload.probe import DTYPES, DtypeRates, Probed, Rates, keep
+from offload.cli.signals import obeyed, signals
+from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
 from tests import warm
 
 LONG = 240.0
@@ -103,7 +103,7 @@ def test_a_model_that_is_measured(number: int, tmp_path: Path) -> None:
 
 
 def keep_rates(folder: Path) -> None:
-    from offload.info import machine
+    from offload.hardware.info import machine
 
     about = machine() | {"name": "here", "gpu": None, "gpu_memory_bytes": 0}
     rates = Rates(*(1e10,) * 5, dict.fromkeys(DTYPES, DtypeRates(*(1e10,) * 5)))
@@ -134,7 +134,7 @@ def test_a_training_that_is_made_ready(work: str, words: str, number: int) -> No
     process = script(
         f"{MUTEX}import sys, time\n"
         "from offload.finetune import job\n"
-        "from offload.cli import main\n"
+        "from offload.cli.main import main\n"
         f"job.prepare = lambda *_: (print('ready', flush=True), {work})\n"
         "sys.argv = ['offload', 'train']\n"
         "main()\n"
@@ -207,7 +207,7 @@ def threads_soon() -> list[threading.Thread]:
 def test_a_call_of_native_code_does_not_keep_a_signal_waiting(number: int) -> None:
     process = script(
         f"{MUTEX}"
-        "from offload.cli_signals import obeyed\n"
+        "from offload.cli.signals import obeyed\n"
         f"with obeyed('stopped here'):\n    print('ready', flush=True)\n    {NATIVE}\n"
     )
     assert stopped(process, number) == "stopped here\n"

@@ -13,7 +13,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from offload.cli import app
+from offload.cli.main import app
 from offload.swapper.store import run_status
 from tests.commanded import _alone, call, facts, log, swap_files
 

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 import offload
 from offload.aio import Bandwidth
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import OffloadError
+from offload.states import State
 from offload.swapper.modes import MODES
-from offload.swapper.states import State
 from offload.swapper.store import store as store_module
-from offload.swapper.store.look import look
-from offload.swapper.store.manifest import Place
+from offload.swapper.store.format.manifest import Place
+from offload.swapper.store.inspection import look
 from tests import models
 from tests.faults import flip_bit
 from tests.oracle import start, train_step
@@ -247,7 +247,7 @@ def test_the_step_after_writes_over_the_commit_before(swap: Path, run: Path, tmp
     """Which is no damage: the run goes on from its last commit."""
     engine = trained(tmp_path, 2)
     train_step(engine, JOB, 2)
-    engine._await_updates()  # written, and not committed: that is done by the next step
+    engine._core.await_updates()  # written, and not committed: that is done by the next step
     for drive in ("first", "second"):
         shutil.copytree(tmp_path / drive / "default", tmp_path / "left" / drive / "default")
     engine.destroy()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from offload.engine import assembly, core, initialize
+from offload.engine import core
+from offload.engine.build import assembly, initialize
 from tests import models
 from tests.oracle import start
 

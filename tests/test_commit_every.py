@@ -14,7 +14,7 @@ import torch
 import offload
 from offload.aio import DirectFile
 from offload.swapper.store import Store
-from offload.swapper.store.record import read_records
+from offload.swapper.store.format.commit_record import read_records
 from tests import models
 from tests.faults import die, die_after_writes
 from tests.oracle import Result, assert_same, assert_same_tensors, dies, run, start, train_step, weights_of

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from offload.engine.plain import from_plain, to_plain
-from offload.engine.progress import Progress
+from offload.engine.training.snapshot import Progress
+from offload.fileio.plain_json import from_plain, to_plain
 
 
 def strict(text: bytes) -> Any:

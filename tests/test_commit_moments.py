@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import offload
-from offload.engine.updater import Updater
+from offload.engine.optim.update_worker import Updater
 from offload.errors import EngineFailed
 from offload.swapper.store import Store
 

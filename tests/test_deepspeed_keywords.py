@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine.absent import Absent
+from offload.engine.params.deferred_parameter import Absent
 from offload.errors import ConfigError, OffloadError, UsageError
 
 CONFIG: dict[str, Any] = {

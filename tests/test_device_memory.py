@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from offload.engine.device_need import DeviceNeed, growth
-from offload.engine.inputs import to_device
+from offload.engine.training.model_inputs import to_device
 from offload.errors import BudgetError
+from offload.layout.device_need import DeviceNeed, growth
 from offload.sizes import GIB, MIB, PAGE, format_size
-from offload.swapper.arena import DeviceArena
-from offload.swapper.device import DONE, CudaDevice, DeviceRoom
+from offload.swapper.memory.device import DONE, CudaDevice, DeviceRoom
+from offload.swapper.memory.device_arena import DeviceArena
 from tests import models
 from tests.late_device import LateDevice, Ticks, use_device
 from tests.oracle import assert_same, start, train_step, trained

@@ -11,13 +11,13 @@ import torch
 
 import offload
 from offload import kernels
-from offload.engine import assembly
-from offload.engine.downloads import Downloads
-from offload.engine.layout import lay_out
-from offload.engine.units import find_units
+from offload.engine.build import assembly
+from offload.engine.gradients.device_to_host import Downloads
 from offload.errors import EngineFailed
-from offload.swapper.device import DONE
-from offload.swapper.leases import Leases
+from offload.layout.flat_layout import lay_out
+from offload.layout.units import find_units
+from offload.swapper.host_cache import Leases
+from offload.swapper.memory.device import DONE
 from tests import models
 from tests.late_device import LateDevice, Ticks, use_device
 from tests.oracle import (

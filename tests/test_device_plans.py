@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.sizes import GIB, PAGE
-from offload.swapper.device import DeviceRoom
+from offload.swapper.memory.device import DeviceRoom
 from tests import models
 from tests.late_device import LateDevice, Ticks, use_device
 from tests.oracle import PLACEMENTS, Job, Result, assert_same, room_for, run, small_pieces, start, trained

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from offload.engine.downloads import Downloads
+from offload.engine.gradients.device_to_host import Downloads
 from offload.errors import EngineFailed
-from offload.swapper.device import Device, Event
-from offload.swapper.host import Classes, HostArena
-from offload.swapper.timeline import Row, Timeline
+from offload.swapper.memory.device import Device, Event
+from offload.swapper.memory.host_arena import Classes, HostArena
+from offload.timeline import Row, Timeline
 
 STAGING = 4096
 

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 import offload
 from offload.aio import Bandwidth, IoQueue, aligned_empty
-from offload.cli import app
-from offload.inspection import inspect
-from offload.report.endurance import foresee, warning
-from offload.swapper.scratch import Scratch
+from offload.cli.main import app
+from offload.report.drive_wear import foresee, warning
+from offload.runs.inspection import inspect
 from offload.swapper.store import Rating, Written
 from offload.swapper.store import store as store_module
+from offload.swapper.store.spill_file import Scratch
 from tests.oracle import Job, start, train_step
 
 DISK = ("nvme", "nvme")

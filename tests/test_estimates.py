@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine.layout import layouts_of
-from offload.engine.units import find_units
-from offload.planner import estimates
+from offload.layout.flat_layout import layouts_of
+from offload.layout.units import find_units
+from offload.planner import deepspeed_estimates as estimates
 
 
 def model(layers: int = 8, width: int = 512) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import offload
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Store
 from tests import bounds, models
 from tests.oracle import Job, assert_same, assert_same_tensors, plain_loop, room_for, run, start, train_step, weights_of

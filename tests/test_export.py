@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 import offload
 from offload import kernels
 from offload.aio import IoQueue
-from offload.cli import app
-from offload.engine import model_write
-from offload.engine.source import StoreSource
-from offload.export import export, make_plan, read_nbytes
-from offload.swapper.states import State
+from offload.cli.main import app
+from offload.engine.model_io import weight_writer as model_write
+from offload.engine.model_io.weight_source import StoreSource
+from offload.runs.export import export, make_plan, read_nbytes
+from offload.states import State
 from tests import models, rank_pool
 from tests.oracle import (
     Job,

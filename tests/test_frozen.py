@@ -14,10 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import EngineFailed, IoError
-from offload.swapper.states import State
-from offload.swapper.store.look import look
+from offload.states import State
+from offload.swapper.store.inspection import look
 from tests import models
 from tests.faults import flip_bit
 from tests.oracle import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from typer.testing import CliRunner
 
-from offload.cli import app
+from offload.cli.main import app
 from tests import rank_pool
 from tests.oracle import assert_same, assert_same_tensors, kill_and_resume, run, weights_of
 from tests.test_frozen import DISK, JOB, by_formula, exported, frozen_bytes

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from offload.swapper.states import State
-from offload.swapper.store.look import look
+from offload.states import State
+from offload.swapper.store.inspection import look
 from tests import models
 from tests.faults import LateQueue, use_queue
 from tests.oracle import DTYPES, assert_same_tensors, room_for, start, train_step, weights_of

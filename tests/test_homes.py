@@ -9,13 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.engine.homes import Homes, Partitions, Wish
-from offload.engine.placement import Machine, Placement, place
 from offload.errors import BudgetError
+from offload.layout.placement import Machine, Placement, place
+from offload.layout.tiers import Homes, Partitions, Wish
 from offload.sizes import GIB, MIB
+from offload.states import State, Tier
 from offload.swapper.modes import MODES
-from offload.swapper.residency import Tier
-from offload.swapper.states import State
 
 MODE = MODES["bf16"]
 STATES = (State.RESIDUAL, State.EXP_AVG, State.EXP_AVG_SQ)

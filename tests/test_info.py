@@ -12,10 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from offload import info, machine
 from offload.aio import BACKENDS
 from offload.aio.backend import refusals
-from offload.cli import app
+from offload.cli.main import app
+from offload.hardware import info
+from offload.hardware import system as machine
 from tests.seccomp import refusing
 
 
@@ -45,7 +46,7 @@ def test_a_report_for_people_and_one_for_programs(tmp_path: Path) -> None:
 def test_why_a_backend_was_not_taken(tmp_path: Path) -> None:
     code = """
 import json
-from offload.info import facts, lines
+from offload.hardware.info import facts, lines
 found = facts()
 print(json.dumps(found))
 print(json.dumps(lines(found)))

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import offload
-from offload.engine.birth import materialize
+from offload.engine.params.meta_init import materialize
 from offload.errors import ConfigError, UsageError
 from tests import models, rank_pool
 from tests.oracle import Job, assert_same_tensors, config

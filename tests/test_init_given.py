@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 import offload
-from offload.engine.absent import Absent, origin_of
+from offload.engine.params.deferred_parameter import Absent, origin_of
 from offload.errors import ConfigError
 from tests import models
 from tests.oracle import assert_same_tensors, config

@@ -27,7 +27,7 @@ from torch import nn
 
 import offload
 from offload.errors import EngineFailed
-from offload.swapper.monitor import Monitor
+from offload.swapper.memory.interruptible_lock import Monitor
 from offload.swapper.pager import Pager
 from tests.late_device import LateDevice, use_device
 from tests.oracle import Job, start, train_step

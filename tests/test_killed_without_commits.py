@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from offload.cli import app
+from offload.cli.main import app
 from tests import models, warm
 from tests.oracle import start, train_step
 

@@ -1,109 +1,136 @@
-"""Imports go one way, so that a room can be read without the rooms above it."""
+"""Imports go one way at every level, so that a room can be read without the rooms above it."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "offload"
 
-# Each room, and the modules of ours that it may import beside its own.
-MAY_IMPORT: dict[str, set[str]] = {
-    "errors": set(),
-    "sizes": {"errors"},
-    "notices": set(),
-    "config": {"errors", "sizes"},
-    "fileio": set(),
-    "torch_internals": set(),
-    "aio": {"errors", "sizes"},
-    "kernels": {"errors", "sizes"},
-    "swapper": {"errors", "sizes", "notices", "fileio", "aio"},
+GROUND = ("errors", "sizes", "notices", "states", "timeline", "torch_internals")
+"""Modules that every room may import. Each of them may import those before it."""
+
+MAY_IMPORT = {
+    "kernels": "",
+    "aio": "",
+    "config": "",
+    "presets": "",
+    "report": "",
+    "deepnvme": "aio",
+    "fileio": "aio",
+    "precision": "fileio",
+    "schedules": "config",
+    "swapper": "aio fileio",
+    "hardware": "aio fileio kernels swapper",
+    "layout": "config kernels swapper",
+    "engine": "aio config fileio kernels layout precision schedules swapper",
+    "planner": "aio config hardware layout precision presets report swapper",
+    "__init__": "engine planner schedules",
+    "bench": "__init__ aio config fileio hardware kernels",
+    "finetune": "config engine fileio hardware planner presets swapper",
+    "hf": "config engine",
+    "runs": "aio engine swapper",
+    "cli": "__init__ aio bench config fileio finetune hardware planner presets report runs swapper",
+    "__main__": "cli",
+}
+"""For each room the rooms that it may import, lowest first. A row names only rows above it."""
+
+WITHIN = {
+    "swapper": {
+        "access_order": "",
+        "memory": "",
+        "modes": "",
+        "residency": "",
+        "store": "",
+        "chunked_upload": "memory",
+        "policy": "access_order memory",
+        "unit_table": "access_order memory residency",
+        "device_cache": "chunked_upload memory policy residency unit_table",
+        "host_cache": "memory policy residency store unit_table",
+        "pager": "access_order device_cache host_cache memory policy residency store unit_table",
+    },
     "engine": {
-        *("errors", "sizes", "notices", "fileio", "torch_internals"),
-        *("config", "aio", "kernels", "swapper", "precision"),
+        "callbacks": "",
+        "device_growth": "",
+        "keywords": "",
+        "metrics": "",
+        "distributed": "callbacks",
+        "gradients": "callbacks distributed metrics",
+        "params": "callbacks distributed gradients keywords metrics",
+        "optim": "callbacks distributed gradients params",
+        "training": "distributed gradients metrics optim params",
+        "checkpoint": "distributed params training",
+        "memory_report": "training",
+        "param_access": "callbacks distributed params training",
+        "shutdown": "training",
+        "step": "callbacks metrics optim training",
+        "model_io": "checkpoint distributed keywords params training",
+        "optimizer_state_dict": "param_access params training",
+        "tensor_api": "param_access params",
+        "core": "callbacks checkpoint device_growth memory_report model_io optim optimizer_state_dict param_access "
+        "shutdown step training",
+        "deepspeed_api": "core memory_report training",
+        "engine": "checkpoint core deepspeed_api keywords model_io training",
+        "build": "callbacks checkpoint core distributed engine gradients keywords metrics optim params training",
     },
-    "schedules": {"engine"},
-    "precision": {"fileio"},
-    "presets": {"errors"},
-    "deepnvme": {"errors", "sizes", "aio"},
-    "finetune": {
-        *("errors", "sizes", "fileio", "config", "engine", "swapper", "presets"),
-        *("planner", "probe"),
-    },
-    "machine": {"sizes", "kernels", "engine", "swapper"},
-    "info": {"errors", "sizes", "aio", "machine"},
-    "bench": {"errors", "sizes", "aio", "kernels", "<root>"},
-    "cli_progress": set(),
-    "cli_signals": set(),
-    "probe": {"errors", "sizes", "fileio", "aio", "kernels", "swapper", "bench", "info"},
-    "report": {"errors", "sizes"},
     "planner": {
-        "errors",
-        "torch_internals",
-        "sizes",
-        "config",
-        "aio",
-        "engine",
-        "swapper",
-        "presets",
-        "precision",
-        "probe",
-        "info",
-        "report",
+        "hardware": "",
+        "memory": "",
+        "model_shape": "",
+        "simulation": "",
+        "bound": "memory simulation",
+        "deepspeed_estimates": "memory",
+        "timing": "bound hardware memory model_shape simulation",
+        "measure_model": "hardware model_shape timing",
+        "recommend": "hardware memory model_shape timing",
+        "predict_run": "hardware model_shape recommend timing",
+        "report": "recommend timing",
+        "request": "hardware measure_model model_shape recommend timing",
+        "guide_table": "hardware model_shape recommend report timing",
     },
-    "tune": {"errors", "sizes", "fileio", "config", "aio", "bench"},
-    "hf": {"errors", "sizes", "config", "engine"},
-    "inspection": {"errors", "engine", "swapper"},
-    "verification": {"errors", "sizes", "aio", "engine", "swapper"},
-    "export": {"errors", "sizes", "aio", "kernels", "engine", "swapper"},
-    "cli_inspect": {"inspection", "cli_inspect_tables", "cli_console"},
-    "cli_inspect_tables": {"sizes"},
-    "cli_store": {"errors", "sizes", "aio", "swapper", "verification", "export", "cli_console", "cli_signals"},
-    "cli_console": {"errors"},
-    "cli_bench": {"errors", "sizes", "bench", "info", "cli_console", "cli_options", "cli_signals"},
-    "cli_machine": {
-        *("errors", "sizes", "config", "aio", "info", "tune"),
-        *("cli_bench", "cli_console", "cli_signals", "<root>"),
+    "cli": {
+        "console": "",
+        "options": "",
+        "progress": "",
+        "signals": "",
+        "commands": "console options progress signals",
+        "main": "commands console",
     },
-    "cli_summary": {"sizes", "report"},
-    "cli_report": {"errors", "sizes", "fileio", "report", "cli_console", "cli_signals"},
-    "cli_run": {
-        "errors",
-        "sizes",
-        "config",
-        "engine",
-        "finetune",
-        "cli_console",
-        "cli_signals",
-        "cli_summary",
-        "cli_train_progress",
+    "config": {
+        "blocks": "",
+        "elsewhere": "blocks",
+        "schema": "blocks elsewhere",
+        "documentation": "blocks schema",
+        "explain": "blocks schema",
+        "load": "blocks explain schema",
+        "batch": "blocks load schema",
+        "__main__": "documentation",
     },
-    "cli_train_progress": {"sizes", "engine"},
-    "cli_options": set(),
-    "cli_train": {"finetune", "cli_console", "cli_options", "cli_run"},
-    "cli": {"cli_console", "cli_machine", "cli_inspect", "cli_store", "cli_plan", "cli_report", "cli_train", "<root>"},
-    "cli_plan": {
-        *("errors", "sizes", "config", "probe", "planner", "presets", "finetune"),
-        *("cli_console", "cli_options", "cli_progress", "cli_signals"),
-    },
-    "__init__": {"errors", "engine", "schedules", "planner"},
-    "__main__": {"cli"},
 }
-NEVER: dict[str, set[str]] = {
-    "errors": {"torch", "numpy"},
-    "sizes": {"torch", "numpy"},
-    "config": {"torch", "numpy"},
-    "aio": {"torch", "numpy"},
-    "swapper": {"torch.nn", "torch.distributed"},
+"""The same for the modules and folders of a room that has some; `__init__` of a room may import all of it."""
+
+NEVER = {
+    "errors": ("torch", "numpy"),
+    "sizes": ("torch", "numpy"),
+    "config": ("torch", "numpy"),
+    "aio": ("torch", "numpy"),
+    "swapper": ("torch.nn", "torch.distributed"),
 }
+"""Packages of others that a room never imports."""
+
+OF_HF = {"transformers", "accelerate", "peft", "trl"}
+"""Packages that `hf` alone imports at the top of a file."""
+
+FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def _imports(source: str) -> set[str]:
-    """Dotted names of all that is imported, at any depth of the file, and of the parts of torch that are used."""
+    """Returns dotted names of all that is imported, at any depth of the file, and of the parts of torch it uses."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -116,62 +143,95 @@ def _imports(source: str) -> set[str]:
     return found
 
 
-def _broken(room: str, source: str) -> list[str]:
-    """The imports of `source` that its room must not have."""
-    rooms = {path.stem for path in PACKAGE.iterdir()}
-    broken = []
-    for name in sorted(_imports(source)):
-        first, _, rest = name.partition(".")
-        if first == "offload":
-            other = rest.partition(".")[0]
-            # `from offload import kernels` names the root and a room; the room is what counts.
-            by_name = name == "offload" and not _takes_the_root(source)
-            other = other if other in rooms else "<root>"
-            if not by_name and other not in MAY_IMPORT[room] | {room}:
-                broken.append(name)
-        elif first in ("", "tests", "bench") or any(f"{name}.".startswith(f"{n}.") for n in NEVER.get(room, ())):
-            broken.append(name)
-    return broken
+def _is(folder: Path, name: str) -> bool:
+    """Returns whether a folder of the package has a module or a folder of this name."""
+    return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
 
 
-def _takes_the_root(source: str) -> bool:
-    return any(
+def _ours(source: str) -> Iterator[tuple[str, ...]]:
+    """Yields the parts of each of our modules that a file imports; ("__init__",) for the package itself."""
+    whole = any(
         isinstance(node, ast.Import) and any(alias.name == "offload" for alias in node.names)
         for node in ast.walk(ast.parse(source))
     )
+    for name in sorted(_imports(source)):
+        first, *rest = name.split(".")
+        if first != "offload" or (not rest and not whole):
+            continue  # `from offload import kernels` names the package and a room; the room is what counts
+        yield tuple(rest) if rest and _is(PACKAGE, rest[0]) else ("__init__",)
 
 
-def _room(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def broken(module: str, source: str) -> list[str]:
+    """Returns the imports of a file that its place forbids.
+
+    Args:
+        module: its dotted name inside of the package, such as "engine.optim.lamb".
+        source: its text.
+    """
+    room, *inner = module.split(".")
+    found = []
+    for parts in _ours(source):
+        if parts[0] != room:
+            if parts[0] not in _allowed(room):
+                found.append(".".join(parts))
+        elif room in WITHIN and inner and inner[0] != "__init__" and len(parts) > 1:
+            other = parts[1]
+            if _is(PACKAGE / room, other) and other != inner[0] and other not in WITHIN[room][inner[0]].split():
+                found.append(".".join(parts))
+    for name in sorted(_imports(source)):
+        strange = name.split(".")[0] in ("", "tests", "bench")
+        if strange or any(f"{name}.".startswith(f"{each}.") for each in NEVER.get(room, ())):
+            found.append(name)
+    return list(dict.fromkeys(found))
 
 
-PURE = {
-    *("units", "layout", "homes", "tiles", "device_need", "placement", "memory_plan", "config_request", "forecast"),
-    *("description", "masters", "packed", "pieces"),
-}
-"""Modules of the engine that decide from plain values; the planner may import these alone."""
+def _allowed(room: str) -> set[str]:
+    if room in GROUND:
+        return set(GROUND[: GROUND.index(room)])
+    return {*GROUND, *MAY_IMPORT[room].split()}
 
-FILES = sorted(PACKAGE.rglob("*.py"))
-OF_HF = {"transformers", "accelerate", "peft", "trl"}
-"""What `hf` alone imports at the top of a file."""
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 def test_every_room_is_listed() -> None:
-    assert {_room(path) for path in FILES} == set(MAY_IMPORT)
+    assert {_module(path).split(".")[0] for path in FILES} == {*GROUND, *MAY_IMPORT}
+    for room, rows in WITHIN.items():
+        there = {_module(path).split(".")[1] for path in FILES if path.is_relative_to(PACKAGE / room)}
+        assert there - {"__init__"} == set(rows), room
+
+
+@pytest.mark.parametrize("rows", [MAY_IMPORT, *WITHIN.values()], ids=["rooms", *WITHIN])
+def test_a_row_names_only_rows_above_it(rows: dict[str, str]) -> None:
+    """So the tables themselves allow no circle."""
+    order = list(rows)
+    assert [(row, name) for row in order for name in rows[row].split() if name not in order[: order.index(row)]] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_down(path: Path) -> None:
-    assert _broken(_room(path), path.read_text()) == []
+def test_imports_go_one_way(path: Path) -> None:
+    assert broken(_module(path), path.read_text()) == []
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if _room(path) == "planner" or (_room(path) == "engine" and path.stem in PURE)]
-)
-def test_what_decides_memory_knows_pure_modules_of_the_engine_alone(path: Path) -> None:
-    """So a run and the planner decide by the same functions, and these by plain values."""
-    names = [name.split(".") for name in _imports(path.read_text()) if name.startswith("offload.engine.")]
-    assert {name[2] for name in names} <= PURE
+def test_no_row_allows_what_nobody_imports() -> None:
+    """A row that allows more than there is would let an arrow come back unseen."""
+    used: dict[str, set[str]] = {room: set() for room in MAY_IMPORT}
+    inside: dict[str, dict[str, set[str]]] = {room: {row: set() for row in rows} for room, rows in WITHIN.items()}
+    for path in FILES:
+        room, *inner = _module(path).split(".")
+        for parts in _ours(path.read_text()):
+            if parts[0] == room:
+                if room in WITHIN and len(parts) > 1 and inner[0] in inside[room]:
+                    inside[room][inner[0]].add(parts[1])
+            elif room in used:
+                used[room].add(parts[0])
+    spare = [(room, name) for room, row in MAY_IMPORT.items() for name in row.split() if name not in used[room]]
+    for room, rows in WITHIN.items():
+        spare += [
+            (f"{room}/{r}", name) for r, row in rows.items() for name in row.split() if name not in inside[room][r]
+        ]
+    assert spare == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -179,28 +239,33 @@ def test_hf_alone_cannot_be_imported_without_hugging_face(path: Path) -> None:
     """Others import what they need of it where they need it."""
     top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
     found = {name.partition(".")[0] for node in top for name in _imports(ast.unparse(node))} & OF_HF
-    assert not found or _room(path) == "hf"
+    assert not found or _module(path).startswith("hf.")
 
 
 @pytest.mark.parametrize(
-    ("room", "source", "broken"),
+    ("module", "source", "expected"),
     [
-        ("aio", "import torch", ["torch"]),
-        ("aio", "def f():\n    from numpy import array", ["numpy", "numpy.array"]),
-        ("aio", "from offload.swapper.store import Store", ["offload.swapper.store", "offload.swapper.store.Store"]),
-        ("kernels", "from offload import engine", ["offload.engine"]),
-        ("swapper", "from torch import nn", ["torch.nn"]),
-        ("swapper", "import torch\nx = torch.distributed.get_rank()", ["torch.distributed"]),
-        ("engine", "import offload", ["offload"]),
-        ("engine", "from offload import kernels\nfrom offload.swapper.arena import x", []),
-        ("engine", "from offload import initialize", ["offload.initialize"]),
-        ("engine", "from . import hooks", [".", "..hooks"]),
-        ("cli", "from tests import models", ["tests", "tests.models"]),
-        ("config", "import torchvision, json", []),
+        ("aio.queue", "import torch", ["torch"]),
+        ("aio.queue", "def f():\n    from numpy import array", ["numpy", "numpy.array"]),
+        ("aio.queue", "from offload.swapper import pager", ["swapper", "swapper.pager"]),
+        ("kernels.update", "from offload import engine", ["engine"]),
+        ("swapper.policy", "from torch import nn", ["torch.nn"]),
+        ("swapper.policy", "import torch\nx = torch.distributed.get_rank()", ["torch.distributed"]),
+        ("swapper.policy", "from offload.swapper import pager", ["swapper.pager"]),
+        ("swapper.pager", "from offload.swapper import policy", []),
+        ("engine.core", "import offload", ["__init__"]),
+        ("engine.core", "from offload import kernels\nfrom offload.swapper.memory.device_arena import x", []),
+        ("engine.core", "from offload import initialize", ["__init__"]),
+        ("engine.core", "from . import step", [".", "..step"]),
+        ("engine.optim.lamb", "from offload.engine import core", ["engine.core"]),
+        ("engine.optim.lamb", "from offload.engine.optim import fused", []),
+        ("sizes", "from offload.timeline import now", ["timeline", "timeline.now"]),
+        ("cli.main", "from tests import models", ["tests", "tests.models"]),
+        ("config.load", "import torchvision, json", []),
     ],
 )
-def test_what_goes_up_is_noticed(room: str, source: str, broken: list[str]) -> None:
-    assert _broken(room, source) == broken
+def test_what_goes_up_is_noticed(module: str, source: str, expected: list[str]) -> None:
+    assert broken(module, source) == expected
 
 
 def test_import_is_light() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from offload.engine.layout import lay_out
+from offload.layout.flat_layout import lay_out
 
 parameters = st.lists(st.tuples(st.integers(0, 5000), st.booleans()), min_size=1, max_size=12)
 

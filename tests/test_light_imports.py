@@ -30,7 +30,7 @@ def loaded():
 """
 _COMMANDS = f"""{_LOADED}
 import contextlib, io
-from offload.cli import main
+from offload.cli.main import main
 told = []
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["offload", *arguments]
@@ -96,15 +96,15 @@ def test_a_public_name_is_that_of_its_module(name: str) -> None:
 
 def test_the_package_is_light_until_it_is_used() -> None:
     code = f"""{_LOADED}
-import offload, offload.cli
+import offload, offload.cli.main
 before = [*loaded(), *(name for name in ["pydantic"] if name in sys.modules)]
 dir(offload), offload.__version__, offload.errors.ConfigError, offload.ConfigError, offload.aio.IoQueue
 from offload import StoreError, sizes
 light = loaded()
-offload.engine.optimizer.Optimizer, offload.swapper.pager.Counts, offload.planner.memory
+offload.engine.optim.optimizer.Optimizer, offload.swapper.pager.Counts, offload.planner.memory
 from offload import *
 schedules.WarmupLR, offload.config.load_config, offload.kernels.adamw
-print(json.dumps([before, light, initialize is offload.engine.initialize.initialize]))
+print(json.dumps([before, light, initialize is offload.engine.build.initialize.initialize]))
 """
     assert python(code) == [[], [], True]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from offload.engine.loader import Loader, Position, RankBatches, check_data, load
-from offload.engine.progress import read_generators
+from offload.engine.training.data_loader import Loader, Position, RankBatches, check_data, load
+from offload.engine.training.snapshot import read_generators
 from offload.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from offload.swapper.monitor import Monitor
+from offload.swapper.memory.interruptible_lock import Monitor
 
 
 def test_a_wait_gives_the_lock_away_and_holds_it_again() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offload
-from offload.engine.placeholder import Paged, PagedAlias
+from offload.engine.params.paged_parameter import Paged, PagedAlias
 from offload.errors import UsageError
 from tests import bounds, models
 from tests.oracle import Job, PlainEngine, assert_same_tensors, room_for, run, start, train_step

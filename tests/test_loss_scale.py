@@ -12,7 +12,7 @@ from torch import nn
 
 import offload
 from offload.config import Fp16
-from offload.engine.loss_scale import LossScaler
+from offload.engine.training.loss_scale import LossScaler
 from offload.errors import NumericsError, UsageError
 from tests import models
 from tests.oracle import Job, run, start, train_step

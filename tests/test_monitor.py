@@ -19,12 +19,12 @@ from torch import nn
 
 import offload
 from offload.config import load_config
-from offload.engine.meter import cause_of
-from offload.engine.monitor import Line, Reporter, line
-from offload.engine.writers import Record, cut, events
+from offload.engine.metrics.reporter import Line, Reporter, line
+from offload.engine.metrics.step_meter import cause_of
+from offload.engine.metrics.writers import Record, cut, events
 from offload.errors import ConfigError, NumericsError
 from offload.finetune.options import Options, merge
-from offload.swapper.timeline import OFF, Row
+from offload.timeline import OFF, Row
 from tests.oracle import PLACEMENTS, Job, assert_same, config, run, train_step, weights_of
 from tests.rank_pool import pool
 

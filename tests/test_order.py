@@ -34,7 +34,7 @@ def test_late_writes_through(placement: tuple[str, str], tmp_path: Path, monkeyp
 
 def test_tiles_that_split_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of a few pages, so that every unit takes many and every tensor is cut."""
-    from offload.engine import tiles
+    from offload.layout import tile_sizes as tiles
 
     job = models.GPT2._replace(dtype="bf16", steps=4)
     expected = run(job, ("none", "none"), tmp_path / "memory")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 
 from offload.sizes import PAGE
-from offload.swapper.arena import DeviceArena
-from offload.swapper.device import Device
-from offload.swapper.entry import UnitSize
-from offload.swapper.host import Classes, HostArena
+from offload.states import Tier
+from offload.swapper.access_order import Kind, Trace
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.device_arena import DeviceArena
+from offload.swapper.memory.host_arena import Classes, HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.policy import Limits
-from offload.swapper.residency import Residency, Tier
-from offload.swapper.trace import Kind, Trace
+from offload.swapper.residency import Residency
+from offload.swapper.unit_table import UnitSize
 
 CPU = Device(torch.device("cpu"))
 

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.aio import aligned_empty
-from offload.swapper import device as device_module
-from offload.swapper.device import PIECE, CudaDevice, Device, DeviceRoom, cut, memory_node
-from offload.swapper.host import Classes, HostArena
+from offload.swapper.memory import device as device_module
+from offload.swapper.memory.device import PIECE, CudaDevice, Device, DeviceRoom, cut, memory_node
+from offload.swapper.memory.host_arena import Classes, HostArena
 from tests import models
 from tests.late_device import use_device
 from tests.oracle import assert_same, run

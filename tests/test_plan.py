@@ -12,13 +12,15 @@ import transformers
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
-from offload.cli_console import parse_count
+from offload.cli.console import parse_count
+from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
 from offload.finetune.options import Options, merge, schedule
-from offload.planner import ask, choice, memory, timing
+from offload.planner import memory, timing
+from offload.planner import recommend as choice
+from offload.planner import request as ask
 from offload.planner.hardware import Hardware, described, find_gpu, parse_drive
-from offload.planner.shape import Shape, from_count, from_name
+from offload.planner.model_shape import Shape, from_count, from_name
 from offload.planner.timing import Load
 from offload.sizes import GIB, MIB, parse_size
 

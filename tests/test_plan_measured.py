@@ -13,13 +13,13 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import ConfigError
-from offload.planner import measured
+from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
+from offload.planner import measure_model as measured
 from offload.planner.hardware import Hardware, described
-from offload.planner.shape import Shape, from_name
+from offload.planner.model_shape import Shape, from_name
 from offload.planner.timing import Load
-from offload.probe import DTYPES, DtypeRates, Probed, Rates, keep
 from offload.sizes import GIB
 
 TOKENS = 16
@@ -184,7 +184,7 @@ def test_a_model_that_cannot_run_is_a_clear_error(
 @pytest.fixture
 def probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine, as if it had been probed."""
-    from offload.info import machine as about_machine
+    from offload.hardware.info import machine as about_machine
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     about = about_machine() | {"name": "here", "gpu": None, "gpu_memory_bytes": 0}

@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offload
-from offload.engine.layout import layouts_of
-from offload.engine.units import find_units
 from offload.errors import BudgetError, ConfigError
+from offload.layout.flat_layout import layouts_of
+from offload.layout.units import find_units
 from offload.planner import memory as planning
 from offload.planner.memory import Memory, Room, settle
 from offload.sizes import GIB, MIB
-from offload.swapper.limits import free_host_memory
-from offload.swapper.residency import Tier
-from offload.swapper.states import State
+from offload.states import State, Tier
+from offload.swapper.memory.limits import free_host_memory
 from tests.sampling import examples
 
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from offload.planner import choice, memory, timing
+from offload.planner import memory, timing
+from offload.planner import recommend as choice
 from offload.planner.hardware import GPUS, Hardware, described, find_gpu, parse_drive
+from offload.planner.model_shape import Shape, from_count
 from offload.planner.report import in_short
-from offload.planner.shape import Shape, from_count
 from offload.planner.timing import Load
 from offload.sizes import GIB
 

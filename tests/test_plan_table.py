@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.planner import table
+from offload.planner import guide_table as table
 
 PAGE = table.PAGE.read_text(encoding="utf-8")
 CARD_ROWS = [line for line in table.CARD_PAGE.read_text(encoding="utf-8").splitlines() if table.is_of_card(line)]
@@ -15,12 +15,14 @@ CARD_ROWS = [line for line in table.CARD_PAGE.read_text(encoding="utf-8").splitl
 def test_a_row_of_the_first_model_is_generated(number: int) -> None:
     """Those of the others take longer."""
     first = [line for line in PAGE.splitlines() if line.startswith("| 13B")]
-    assert first[number] == table.row(table.MODELS[0], *table.CASES[number]), "run: python -m offload.planner.table"
+    assert first[number] == table.row(table.MODELS[0], *table.CASES[number]), (
+        "run: python -m offload.planner.guide_table"
+    )
 
 
 @pytest.mark.slow
 def test_the_page_is_generated() -> None:
-    assert table.document() == PAGE, "run: python -m offload.planner.table"
+    assert table.document() == PAGE, "run: python -m offload.planner.guide_table"
 
 
 def test_the_tables_have_all_rows() -> None:
@@ -31,4 +33,4 @@ def test_the_tables_have_all_rows() -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(len(table.CARD_CASES)))
 def test_a_row_of_13b_on_one_card_is_generated(number: int) -> None:
-    assert CARD_ROWS[number] == table.card_row(*table.CARD_CASES[number]), "run: python -m offload.planner.table"
+    assert CARD_ROWS[number] == table.card_row(*table.CARD_CASES[number]), "run: python -m offload.planner.guide_table"

@@ -7,9 +7,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.swapper.access_order import NEVER, Trace
+from offload.swapper.memory.allocator import Space
 from offload.swapper.policy import Block, Floor, Limits, find_place, keeps, next_to_bring, victims
-from offload.swapper.space import Space
-from offload.swapper.trace import NEVER, Trace
 
 PAGE = 4096
 orders = st.lists(st.integers(0, 9), min_size=1, max_size=40)

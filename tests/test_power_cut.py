@@ -15,7 +15,7 @@ import torch
 
 from offload.aio import Bandwidth, IoQueue
 from offload.errors import OffloadError
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Store, StoreSpec, run_status
 from offload.swapper.store import store as store_module
 from tests.power import (

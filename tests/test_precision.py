@@ -13,17 +13,18 @@ import torch
 from typer.testing import CliRunner
 
 import offload
-from offload import precision, probe
-from offload.cli import app
+from offload import precision
+from offload.cli.main import app
 from offload.config import load_config
-from offload.engine import dtype_choice
+from offload.engine.build import dtype_choice
 from offload.errors import RankError
-from offload.planner import ask
+from offload.hardware import probe
+from offload.hardware.probe.measure import machine_of
+from offload.hardware.probe.rates import DTYPES, DtypeRates
+from offload.planner import request as ask
 from offload.precision import Rates
 from offload.presets import PRESETS
-from offload.probe.measure import machine_of
-from offload.probe.rates import DTYPES, DtypeRates
-from offload.swapper.store import look
+from offload.swapper.store import inspection as look
 from tests import models
 from tests.oracle import config, start, train_step
 from tests.rank_pool import rank_and_size, shared_pool

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.swapper.leases import Leases
+from offload.swapper.host_cache import Leases
 from offload.swapper.policy import Limits
 from tests import models
 from tests.faults import LateQueue, use_queue

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine.absent import Absent
+from offload.engine.params.deferred_parameter import Absent
 from offload.errors import ConfigError, UsageError
 from tests import models
 from tests.oracle import Job, assert_same_tensors, config, train_step
@@ -254,7 +254,7 @@ def test_a_copy_of_the_model_is_read_too(tmp_path: Path) -> None:
 
 
 def test_a_resume_reads_nothing_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.engine.model_files import Stored
+    from offload.engine.model_io.safetensors_folder import Stored
 
     written(tmp_path / "given")
     job = FAMILIES["llama"].job()

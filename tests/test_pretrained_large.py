@@ -18,8 +18,8 @@ import transformers
 
 import offload
 from offload.aio import IoQueue
-from offload.engine.tensor_file import Tensor, Writer
-from offload.export import export, make_plan, open_source
+from offload.fileio.safetensors_stream import Tensor, Writer
+from offload.runs.export import export, make_plan, open_source
 from offload.sizes import GIB, MIB
 from tests.oracle import peak_memory, peak_rss
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from offload import probe
-from offload.cli import app
+from offload.cli.main import app
+from offload.hardware import probe
+from offload.hardware.probe import disturb, pace
+from offload.hardware.probe.pace import grown, in_turns
 from offload.planner.hardware import probed
-from offload.probe import disturb, pace
-from offload.probe.pace import grown, in_turns
 
 SECONDS = 0.3
 """So little that every size is the smallest; on any machine."""
@@ -158,7 +158,7 @@ def test_rounds_end_with_their_seconds(seconds: float, monkeypatch: pytest.Monke
 
 def test_a_slow_drive_has_a_shorter_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from offload.aio.measure import Pass
-    from offload.probe import measure
+    from offload.hardware.probe import measure
 
     moved: list[int] = []
 

@@ -143,7 +143,7 @@ def test_same_bits_where_each_rank_is_late_by_itself(units: int, ranks: RankPool
 
 def train_on_a_late_device(job: Job, folder: Path, placement: tuple[str, str]) -> Result:
     """On a device beside the host, where parts of gradients are added, and updated if all is there."""
-    from offload.engine import initialize
+    from offload.engine.build import initialize
     from tests.late_device import LateDevice
 
     real, device = initialize.open_device, LateDevice(rank_and_size()[0], 0.5)
@@ -205,7 +205,7 @@ def test_collectives_of_the_users_own(ranks: RankPool, tmp_path: Path) -> None:
 
 def train_with_short_waits(job: Job, folder: Path) -> Result:
     """Waits are cut so finely that collectives end just as a slice of the wait does."""
-    from offload.engine import ranks
+    from offload.engine.distributed import process_group as ranks
 
     real, ranks._SLICE = ranks._SLICE, datetime.timedelta(milliseconds=1)
     try:
@@ -570,7 +570,7 @@ class Failed:
 
 def test_a_collective_that_has_failed_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was gathered ahead may have failed long before anybody waits for it."""
-    from offload.engine.ranks import Ranks, _Work
+    from offload.engine.distributed.process_group import Ranks, _Work
 
     ranks = object.__new__(Ranks)
     monkeypatch.setattr(Ranks, "_blame", lambda self, error: RankError(f"gone: {error}"))

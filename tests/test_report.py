@@ -17,14 +17,14 @@ from hypothesis import example, given
 from hypothesis import strategies as some
 from typer.testing import CliRunner
 
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.report.charts import points, ticks
 from offload.report.figures import figures
 from offload.report.log import read_log
 from offload.report.page import BEGIN, page
 from offload.report.phases import PARTS, bound, parts
-from offload.report.spans import read_window
+from offload.report.timeline_view import read_window
 from tests.sampling import examples
 
 ABOUT = {

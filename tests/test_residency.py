@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import offload
-from offload.swapper.arena import DeviceArena
-from offload.swapper.device import Device
-from offload.swapper.entry import UnitSize
-from offload.swapper.host import Classes, HostArena
-from offload.swapper.leases import Leases
+from offload.states import Tier
+from offload.swapper.device_cache import Slices
+from offload.swapper.host_cache import Leases
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.device_arena import DeviceArena
+from offload.swapper.memory.host_arena import Classes, HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.policy import Limits
-from offload.swapper.residency import ARROWS, Residency, Tier
-from offload.swapper.slices import Slices
-from offload.swapper.table import Table
+from offload.swapper.residency import ARROWS, Residency
+from offload.swapper.unit_table import Table, UnitSize
 
 PACKAGE = Path(offload.__file__).parent
 

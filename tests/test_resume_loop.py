@@ -20,8 +20,8 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset
 
 import offload
-from offload.engine.plain import from_plain, to_plain
 from offload.errors import ConfigError, UsageError
+from offload.fileio.plain_json import from_plain, to_plain
 from tests.oracle import assert_same_tensors, processes, weights_of
 
 SAMPLES, MICRO, ACCUMULATION, STEPS = 20, 2, 2, 13

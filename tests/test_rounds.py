@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.engine.rounds import Choice, Kind, Wish, _bitmap, _union, choose
+from offload.engine.distributed.agreement import Choice, Kind, Wish, _bitmap, _union, choose
 
 FREE = (Kind.USE, Kind.REDUCE)
 TOGETHER = (Kind.STEP, Kind.EDIT, Kind.END, Kind.MEAN)

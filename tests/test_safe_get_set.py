@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine import looking
+from offload.engine import param_access as looking
 from offload.errors import UsageError
 from tests import bounds, models
 from tests.faults import die

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine import looking
+from offload.engine import param_access as looking
 from offload.errors import BudgetError, UsageError
 from tests import models
 from tests.oracle import room_for, run, start, train_step

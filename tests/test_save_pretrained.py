@@ -16,8 +16,8 @@ import transformers
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
-from offload.engine import weights
+from offload.cli.main import app
+from offload.engine.params import weight_edits as weights
 from offload.errors import BudgetError, ConfigError, StoreError, UsageError
 from tests import models
 from tests.oracle import PLACEMENTS, Job, assert_same_tensors, start, train_step

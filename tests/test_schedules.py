@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 import offload
+from offload import schedules
 from offload.config import SCHEDULES, TORCH_SCHEDULES, load_config
-from offload.engine import schedule_choice, schedules
+from offload.engine.training import build_scheduler as schedule_choice
 from offload.errors import ConfigError
 from tests import bounds
 from tests.test_config import ODD

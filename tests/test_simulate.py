@@ -19,18 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.aio import IoQueue, Priority
-from offload.engine import initialize
+from offload.engine.build import initialize
 from offload.errors import BudgetError
+from offload.planner.simulation.clock import Clock
+from offload.planner.simulation.machine import Machine, Moved, Rates, Waited
+from offload.planner.simulation.simulate import Budgets, Simulation, Use, simulate
+from offload.planner.simulation.updater import UpdateCost
 from offload.sizes import align_up
-from offload.swapper import scratch
-from offload.swapper.clock import Clock
-from offload.swapper.entry import UnitSize
+from offload.states import State, Tier
 from offload.swapper.policy import Limits
-from offload.swapper.residency import Tier
-from offload.swapper.simulate import Budgets, Simulation, Use, simulate
-from offload.swapper.simulate_machine import Machine, Moved, Rates, Waited
-from offload.swapper.simulate_updater import UpdateCost
-from offload.swapper.states import State
+from offload.swapper.store import spill_file as scratch
+from offload.swapper.unit_table import UnitSize
 from tests import models
 from tests.oracle import Job, small_pieces, start, train_step
 from tests.sampling import examples

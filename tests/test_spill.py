@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offload
-from offload.engine.gradients import borders
-from offload.engine.layout import lay_out
-from offload.engine.spill import Spill, windows
+from offload.engine.gradients.accumulator import borders
+from offload.engine.gradients.disk_spill import Spill, windows
 from offload.errors import EngineFailed, IoError, StoreError
-from offload.swapper import scratch
-from offload.swapper.device import Device
-from offload.swapper.host import Classes, HostArena
+from offload.layout.flat_layout import lay_out
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.host_arena import Classes, HostArena
+from offload.swapper.store import spill_file as scratch
 from tests import models
 from tests.faults import LateQueue
 from tests.oracle import (
@@ -81,7 +81,7 @@ def test_late_io_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     job = models.GPT2._replace(steps=4, dtype="bf16", accumulation=2)
     ample = run(job, ("none", "none"), tmp_path)
     least = least_host_memory(job, tmp_path)
-    monkeypatch.setattr(offload.engine.initialize, "IoQueue", lambda *_, **__: LateQueue(1, 0.01))
+    monkeypatch.setattr(offload.engine.build.initialize, "IoQueue", lambda *_, **__: LateQueue(1, 0.01))
     tight, _ = _run_in(tmp_path, job, least)
     assert_same(ample, tight, "in memory and with late I/O")
 

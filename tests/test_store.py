@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.errors import StoreError
 from offload.sizes import PAGE
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Store, StoreSpec, remove_run, run_status
 from offload.swapper.store import store as store_module
-from offload.swapper.store.record import MAX_UNITS, Record
+from offload.swapper.store.format.commit_record import MAX_UNITS, Record
 from tests import mounts
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}

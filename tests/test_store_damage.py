@@ -19,10 +19,10 @@ from torch import nn
 
 import offload
 from offload.errors import EngineFailed, IoError, StoreError
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Store
-from offload.swapper.store.manifest import read_manifest
-from offload.swapper.store.record import Record, read_records
+from offload.swapper.store.format.commit_record import Record, read_records
+from offload.swapper.store.format.manifest import read_manifest
 from tests import models, mounts
 from tests.faults import flip_bit
 from tests.oracle import Job, least_host_memory, processes, run, small_pieces, start, train_step
@@ -215,7 +215,7 @@ def test_a_disk_that_others_fill_later(disk: Path, tmp_path: Path, monkeypatch: 
     """All room was reserved, that of the blobs too, which then hold many more checksums than at the start."""
     job = models.GPT2._replace(dtype="bf16", steps=4)
     expected = run(job, DISK, tmp_path / "whole").losses
-    from offload.engine import tiles
+    from offload.layout import tile_sizes as tiles
     from offload.swapper.store import store
 
     monkeypatch.setattr(tiles, "_TILE_NBYTES", range(2048 * 12, 2048 * 12 + 1))

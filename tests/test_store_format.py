@@ -15,7 +15,7 @@ import offload
 from offload import kernels
 from offload.aio import Bandwidth
 from offload.aio import crc32c as their_crc32c
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import store as store_module
 from tests import models, rank_pool
 from tests.oracle import train_step, weights_of

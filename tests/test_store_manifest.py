@@ -10,7 +10,7 @@ import pytest
 from offload.aio import IoQueue, crc32c
 from offload.errors import StoreError
 from offload.sizes import PAGE
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Store, StoreSpec, run_status
 from offload.swapper.store import store as store_module
 from tests.test_store import SIZES, SPEC, blob, created, opened, update, weight

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from offload.aio import IoQueue, aligned_empty, crc32c
 from offload.errors import IoError
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Store, StoreSpec
 from offload.swapper.store import store as store_module
+from offload.swapper.store.format.checksums import Passages, Slot, Stretch
 from offload.swapper.store.requests import Compared
-from offload.swapper.store.sums import Passages, Slot, Stretch
 from tests.faults import flip_bit
 
 TRAINABLE, ALL = 12288, 20480

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 import offload
 from offload.aio import IoQueue
-from offload.cli import app
+from offload.cli.main import app
 from offload.errors import StoreError
 from offload.fileio import locked_dir
 from offload.swapper.store import Store, find_removal, remove_run, run_status
-from offload.swapper.store.folder import Lock
-from offload.swapper.store.record import was_committed
+from offload.swapper.store.format.commit_record import was_committed
+from offload.swapper.store.rank_folder import Lock
 from tests import models, rank_pool, warm
 from tests.faults import flip_bit
 from tests.oracle import config, start, train_step
@@ -248,7 +248,7 @@ def test_a_file_that_is_no_file(name: str, kind: str, tmp_path: Path) -> None:
         (rank / name).symlink_to(tmp_path / "away")
     else:
         (rank / name).mkdir()
-    script = f"from offload.cli import app; app(['verify', {str(tmp_path / 'default')!r}])"
+    script = f"from offload.cli.main import app; app(['verify', {str(tmp_path / 'default')!r}])"
     done = warm.python(script, timeout=120)
     assert done.returncode in ((0, 1) if name.startswith("blob") else (1, 2)), done.stdout
     assert done.returncode == 0 or name in done.stdout + done.stderr
@@ -259,7 +259,7 @@ def test_a_file_that_is_no_file(name: str, kind: str, tmp_path: Path) -> None:
 
 def _damage(run: Path, state: str, offset: int = 0) -> None:
     """Flip a bit of what the last commit names."""
-    from offload.swapper.store.look import look
+    from offload.swapper.store.inspection import look
 
     found = look(run / "rank0")
     assert found.manifest is not None

@@ -10,7 +10,7 @@ import pytest
 
 from offload.aio import IoQueue, aligned_empty
 from offload.errors import IoError
-from offload.swapper.states import State
+from offload.states import State
 from offload.swapper.store import Store
 from offload.swapper.store.requests import Compared
 from tests.faults import flip_bit

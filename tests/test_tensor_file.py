@@ -12,10 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.engine.layout import Segment, UnitLayout
-from offload.engine.pieces import pieces
-from offload.engine.tensor_file import DTYPES, Tensor, Writer, read_header, shard
 from offload.errors import IoError, StoreError
+from offload.fileio.safetensors_stream import DTYPES, Tensor, Writer, read_header, shard
+from offload.layout.flat_layout import Segment, UnitLayout, pieces
 from offload.sizes import PAGE
 from tests.oracle import assert_same_tensors
 

@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 
 import offload
 from offload.aio import IoFuture
-from offload.cli import app
-from offload.engine.compute_spans import NO_SPANS
-from offload.engine.facts import IoBytes
+from offload.cli.main import app
+from offload.engine.deepspeed_api import IoBytes
+from offload.engine.metrics.compute_spans import NO_SPANS
+from offload.engine.metrics.span_relay import Relay
 from offload.errors import ConfigError, EngineFailed
 from offload.presets import PRESETS
-from offload.swapper.relay import Relay
-from offload.swapper.timeline import OFF, Phase, Row, Timeline, now, path_of
+from offload.timeline import OFF, Phase, Row, Timeline, now, path_of
 from tests import models, warm
 from tests.faults import LateQueue, use_queue
 from tests.late_device import LateDevice, use_device

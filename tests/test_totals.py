@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.engine import assembly
-from offload.engine.downloads import Downloads
+from offload.engine.build import assembly
+from offload.engine.gradients.device_to_host import Downloads
 from offload.sizes import GIB
-from offload.swapper import scratch
-from offload.swapper.device import DeviceRoom
+from offload.swapper.memory.device import DeviceRoom
+from offload.swapper.store import spill_file as scratch
 from tests import models
 from tests.late_device import LateDevice, Ticks, use_device
 from tests.oracle import (

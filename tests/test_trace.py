@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.swapper.trace import NEVER, Kind, Trace
+from offload.swapper.access_order import NEVER, Kind, Trace
 
 orders = st.lists(st.integers(0, 7), min_size=1, max_size=40)
 

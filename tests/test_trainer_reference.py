@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch.nn import functional
 
-from offload.engine.placeholder import place_of
+from offload.engine.params.paged_parameter import place_of
 from offload.errors import BudgetError, UsageError
 from offload.hf import Accelerator, OffloadMixin
 from tests import models

@@ -13,7 +13,7 @@ import transformers
 
 import offload
 from offload.hf import OffloadTrainer
-from offload.hf.fill import Said, filled
+from offload.hf.auto_values import Said, filled
 from tests.trainers import MEMORY, Texts, arguments, config, ended, seeded, trainer
 
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 import offload
 from offload.aio import Bandwidth
 from offload.aio.backend import refusals
-from offload.cli import app
+from offload.bench.tune_io import Trial, choose, write_config
+from offload.cli.main import app
 from offload.errors import ConfigError
-from offload.tune import Trial, choose, write_config
 
 MIB = 1 << 20
 

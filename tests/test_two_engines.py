@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import offload
+from offload.aio import shared_queue
 from offload.errors import BudgetError, EngineFailed
-from offload.swapper import shared_queue
-from offload.swapper.host import Lease, process_memory
+from offload.swapper.memory.host_arena import Lease, process_memory
 from tests import models
 from tests.oracle import (
     assert_same_tensors,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
-from offload.engine.units import find_units
 from offload.errors import ConfigError
+from offload.layout.units import find_units
 from tests import models
 
 NAMES: dict[Callable[[], nn.Module], list[str]] = {

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from offload.engine.decision import UnitUpdate
-from offload.engine.step_values import Edit
-from offload.engine.update_strategy import EditSteps, TileContent
-from offload.engine.update_tiles import Job
+from offload.engine.callbacks import Edit
+from offload.engine.optim.unit_updates import UnitUpdate
+from offload.engine.optim.update_strategy import EditSteps, TileContent
+from offload.engine.optim.update_tiles import Job
+from offload.states import State
 from offload.swapper.modes import MODES
-from offload.swapper.states import State
 
 
 class Passes:

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "offload"
 OF_OTHERS = {
     # transformers offers no hook round `from_pretrained`; the context puts the method back.
-    ("engine/streaming.py", "patched.from_pretrained"),
+    ("engine/model_io/from_pretrained.py", "patched.from_pretrained"),
 }
 """Methods of other packages' objects that are replaced, each with its reason. None of ours may be here."""
 FILES = sorted(PACKAGE.rglob("*.py"))

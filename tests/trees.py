@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from offload.engine.layout import lay_out
-from offload.engine.units import Units, find_units
+from offload.layout.flat_layout import lay_out
+from offload.layout.units import Units, find_units
 from tests.oracle import Job
 
 OUTSIDE = True

@@ -11,8 +11,8 @@ import torch
 
 from bench.gpu.work import Save, Work
 from bench.measure import in_turns, median_ratio
-from offload.swapper.device import Device, open_device
-from offload.swapper.host import Classes, HostArena, Lease
+from offload.swapper.memory.device import Device, open_device
+from offload.swapper.memory.host_arena import Classes, HostArena, Lease
 
 
 def copies(work: Work, save: Save) -> None:

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import offload
 from bench.gpu.work import Work
-from offload.engine.layout import layouts_of
-from offload.engine.units import find_units
 from offload.errors import BudgetError
+from offload.layout.flat_layout import layouts_of
+from offload.layout.units import find_units
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.sizes import format_size
-from offload.swapper.device import open_device
-from offload.swapper.limits import free_host_memory
+from offload.swapper.memory.device import open_device
+from offload.swapper.memory.limits import free_host_memory
 
 _HOST_SHARE = 0.8
 """Of what is free: libraries, and what the loop itself takes, need some."""

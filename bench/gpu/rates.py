@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu.work import Save, Work
 from bench.measure import seconds
-from offload.probe import Rates, drive_rates, measure_rates
+from offload.hardware.probe import Rates, drive_rates, measure_rates
 
 _OF_A_COPY = 8
 """The drive moves so many times the bytes of a copy, so that no cache of its own holds them."""

@@ -16,9 +16,9 @@ import offload
 from bench.gpu.exposure import profiled
 from bench.gpu.work import Save, Work
 from bench.measure import random_ids, resident
-from offload.engine import initialize
-from offload.swapper.device import CudaDevice, Device, Event, open_device
-from offload.swapper.monitor import Monitor
+from offload.engine.build import initialize
+from offload.swapper.memory.device import CudaDevice, Device, Event, open_device
+from offload.swapper.memory.interruptible_lock import Monitor
 
 _T = TypeVar("_T")
 _WARM_UP = 2

@@ -18,15 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from offload import kernels
-from offload.aio import aligned_empty
 from offload.errors import ConfigError
-from offload.kernels import AdamWStep, Partition, Segment, _native, settings
+from offload.hardware.adam_arrays import STEP, Arrays, aligned_like
+from offload.kernels import Segment, _native, settings
 from offload.sizes import count_of
 
-STEP = AdamWStep(1e-4, 0.9, 0.999, 1e-8, 0.01, 11)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _TILE = 1 << 18
-_NOISE = 1 << 22
 
 
 class Case(NamedTuple):
@@ -53,51 +51,6 @@ class Row:
     """Of the bytes that the probe moves; a contender that moves more shows less."""
     of_probe: float
     """The probe's time over this one's, each round's with its own, then the median."""
-
-
-class Arrays:
-    """Values as in training: weights of 0.02, gradients of 1e-3, moments that belong to them. Nothing is denormal.
-
-    All lie on 2 MiB pages, as the arena of the engine does.
-    """
-
-    def __init__(self, numel: int, weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-        self.master = _noise(numel, 0.02)
-        self.grad = _like(numel, grad_dtype).copy_(_noise(numel, 1e-3))
-        self.exp_avg = _noise(numel, 1e-3)
-        self.exp_avg_sq = _noise(numel, 1e-3).square_()
-        self.weight = self.master
-        self.residual = self.half_master = None
-        if weight_dtype is torch.bfloat16:
-            self.weight, self.residual = _like(numel, torch.bfloat16), _like(numel, torch.int16)
-            kernels.split_master(self.master, self.weight, self.residual)
-        elif weight_dtype is torch.float16:
-            self.weight, self.half_master = _like(numel, torch.float16).copy_(self.master), self.master
-
-    @property
-    def partition(self) -> Partition:
-        moments = (self.exp_avg, self.exp_avg_sq)
-        return Partition(self.weight, self.grad, moments, self.residual, self.half_master)
-
-    @property
-    def bytes_per_parameter(self) -> int:
-        """That a step must move."""
-        beside = 4 if self.half_master is not None else 2 if self.residual is not None else 0
-        written = self.weight.itemsize + beside + 8
-        read = written - (2 if self.half_master is not None else 0)  # an fp16 weight is only written
-        return written + read + self.grad.itemsize
-
-
-def _like(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(aligned_empty(numel * dtype.itemsize), dtype=dtype)
-
-
-def _noise(numel: int, scale: float) -> torch.Tensor:
-    """In pieces: no call takes long, so that a signal is obeyed between them."""
-    values, generator = _like(numel, torch.float32), torch.Generator().manual_seed(0)
-    for start in range(0, numel, _NOISE):
-        values[start : start + _NOISE].normal_(0, scale, generator=generator)
-    return values
 
 
 def cases(dtypes: Sequence[str], grad_dtypes: Sequence[str], threads: Sequence[int], isas: Sequence[str]) -> list[Case]:
@@ -181,7 +134,7 @@ def _contenders(arrays: Arrays) -> dict[str, Callable[[], object]]:
 def _torch_fused(arrays: Arrays) -> Callable[[], object]:
     """`torch.optim.AdamW(fused=True)` on fp32 masters, with the casts that 16-bit training needs."""
     master = torch.nn.Parameter(arrays.master)
-    master.grad = arrays.grad if arrays.grad.dtype is torch.float32 else _like(master.numel(), torch.float32)
+    master.grad = arrays.grad if arrays.grad.dtype is torch.float32 else aligned_like(master.numel(), torch.float32)
     optimizer = torch.optim.AdamW([master], lr=STEP.lr, weight_decay=STEP.weight_decay, fused=True)
     optimizer.state[master] = {
         "step": torch.tensor(float(STEP.step - 1)),
@@ -208,7 +161,7 @@ def _deepspeed(arrays: Arrays) -> dict[str, Callable[[], object]]:
         return {}
     master = torch.nn.Parameter(arrays.master)
     numel, whole = master.numel(), arrays.grad.dtype is torch.float32
-    gradient = arrays.grad if whole else _like(numel, torch.float32)
+    gradient = arrays.grad if whole else aligned_like(numel, torch.float32)
     master.grad = gradient
     optimizer = DeepSpeedCPUAdam([master], lr=STEP.lr, eps=STEP.eps, weight_decay=STEP.weight_decay, adamw_mode=True)
     optimizer.state[master] = {"step": STEP.step, "exp_avg": arrays.exp_avg, "exp_avg_sq": arrays.exp_avg_sq}

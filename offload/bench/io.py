@@ -22,8 +22,9 @@ import psutil
 from offload.aio import BACKENDS, IoQueue, StripedFile, aligned_empty, bandwidths
 from offload.aio.backend import refusals
 from offload.aio.measure import OPERATIONS, Pass, move, remove
-from offload.bench import python_ways
+from offload.bench import baselines as python_ways
 from offload.errors import ConfigError, IoError
+from offload.hardware.noise import fill_with_noise
 from offload.sizes import MIB, PAGE, align_up, format_size
 
 FIO_ENGINES = ("io_uring", "libaio")
@@ -196,7 +197,7 @@ def _file(plan: Plan, tell: Callable[[str], None]) -> Iterator[tuple[StripedFile
     paths = [os.path.join(folder, f"offload-bench-io.{os.getpid()}.{i}") for i, folder in enumerate(plan.folders)]
     tell(f"writing {format_size(plan.nbytes)}")
     buffer = aligned_empty(plan.nbytes)
-    python_ways.fill_with_noise(buffer)
+    fill_with_noise(buffer)
     try:
         # Drives share the bytes as they would in a run: by what each of them moves.
         weights = [rate.swap for rate in bandwidths(plan.folders)] if len(paths) > 1 else None

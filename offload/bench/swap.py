@@ -23,10 +23,10 @@ from torch import nn
 import offload
 from offload.aio import IoQueue, StripedFile, aligned_empty
 from offload.aio.measure import move, remove
-from offload.bench.python_ways import fill_with_noise
 from offload.bench.swap_figures import Rates, Result, Turn, make_row, median_rates
 from offload.bench.swap_plan import BACKWARD, Plan
 from offload.errors import OffloadError
+from offload.hardware.noise import fill_with_noise
 from offload.sizes import MIB, align_up, count_of, format_size
 
 UNCOUNTED = 2

@@ -15,14 +15,14 @@ which DeepSpeed ignores.
 from __future__ import annotations
 
 from offload.config.batch import Batch, effective, resolve_batch
-from offload.config.block import Block
+from offload.config.blocks.block import Block
+from offload.config.blocks.optimizer import OPTIMIZER_DEFAULTS, OptimizerBlock
+from offload.config.blocks.precision import Fp16
+from offload.config.blocks.scheduler import SCHEDULES, TORCH_SCHEDULES, SchedulerBlock
+from offload.config.blocks.zero import Aio, ZeroOptimization
 from offload.config.documentation import document
-from offload.config.optimizer import OPTIMIZER_DEFAULTS, OptimizerBlock
-from offload.config.precision import Fp16
-from offload.config.reading import check_order, load_config, read_json, schedule_params
-from offload.config.scheduler import SCHEDULES, TORCH_SCHEDULES, SchedulerBlock
-from offload.config.whole import Config
-from offload.config.zero import Aio, ZeroOptimization
+from offload.config.load import check_order, load_config, read_json, schedule_params
+from offload.config.schema import Config
 
 __all__ = [
     "OPTIMIZER_DEFAULTS",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from offload.config.block import Block
-from offload.config.reading import schedule_params
-from offload.config.scheduler import SCHEDULES
-from offload.config.whole import Config
+from offload.config.blocks.block import Block
+from offload.config.blocks.scheduler import SCHEDULES
+from offload.config.load import schedule_params
+from offload.config.schema import Config
 from offload.errors import ConfigError
 from offload.sizes import count_of
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from offload.config.block import Block, all_blocks
-from offload.config.scheduler import SCHEDULES, SchedulerBlock
-from offload.config.whole import Config
+from offload.config.blocks.block import Block, all_blocks
+from offload.config.blocks.scheduler import SCHEDULES, SchedulerBlock
+from offload.config.schema import Config
 
 _INTRODUCTION = """# Configuration
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from offload.config.block import Block, missing, words_of
+from offload.config.blocks.block import Block, missing, words_of
 
 _RECOMPUTE = "call model.gradient_checkpointing_enable(), or torch.utils.checkpoint in the model, and switch it off"
 

@@ -6,10 +6,14 @@ reach up, it calls this protocol, which it receives through its constructor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from offload.engine.step_values import Edit
+import torch
+
+from offload.states import State
 
 
 class EngineCallbacks(Protocol):
@@ -53,3 +57,30 @@ class EngineCallbacks(Protocol):
 
     def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
         """Takes part in the reduction of a unit's gradients, to which the ranks `holders` contribute."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """Facts about the gradients of a step on which the step is decided."""
+
+    sum_squares: float
+    """Of all of them, added in float64 in layout order; inf or NaN if any value is."""
+    present: list[set[int]]
+    """For each unit the segments that have one."""
+
+    @property
+    def norm(self) -> float:
+        """The global 2-norm."""
+        return math.sqrt(self.sum_squares) if self.sum_squares >= 0 else math.nan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edit:
+    """New values for elements [start, stop) of a unit."""
+
+    start: int
+    stop: int
+    values: torch.Tensor
+    """(stop - start,) on the CPU. Of a weight in fp32, which makes them the master, or in the mode's weight dtype: then
+    elements whose bits do not change keep what the master has beyond them. Of another state in fp32."""
+    state: State = State.WEIGHT

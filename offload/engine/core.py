@@ -19,28 +19,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.boundary import Boundary
-from offload.engine.callbacks import EngineCallbacks
-from offload.engine.checkpoint import Checkpoints
-from offload.engine.decision import UnitUpdate, cut
-from offload.engine.device_room import advised, grow
-from offload.engine.ending import Ending
-from offload.engine.inputs import InputCast
-from offload.engine.layout import UnitLayout
-from offload.engine.loader import Loader
-from offload.engine.looking import Looking
+from offload.engine.callbacks import Edit, EngineCallbacks
+from offload.engine.checkpoint.manager import Checkpoints
+from offload.engine.device_growth import advised, grow
 from offload.engine.memory_report import base_bytes
-from offload.engine.micro_batches import MicroBatches
-from offload.engine.model_save import Saving
-from offload.engine.optimizer import Optimizer
-from offload.engine.optimizer_states import OptimizerStates
-from offload.engine.parts import Choices, Parts, close_all
-from offload.engine.step_values import Edit
-from offload.engine.training_state import TrainingState
+from offload.engine.model_io.save_pretrained import Saving
+from offload.engine.optim.optimizer import Optimizer
+from offload.engine.optim.unit_updates import UnitUpdate, cut
+from offload.engine.optimizer_state_dict import OptimizerStates
+from offload.engine.param_access import Looking
+from offload.engine.shutdown import Ending
+from offload.engine.step import Boundary
+from offload.engine.training.components import Parts, close_all
+from offload.engine.training.data_loader import Loader
+from offload.engine.training.gradient_accumulation import MicroBatches
+from offload.engine.training.model_inputs import InputCast
+from offload.engine.training.step_settings import Choices
+from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
+from offload.layout.flat_layout import UnitLayout
 from offload.notices import tell
 from offload.sizes import format_size
-from offload.swapper.timeline import Row
+from offload.timeline import Row
 from offload.torch_internals import inside_backward
 
 logger = logging.getLogger("offload")

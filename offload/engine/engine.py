@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.engine import batch
-from offload.engine.checkpoint_load import Wish
-from offload.engine.checkpoint_save import Order
+from offload.engine.checkpoint.load import Wish
+from offload.engine.checkpoint.save import Order
 from offload.engine.core import EngineCore
-from offload.engine.facts import Facts
+from offload.engine.deepspeed_api import Facts
 from offload.engine.keywords import refuse
-from offload.engine.model_save import Wanted
-from offload.engine.parts import resized
+from offload.engine.model_io.save_pretrained import Wanted
+from offload.engine.training import train_batch as batch
+from offload.engine.training.step_settings import resized
 from offload.errors import UsageError
 from offload.sizes import count_of
-from offload.swapper.timeline import Row
+from offload.timeline import Row
 
 logger = logging.getLogger("offload")
 

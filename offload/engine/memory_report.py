@@ -8,9 +8,9 @@ import psutil
 import torch
 
 from offload.aio import resident_bytes
-from offload.engine.parts import Parts
+from offload.engine.training.components import Parts
 from offload.sizes import format_size
-from offload.swapper.host import process_memory
+from offload.swapper.memory.host_arena import process_memory
 
 
 class MemoryReport(dict[str, Any]):

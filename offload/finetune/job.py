@@ -12,13 +12,12 @@ import psutil
 import torch
 from torch import nn
 
-from offload import probe
 from offload.config import Config, load_config, resolve_batch
-from offload.engine.dtype_choice import settle
+from offload.engine.build.dtype_choice import settle
+from offload.engine.build.initialize import initialize
 from offload.engine.engine import Engine
-from offload.engine.initialize import initialize
-from offload.engine.json_lines import check_log, cut_log
 from offload.errors import ConfigError, OffloadError, StoreError
+from offload.fileio.jsonl import check_log, cut_log
 from offload.finetune.data import Data, Share, find_files, read_files, steps_of
 from offload.finetune.identity import Identity, differences, other_model, weights_of
 from offload.finetune.lora import Lora, adapt, parse_lora, require_peft
@@ -44,11 +43,12 @@ from offload.finetune.options import (
     settings_of,
 )
 from offload.finetune.output import MARK, check_apart, check_output, has_model, is_marked
-from offload.planner.foresee import as_step, foresee
+from offload.hardware import probe
+from offload.planner.predict_run import as_step, foresee
 from offload.planner.report import in_short
 from offload.presets import require_transformers
 from offload.swapper.store import run_status
-from offload.swapper.timeline import path_of
+from offload.timeline import path_of
 
 
 class Finished(NamedTuple):

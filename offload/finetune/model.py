@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from offload.engine.pretrained import init, load_pretrained
+from offload.engine.model_io.load_pretrained import init, load_pretrained
 from offload.errors import ConfigError, OffloadError
 from offload.presets import PRESETS, build, check_folder, check_name, check_positions, require_transformers, said
 from offload.sizes import count_of

@@ -19,12 +19,12 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from offload.engine.build.initialize import initialize
 from offload.engine.engine import Engine
-from offload.engine.initialize import initialize
-from offload.engine.optimizer import Optimizer
-from offload.engine.placeholder import place_of
+from offload.engine.optim.optimizer import Optimizer
+from offload.engine.params.paged_parameter import place_of
 from offload.errors import BudgetError, ConfigError, UsageError
-from offload.hf.fill import Said, content_of, filled, value_of
+from offload.hf.auto_values import Said, content_of, filled, value_of
 from offload.sizes import count_of, format_size, parse_size
 
 logger = logging.getLogger("offload")

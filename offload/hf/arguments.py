@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.engine.engine import Engine
-from offload.engine.placeholder import place_of
+from offload.engine.params.paged_parameter import place_of
 from offload.errors import ConfigError
-from offload.hf.fill import Said, said_of_batches, said_of_optimizer, value_of
+from offload.hf.auto_values import Said, said_of_batches, said_of_optimizer, value_of
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adagrad", "sgd", "rmsprop", "adafactor")
 """Values of `optim` that an engine does: the first four by a kernel, the others by running them."""

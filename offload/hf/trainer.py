@@ -31,15 +31,15 @@ from torch import nn
 from transformers import Trainer
 
 from offload.config import Config, load_config
-from offload.engine.checkpoint_files import LATEST
+from offload.engine.build.initialize import initialize
+from offload.engine.checkpoint.files import LATEST
 from offload.engine.engine import Engine
-from offload.engine.initialize import initialize
-from offload.engine.optimizer_choice import from_config
-from offload.engine.schedule_choice import choose
+from offload.engine.optim.build_optimizer import from_config
+from offload.engine.training.build_scheduler import choose
 from offload.errors import ConfigError, StoreError
 from offload.hf.accelerator import Accelerator
 from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, said_by_arguments
-from offload.hf.fill import content_of, filled, said_of_schedule, without
+from offload.hf.auto_values import content_of, filled, said_of_schedule, without
 
 logger = logging.getLogger("offload")
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from offload.engine.forecast import lease_budgets
 from offload.planner.memory import Memory
-from offload.swapper.host import TILE_BUFFERS
-from offload.swapper.residency import Tier
-from offload.swapper.simulate import Use
-from offload.swapper.simulate_machine import Rates
-from offload.swapper.simulate_updater import UpdateCost
-from offload.swapper.states import State
+from offload.planner.simulation.inputs import lease_budgets
+from offload.planner.simulation.machine import Rates
+from offload.planner.simulation.simulate import Use
+from offload.planner.simulation.updater import UpdateCost
+from offload.states import State, Tier
+from offload.swapper.memory.host_arena import TILE_BUFFERS
 
 
 class _Updates(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from offload.errors import ConfigError
-from offload.probe import DriveRates, Probed
+from offload.hardware.probe import DriveRates, Probed
 from offload.sizes import GIB, format_size, parse_size
 
 KERNEL_BYTES = {"bf16": 26, "fp32": 28, "fp16": 28}

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from offload.config import Config, load_config
-from offload.engine.config_request import rule_name, wish_of
-from offload.engine.homes import Partitions, home_nbytes
-from offload.engine.layout import UnitLayout
-from offload.engine.memory_plan import (
+from offload.errors import ConfigError
+from offload.layout.config_request import rule_name, wish_of
+from offload.layout.flat_layout import UnitLayout
+from offload.layout.memory_plan import (
     MemoryRequest,
     PlacedStates,
     WantedSlots,
@@ -21,12 +21,11 @@ from offload.engine.memory_plan import (
     plan_memory,
     wanted_slots,
 )
-from offload.engine.placement import Machine, Placement, least_host
-from offload.errors import ConfigError
+from offload.layout.placement import Machine, Placement, least_host
+from offload.layout.tiers import Partitions, home_nbytes
 from offload.sizes import align_up
+from offload.states import State, Tier
 from offload.swapper.modes import ADAM, Mode
-from offload.swapper.residency import Tier
-from offload.swapper.states import State
 
 PATH = "/mnt/nvme"
 """Where the swap files of a machine that is not there would lie."""

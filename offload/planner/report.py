@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from offload.planner.choice import Advice, Planned
+from offload.planner.recommend import Advice, Planned
 from offload.planner.timing import Timing, hiding_tokens
 from offload.sizes import format_count, format_size, format_time
 

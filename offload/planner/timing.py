@@ -17,20 +17,20 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from offload.engine.forecast import lease_budgets, limits, unit_sizes, update_costs
+from offload.layout.pager_inputs import limits, unit_sizes
 from offload.planner.bound import least
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
-from offload.planner.shape import Shape
+from offload.planner.model_shape import Shape
+from offload.planner.simulation import machine as simulate_machine
+from offload.planner.simulation.inputs import lease_budgets, update_costs
+from offload.planner.simulation.machine import Moved, Waited
+from offload.planner.simulation.simulate import Simulation, simulate
+from offload.planner.simulation.simulate import Use as TimedUse
+from offload.planner.simulation.updater import UpdateCost
 from offload.report import phases
 from offload.sizes import MIB
-from offload.swapper import simulate_machine
-from offload.swapper.residency import Tier
-from offload.swapper.simulate import Simulation, simulate
-from offload.swapper.simulate import Use as TimedUse
-from offload.swapper.simulate_machine import Moved, Waited
-from offload.swapper.simulate_updater import UpdateCost
-from offload.swapper.states import State
+from offload.states import State, Tier
 
 _NEAR = 1.05
 """Of a bound: a step within it has reached it."""

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from offload.report.endurance import foresee
+from offload.report.drive_wear import foresee
 from offload.report.log import Log, column, is_number, number
 from offload.report.phases import ADVICE, bound
-from offload.report.predicted import compare
+from offload.report.prediction import compare
 
 
 def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from markupsafe import Markup
 from offload.report.charts import POINTS, Series, bytes_unit, decimal_unit, lines, rate_unit, say, seconds_unit, stack
 from offload.report.log import Log, number
 from offload.report.phases import PARTS, parts
-from offload.report.predicted import time_of, words
+from offload.report.prediction import time_of, words
 from offload.report.render import render
-from offload.report.spans import Window, rows
+from offload.report.timeline_view import Window, rows
 from offload.sizes import count_of, format_decimal, format_time
 
 BEGIN = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="generator" content="offload report">'

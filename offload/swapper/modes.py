@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload.swapper.states import State
+from offload.states import State
 
 
 class Mode(NamedTuple):

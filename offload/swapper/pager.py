@@ -34,18 +34,18 @@ import torch
 
 from offload.aio import Priority
 from offload.errors import EngineFailed
-from offload.swapper.arena import DeviceArena
-from offload.swapper.device import Device
-from offload.swapper.entry import Entry, UnitSize
-from offload.swapper.host import HostArena, Lease
-from offload.swapper.leases import Leases
+from offload.states import Tier
+from offload.swapper.access_order import Kind
+from offload.swapper.device_cache import Having, Peers, Slices
+from offload.swapper.host_cache import Leases
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.device_arena import DeviceArena
+from offload.swapper.memory.host_arena import HostArena, Lease
 from offload.swapper.policy import Limits, keeps, next_to_bring
-from offload.swapper.residency import Residency, Tier
-from offload.swapper.slices import Having, Peers, Slices
+from offload.swapper.residency import Residency
 from offload.swapper.store import Store
-from offload.swapper.table import MemoryCounters, Table
-from offload.swapper.timeline import OFF, Row, Timeline
-from offload.swapper.trace import Kind
+from offload.swapper.unit_table import Entry, MemoryCounters, Table, UnitSize
+from offload.timeline import OFF, Row, Timeline
 
 _T = TypeVar("_T")
 

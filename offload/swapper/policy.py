@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from offload.sizes import align_up
-from offload.swapper.space import Space
-from offload.swapper.trace import NEVER, Trace
+from offload.swapper.access_order import NEVER, Trace
+from offload.swapper.memory.allocator import Space
 
 
 class Block(NamedTuple):

@@ -41,14 +41,6 @@ import enum
 from typing import Final
 
 
-class Tier(enum.Enum):
-    """Where a partition lives between uses: its home."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
-
-
 class Residency(enum.Enum):
     """Where the newest copy of a unit's weights is now; the module's docstring says what each means."""
 

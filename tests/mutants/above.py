@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "end a run without saving its model",
-        "offload.cli_run",
+        "offload.cli.commands.train_run",
         "job.save_model()",
         "pass",
         "tests/test_cli_finetune.py",
@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         "what config and arguments say differently counts as the config has it",
-        "offload.hf.fill",
+        "offload.hf.auto_values",
         "elif not _equal(block[last], value):",
         "elif False:",
         "tests/test_trainer_wrong.py",

@@ -35,18 +35,16 @@ the other one counts. docs/store-format.md is for who reads it without us.
 """
 
 from offload.swapper.store.drives import Shortage, find_shortage
-from offload.swapper.store.folder import close_in_children, holder
-from offload.swapper.store.manifest import StoreSpec
-from offload.swapper.store.requests import Compared, Future, Queue, bytes_of
-from offload.swapper.store.run import find_removal, open_rank, other_runs, rank_folders, remove_run, run_status
+from offload.swapper.store.format.manifest import StoreSpec
+from offload.swapper.store.rank_folder import close_in_children, holder
+from offload.swapper.store.requests import Compared, bytes_of
+from offload.swapper.store.runs import find_removal, open_rank, other_runs, rank_folders, remove_run, run_status
 from offload.swapper.store.store import Store
-from offload.swapper.store.written import DriveWrites, Rating, Written
+from offload.swapper.store.write_counts import DriveWrites, Rating, Written
 
 __all__ = [
     "Compared",
     "DriveWrites",
-    "Future",
-    "Queue",
     "Rating",
     "Shortage",
     "Store",

@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from offload.aio import DirectFile, File, Priority
+from offload.aio import DirectFile, File
 from offload.aio.file import Piece
-from offload.swapper.store.manifest import Extent, Place
-
-
-class Future(Protocol):
-    """What the store needs of a request in flight."""
-
-    def done(self) -> bool: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def crc32c(self) -> int: ...
-    def add_done_callback(self, function: Callable[[Any], object]) -> None: ...
-
-
-class Queue(Protocol):
-    """What the store needs of an I/O queue; `aio.IoQueue` is one, tests put faults in front of it."""
-
-    def read(
-        self, file: File, offset: int, buffer: memoryview, *, priority: Priority = ..., checksum: bool = ...
-    ) -> Future: ...
-    def write(
-        self, file: File, offset: int, buffer: memoryview, *, priority: Priority = ..., checksum: bool = ...
-    ) -> Future: ...
+from offload.aio.protocols import Future
+from offload.swapper.store.format.manifest import Extent, Place
 
 
 class Joined:

@@ -17,18 +17,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.aio import Bandwidth, Priority, StripedFile, bandwidths, crc32c
+from offload.aio.protocols import Future, Queue
 from offload.aio.stripes import whole_weights
 from offload.errors import IoError, StoreError
 from offload.fileio import sync_folder
 from offload.sizes import MIB, PAGE, count_of, format_size
-from offload.swapper.drive_spans import NO_SPANS, DriveSpans
-from offload.swapper.states import State
-from offload.swapper.store import blob, sums
-from offload.swapper.store.check import first_damage
-from offload.swapper.store.clone import clone_range
+from offload.states import State
+from offload.swapper.store.drive_spans import NO_SPANS, DriveSpans
 from offload.swapper.store.drives import Shortage, find_shortage, shares
-from offload.swapper.store.folder import (
+from offload.swapper.store.format import blob
+from offload.swapper.store.format import checksums as sums
+from offload.swapper.store.format.checksums import Key, Passages, Slot, Stretch
+from offload.swapper.store.format.commit_record import MAX_UNITS, Record, Records, read_records, was_committed
+from offload.swapper.store.format.manifest import Manifest, StoreSpec, compare, read_manifest
+from offload.swapper.store.inspection import place_of, read_blob
+from offload.swapper.store.rank_folder import (
     Lock,
+    clone_range,
     close_in_children,
     make_folders,
     remove_files,
@@ -36,13 +41,10 @@ from offload.swapper.store.folder import (
     write_durably,
     write_in_place,
 )
-from offload.swapper.store.look import place_of, read_blob
-from offload.swapper.store.manifest import Manifest, StoreSpec, compare, read_manifest
-from offload.swapper.store.record import MAX_UNITS, Record, Records, read_records, was_committed
-from offload.swapper.store.requests import Compared, Future, Queue, bytes_of
-from offload.swapper.store.sums import Key, Passages, Slot, Stretch
-from offload.swapper.store.written import Written
-from offload.swapper.timeline import Row, now
+from offload.swapper.store.requests import Compared, bytes_of
+from offload.swapper.store.verify import first_damage
+from offload.swapper.store.write_counts import Written
+from offload.timeline import Row, now
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,284 @@
+"""`offload bench`: how fast the parts are, each against a bound or a peer in the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offload.cli.console import BAD_INPUT, FAILED, Json, errors, parse_count, telling
+from offload.cli.options import takes_options
+from offload.cli.signals import signals
+from offload.errors import ConfigError
+from offload.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+bench = typer.Typer(
+    help="Measure the parts, each against a bound or a peer in the same run.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@bench.command("io")
+def bench_io(
+    paths: Annotated[list[str], typer.Argument(help="Folders, one for each drive: one file over all of them.")],
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="io_uring, libaio, threads; for comparison aiofiles, python-libaio. May repeat. [default: ours]"
+        ),
+    ] = None,
+    op: Annotated[list[str] | None, typer.Option(help="write, read, mixed; may repeat. [default: all]")] = None,
+    block_size: Annotated[
+        list[str] | None, typer.Option(help="Bytes of a block; may repeat. [default: 1MiB, 4MiB]")
+    ] = None,
+    depth: Annotated[list[int] | None, typer.Option(help="Blocks in flight; may repeat. [default: 8, 32]")] = None,
+    size: Annotated[str, typer.Option(help="Bytes of the file, and of memory.")] = "1GiB",
+    request: Annotated[str, typer.Option(help="Bytes of one request to the queue.")] = "16MiB",
+    rounds: Annotated[int, typer.Option(help="Times that each is run, in turns.")] = 3,
+    fio: Annotated[bool, typer.Option(help="Run fio beside, where it is installed.")] = True,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result: .png, .svg or .pdf.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Measure reads, writes and both at once on a drive, beside fio.
+
+    Example: offload bench io /mnt/nvme --size 4GiB --block-size 2MiB --depth 32
+    """
+    from rich.console import Console
+
+    from offload.bench import io
+    from offload.hardware.info import machine
+
+    console = Console(stderr=json_output, highlight=False)
+    with errors(BAD_INPUT):
+        _check_plot(plot)
+        plan = io.make_plan(
+            paths,
+            backends=backend or (),
+            blocks=[parse_size(each) for each in block_size or ()],
+            depths=depth or (),
+            operations=op or (),
+            nbytes=parse_size(size),
+            request_bytes=parse_size(request),
+            rounds=rounds,
+            with_fio=fio,
+        )
+    with errors(FAILED), signals(), telling(console) as tell:
+        rows = io.measure(plan, tell)
+    if json_output:
+        print(json.dumps(io.as_json(machine(), plan, rows)), flush=True)
+    else:
+        console.print(_rows_table(rows))
+        if fio and not plan.with_fio:
+            console.print("fio is not installed, so there is no ratio to it (Debian: apt install fio)")
+    with errors(FAILED):
+        if plot is not None:
+            io.plot(rows, plot)
+
+
+@bench.command("adam")
+def bench_adam(
+    numel: Annotated[str, typer.Option(help="Parameters, as 64Mi or 250M.")] = "64Mi",
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Weights: bf16, fp32, fp16; may repeat. [default: bf16]")
+    ] = None,
+    grad_dtype: Annotated[list[str] | None, typer.Option(help="Gradients; may repeat. [default: as weights]")] = None,
+    threads: Annotated[list[int] | None, typer.Option(help="May repeat. [default: 1 and all cores]")] = None,
+    isa: Annotated[
+        list[str] | None, typer.Option(help="scalar, avx2, avx512, neon; may repeat. [default: the best]")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Times that each is run, in turns.")] = 7,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result: .png, .svg or .pdf.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Measure the AdamW step on the CPU, against memory, torch, and DeepSpeed where it is installed.
+
+    Example: offload bench adam --numel 250M --threads 1 --threads 2
+    """
+    from rich.console import Console
+
+    from offload.bench import adam
+    from offload.hardware.info import machine
+
+    console = Console(stderr=json_output, highlight=False)
+    with errors(BAD_INPUT):
+        _check_plot(plot)
+        count = parse_count(numel)
+        wanted = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or ())
+    with errors(FAILED), signals(), telling(console) as tell:
+        found = adam.measure(count, wanted, rounds, tell)
+    if json_output:
+        print(json.dumps(adam.as_json(machine(), found)), flush=True)
+    else:
+        console.print(_adam_table(found))
+    with errors(FAILED):
+        if plot is not None:
+            adam.plot(found, plot)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapOptions:
+    """Options of `offload bench swap` as they are typed; None where nothing was."""
+
+    paths: Annotated[list[str], typer.Argument(help="Folders for swap files, one for each drive.")]
+    units: Annotated[int, typer.Option(help="Layers of the model that is not there.")] = 16
+    unit_size: Annotated[str, typer.Option(help="Bytes of a layer's weights, two for each parameter.")] = "64MiB"
+    compute_ms: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Milliseconds that a layer computes in a forward; its backward takes twice as long. May repeat. "
+            "[default: 50]"
+        ),
+    ] = None
+    accumulation: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1
+    weights: Annotated[str, typer.Option(help="Home of the weights: none, cpu, nvme.")] = "nvme"
+    states: Annotated[str, typer.Option(help="Home of the optimizer states: none, cpu, nvme.")] = "nvme"
+    durability: Annotated[
+        str, typer.Option(help="step: two slots of all states; none: one, in place; auto: step where it fits.")
+    ] = "auto"
+    host_memory: Annotated[str | None, typer.Option(help="Host budget. [default: what is needed]")] = None
+    device_memory: Annotated[str | None, typer.Option(help="Device budget. [default: three layers]")] = None
+    overlap: Annotated[
+        bool, typer.Option("--overlap/--no-overlap", help="Run updates beside the next forward, or before it.")
+    ] = True
+    busy: Annotated[bool, typer.Option("--busy", help="Compute with one core, as on a CPU, instead of asleep.")] = False
+    in_memory: Annotated[
+        bool | None,
+        typer.Option(
+            "--in-memory/--no-in-memory",
+            help="Measure compute by the same model in memory, or add it up. [default: where it fits]",
+        ),
+    ] = None
+    steps: Annotated[int, typer.Option(help="Steps of each round that count; two before them do not.")] = 4
+    rounds: Annotated[int, typer.Option(help="Times that each is run, in turns.")] = 3
+    backend: Annotated[str, typer.Option(help="auto, io_uring, libaio, threads.")] = "auto"
+    block_size: Annotated[str | None, typer.Option(help="Bytes of a block. [default: the backend's]")] = None
+    depth: Annotated[int | None, typer.Option(help="Blocks in flight. [default: the backend's]")] = None
+    probe_size: Annotated[str, typer.Option(help="Bytes of the file by which the drive is measured.")] = "256MiB"
+    json_output: Json = False
+
+
+@bench.command("swap")
+@takes_options(SwapOptions)
+def bench_swap(typed: SwapOptions) -> None:
+    """Measure how much of the paging a drive and two budgets hide behind compute, without a model.
+
+    Example: offload bench swap /mnt/nvme --units 32 --unit-size 400MiB --compute-ms 100 --compute-ms 400
+    """
+    from rich.console import Console
+
+    from offload.bench import swap, swap_figures, swap_plan
+    from offload.hardware.info import machine
+
+    console = Console(stderr=typed.json_output, highlight=False)
+    with errors(BAD_INPUT):
+        plan = swap_plan.make_plan(
+            typed.paths,
+            units=typed.units,
+            unit_bytes=parse_size(typed.unit_size),
+            compute_ms=typed.compute_ms or (),
+            steps=typed.steps,
+            rounds=typed.rounds,
+            accumulation=typed.accumulation,
+            weights=typed.weights,
+            states=typed.states,
+            durability=typed.durability,
+            host_memory=None if typed.host_memory is None else parse_size(typed.host_memory),
+            device_memory=None if typed.device_memory is None else parse_size(typed.device_memory),
+            overlap=typed.overlap,
+            busy=typed.busy,
+            in_memory=typed.in_memory,
+            backend=typed.backend,
+            block_bytes=None if typed.block_size is None else parse_size(typed.block_size),
+            depth=typed.depth,
+            probe_bytes=parse_size(typed.probe_size),
+        )
+    with errors(FAILED), signals(), telling(console) as tell:
+        result = swap.measure(plan, tell)
+    if typed.json_output:
+        print(json.dumps(swap_figures.as_json(machine(), plan, result)), flush=True)
+        return
+    for line in swap_figures.heading(plan, result):
+        console.print(line, soft_wrap=True)
+    console.print(_swap_table(result.rows))
+    for row in result.rows:
+        console.print(swap_figures.in_words(plan, row), soft_wrap=True)
+
+
+def _check_plot(path: Path | None) -> None:
+    if path is None:
+        return
+    import importlib.util
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'offload[bench]'")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"expected a file that ends in .png, .svg or .pdf, got {path}")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{path} cannot be written")
+
+
+def _rows_table(rows: list[Any]) -> Table:
+    from rich.table import Table
+
+    table = Table("op", "backend", "block", "depth", "GB/s", "of fio", "CPU s/GB", "p50 ms", "p99 ms", box=None)
+    for row in rows:
+        table.add_row(
+            row.op,
+            row.backend,
+            format_size(row.block_bytes),
+            str(row.depth),
+            f"{row.gb_per_s:.2f}",
+            "" if row.of_fio is None else f"{row.of_fio:.2f}",
+            f"{row.cpu_s_per_gb:.4f}",
+            *("" if value is None else f"{value / 1e3:.2f}" for value in (row.p50_us, row.p99_us)),
+        )
+    return table
+
+
+def _adam_table(rows: list[Any]) -> Table:
+    from rich.table import Table
+
+    table = Table("", "weights", "gradients", "threads", "isa", "ms", "GB/s", "of probe", "Mparam/s", box=None)
+    for row in rows:
+        table.add_row(
+            row.name,
+            row.weight_dtype,
+            row.grad_dtype,
+            str(row.threads),
+            row.isa,
+            f"{row.ms:.1f}",
+            f"{row.gb_per_s:.1f}",
+            f"{row.of_probe:.2f}",
+            f"{row.numel / row.ms / 1e3:.0f}",
+        )
+    return table
+
+
+def _swap_table(rows: Sequence[Any]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None)
+    for name in ("ms/unit", "step", "compute", "I/O", "exposed", "hidden", "hidden %", "efficiency", "B/param"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        seconds = (row.step_seconds, row.compute_seconds, row.io_seconds, row.exposed_seconds, row.hidden_seconds)
+        table.add_row(
+            f"{row.compute_ms:g}",
+            *(f"{each:.2f}" for each in seconds),
+            "" if row.hidden_percent is None else f"{row.hidden_percent:.0f}",
+            f"{row.efficiency:.2f}",
+            f"{row.bytes_per_parameter:.1f}",
+        )
+    return table

@@ -1,0 +1,38 @@
+"""`offload inspect`, for people: what lies in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offload.cli.console import BAD_INPUT, Json, errors
+
+
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(help="A run, one rank of it, an nvme path with runs; a checkpoint, or a folder of them."),
+    ],
+    json_output: Json = False,
+) -> None:
+    """Say what lies in a folder of swap files or checkpoints: model, commits, sizes, who has it, what is damaged.
+
+    Changes nothing, and may look at a run that trains. Example: offload inspect /mnt/nvme
+    """
+    from offload.runs.inspection import inspect as look
+
+    with errors(BAD_INPUT):
+        found = look(path)
+    if json_output:
+        print(json.dumps(found))
+        return
+    from rich.console import Console
+
+    from offload.cli.commands.inspection_tables import tables
+
+    console = Console(highlight=False, soft_wrap=True)
+    for table in tables(found):
+        console.print(table)

@@ -1,0 +1,107 @@
+"""The commands about the machine: what it is, and what suits it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offload.cli.commands.bench import bench
+from offload.cli.console import BAD_INPUT, FAILED, Json, errors, telling
+from offload.cli.signals import signals
+from offload.errors import ConfigError
+from offload.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def register(app: typer.Typer) -> None:
+    """Adds these commands to `app`."""
+    app.command()(info)
+    app.command()(tune)
+    app.add_typer(bench, name="bench")
+
+
+def info(
+    paths: Annotated[list[str] | None, typer.Argument(help="Folders for swap files, one for each drive.")] = None,
+    nvme_path: Annotated[
+        list[str] | None, typer.Option(metavar="PATH", help="The same, as for train; may repeat.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Say what this machine gives, which I/O backend is taken and why. For a bug report.
+
+    Example: offload info /mnt/nvme
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from offload.hardware import info as about
+
+    found = about.facts([*(paths or ()), *(nvme_path or ())])
+    if json_output:
+        print(json.dumps(found))
+    else:
+        table = Table(show_header=False, box=None)
+        for name, value in about.lines(found):
+            table.add_row(name, value)
+        Console(highlight=False, markup=False).print(table)
+    if any("error" in drive for drive in found["drives"]):
+        raise typer.Exit(BAD_INPUT)
+
+
+def tune(
+    paths: Annotated[list[str], typer.Argument(help="Folders for swap files, one for each drive.")],
+    config: Annotated[
+        Path | None, typer.Option(help="DeepSpeed JSON file to write the block into; made where it is missing.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the config here instead.")] = None,
+    size: Annotated[str, typer.Option(help="Bytes of the file that is tried.")] = "512MiB",
+    json_output: Json = False,
+) -> None:
+    """Find the best `aio` block for a drive, and write it into a config.
+
+    Example: offload tune /mnt/nvme --config ds_config.json
+    """
+    from rich.console import Console
+
+    from offload.aio import IoQueue
+    from offload.bench import tune_io as tuning
+    from offload.config import load_config, read_json
+
+    console = Console(stderr=json_output, highlight=False)
+    with errors(BAD_INPUT):
+        if output is not None and config is None:
+            raise ConfigError("--output is where --config is written to; give both")
+        there = config is not None and config.exists()
+        wanted = load_config(read_json(config)).offload.io_backend if config is not None and there else "auto"
+        with IoQueue(wanted) as queue:
+            backend = queue.backend
+        if config is not None:
+            tuning.check_writable(config, output or config)
+    with errors(FAILED), signals(), telling(console) as tell:
+        found = tuning.tune(paths, backend, parse_size(size), tell=tell)
+    if json_output:
+        print(json.dumps(tuning.as_json(found)), flush=True)
+    else:
+        _tell_tuned(console, found)
+    with errors(FAILED):
+        if config is not None:
+            tuning.write_config(config, output or config, found.aio)
+            alone = "" if there else f": {config} was not there, so the block is alone in it"
+            console.print(f"written to {output or config}{alone}", markup=False)
+
+
+def _tell_tuned(console: Console, found: Any) -> None:
+    from rich.table import Table
+
+    table = Table("block", "depth", "read GB/s", "write GB/s", box=None)
+    for trial in found.trials:
+        name = format_size(trial.block_bytes)
+        table.add_row(name, str(trial.depth), f"{trial.rate.read / 1e9:.2f}", f"{trial.rate.write / 1e9:.2f}")
+    console.print(table)
+    console.print(f"by {found.backend}; as good as the best, with the least in flight:")
+    console.print(json.dumps({"aio": found.aio}, indent=2), markup=False)

@@ -1,0 +1,239 @@
+"""The commands about a run that is not there yet: how fast the machine is, and what a model would be on it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offload.cli.console import BAD_INPUT, FAILED, Json, errors, parse_count
+from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
+from offload.cli.progress import measuring
+from offload.cli.signals import obeyed, signals
+from offload.sizes import parse_size
+
+if TYPE_CHECKING:
+    from offload.planner.recommend import Planned
+
+_MODEL, _MACHINE, _STEP, _TOLD = "Model", "Machine", "Step", "What is told"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds these commands to `app`."""
+    app.command()(probe)
+    app.command(cls=Grouped, context_settings=UNDERSCORES)(plan)
+
+
+def probe(
+    paths: Annotated[
+        list[str] | None, typer.Argument(help="Folders for swap files, one for each drive. [default: .]")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where training will compute: auto, cpu, cuda.")] = "auto",
+    size: Annotated[
+        str, typer.Option(help="Bytes at most of the file that is written and read on each drive.")
+    ] = "256MiB",
+    keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Keep the result for `offload plan`.")] = True,
+    json_output: Json = False,
+) -> None:
+    """Measure this machine, in under a minute: drives, memory, copies, matrix products and optimizer in each dtype.
+
+    Example: offload probe /mnt/nvme
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from offload.hardware import probe as probing
+
+    console = Console(stderr=json_output, highlight=False)
+    with errors(BAD_INPUT):
+        nbytes = parse_size(size)
+        probing.device_of(device)
+        probing.check_size(nbytes)
+        probing.check_folders(paths or ["."])
+        if keep:
+            probing.check_kept()
+    with errors(FAILED), signals(), measuring() as tell:
+        found = probing.probe(paths or ["."], device, nbytes, tell)
+        where = probing.keep(found) if keep else None
+    if json_output:
+        for doubt in found.doubts:
+            console.print(f"warning: {doubt}", soft_wrap=True, markup=False)
+        print(json.dumps(probing.as_json(found)), flush=True)
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in probing.lines(found):
+        table.add_row(name, value)
+    console.print(table, markup=False)
+    for doubt in found.doubts:
+        console.print(f"warning: {doubt}", soft_wrap=True, markup=False)
+    console.print(f"measured in {found.seconds:.0f} s" + (f", kept in {where}" if where else ""), soft_wrap=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of `offload plan` as they are typed; None where nothing was."""
+
+    model: Annotated[
+        str | None,
+        option(
+            _MODEL, "--model", "A preset, such as llama-7b, or a folder with a config.json.", "--model-name-or-path"
+        ),
+    ] = None
+    parameters: Annotated[
+        str | None, option(_MODEL, "--parameters", "Instead of a model: how many, as 13B or 350M.")
+    ] = None
+    layers: Annotated[int | None, option(_MODEL, "--layers", "With --parameters: layers.")] = None
+    gpu: Annotated[
+        str | None,
+        option(
+            _MACHINE,
+            "--gpu",
+            "Describe a machine: 24GB, or a name as 'RTX 4090', 'A100 80GB', H200. [default: as probed]",
+        ),
+    ] = None
+    ram: Annotated[str | None, option(_MACHINE, "--ram", "RAM of the machine, as 64GB. [described: 64GB]")] = None
+    drive: Annotated[
+        list[str] | None,
+        option(
+            _MACHINE,
+            "--drive",
+            "A drive, as 7GB/s,4GB/s or 7GB/s,4GB/s,2TB; may repeat.",
+            metavar="READ,WRITE[,FREE]",
+        ),
+    ] = None
+    memory_bandwidth: Annotated[
+        str | None, option(_MACHINE, "--memory-bandwidth", "Of a described machine's RAM, as 80GB/s.")
+    ] = None
+    pcie: Annotated[str | None, option(_MACHINE, "--pcie", "Copies to a described GPU, as 25GB/s.")] = None
+    nvme_path: Annotated[
+        list[str] | None,
+        option(_MACHINE, "--nvme-path", "Folders on probed drives; may repeat. [default: the last]", metavar="PATH"),
+    ] = None
+    config: Annotated[
+        Path | None,
+        option(_STEP, "--config", "DeepSpeed JSON file to plan for. [default: homes that fit]", "--deepspeed"),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        option(_STEP, "--dtype", "auto, bf16, fp16 or fp32; auto: as train, bf16 where described. [default: auto]"),
+    ] = None
+    durability: Annotated[str | None, option(_STEP, "--durability", "auto, step or none. [default: auto]")] = None
+    batch_size: Annotated[
+        int | None,
+        option(_STEP, "--batch-size", "Sequences of a micro-batch. [default: 1]", "--per-device-train-batch-size"),
+    ] = None
+    seq_len: Annotated[int, option(_STEP, "--seq-len", "Tokens of a sequence.", "--max-length", "--max-seq-length")] = (
+        1024
+    )
+    accumulation: Annotated[
+        int | None,
+        option(_STEP, "--accumulation", "Micro-batches of a step. [default: 1]", "--gradient-accumulation-steps"),
+    ] = None
+    recompute: Annotated[
+        bool | None,
+        option(
+            _STEP,
+            "--gradient-checkpointing/--no-gradient-checkpointing",
+            "Whether activations are computed again in backward. [default: where they do not fit]",
+            "--recompute/--no-recompute",
+            "--activation-checkpointing/--no-activation-checkpointing",
+        ),
+    ] = None
+    measure: Annotated[
+        bool,
+        option(_TOLD, "--measure", "Run the model, or some layers, on this machine first: a better prediction."),
+    ] = False
+    tokens: Annotated[str | None, option(_TOLD, "--tokens", "To train on, as 1B: says how long that takes.")] = None
+    tbw: Annotated[
+        str | None,
+        option(_TOLD, "--tbw", "What each drive may be written, as 1200TB. [default: what SMART tells]"),
+    ] = None
+    write: Annotated[
+        Path | None,
+        option(
+            _TOLD,
+            "--write",
+            "Write the config, ready to train with, as `offload train` would by default.",
+            "--output",
+            metavar="FILE",
+        ),
+    ] = None
+    json_output: Json = False
+
+
+@takes_options(PlanOptions)
+def plan(typed: PlanOptions) -> None:
+    """Say what goes where and how fast a step will be, before there is a run.
+
+    Example: offload plan --parameters 13B --layers 40 --gpu 24GB --ram 64GB --drive 7GB/s,4GB/s
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from offload.finetune.options import Start, recipe
+    from offload.planner import recommend as choice
+    from offload.planner import report
+    from offload.planner import request as ask
+    from offload.presets import PRESETS
+
+    console = Console(stderr=typed.json_output, highlight=False, markup=False)
+    with errors(BAD_INPUT):
+        planned = _planned(typed)
+        wanted = report.Asked(
+            None if typed.tokens is None else parse_count(typed.tokens), ask.endurance(planned.hardware, typed.tbw)
+        )
+        advice = choice.advise(planned)
+    with errors(FAILED):
+        if typed.write is not None:
+            folder = None if typed.model is None or typed.model in PRESETS else Path(typed.model)
+            ask.write_config(planned, typed.write, recipe(Start.of(folder)) if typed.config is None else {})
+    if typed.json_output:
+        print(json.dumps(report.as_json(planned, advice, wanted)), flush=True)
+        return
+    for line in report.heading(planned):
+        console.print(line, soft_wrap=True)
+    table = Table(box=None)
+    for name in ("", "device", "host", "disk"):
+        table.add_column(name, justify="right" if name else "left")
+    for row in report.table(planned):
+        table.add_row(*row)
+    console.print(table)
+    for line in report.lines(planned, advice, wanted):
+        console.print(line, soft_wrap=True)
+    if typed.write is not None:
+        console.print(f"written to {typed.write}", soft_wrap=True)
+
+
+def _planned(typed: PlanOptions) -> Planned:
+    """Returns the plan of what was typed, with `--measure` after the model was run for a moment."""
+    from offload.planner import request as ask
+
+    model = ask.Model(
+        name=typed.model,
+        parameters=None if typed.parameters is None else parse_count(typed.parameters),
+        layers=typed.layers,
+    )
+    machine = ask.Described(
+        gpu=typed.gpu,
+        ram=typed.ram,
+        drives=tuple(typed.drive or ()),
+        memory=typed.memory_bandwidth,
+        link=typed.pcie,
+        paths=tuple(typed.nvme_path or ()),
+    )
+    step = ask.Step(
+        batch=typed.batch_size,
+        sequence=typed.seq_len,
+        accumulation=typed.accumulation,
+        recompute=typed.recompute,
+        dtype=None if typed.dtype == "auto" else typed.dtype,
+        durability=typed.durability,
+    )
+    ask.check_target(typed.write)
+    if not typed.measure:
+        return ask.planned(model, machine, step, typed.config)
+    with obeyed("stopped; nothing was written"), measuring() as tell:
+        return ask.planned(model, machine, step, typed.config, measure=True, tell=tell)

@@ -1,0 +1,82 @@
+"""`offload report`: a page of what a log tells."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offload.cli.console import BAD_INPUT, FAILED, errors
+from offload.cli.signals import signals
+from offload.errors import ConfigError
+from offload.fileio import atomic_write
+from offload.sizes import count_of
+
+
+def report(
+    log: Annotated[Path, typer.Argument(help='What `offload train --log`, or the key "log", has written.')],
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What --trace has written: one step of it is drawn.")
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What `offload plan --json` has printed: shown beside what came."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page. [default: LOG with .html]")
+    ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print the figures as one JSON object; a page only with --output.")
+    ] = False,
+) -> None:
+    """Make an HTML page of a run: loss, time by phase, bytes, memory, wear of the drives. It needs no network.
+
+    May be called while the run goes on. Ends with 0, with 1 where the page cannot be written, with 2 where LOG or FILE
+    is not what was expected. Example: offload report run.jsonl --trace trace.json.gz -o run.html
+    """
+    from offload.report.figures import figures
+    from offload.report.log import read_log
+    from offload.report.page import page
+    from offload.report.prediction import read_plan
+    from offload.report.timeline_view import read_window
+
+    with errors(BAD_INPUT):
+        place = output or log.parent / f"{log.stem}.html"
+        if place.resolve() in {each.resolve() for each in (log, trace, plan) if each is not None}:
+            raise ConfigError(f"the page would take the place of {place}; give another --output")
+        if _is_strange(place):
+            raise ConfigError(f"{place} exists and is no page of offload report; give another --output, or remove it")
+        steps = read_log(log)
+        window = None if trace is None else read_window(trace)
+        found = figures(steps, None if plan is None else read_plan(plan))
+    if output is not None or not json_output:
+        with errors(FAILED), signals():
+            _write(place, page(steps, found, window))
+    if json_output:
+        print(json.dumps(found, allow_nan=False))
+    else:
+        print(f"{place}: {count_of(found['steps'], 'step')}, {found['first_step']:,} to {found['last_step']:,}")
+
+
+def _write(place: Path, text: str) -> None:
+    """Put the page there as a whole, or leave what was there before."""
+    try:
+        atomic_write(place, text, durable=False)
+    except OSError as error:
+        raise OSError(f"cannot write the page {place}: {error.strerror}; give another place with --output") from error
+
+
+def _is_strange(place: Path) -> bool:
+    """Whether there is a file that is neither empty nor a page of this command: a device or a pipe is written to."""
+    from offload.report.page import BEGIN
+
+    if not place.is_file():
+        return False
+    try:
+        with place.open("rb") as file:
+            head = file.read(len(BEGIN))
+    except OSError:  # the writing says what is wrong
+        return False
+    return head not in (b"", BEGIN.encode())

@@ -1,0 +1,174 @@
+"""The commands about swap files and checkpoints that are there: check them, take the weights out, delete them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offload.cli.console import BAD_INPUT, FAILED, Json, errors
+from offload.cli.signals import signals
+from offload.errors import StoreError, UsageError
+from offload.sizes import count_of, format_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_DAMAGED = 1
+_SHOWN = 20
+"""Damages that are told in words; `--json` has all."""
+
+
+class Dtype(str, Enum):
+    bf16 = "bf16"
+    fp32 = "fp32"
+    fp16 = "fp16"
+
+
+Run = Annotated[Path, typer.Argument(help="A run's folder: NVME_PATH/RUN.")]
+Saved = Annotated[
+    Path,
+    typer.Argument(help="A run's folder, NVME_PATH/RUN; or a checkpoint, or a folder of them: the latest."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to `app`."""
+    for command in (verify, export, rm):
+        app.command()(command)
+
+
+def verify(path: Saved, json_output: Json = False) -> None:
+    """Compare every byte of a run's last commit, or of a checkpoint, with its checksum.
+
+    Ends with 0 where all is whole, 1 where something is damaged, 2 where there is nothing that can be verified, or a
+    process holds it. Example: offload verify /mnt/nvme/my-run
+    """
+    from rich.console import Console
+
+    from offload.aio import IoQueue
+    from offload.runs.verify import open_checking
+
+    console = Console(stderr=json_output, highlight=False, soft_wrap=True)
+    with errors(BAD_INPUT), signals():
+        _check_folder(path)
+        with closing(open_checking(path)) as checking, IoQueue() as queue:
+            with _bar(console, checking.nbytes) as progress:
+                report = checking.run(queue, progress)
+    if json_output:
+        print(json.dumps(report.as_json()))
+    else:
+        for line in report.lines(_SHOWN):
+            console.print(line, markup=False)
+    if not report.whole:
+        raise typer.Exit(_DAMAGED)
+
+
+def export(
+    path: Saved,
+    out: Annotated[Path, typer.Argument(help="Folder to write; must not be there, or be empty.")],
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the weights. fp32 gives the exact masters. [default: as they train]")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Bytes of a file at most.")] = "5GB",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder from which a tokenizer's files are copied along.", metavar="FOLDER")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Write the weights of a run or a checkpoint as safetensors files that transformers loads.
+
+    Example: offload export /mnt/nvme/my-run ./my-model --dtype bf16
+    """
+    from rich.console import Console
+
+    from offload.aio import IoQueue
+    from offload.runs.export import check_target, make_plan, open_source, read_nbytes, shard_size
+    from offload.runs.export import export as write
+
+    console = Console(stderr=json_output, highlight=False, soft_wrap=True)
+    with errors(FAILED), _refusals(), signals():
+        _check_folder(path)
+        check_target(out.absolute())
+        shard_nbytes = shard_size(max_shard_size)
+        with IoQueue() as queue, closing(open_source(path, queue)) as source:
+            plan = make_plan(source, None if dtype is None else dtype.value, shard_nbytes)
+            with _bar(console, read_nbytes(plan)) as progress:
+                done = write(source, out, plan, progress, tokenizer)
+    for notice in done.notices:
+        console.print(notice, markup=False)
+    if json_output:
+        print(json.dumps({**done._asdict(), "step": done.epoch, "path": str(done.path)}))
+    else:
+        console.print(
+            f"step {done.epoch}: {count_of(done.parameters, 'parameter')}, {format_size(done.nbytes)} in "
+            f"{done.dtype}, in {done.path}",
+            markup=False,
+        )
+
+
+def rm(
+    path: Run,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    json_output: Json = False,
+) -> None:
+    """Delete a run's swap files, on every drive that it lies on.
+
+    Ends with 0 where they are gone, 1 where the answer was no, 2 where PATH is no run, or a process holds it.
+    Example: offload rm /mnt/nvme/my-run
+    """
+    from offload.swapper.store import find_removal, remove_run
+
+    with errors(BAD_INPUT):
+        if json_output and not yes:
+            raise UsageError("--json asks nothing: say --yes as well")
+        _check_folder(path)
+        removal = find_removal(path)
+        if not json_output:
+            for folder in removal.folders:
+                typer.echo(f"  {folder}")
+            for file in removal.files:
+                typer.echo(f"  {file}{' (a kill has left it)' if file.suffix == '.tmp' else ''}")
+        if not yes:
+            size = format_size(removal.nbytes)
+            typer.confirm(f"Delete {path} ({size}) and all that it could be resumed from?", abort=True)
+        done = remove_run(path)
+        if json_output:
+            print(json.dumps(done._asdict(), default=str))
+        elif done.strangers:
+            names = ", ".join(done.strangers[:_SHOWN])
+            typer.echo(f"{path} stays: it holds what is not of the run: {names}")
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What is refused is bad input; what fails on the way is not."""
+    try:
+        yield
+    except StoreError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(BAD_INPUT) from None
+
+
+def _check_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise StoreError(f"there is no folder {path}")
+
+
+@contextmanager
+def _bar(console: Console, nbytes: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar in a terminal; nothing elsewhere."""
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(30), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=nbytes)
+        yield lambda count: progress.advance(task, count)

@@ -1,0 +1,292 @@
+"""`offload train`: its options, in groups."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from offload.cli.console import Json
+from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
+
+if TYPE_CHECKING:
+    from offload.finetune.options import Options
+
+Home = Literal["none", "cpu", "nvme"]
+_MODEL, _DATA, _STEPS = "Model", "Data", "Steps"
+_PLACES, _RUN, _TOLD = "Where things lie", "Break off and go on", "What is told"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options of `offload train` as they are typed; None and no path where nothing was."""
+
+    model: Annotated[
+        str,
+        option(
+            _MODEL,
+            "--model",
+            "gpt2-tiny or -small, llama-1b, -3b, -7b, -13b, -70b, from scratch, on bytes; or a folder: config.json, "
+            "tokenizer, and weights if it is to start from them.",
+            "--model-name-or-path",
+        ),
+    ] = "gpt2-tiny"
+    lora: Annotated[
+        str | None,
+        option(
+            _MODEL,
+            "--lora",
+            "Train adapters by peft, the model stays as it is: r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj. "
+            "[default: alpha 2 r, dropout 0, the targets that peft has for the model]",
+            metavar="r=N[,…]",
+        ),
+    ] = None
+    gradient_checkpointing: Annotated[
+        bool,
+        option(
+            _MODEL,
+            "--gradient-checkpointing",
+            "Compute activations again in backward instead of keeping them.",
+            "--activation-checkpointing",
+        ),
+    ] = False
+    output: Annotated[
+        Path | None,
+        option(
+            _MODEL,
+            "--output",
+            "Write the model after the last step, or its adapters, and the tokenizer, for from_pretrained; must not be "
+            "there, or be empty.",
+            "--output-dir",
+            "--save",
+            metavar="FOLDER",
+        ),
+    ] = None
+    save_every: Annotated[
+        int | None,
+        option(
+            _MODEL, "--save-every", "Write it each so many steps, too, in checkpoint-N of that folder.", "--save-steps"
+        ),
+    ] = None
+    data: Annotated[
+        list[Path] | None,
+        option(
+            _DATA,
+            "--data",
+            'Documents, whole in rows of --seq-len: a *.jsonl file with {"text"}, {"messages"} or {"prompt", '
+            '"completion"} a line, *.parquet or *.csv with such columns, a text file, or a folder of these; may '
+            "repeat.",
+            "--train-file",
+            metavar="PATH",
+        ),
+    ] = None
+    text: Annotated[
+        list[Path] | None,
+        option(
+            _DATA,
+            "--text",
+            "Random stretches of a text file, or of a folder of *.py, *.txt, *.md; may repeat. "
+            "[default: Python's own library]",
+            metavar="PATH",
+        ),
+    ] = None
+    eval_data: Annotated[
+        list[Path] | None,
+        option(
+            _DATA,
+            "--eval-data",
+            "What to evaluate on, read as --data or --text is; may repeat. [default: every twentieth sequence, at most "
+            "16, which are then not learned from]",
+            "--validation-file",
+            metavar="PATH",
+        ),
+    ] = None
+    seq_len: Annotated[int, option(_DATA, "--seq-len", "Tokens of a sequence.", "--max-length", "--max-seq-length")] = (
+        256
+    )
+    steps: Annotated[
+        int | None,
+        option(_STEPS, "--steps", "Steps in all, those of a resumed run included. [default: 200]", "--max-steps"),
+    ] = None
+    epochs: Annotated[
+        float | None, option(_STEPS, "--epochs", "Instead of --steps: passes over the data.", "--num-train-epochs")
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        option(
+            _STEPS,
+            "--batch-size",
+            "Sequences of a micro-batch, on each GPU. [default: 8]",
+            "--per-device-train-batch-size",
+        ),
+    ] = None
+    accumulation: Annotated[
+        int | None,
+        option(_STEPS, "--accumulation", "Micro-batches of a step. [default: 1]", "--gradient-accumulation-steps"),
+    ] = None
+    lr: Annotated[
+        float | None,
+        option(
+            _STEPS,
+            "--lr",
+            "Learning rate. [default: 2e-5 from weights of a folder, 2e-4 with --lora, 3e-4 from scratch]",
+            "--learning-rate",
+        ),
+    ] = None
+    schedule: Annotated[
+        Literal["cosine", "constant"] | None,
+        option(_STEPS, "--schedule", "What the rate does after its warm-up. [default: cosine]", "--lr-scheduler-type"),
+    ] = None
+    warmup: Annotated[
+        float | None,
+        option(
+            _STEPS,
+            "--warmup",
+            "Share of the steps, below 1, or number of steps, in which the rate rises. [default: 0.03]",
+            "--warmup-ratio",
+            "--warmup-steps",
+        ),
+    ] = None
+    weight_decay: Annotated[
+        float | None, option(_STEPS, "--weight-decay", "Of matrices; biases and norms have none. [default: 0.1]")
+    ] = None
+    grad_clip: Annotated[
+        float | None,
+        option(_STEPS, "--grad-clip", "Largest norm of a gradient; 0: any. [default: 1.0]", "--max-grad-norm"),
+    ] = None
+    eval_every: Annotated[
+        int | None,
+        option(
+            _STEPS,
+            "--eval-every",
+            "Steps from one evaluation to the next, and after the last; 0: none. [default: a fifth of the steps]",
+            "--eval-steps",
+        ),
+    ] = None
+    seed: Annotated[int | None, option(_STEPS, "--seed", "Seed of weights, data order and dropout. [default: 0]")] = (
+        None
+    )
+    config: Annotated[
+        Path | None,
+        option(
+            _PLACES,
+            "--config",
+            "DeepSpeed JSON file, whose values count instead of these defaults. An option that is typed overrules it, "
+            "with a line.",
+            "--deepspeed",
+        ),
+    ] = None
+    offload_param: Annotated[
+        Home | None, option(_PLACES, "--offload-param", "Home of the weights. [default: nvme]")
+    ] = None
+    offload_optimizer: Annotated[
+        Home | None, option(_PLACES, "--offload-optimizer", "Home of the optimizer states. [default: nvme]")
+    ] = None
+    nvme_path: Annotated[
+        list[str] | None,
+        option(
+            _PLACES,
+            "--nvme-path",
+            "Folder for swap files, one for each drive; may repeat. [default: ./swap]",
+            metavar="PATH",
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "bf16", "fp16", "fp32"] | None,
+        option(
+            _PLACES,
+            "--dtype",
+            "Dtype of the weights; auto: bf16 where this machine multiplies it as fast as fp32, else fp32. "
+            "[default: auto]",
+        ),
+    ] = None
+    host_memory: Annotated[
+        str | None,
+        option(_PLACES, "--host-memory", "Host budget, as 16GiB. [default: what is needed, at most 80 % of free]"),
+    ] = None
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"] | None, option(_PLACES, "--device", "Where to compute. [default: auto]")
+    ] = None
+    run: Annotated[
+        str | None, option(_RUN, "--run", "Name of the run's folder in the nvme path. [default: default]", "--run-name")
+    ] = None
+    resume: Annotated[
+        Literal["never", "auto", "must", "restart"] | None,
+        option(
+            _RUN, "--resume", "Go on with the run of that name: never, auto or must; or restart it. [default: never]"
+        ),
+    ] = None
+    durability: Annotated[
+        str | None,
+        option(
+            _RUN,
+            "--durability",
+            "step: each step survives a kill; 10: every tenth; none: half the disk, no resume. "
+            "[default: step where it fits]",
+            metavar="WORD|STEPS",
+        ),
+    ] = None
+    keep: Annotated[bool, option(_RUN, "--keep", "Keep the swap files after the last step.")] = False
+    log: Annotated[
+        Path | None,
+        option(
+            _TOLD, "--log", "Write a JSON object a step. A resumed run goes on with the file, another starts it over."
+        ),
+    ] = None
+    log_every: Annotated[
+        int | None,
+        option(
+            _TOLD,
+            "--log-every",
+            "Print a line each so many steps. [default: every few seconds; in a terminal one line that moves]",
+            "--logging-steps",
+        ),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        option(_TOLD, "--trace", "Write a time line of the run, for ui.perfetto.dev; zipped where it ends in .gz."),
+    ] = None
+    json_output: Json = False
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to `app`."""
+    app.command(cls=Grouped, context_settings=UNDERSCORES)(train)
+
+
+@takes_options(TrainOptions)
+def train(typed: TrainOptions) -> None:
+    """Train a causal language model on text, with weights and optimizer states in swap files.
+
+    Example: offload train --model ./llama --data chats.jsonl --output ./mine --nvme-path /mnt/nvme --resume auto
+
+    The names of Hugging Face's arguments are taken too, such as --learning_rate or --output_dir.
+
+    Ends with 0 after the last step, 1 where training failed, 2 for options that cannot be, 128 and its number after a
+    signal.
+    """
+    from rich.console import Console
+
+    from offload.cli.commands.train_run import Training
+
+    rank = int(os.environ.get("RANK", "0"))  # of torchrun; the first one speaks for all
+    console = Console(stderr=typed.json_output, highlight=False, soft_wrap=True, quiet=rank > 0)
+    Training(console, typed.json_output and rank == 0).go(_job_options(typed, rank))
+
+
+def _job_options(typed: TrainOptions, rank: int) -> Options:
+    """Returns what was typed as the job takes it: paths as tuples, the durability as a config has it."""
+    from offload.finetune.options import Options
+
+    values: dict[str, Any] = dict(vars(typed))
+    del values["json_output"]
+    for name in ("text", "data", "eval_data", "nvme_path"):
+        values[name] = tuple(values[name] or ())
+    values["trace"] = None if typed.trace is None else str(typed.trace)
+    values["log"] = typed.log if rank == 0 else None
+    if typed.durability is not None and typed.durability.isdecimal():
+        values["durability"] = {"every": int(typed.durability)}
+    return Options(**values)

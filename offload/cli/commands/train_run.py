@@ -1,0 +1,304 @@
+"""A run of `offload train`, told to a person, to a log and as JSON; and what ends it: signals, errors, its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import resource
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from offload.cli.commands import train_summary as cli_summary
+from offload.cli.commands.train_progress import ProgressLine, StepLog
+from offload.cli.console import BAD_INPUT, FAILED
+from offload.cli.signals import obeyed
+from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
+from offload.sizes import count_of, format_size
+
+_LISTS = {
+    "losses": "loss",
+    "grad_norms": "grad_norm",
+    "step_seconds": "seconds",
+    "read_bytes": "read_bytes",
+    "written_bytes": "written_bytes",
+}
+"""The lists of `--json`, each of one field of the step reports."""
+
+
+_NOT_BEGUN = "stopped before the first step; what was committed before is as it was"
+
+
+class Stopped(KeyboardInterrupt):
+    """SIGINT or SIGTERM; the exit code is 128 and its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def _quit(error: BaseException, code: int) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+class Signals:
+    """Inside, the first SIGINT or SIGTERM raises `Stopped`, in `hold` at its end; a second one ends the process."""
+
+    def __init__(self) -> None:
+        self._holding = False
+        self._held: Stopped | None = None
+
+    def __enter__(self) -> Signals:
+        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, _: FrameType | None) -> None:
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)
+        self._held = Stopped(number)
+        if not self._holding:
+            raise self._held
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """No signal raises inside; one that came raises at the end."""
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+        if self._held is not None:
+            raise self._held
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Facts:
+    """The line of `--json`, which always has these fields: of a run without a step most are empty."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    grad_norms: list[float] = dataclasses.field(default_factory=list)
+    step_seconds: list[float] = dataclasses.field(default_factory=list)
+    read_bytes: list[int] = dataclasses.field(default_factory=list)
+    written_bytes: list[int] = dataclasses.field(default_factory=list)
+    evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    eval_loss: float | None = None
+    """Of the last evaluation."""
+    parameters: int | None = None
+    peak_rss_bytes: int | None = None
+    host_budget_bytes: int | None = None
+    device_budget_bytes: int | None = None
+    first_step: int | None = None
+    steps: int | None = None
+    """That the run has made in all."""
+    total_steps: int | None = None
+    """That were asked for."""
+    tokens_per_second: float | None = None
+    run: str | None = None
+    saved: str | None = None
+    bound_by: str | None = None
+    step_parts_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    drive_written_bytes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    predicted: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Training:
+    """One run of the job, told to a person and to a log."""
+
+    console: Console
+    json_output: bool
+    reports: list[Any] = dataclasses.field(default_factory=list)
+    evaluations: list[Any] = dataclasses.field(default_factory=list)
+
+    def go(self, options: Any) -> None:
+        """Run, and end the process with the right code and words."""
+        from offload.finetune.job import Finished, prepare
+
+        logging.getLogger("offload").setLevel(logging.WARNING)
+        logging.getLogger("offload.notices").setLevel(logging.ERROR)  # they are printed here
+        try:
+            with Signals() as signals:
+                try:
+                    with obeyed(_NOT_BEGUN):
+                        job = prepare(
+                            options, self._read(options.config), lambda line: self.console.print(line, markup=False)
+                        )
+                except (ConfigError, BudgetError, StoreError, UsageError, OSError) as error:
+                    _quit(error, BAD_INPUT)
+                if isinstance(job, Finished):
+                    self.console.print(job.message, markup=False)
+                    self._result(_Facts(run=job.run, saved=_path(job.output), total_steps=job.steps))
+                    return
+                self._train(job, options, signals)
+        except Stopped as stopped:
+            raise typer.Exit(128 + stopped.number) from None
+
+    def _read(self, path: Path | None) -> dict[str, Any] | None:
+        from offload.config import read_json
+
+        return None if path is None else read_json(path)
+
+    def _train(self, job: Any, options: Any, signals: Signals) -> None:
+        engine = job.engine
+        ended = engine.global_steps >= job.steps
+        if ended:
+            self.console.print(f"already at step {engine.global_steps} of {job.steps}; nothing to do", markup=False)
+        elif engine.global_steps:
+            self.console.print(f"going on after step {engine.global_steps}", markup=False)
+        self.console.print(f"{options.model}: {_count(engine)}", markup=False)
+        with (
+            self._kept(job),
+            StepLog(options.log, self._warn) as log,
+            ProgressLine(self.console, job, options.log_every) as line,
+        ):
+            from offload.finetune.loop import StepReport, about, steps
+
+            first = {"about": about(job)}
+
+            for report in steps(job, signals.hold):
+                if not isinstance(report, StepReport):
+                    self._between(report, log, line)
+                    continue
+                self.reports.append(report)
+                log.write(report.line() | first)
+                first = {}
+                line.show(report)
+                for words in cli_summary.wear(job, self.reports):
+                    self.console.print(words, markup=False)
+        with signals.hold(), self._kept(job):
+            job.save_model()
+            self._finish(job, remove=not (options.keep or ended))
+
+    def _between(self, report: Any, log: StepLog, line: ProgressLine) -> None:
+        """Tell of what was done between two steps."""
+        from offload.finetune.evaluation import Evaluation
+
+        if isinstance(report, Evaluation):
+            self.evaluations.append(report)
+            log.write(report.line() | {"time": time.time()})
+            line.print(f"step {report.step}: evaluation loss {report.loss:.4f}")
+        else:
+            line.print(f"step {report.step}: saved in {report.folder}")
+
+    def _warn(self, words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def _kept(self, job: Any) -> Iterator[None]:
+        """Whatever ends the job inside, what is complete is committed and kept."""
+        try:
+            yield
+        except (OffloadError, OSError) as error:
+            self._end(job)
+            _quit(error, FAILED)
+        except Stopped:
+            self._end(job)
+            raise
+
+    def _finish(self, job: Any, remove: bool) -> None:
+        """Close the engine after the last step, and say how it went."""
+        result = self._facts(job)
+        job.finish(remove)
+        self._table(result)
+        if job.output is not None:
+            self.console.print(f"saved in {job.output}", markup=False)
+        if job.folder and not remove:
+            self.console.print(f"the swap files are kept in {job.folder}; delete them with: offload rm {job.folder}")
+        self._result(result)
+
+    def _end(self, job: Any) -> None:
+        """Commit what is complete, keep the store, say how to go on."""
+        try:
+            job.engine.destroy(remove=False)
+        except (OffloadError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+        if job.folder:
+            print(
+                f"stopped; the last committed step is kept in {job.folder}: go on with the same command and "
+                f"--resume auto, or delete it with: offload rm {job.folder}",
+                file=sys.stderr,
+            )
+        else:
+            print("stopped; nothing is kept: no step was committed to go on from", file=sys.stderr)
+
+    def _facts(self, job: Any) -> _Facts:
+        reports, engine = self.reports, job.engine
+        lists: dict[str, Any] = {key: [getattr(report, field) for report in reports] for key, field in _LISTS.items()}
+        seconds = sum(lists["step_seconds"])
+        return _Facts(
+            **lists,
+            **cli_summary.facts(job, reports),
+            parameters=engine.parameter_count,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            host_budget_bytes=engine.host_memory,
+            device_budget_bytes=engine.device_memory,
+            first_step=reports[0].step if reports else None,
+            steps=engine.global_steps,
+            total_steps=job.steps,
+            tokens_per_second=sum(r.tokens for r in reports) / seconds if reports else None,
+            evaluations=[each.line() for each in self.evaluations],
+            eval_loss=self.evaluations[-1].loss if self.evaluations else None,
+            run=job.run,
+            saved=_path(job.output),
+        )
+
+    def _table(self, result: _Facts) -> None:
+        if not self.reports:
+            return
+        steady = self.reports[1:] or self.reports  # the first step records the order of uses
+        seconds = statistics.median(report.seconds for report in steady)
+        read, written = (statistics.median(getattr(r, f"{name}_bytes") for r in steady) for name in ("read", "written"))
+        table = Table(show_header=False, box=None)
+        for name, value in (
+            ("steps", f"{self.reports[0].step} to {self.reports[-1].step}"),
+            ("loss", f"{self.reports[0].loss:.4f} to {self.reports[-1].loss:.4f}"),
+            *self._evaluated(),
+            ("median step", f"{seconds:.3f} s, {steady[-1].tokens / seconds:,.0f} tokens/s"),
+            ("read, written a step", f"{format_size(read)}, {format_size(written)}"),
+            ("bytes a parameter and step", f"{(read + written) / (result.parameters or 1):.1f}"),
+            (
+                "peak RAM",
+                f"{format_size(result.peak_rss_bytes or 0)}, host budget {format_size(result.host_budget_bytes or 0)}",
+            ),
+            *cli_summary.rows(self.reports, vars(result)),
+        ):
+            table.add_row(name, value)
+        self.console.print(table)
+
+    def _evaluated(self) -> Iterator[tuple[str, str]]:
+        if self.evaluations:
+            best = min(self.evaluations, key=lambda each: each.loss)
+            where = f", least {best.loss:.4f} at step {best.step}" if best is not self.evaluations[-1] else ""
+            yield "evaluation loss", f"{self.evaluations[-1].loss:.4f}{where}"
+
+    def _result(self, result: _Facts) -> None:
+        if self.json_output:
+            from offload.fileio.jsonl import json_line
+
+            print(json_line(vars(result)), flush=True)
+
+
+def _path(folder: Path | None) -> str | None:
+    return None if folder is None else str(folder.absolute())
+
+
+def _count(engine: Any) -> str:
+    """How many parameters, and how many of them train."""
+    training = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
+    some = f", {training:,} of them train" if training < engine.parameter_count else ""
+    return f"{count_of(engine.parameter_count, 'parameter')}{some}"

@@ -1,0 +1,100 @@
+"""The command line: options in, words out. The work is in `offload.finetune.job` and the library."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import offload
+from offload.cli import console as cli_console
+from offload.cli.commands import inspection as cli_inspect
+from offload.cli.commands import machine as cli_machine
+from offload.cli.commands import plan as cli_plan
+from offload.cli.commands import report as cli_report
+from offload.cli.commands import store as cli_store
+from offload.cli.commands import train as cli_train
+
+_NotUsable: type[Exception] = typer.BadParameter.__mro__[1]  # typer's UsageError: of click, or of its own copy
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except _NotUsable as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
+            raise
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        raise typer.Exit(cli_console.BAD_INPUT) from None
+
+
+def _one_line(error: Any) -> str:
+    """What typer has to say, with its hints, and where help is."""
+    words = " ".join(error.format_message().split()).replace("Value error, ", "").removesuffix(".")
+    command = "offload" if error.ctx is None else error.ctx.command_path
+    return f"{words[:1].lower()}{words[1:]}{'' if words.endswith('?') else ';'} see `{command} --help`"
+
+
+class _Commands(TyperGroup):
+    """The commands, whose unusable options are told as any other bad input: in one line, with the same exit code."""
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        with _in_one_line():
+            return super().make_context(*args, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _in_one_line():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Train PyTorch models larger than the GPU and larger than the RAM, from NVMe.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+cli_machine.register(app)
+cli_plan.register(app)
+app.command()(cli_inspect.inspect)
+app.command()(cli_report.report)
+cli_store.register(app)
+cli_train.register(app)
+
+
+def main() -> None:
+    """Entry point of the command `offload`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # where a terminal has no µ, training need not end for it
+    try:
+        app()
+    except OSError as error:  # a full disk below stdout, mostly
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(cli_console.FAILED)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(offload.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    main()

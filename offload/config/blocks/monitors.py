@@ -1,0 +1,41 @@
+"""The blocks of those who are told each step's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field
+
+from offload.config.blocks.block import Block
+from offload.config.blocks.values import expanded
+
+
+class _Folder(Block):
+    """Where each step's numbers go."""
+
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(False, description="whether they are written")
+    output_path: Annotated[str, BeforeValidator(expanded)] = Field("runs", description="folder of all jobs")
+    job_name: str | None = Field(None, description="folder in it; default: the name of the run")
+
+
+class TensorBoard(_Folder):
+    """Numbers of each step for TensorBoard; see guides/monitor.md. Needs `pip install 'offload[monitor]'`."""
+
+
+class CsvMonitor(_Folder):
+    """Numbers of each step, a CSV file for each of them; see guides/monitor.md."""
+
+
+class Wandb(Block):
+    """Numbers of each step for Weights & Biases; see guides/monitor.md. Needs `pip install wandb`."""
+
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(False, description="whether they are sent")
+    project: str = Field("offload", description="project")
+    team: str | None = Field(None, description="whose project it is; default: that of the login")
+    group: str | None = Field(None, description="group of runs")
+    name: str | None = Field(None, description="name of the run; default: one that wandb makes")

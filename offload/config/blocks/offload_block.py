@@ -1,0 +1,89 @@
+"""The block "offload"."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from offload.config.blocks.block import Block
+from offload.config.blocks.values import Count, Memory, Name, Names, Number, Paths, Ratio, Whole, expanded
+
+
+class Debug(Block):
+    """Switches that find faults."""
+
+    poison: bool = Field(False, description="fill freed device memory with NaN and place weights at random addresses")
+    overlap: bool = Field(True, description="run updates while the next forward does")
+
+
+class Every(Block):
+    """How often a step is committed, in place of a word."""
+
+    every: Count = Field(description="steps from one commit to the next: a kill loses those since the last")
+
+
+class OffloadBlock(Block):
+    """All keys that DeepSpeed does not have."""
+
+    OWN_AUTO = ("run", "resume", "io_backend")
+
+    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)] = Field(
+        "default", description="name of the run: its folder under each nvme_path"
+    )
+    nvme_path: Paths = Field(
+        (), description="folder or list of folders for swap files, where the blocks above name none"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="compute device; auto takes cuda where there is one"
+    )
+    host_memory: Memory | None = Field(
+        None,
+        description="host budget of the process, as '16GiB'; default: what is needed, at most 80 % of what is free",
+    )
+    device_memory: Memory | None = Field(
+        None, description="device budget for weights; default: states at home there and three of the largest unit"
+    )
+    durability: Literal["auto", "step", "none"] | Every = Field(
+        "auto",
+        description='step: every step survives a kill; {"every": 10}: every tenth; none: half the disk, no resume; '
+        "auto: step where it fits",
+    )
+    resume: Literal["never", "auto", "must", "restart"] = Field(
+        "never",
+        description="whether to go on with the run that the swap files hold; restart: begin anew in its place; never: "
+        "the same, but only where `destroy()` has closed it, and where it was killed an error",
+    )
+    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = Field(
+        0, description="seed of weights made by offload.init and of the loader"
+    )
+    io_backend: Literal["auto", "io_uring", "libaio", "threads"] = Field(
+        "auto", description="how swap files are reached; auto takes the first that the system grants"
+    )
+    units: Names = Field((), description="names or classes of modules that are one unit each")
+    trace: Annotated[Name, BeforeValidator(expanded)] | None = Field(
+        None, description="file for a time line of the run; see guides/timeline.md"
+    )
+    log: Annotated[Name, BeforeValidator(expanded)] | None = Field(
+        None, description="file for a JSON object a step, for `offload report`; see guides/report.md"
+    )
+    drive_tbw: Annotated[Number, Field(gt=0)] | None = Field(
+        None,
+        description="what each drive is rated to bear, in TB written (its data sheet's TBW; the least of several); "
+        "see guides/report.md",
+    )
+    drive_share: Annotated[Ratio, Field(gt=0)] = Field(
+        0.1, description="share of that from which on a run is warned of"
+    )
+    on_nonfinite: Literal["raise", "skip"] = Field("raise", description="what a gradient norm of inf or NaN does")
+    debug: Debug = Field(Debug(), description="see below")
+
+    @property
+    def wants_store(self) -> bool:
+        """Whether a store is asked for, whatever is at home on disk."""
+        return self.durability == "step" or isinstance(self.durability, Every)
+
+    @property
+    def commit_every(self) -> int:
+        """Steps from one commit to the next where there is a store with two slots."""
+        return self.durability.every if isinstance(self.durability, Every) else 1

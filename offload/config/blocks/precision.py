@@ -1,0 +1,79 @@
+"""The blocks of dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from offload.config.blocks.block import Block, missing, words_of
+from offload.config.blocks.values import DTYPE_NAMES, Count, Elements, Number, SumDtype, spelling
+
+_AUTO_CAST = "whether `engine(...)` casts floating-point inputs to the weights' dtype; default: yes, said in a line"
+
+
+class Bf16(Block):
+    """bf16 weights with split fp32 masters."""
+
+    TUNING = words_of("immediate_grad_update check_grad_overflow")
+    REFUSED: ClassVar[dict[str, str]] = {
+        "bf16_master_weights_and_grads": missing("has no fp32 masters"),
+        "bf16_optimizer_states": missing("keeps the moments in bf16"),
+    }
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(
+        False, description='whether the mode is on; "auto": off, but for `offload train` and `offload.auto_dtype`'
+    )
+    auto_cast: bool | None = Field(None, description=_AUTO_CAST)
+
+
+class Fp16(Block):
+    """fp16 weights with fp32 masters, and a scaled loss."""
+
+    TUNING = ("fused_mode",)
+    REFUSED: ClassVar[dict[str, str]] = {"fp16_master_weights_and_grads": missing("has no fp32 masters")}
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(False, description="whether the mode is on")
+    auto_cast: bool | None = Field(None, description=_AUTO_CAST)
+    loss_scale: Number = Field(0.0, description="factor of the loss; 0: dynamic, found while training")
+    initial_scale_power: Annotated[Elements, Field(le=32)] = Field(
+        16, description="a dynamic scale begins with 2 to that power"
+    )
+    loss_scale_window: Count = Field(1000, description="steps without an overflow after which the scale doubles")
+    hysteresis: Count = Field(2, description="overflows up to which the scale stays; that one halves it")
+    consecutive_hysteresis: bool = Field(
+        False, description="whether a step without an overflow gives the hysteresis back, not only a whole window"
+    )
+    min_loss_scale: Annotated[Number, Field(gt=0)] = Field(1.0, description="the least that a dynamic scale becomes")
+
+
+class TorchAutocast(Block):
+    """fp32 weights, and torch's autocast round each forward of the engine."""
+
+    TUNING = ("lower_precision_safe_modules",)
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(False, description="whether `engine(...)` runs the model under torch.autocast")
+    dtype: Annotated[Literal["bf16", "fp16"], spelling(DTYPE_NAMES)] = Field(
+        "bf16", description="what is cast to; fp16 is refused: it needs a loss scale, which the fp16 block has"
+    )
+
+
+class DataTypes(Block):
+    """Dtypes beside that of the mode."""
+
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"grad_accum_dtype": "fp32"}
+
+    param_dtype: SumDtype | None = Field(
+        None, description="dtype of the weights, which bf16 or fp16 say: another than theirs is an error"
+    )
+    grad_accum_dtype: SumDtype | None = Field(
+        None,
+        description="dtype in which micro-batches are added: fp32 by default, that of the weights for a single one",
+    )
+    buffer_dtype: SumDtype | None = Field(
+        None, description="dtype of floating-point buffers (BatchNorm's statistics): as they are by default"
+    )

@@ -1,0 +1,130 @@
+"""What is partitioned, where it lives, and how its files are reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from offload.config.blocks.block import CHANGES_TRAINING, Block, missing, words_of
+from offload.config.blocks.values import Count, Elements, Names, Number, Paths, Size, Tier, Whole
+
+
+class OffloadParam(Block):
+    """Where the weights live."""
+
+    TUNING = ("pin_memory",)
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
+
+    device: Tier = Field("none", description="home of the weights: none (compute device), cpu, nvme")
+    nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
+    max_in_cpu: Elements | None = Field(
+        None,
+        description="elements of weights on nvme that have room in host memory too; default: what host_memory leaves",
+    )
+    buffer_count: Count | None = Field(None, description="with buffer_size: another way to say max_in_cpu")
+    buffer_size: Count | None = Field(None, description="elements; units may be larger than that")
+
+
+class OffloadOptimizer(Block):
+    """Where the optimizer states live."""
+
+    TUNING = words_of(
+        """pin_memory buffer_count buffer_size fast_init pipeline pipeline_read pipeline_write super_offload
+        cpuadam_cores_perc"""
+    )
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
+
+    device: Tier = Field("none", description="home of residual and moments: none (compute device), cpu, nvme")
+    nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
+    ratio: Annotated[Number, Field(le=1)] = Field(
+        1.0, description="share of the states that goes there, by bytes; the first units' stay on the compute device"
+    )
+
+
+class LeafModule(Block):
+    """Modules that move as one unit."""
+
+    REFUSED: ClassVar[dict[str, str]] = {"name_suffixes": 'is not supported; give whole names in "names"'}
+
+    classes: Names = Field((), description="class names of modules that are one unit each")
+    names: Names = Field((), description="names of modules that are one unit each")
+
+
+class ZeroOptimization(Block):
+    """ZeRO: what is partitioned, and where it lives."""
+
+    TUNING = words_of(
+        """stage3_model_persistence_threshold model_persistence_threshold contiguous_gradients
+        reduce_bucket_size overlap_comm reduce_scatter allgather_partitions allgather_bucket_size
+        use_multi_rank_bucket_allreduce round_robin_gradients ignore_unused_parameters load_from_fp32_weights
+        memory_efficient_linear override_module_apply stage3_module_granularity_threshold
+        module_granularity_threshold stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params
+        stage3_allgather_sequential allgather_sequential log_trace_cache_warnings enable_sanity_checks
+        pipeline_loading_checkpoint elastic_checkpoint legacy_stage1 save_muon_momentum_buffer_in_memory
+        mics_hierarchical_params_gather cpu_offload_use_pin_memory"""
+    )
+    REFUSED: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            words_of(
+                """zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
+                zeropp_loco_param zenflow"""
+            ),
+            CHANGES_TRAINING,
+        ),
+        "zero_hpz_partition_size": missing(
+            "keeps a second copy of the weights in each node", "leave it out, or set it to 1"
+        ),
+        "mics_shard_size": missing("partitions within groups of ranks", "leave it out, or set it to -1"),
+    }
+
+    OLD_NAMES: ClassVar[dict[str, str]] = {
+        name.removeprefix("stage3_"): name
+        for name in words_of(
+            """stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_max_live_parameters
+            stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save"""
+        )
+    } | {"stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
+
+    INSTEAD: ClassVar[Mapping[str, Any]] = {"stage": 3}
+
+    stage: Annotated[Whole, Field(ge=0, le=3)] = Field(
+        0, description="0 to 3; on one process all stages train the same way"
+    )
+    offload_param: OffloadParam = Field(OffloadParam(), description="see below")
+    offload_optimizer: OffloadOptimizer = Field(OffloadOptimizer(), description="see below")
+    leaf_module: LeafModule = Field(LeafModule(), description="see below")
+    sub_group_size: Count | None = Field(
+        None, description="elements of a tile of the update at most; default: 16 MiB of all states"
+    )
+    stage3_prefetch_bucket_size: Elements | None = Field(
+        None, description="elements brought ahead at most, one unit at least; 0: none; default: what memory allows"
+    )
+    stage3_param_persistence_threshold: Elements = Field(
+        0, description="units of at most so many elements stay on the compute device"
+    )
+    stage3_max_live_parameters: Count | None = Field(
+        None, description="elements on the compute device at most, beside those at home there; one unit at least"
+    )
+    stage3_max_reuse_distance: Elements | None = Field(
+        None, description="a unit leaves the device at once if more elements are used before it is used again"
+    )
+    stage3_gather_16bit_weights_on_model_save: bool | None = Field(
+        None, description="false: save_16bit_model writes nothing in stage 3, as in DeepSpeed; default: it writes"
+    )
+
+
+class Aio(Block):
+    """How swap files are read and written; `offload tune` finds what suits a drive."""
+
+    TUNING = ("single_submit", "overlap_events", "use_gds")
+    OLD_NAMES: ClassVar[dict[str, str]] = {"thread_count": "intra_op_parallelism"}
+
+    block_size: Annotated[Size, Field(ge=4096)] | None = Field(
+        None, description="bytes of one read or write; rounded down to a multiple of 4096"
+    )
+    queue_depth: Annotated[Count, Field(le=4096)] | None = Field(None, description="blocks in flight for each thread")
+    intra_op_parallelism: Annotated[Count, Field(le=64)] | None = Field(
+        None, description="threads that hand blocks to the kernel; older name: thread_count"
+    )

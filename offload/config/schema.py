@@ -1,0 +1,170 @@
+"""The whole config."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, PrivateAttr
+
+from offload.config.blocks.block import CHANGES_TRAINING, Block, missing, words_of
+from offload.config.blocks.monitors import CsvMonitor, TensorBoard, Wandb
+from offload.config.blocks.offload_block import OffloadBlock
+from offload.config.blocks.optimizer import OptimizerBlock
+from offload.config.blocks.precision import Bf16, DataTypes, Fp16, TorchAutocast
+from offload.config.blocks.scheduler import SchedulerBlock
+from offload.config.blocks.values import Count, Number, Tier, steps_or_never
+from offload.config.blocks.zero import Aio, ZeroOptimization
+from offload.config.elsewhere import ActivationCheckpointing, Checkpoint
+
+
+class Found(NamedTuple):
+    """Dotted names of keys that were there and are not in the values."""
+
+    tuning: list[str]
+    unsupported: list[str]
+    auto: list[str]
+    """Those with an effect whose value was "auto"."""
+
+
+def nothing_found() -> Found:
+    return Found([], [], [])
+
+
+class Config(Block):
+    """The whole config, with what it means."""
+
+    TUNING = words_of("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer")
+    UNSUPPORTED = words_of(
+        """dump_state log_level vocabulary_size timers comms_logger prescale_gradients gradient_predivide_factor
+        communication_data_type sparse_gradients disable_allgather seq_parallel_communication_data_type
+        seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting nebula comet flops_profiler
+        autotuning datastates_ckpt"""
+    )
+    REFUSED: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            words_of(
+                """sparse_attention compression_training weight_quantization quantize_training data_efficiency
+                curriculum_learning elasticity progressive_layer_drop eigenvalue zenflow"""
+            ),
+            CHANGES_TRAINING,
+        ),
+        "amp": missing("is apex's mixed precision", 'set "bf16", "fp16" or "torch_autocast"'),
+        "fp8": missing("asks for matrix products in fp8", 'set "bf16"'),
+        "compile": missing("has DeepSpeed compile the model", "call torch.compile on the model, or remove it"),
+        "hybrid_engine": missing(
+            "has kernels of DeepSpeed generate", "model.generate works under the engine without it; remove it"
+        ),
+        "load_universal_checkpoint": missing(
+            "is checkpoint.load_universal of DeepSpeed, and reads a universal checkpoint",
+            "read its weights by offload.load_pretrained, and remove it",
+        ),
+        "tensor_parallel": missing(
+            "splits each layer over ranks", 'remove it, or set it to {"autotp_size": 1}, or switch it off'
+        ),
+        "tensor_parallel_size": missing("splits each layer over ranks", "leave it out, or set it to 1"),
+        "expert_parallel": missing("splits experts over ranks"),
+        "pipeline": missing("splits the layers over ranks"),
+        "sequence_parallel_size": missing("splits each sequence over ranks", "leave it out, or set it to 1"),
+        "data_parallel_size": (
+            "is the number of processes, which the launcher says (torchrun --nproc-per-node); remove it"
+        ),
+    }
+    OLD_NAMES: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
+
+    train_batch_size: Count | None = Field(None, description="samples of a step on all ranks")
+    train_micro_batch_size_per_gpu: Count | None = Field(None, description="samples of a forward on one rank")
+    gradient_accumulation_steps: Count | None = Field(None, description="micro-batches of a step")
+    managed_gradient_accumulation: Literal[True] = Field(
+        True, description="only true; a loop ends steps itself by `engine.set_gradient_accumulation_boundary`"
+    )
+    gradient_clipping: Number = Field(1.0, description="largest global norm of the gradient; 0 leaves it as it is")
+    gradient_allreduce_op: Literal["mean"] = Field("mean", description="of several ranks' gradients: only mean")
+    dataloader_drop_last: bool = Field(
+        False, description="whether the loader of `training_data` leaves the last incomplete batch out"
+    )
+    optimizer: OptimizerBlock | None = Field(None, description="see below")
+    scheduler: SchedulerBlock | None = Field(None, description="see below")
+    bf16: Bf16 = Field(Bf16(), description="bf16 weights with split fp32 masters; older name: bfloat16")
+    fp16: Fp16 = Field(Fp16(), description="fp16 weights with fp32 masters, and a scaled loss")
+    activation_checkpointing: ActivationCheckpointing = Field(ActivationCheckpointing(), description="see below")
+    checkpoint: Checkpoint = Field(Checkpoint(), description="see below")
+    torch_autocast: TorchAutocast = Field(
+        TorchAutocast(), description="fp32 weights, and torch's autocast round each forward"
+    )
+    data_types: DataTypes = Field(DataTypes(), description="see below")
+    aio: Aio = Field(Aio(), description="see below")
+    steps_per_print: Annotated[int, BeforeValidator(steps_or_never), Field(ge=0)] | None = Field(
+        None,
+        description="steps from one line about training to the next; 0 or Infinity: none; default: none, "
+        "and 10 with one of the next two",
+    )
+    wall_clock_breakdown: bool = Field(
+        False, description="measure the phases of a step and what it waits for; see guides/monitor.md"
+    )
+    memory_breakdown: bool = Field(False, description="have the peaks of memory in the line")
+    tensorboard: TensorBoard = Field(TensorBoard(), description="see below")
+    csv_monitor: CsvMonitor = Field(CsvMonitor(), description="see below")
+    wandb: Wandb = Field(Wandb(), description="see below")
+    zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="see below")
+    offload: OffloadBlock = Field(OffloadBlock(), description="see below")
+    _found: Found = PrivateAttr(default_factory=nothing_found)
+
+    @property
+    def weight_tier(self) -> Tier:
+        return self.zero_optimization.offload_param.device
+
+    @property
+    def optimizer_tier(self) -> Tier:
+        return self.zero_optimization.offload_optimizer.device
+
+    @property
+    def drives(self) -> tuple[str, ...]:
+        """Folders of the swap files: the ordered union, the optimizer's first."""
+        zero = self.zero_optimization
+        named = (*zero.offload_optimizer.nvme_path, *zero.offload_param.nvme_path)
+        return tuple(dict.fromkeys(named or self.offload.nvme_path))
+
+    @property
+    def wants_store(self) -> bool:
+        """Whether there is to be a store; where memory is short there may be one without."""
+        return "nvme" in (self.weight_tier, self.optimizer_tier) or self.offload.wants_store
+
+    @property
+    def dtype(self) -> Literal["bf16", "fp16", "fp32"]:
+        return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
+
+    @property
+    def casts_inputs(self) -> bool | None:
+        """Whether inputs take the dtype of the weights, where these have 16 bits; None where the file does not say."""
+        block = self.bf16 if self.bf16.enabled else self.fp16
+        return block.auto_cast if block.enabled else False
+
+    @property
+    def steps_per_line(self) -> int:
+        """Steps from one line about training to the next; 0: there is none."""
+        if self.steps_per_print is None:
+            return 10 if self.wall_clock_breakdown or self.memory_breakdown else 0
+        return self.steps_per_print
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Modules that the user names as units."""
+        leaf = self.zero_optimization.leaf_module
+        return tuple(dict.fromkeys((*self.offload.units, *leaf.classes, *leaf.names)))
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """One line for each kind of key that has no effect here."""
+        zero, (tuning, unsupported, _) = self.zero_optimization, self._found
+        named = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
+        on_disk = "nvme" in (self.weight_tier, self.optimizer_tier) or self.offload.wants_store
+        lines = (
+            (tuning, f"decided by this library itself, so without effect: {', '.join(sorted(tuning))}"),
+            (unsupported, f"not supported and ignored: {', '.join(sorted(unsupported))}"),
+            (
+                zero.stage < 3 and zero.offload_param.device != "none",
+                f"offload_param is honoured at ZeRO stage {zero.stage} too, since there is one process",
+            ),
+            (named and not on_disk, "nvme_path is ignored: no state lives on nvme"),
+        )
+        return tuple(line for holds, line in lines if holds)

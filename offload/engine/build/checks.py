@@ -1,0 +1,136 @@
+"""Checks of a model before an engine takes it over, and of what several ranks were given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.config import Batch, Config
+from offload.engine.distributed.process_group import Ranks
+from offload.engine.params.deferred_parameter import is_absent, origin_of
+from offload.engine.params.paged_parameter import Paged
+from offload.errors import ConfigError, UsageError
+from offload.layout.flat_layout import UnitLayout
+from offload.sizes import count_of
+from offload.swapper.modes import TORCH, Mode, dtype_name
+
+
+def check_alone(optimizer: str, world_size: int) -> None:
+    """Raises `ConfigError` where an optimizer without a kernel would have to work on parts of parameters."""
+    if optimizer == TORCH and world_size > 1:
+        raise ConfigError(
+            f"an optimizer without a kernel needs whole parameters, which lie in parts on {world_size} ranks; train on "
+            f"one rank, or with AdamW"
+        )
+
+
+def check_same(
+    ranks: Ranks, config: Config, batch: Batch, mode: Mode, layouts: Sequence[UnitLayout], model: nn.Module
+) -> None:
+    """Raises `ConfigError`, on every rank, where the ranks were not given the same."""
+    facts = {
+        "batch": list(batch),
+        "weights": config.weight_tier,
+        "states": config.optimizer_tier,
+        "mode": mode.name,
+        "accumulation dtype": config.data_types.grad_accum_dtype,
+        "clip": config.gradient_clipping,
+        "torch_autocast": config.torch_autocast.enabled,
+        "seed": config.offload.seed,
+        "on_nonfinite": config.offload.on_nonfinite,
+        "run": config.offload.run,
+        "durability": repr(config.offload.durability),
+        "resume": config.offload.resume,
+        "units": [layout.name for layout in layouts],
+        "parameters": [[s.name, list(s.shape), s.trainable] for layout in layouts for s in layout.segments],
+        "weights given": [name for name, parameter in model.named_parameters() if not parameter.is_meta],
+        "weights to be read": [
+            name for name, parameter in model.named_parameters() if origin_of(parameter) is not None
+        ],
+    }
+    everyone = ranks.share(facts)
+    for name, mine in everyone[0].items():
+        for rank, others in enumerate(everyone):
+            if others[name] != mine:
+                raise ConfigError(
+                    f"rank {rank} was given other {name} than rank 0: {_brief(others[name])}, not {_brief(mine)}; "
+                    f"give every rank the same model and config"
+                )
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 100 else f"{text[:80]}…"
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises `ConfigError` or `UsageError` where an engine cannot take `model` over."""
+    wrong = [n for n, p in model.named_parameters() if not p.is_floating_point()]
+    if wrong:
+        raise ConfigError(
+            f"{count_of(len(wrong), 'parameter is', 'parameters are')} not floating point (quantized?), the first is "
+            f"{wrong[0]}; offload trains bf16, fp16 and fp32 weights: give the model as it was before it was quantized"
+        )
+    memory: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not parameter.is_meta:
+            other = memory.setdefault(parameter.data_ptr(), name)
+            if other != name:
+                raise ConfigError(
+                    f"parameters {other} and {name} share memory without being one parameter, so they would be untied; "
+                    f"tie them by one object (head.weight = embedding.weight, without .data), or clone() one"
+                )
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if lost:
+        raise ConfigError(
+            f"buffer {lost[0]} is on the meta device, so its values are gone; build the model inside "
+            f"offload.init(...), which leaves buffers real"
+        )
+    _check_absent(model)
+    if any(isinstance(parameter, Paged) for parameter in model.parameters()):
+        raise UsageError(
+            "this model is under an engine already; destroy does not give its weights back: build a new one"
+        )
+
+
+def _check_absent(model: nn.Module) -> None:
+    """Raises `ConfigError` where a parameter lost its values, or has another shape than its file.
+
+    A module that is made of another module's weights before these are read is made without values.
+    """
+    named = dict(model.named_parameters())
+    lost = [name for name, parameter in named.items() if parameter.is_meta and not is_absent(parameter)]
+    if lost and any(map(is_absent, named.values())):
+        raise ConfigError(
+            f"parameter {lost[0]} was put on the meta device beside those of offload.init or load_pretrained, so its "
+            f"values are gone; make it on the CPU, or inside of offload.init"
+        )
+    for name, parameter in named.items():
+        origin = origin_of(parameter)
+        if origin is not None and origin.shape != tuple(parameter.shape):
+            raise ConfigError(
+                f"parameter {name} has shape {list(parameter.shape)} now, and what load_pretrained has found for it "
+                f"has shape {list(origin.shape)}; a model can be resized before its folder is written, or built in "
+                f"its new size and loaded with ignore_mismatched_sizes=True"
+            )
+
+
+def check_batch_norm(model: nn.Module, mode: Mode, device: torch.device, buffer_dtype: torch.dtype | None) -> None:
+    """Raises `ConfigError` where a BatchNorm on the CPU has statistics in another dtype than its weights.
+
+    torch's CPU kernel refuses them too, but only in the first forward.
+    """
+    dtype = mode.weight_dtype
+    if device.type != "cpu":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(module.running_mean, torch.Tensor):
+            have = buffer_dtype or module.running_mean.dtype
+            if module.weight is not None and have != dtype:
+                raise ConfigError(
+                    f"{name} is a BatchNorm, whose statistics are {have} and whose weights are {dtype}, which torch "
+                    f'cannot compute with on the CPU; set "data_types": {{"buffer_dtype": "{dtype_name(dtype)}"}}'
+                )

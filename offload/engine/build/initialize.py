@@ -1,0 +1,374 @@
+"""`initialize`: from a model and a config to an engine.
+
+`plan` decides everything before anything is touched; this carries it out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from offload.aio import IoQueue
+from offload.aio.shared_queue import SharedQueue
+from offload.config import Config, effective, load_config, resolve_batch
+from offload.engine.build.assembly import Recorders, assemble, shown_names
+from offload.engine.callbacks import EngineCallbacks
+from offload.engine.core import EngineCore
+from offload.engine.distributed.process_group import Ranks, join_ranks
+from offload.engine.distributed.rendezvous import UNABLE, meet_others, stay_away
+from offload.engine.build.dtype_choice import warn_if_slow
+from offload.engine.engine import Engine
+from offload.engine.keywords import refuse
+from offload.engine.metrics.reporter import check_monitor, make_reporter
+from offload.engine.metrics.span_relay import Relay
+from offload.engine.metrics.step_meter import Meter
+from offload.engine.optim import build_optimizer as optimizer_choice
+from offload.engine.optim.optimizer import Optimizer, refuse_others
+from offload.engine.build.plan import Plan, decide, summary
+from offload.engine.training import build_scheduler as schedule_choice
+from offload.engine.training.components import Parts, close_all
+from offload.engine.training.step_settings import Choices
+from offload.engine.training.data_loader import Loader, check_data, load
+from offload.engine.training.loss_scale import LossScaler
+from offload.engine.training.snapshot import Progress, persistent_buffers
+from offload.errors import ConfigError, StoreError
+from offload.layout.fingerprint import about, describe
+from offload.notices import tell
+from offload.sizes import count_of
+from offload.swapper.memory.device import Device, compute_device, open_device
+from offload.swapper.store import Rating, Store, StoreSpec, Written
+from offload.swapper.store.drive_spans import DriveSpans
+from offload.swapper.store.format.commit_record import last_of_all
+from offload.timeline import Timeline, open_timeline
+
+logger = logging.getLogger("offload")
+
+_starting = threading.RLock()
+"""One engine of a process starts at a time: the memory on which its plan counts must still be free when it acts."""
+
+
+class Initialized(NamedTuple):
+    """What `initialize` returns: the 4-tuple of DeepSpeed."""
+
+    engine: Engine
+    """What the loop calls."""
+    optimizer: Optimizer
+    """Groups of parameters, whose learning rates and such may be set between steps; `engine.step()` steps it."""
+    loader: Loader | None
+    """Batches of `training_data` on the engine's device, this rank's rows of them; None without."""
+    lr_scheduler: Any
+    """The schedule that was given, or that the config asks for, which `engine.step()` advances; None without."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    config_params: Any = None,
+    *,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    distributed_port: int | None = None,
+    mesh_param: Any = None,
+) -> Initialized:
+    """Put `model` under an engine, as `deepspeed.initialize` does, and return (engine, optimizer, loader, scheduler).
+
+    `config` (or `config_params`, or `args.deepspeed_config`) is a DeepSpeed JSON file's path or its content as a dict.
+    `optimizer` is one of torch's, a callable that makes one from the parameters, or None for the config's; one that no
+    kernel does is run by itself, on the CPU. `lr_scheduler` is an object with `step()`, a callable that makes one from
+    the optimizer, or None for the config's. The loader is None without `training_data`. The model's parameters are
+    taken over: outside of forward and backward they are placeholders. The last four are DeepSpeed's: None is taken, and
+    what asks for something that is not here is a `UsageError`.
+
+    Raises `ConfigError`, `BudgetError` or `StoreError` before anything is changed; a disk that is too small is such an
+    error too.
+    """
+    meet_others()  # before anything can be wrong here: they would wait for this rank
+    try:
+        refuse(mpu=mpu, dist_init_required=dist_init_required, distributed_port=distributed_port, mesh_param=mesh_param)
+        loaded = load_config(_the_config(args, config, config_params))
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"initialize expects model, a torch.nn.Module, got {type(model).__name__}")
+        check_data(training_data, collate_fn)
+        device = open_device(compute_device(loaded.offload.device))
+    except Exception as error:
+        stay_away(f"{type(error).__name__}: {error}")
+        raise
+    ranks = join_ranks(device)
+    try:
+        with _starting:
+            return _initialize(
+                loaded, model, device, ranks, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
+            )
+    except BaseException as error:
+        if ranks is not None:
+            ranks.close(f"{UNABLE}{type(error).__name__}: {error}")  # the others wait for this one
+        raise
+
+
+def _initialize(
+    loaded: Config,
+    model: nn.Module,
+    device: Device,
+    ranks: Ranks | None,
+    optimizer: Any,
+    model_parameters: Any,
+    training_data: Dataset[Any] | None,
+    lr_scheduler: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+) -> Initialized:
+    batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
+    chosen = optimizer_choice.choose(loaded.optimizer, model, optimizer, model_parameters)
+    kept = optimizer_choice.kept_by(chosen, model)
+    plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept)
+    schedule, notices = schedule_choice.choose(loaded.scheduler, lr_scheduler, chosen)
+    as_trained = _as_trained(loaded, plan.world_size, model)
+    plan = dataclasses.replace(plan, notices=(*plan.notices, *as_trained, *notices, *chosen.notices()))
+    if optimizer is not None and loaded.optimizer is not None:
+        unused = f"the optimizer {loaded.optimizer.type} of the config is not used: optimizer= is given"
+        plan = dataclasses.replace(plan, notices=(*plan.notices, unused))
+    loader = None
+    if training_data is not None:
+        loader = load(
+            training_data,
+            batch.micro,
+            plan.rank,
+            plan.world_size,
+            loaded.offload.seed,
+            collate_fn,
+            device.torch,
+            loaded.dataloader_drop_last,
+        )
+    engine = _build(plan, model, chosen, schedule, loader)
+    if plan.rank == 0:
+        warn_if_slow(loaded, device.torch, plan.resume)
+        logger.info(effective(loaded, batch, plan.world_size))
+        for notice in engine.notices:
+            tell(notice)
+        logger.debug("the whole config: %s", json.dumps(engine.config, indent=2))
+    refuse_others()
+    return Initialized(engine, chosen, loader, schedule)
+
+
+def _as_trained(config: Config, ranks: int, model: nn.Module) -> tuple[str, ...]:
+    """What is trained otherwise than the model says, or than older DeepSpeed would by this config."""
+    stage, clip = config.zero_optimization.stage, config.gradient_clipping
+    wide = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
+    lines = (
+        (
+            "gradient_clipping" not in config.model_fields_set,
+            f"gradients are clipped to a global norm of {clip:g}, since the config does not say; "
+            f'"gradient_clipping": 0 leaves them as they are, as older DeepSpeed did',
+        ),
+        (
+            ranks > 1 and stage < 3,
+            f"ZeRO stage {stage} on {ranks} ranks is trained as stage 3: weights, gradients and states are "
+            f"partitioned; the numbers are the same",
+        ),
+        (
+            bool(wide),
+            f"{wide[0] if wide else ''} is float64, which is not kept: the model is trained in {config.dtype}"
+            f"{'' if config.dtype == 'fp32' else ', with masters of 32 bits'}; model.float() before initialize says so "
+            f"without this line",
+        ),
+    )
+    return tuple(line for holds, line in lines if holds)
+
+
+def _the_config(args: Any, config: Any, config_params: Any) -> Any:
+    given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            f"expected one of config, config_params and args.deepspeed_config, got {len(given)}; "
+            f"give the path of a DeepSpeed JSON file or its content as a dict"
+        )
+    return given[0]
+
+
+# -- acting -------------------------------------------------------------------------------------------
+
+
+def _queue(config: Config) -> SharedQueue:
+    return SharedQueue(
+        IoQueue,
+        config.offload.io_backend,
+        block_bytes=config.aio.block_size,
+        depth=config.aio.queue_depth,
+        threads=config.aio.intra_op_parallelism,
+    )
+
+
+def _io_notices(queue: SharedQueue | None) -> tuple[str, ...]:
+    """A line where the system refuses what is fastest."""
+    return () if queue is None or not queue.refusals else (f"I/O by {queue.backend}: {'; '.join(queue.refusals)}",)
+
+
+def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any, loader: Loader | None) -> Engine:
+    """Make files, memory, threads and hooks. What fails on the way closes what was made before."""
+    timeline = open_timeline(plan.config.offload.trace, plan.rank, plan.world_size)
+    if plan.rank == 0:
+        check_monitor(plan.config)
+    queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
+    written = _written(plan)
+    store: Store | None = None
+    try:
+        recorders = _recorders(plan, timeline, queue, written)
+        progress: Progress | None = None
+        if queue is not None and plan.slots:
+            where = (plan.config.drives, plan.config.offload.run, plan.rank)
+            store = Store(*where, _store_spec(plan, model), queue, written, recorders.spans)
+            at = _last_commit_of_all(plan, store)
+            if at is not None:
+                progress = Progress.unpack(store.open(at))
+                _check_fits(progress, model, optimizer)
+            else:
+                store.create(over=plan.resume or plan.replace)
+                if plan.ranks is not None:  # the first commit says that nobody has anything of an earlier run any more
+                    plan.ranks.share(None, "make its store")
+
+        def components(callbacks: EngineCallbacks) -> Parts:
+            parts = assemble(plan, model, optimizer, queue, store, written, progress is not None, recorders, callbacks)
+            timeline.start()  # the run begins with its weights in their homes: what brought them there is not shown
+            return parts
+
+        notices = (
+            *plan.notices,
+            *_io_notices(queue),
+            summary(plan),
+            *(store.notices if store is not None else ()),
+            *timeline.notices,
+        )
+        core = EngineCore(
+            module=model,
+            device=plan.device.torch,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            loader=loader,
+            choices=_choices(plan),
+            layouts=plan.layouts,
+            commits=bool(plan.commit_every),
+            assemble=components,
+        )
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error is the one that is told
+            close_all(
+                *(() if queue is None else (queue.close,)),
+                *(() if store is None else (store.close if plan.resume else store.remove,)),
+            )
+        raise
+    try:
+        notices += tuple(core.state.notices())
+        if progress is not None:
+            notices += tuple(core.state.restore(progress))
+        elif store is not None and plan.commit_every:
+            # Epoch 0: a kill during the first step resumes from the initial weights.
+            store.commit(0, core.state.take().pack())
+        if core.parts.meter is not None:
+            core.parts.meter.begin()
+        return Engine(core, notices)
+    except BaseException:
+        core.ending.abandon(remove=progress is None)
+        raise
+
+
+def _choices(plan: Plan) -> Choices:
+    return Choices(
+        plan.batch.micro,
+        plan.batch.accumulation,
+        plan.batch.total,
+        plan.config.gradient_clipping,
+        plan.config.offload.on_nonfinite == "skip",
+        plan.config.offload.seed,
+        plan.config.offload.debug.overlap,
+        plan.config,
+        LossScaler(plan.config.fp16) if plan.config.dtype == "fp16" else None,
+        plan.placement.device_need,
+    )
+
+
+def _recorders(plan: Plan, timeline: Timeline, queue: SharedQueue | None, written: Written) -> Recorders:
+    """Returns what the parts record with: with a breakdown of steps the meter listens to the `timeline`."""
+    meter = _meter(plan, queue, written)
+    breakdown = plan.config.wall_clock_breakdown
+    return Recorders(
+        timeline=timeline if meter is None or not breakdown else Relay(timeline, meter),
+        spans=DriveSpans(timeline, shown_names(plan)),
+        meter=meter,
+    )
+
+
+def _meter(plan: Plan, queue: SharedQueue | None, written: Written) -> Meter | None:
+    """Returns the meter of steps; None where the config does not ask for one, and on all ranks but 0."""
+    reporter = make_reporter(plan.config, plan.batch.total) if plan.rank == 0 else None
+    if reporter is None:
+        return None
+
+    def io_bytes() -> tuple[int, int]:
+        return (0, 0) if queue is None else (queue.read_bytes, queue.written_bytes)
+
+    return Meter(plan.device.torch, io_bytes, written.drives, plan.config.wall_clock_breakdown, reporter)
+
+
+def _written(plan: Plan) -> Written:
+    """What will be counted of the drives, with what the config says they bear."""
+    block = plan.config.offload
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if plan.ranks is not None else 1  # of torchrun
+    rating = None if block.drive_tbw is None else Rating(block.drive_tbw * 1e12, block.drive_share, local)
+    return Written(plan.config.drives, rating)
+
+
+def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
+    """The number of the last commit that every rank holds; None to start over.
+
+    Where some hold none, a kill came while the run was being made: then nobody is beyond its first.
+    """
+    if not plan.resume:
+        return None
+    newest = store.newest_serial()
+    if plan.ranks is None:
+        return newest
+    everyone: list[int | None] = plan.ranks.share(newest)
+    if None not in everyone:
+        return last_of_all(everyone)
+    if any(commit is not None and commit > 1 for commit in everyone):
+        without = ", ".join(str(rank) for rank, commit in enumerate(everyone) if commit is None)
+        raise StoreError(
+            f"rank {without} of {len(everyone)} has no commit in {store.folders[0].parent}, others have: the run was "
+            f"of another number of ranks, or another drive is mounted there; go on with as many ranks as it had, or "
+            f"choose another run name"
+        )
+    return None
+
+
+def _check_fits(progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise `StoreError` where buffers or groups are not those of the run."""
+    mine = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
+    theirs = {name: list(buffer.shape) for name, buffer in progress.buffers.items()}
+    if mine != theirs:
+        name = next(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
+        raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {mine.get(name)} in this model")
+    if len(progress.facts["groups"]) != len(optimizer.param_groups):
+        raise StoreError(
+            f"the run has {count_of(len(progress.facts['groups']), 'group')} of parameters, this optimizer has "
+            f"{len(optimizer.param_groups)}"
+        )
+
+
+def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:
+    layout = describe(plan.layouts, plan.mode, plan.world_size)
+    return plan.placement.store(plan.parts, plan.slots, layout, about(model))

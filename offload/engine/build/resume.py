@@ -1,0 +1,116 @@
+"""Runs and room that a start finds on the drives: the run to resume or to replace, space for two slots, leftovers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.config import Config
+from offload.engine.distributed.process_group import Ranks
+from offload.errors import StoreError
+from offload.layout.memory_plan import PlacedStates
+from offload.notices import Remark
+from offload.sizes import format_size
+from offload.swapper.store import Shortage, find_removal, find_shortage, holder, other_runs, rank_folders, run_status
+
+_SHOWN = 5
+"""Names in a notice."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundRun:
+    """The run of the configured name on the drives, as all ranks agree on it."""
+
+    on_disk: bool
+    """Whether any rank has states at home on disk."""
+    resume: bool
+    replaced: tuple[str, ...]
+    """A notice about the run that this start replaces; empty where there is none."""
+
+
+def find_run(config: Config, on_disk: bool, ranks: Ranks | None) -> FoundRun:
+    """Returns the run that a start finds; every rank calls it.
+
+    Args:
+        config: the whole config.
+        on_disk: whether this rank has states at home on disk.
+        ranks: all ranks; None where there is one.
+
+    Raises:
+        StoreError: where the run on the drives and the configured "resume" contradict each other.
+    """
+    if ranks is not None:
+        on_disk = any(ranks.share(on_disk))
+    resume, replaced = _resume(config, on_disk)
+    if ranks is not None:
+        resume = any(ranks.share(resume))
+    return FoundRun(on_disk=on_disk, resume=resume, replaced=replaced)
+
+
+def no_room(config: Config, placed: PlacedStates, ranks: Ranks | None) -> str | None:
+    """Returns a notice where the drives of any rank have no room for two slots, else None; every rank calls it."""
+    short = find_shortage(config.drives, placed.two_slots_nbytes * (1 if ranks is None else ranks.here))
+    if ranks is not None:
+        short = next((Shortage(*found) for found in ranks.share(short) if found is not None), None)
+    if short is None:
+        return None
+    return (
+        f"durability none: two slots need {format_size(short.need)}, {short.path} has {format_size(short.free)} free; "
+        f"one slot is written in place, and a killed run cannot be resumed"
+    )
+
+
+def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
+    """Returns whether to resume, and a notice about the run that this start replaces."""
+    offload = config.offload
+    if not config.drives or not (on_disk or offload.wants_store):
+        if offload.resume == "must":
+            raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
+        if offload.resume == "auto" and config.drives and run_status(config.drives, offload.run).exists:
+            if offload.durability == "auto":
+                return True, ()  # with more memory than it had, or other homes: it goes on with its store
+            raise StoreError(
+                f"{os.path.join(config.drives[0], offload.run)} holds a run, but this configuration keeps no "
+                f'store: give it the homes that the run had, or set "durability": "step", or choose another run name'
+            )
+        return False, ()
+    status = run_status(config.drives, offload.run)
+    folder = os.path.join(config.drives[0], offload.run)
+    if status.exists and offload.resume in ("never", "restart"):
+        if held := next((who for rank in rank_folders(Path(folder)) if (who := holder(rank))), None):
+            raise StoreError(f"{folder} is in use by {held}, and trains; wait for its end, or choose another run name")
+        if offload.resume == "never" and not status.closed:
+            raise StoreError(
+                f'{folder} holds a run that did not end; go on with it by --resume auto ("resume": "auto"), or start '
+                f'over by --resume restart ("resume": "restart"), or delete it with `offload rm {folder}`, or choose '
+                f"another run name"
+            )
+        size = format_size(find_removal(Path(folder)).nbytes)
+        how = "which was closed at its end" if status.closed else "which did not end"
+        keeps = '"resume": "auto" would go on with one, another run name keeps it'
+        return False, (f"the run in {folder} ({size}), {how}, is replaced; {keeps}",)
+    if status.finished is not None and not status.exists and offload.resume not in ("never", "restart"):
+        raise StoreError(
+            f"{folder} was finished at step {status.finished.get('steps')}, so nothing is left to resume; "
+            f'choose another run name, or start over with "resume": "never" (--resume never)'
+        )
+    if not status.exists and offload.resume == "must":
+        raise StoreError(f'"resume" is must, but {folder} holds no committed step')
+    return status.exists, ()
+
+
+def leftovers(config: Config) -> tuple[str, ...]:
+    """Returns a notice where other runs that nobody holds take room on the drives. They are never deleted here."""
+    found = other_runs(config.drives, config.offload.run)
+    if not found:
+        return ()
+    shown = ", ".join(f"{each.path} ({format_size(each.nbytes)})" for each in found[:_SHOWN])
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    are = "other run that nobody holds takes" if len(found) == 1 else "other runs that nobody holds take"
+    return (
+        Remark(
+            f"{len(found)} {are} {format_size(sum(each.nbytes for each in found))}: "
+            f"{shown}{more}; `offload inspect {found[0].path.parent}` tells of them, `offload rm` deletes one"
+        ),
+    )

@@ -1,0 +1,275 @@
+"""Loading a checkpoint, in two passes: all that will be read is compared with its checksums first, on all ranks; only
+then is anything of the engine changed. So a checkpoint that is damaged, or does not fit, changes nothing.
+
+This is the first pass; the second is `checkpoint_fill`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+
+from offload.aio import DirectFile, crc32c, crc32c_joined
+from offload.aio.protocols import Future, Queue
+from offload.engine.checkpoint.files import (
+    Manifest,
+    progress_file,
+    read_manifest,
+    states_file,
+    tensors_of,
+    wrong_files,
+)
+from offload.engine.checkpoint.resharding import difference, places
+from offload.engine.params.local_shards import Held
+from offload.engine.training.snapshot import Progress
+from offload.errors import IoError, StoreError
+from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
+from offload.fileio.safetensors_stream import Place, read_header
+from offload.layout.fingerprint import described_layouts
+from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.master_weights import KEPT
+from offload.layout.opaque_state import Kept
+from offload.sizes import count_of
+from offload.states import State
+from offload.swapper.modes import MODES, Mode
+
+CLIENT_STATE = "client_state"
+"""The user's own, in the file of progress."""
+
+
+class Wish(NamedTuple):
+    """What is to be loaded."""
+
+    strict: bool
+    states: bool
+    """Moments and counts of steps, beside the weights."""
+    schedule: bool
+    module_only: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A checkpoint that was checked, as far as it is to be loaded."""
+
+    folder: Path
+    manifest: Manifest
+    layouts: tuple[UnitLayout, ...]
+    mode: Mode
+    saved: Mapping[str, tuple[int, Segment]]
+    places: Mapping[str, Place]
+    """Where each tensor lies in every rank's file of states."""
+    progress: Progress
+    contents: Mapping[str, torch.Tensor]
+    own: bool
+    """Whether `progress` is this rank's own."""
+
+    @property
+    def client_state(self) -> Any:
+        """As JSON."""
+        return json.loads(bytes(self.contents[CLIENT_STATE].numpy()))
+
+    def steps(self, layouts: Sequence[UnitLayout], now: Sequence[Sequence[int]]) -> list[list[int]]:
+        """How often each parameter of `layouts` was updated; `now` of those that the checkpoint has not."""
+        counts = self.progress.facts["parameter_steps"]
+        saved = {id(s): counts[u][i] for u, row in enumerate(self.layouts) for i, s in enumerate(row.segments)}
+        return [
+            [
+                saved[id(self.saved[segment.name][1])] if segment.name in self.saved else before
+                for segment, before in zip(layout.segments, row, strict=True)
+            ]
+            for layout, row in zip(layouts, now, strict=True)
+        ]
+
+
+# -- reading and comparing ----------------------------------------------------------------------------
+
+
+def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str]) -> Found:
+    """Read all of a checkpoint but its states; raises `StoreError` where something is missing or damaged.
+
+    `tied_here` gives the first name of each tied parameter of this model by its other ones.
+    """
+    manifest = read_manifest(folder)
+    try:
+        layouts, mode = described_layouts(manifest.layout), MODES[manifest.layout["mode"]]
+        tied = manifest.about["tied"]
+        expected = tensors_of(layouts, mode, manifest.world_size, manifest.frozen)
+        names = [name for each in range(manifest.world_size) for name in (states_file(each), progress_file(each))]
+        found: dict[str, Place] = {}
+        if wrong := wrong_files(folder, manifest):
+            raise ValueError("; ".join(f"{name} {reason}" for name, reason in wrong.items()))
+        for name in names:
+            if name.startswith("states."):
+                found, _ = read_header(folder / name)
+                if {key: place.tensor for key, place in found.items()} != expected:
+                    raise ValueError(f"{name} holds other tensors than the manifest says")
+                if found.keys() != manifest.files[name].sums.keys():
+                    raise ValueError(f"the manifest has not a checksum of each tensor of {name}")
+        own = manifest.world_size == world_size
+        name = progress_file(rank if own else 0)
+        data = (folder / name).read_bytes()
+        if crc32c(data) != manifest.files[name].sums[""]:
+            raise ValueError(f"{name} is damaged: its checksum is not the one written")
+        contents = safetensors.torch.load(data)
+        progress = Progress.unpack(contents)
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(f"the checkpoint {folder} is not whole: {error}; load another") from error
+    saved = places(layouts, tied, manifest.frozen)
+    saved |= {first: saved[name] for name, first in tied_here.items() if name in saved and first not in saved}
+    return Found(
+        folder=folder,
+        manifest=manifest,
+        layouts=layouts,
+        mode=mode,
+        saved=saved,
+        places=found,
+        progress=progress,
+        contents=contents,
+        own=own,
+    )
+
+
+def check_fits(found: Found, held: Held, wish: Wish, names: set[str], buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raise `StoreError` where the checkpoint is of another model or mode. `names` are all that the model has."""
+    what = f"the checkpoint {found.folder}"
+    shapes = {s.name: s.shape for layout in held.layouts for s in layout.segments}
+    absent: set[str] = set()
+    if not found.manifest.frozen:
+        absent = {s.name for layout in found.layouts for s in layout.segments if not s.trainable}
+        absent |= {name for name, first in found.manifest.about["tied"].items() if first in absent}
+    mine = {name: shape for name, shape in shapes.items() if name not in absent or name in found.saved}
+    mine |= {name: tuple(value.shape) for name, value in buffers.items()}
+    theirs = {name: segment.shape for name, (_, segment) in found.saved.items()}
+    theirs |= {name: tuple(value.shape) for name, value in found.progress.buffers.items()}
+    difference(mine, names | buffers.keys(), theirs).check(wish.strict, what)
+    if wish.states and found.mode != held.mode:
+        raise StoreError(
+            f"{what} is of mode {found.mode.name}, this engine is of mode {held.mode.name}, so the optimizer's states "
+            f"are not the same: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"
+        )
+    for segment in (segment for layout in held.layouts for segment in layout.segments if wish.states):
+        kept = found.saved[segment.name][1].kept if segment.name in found.saved else segment.kept
+        if kept != segment.kept:
+            raise StoreError(
+                f"{what} has other states of {segment.name}, {_names(kept)}, than this optimizer keeps, "
+                f"{_names(segment.kept)}: load the weights alone (load_optimizer_states=False), or give the same "
+                f"optimizer"
+            )
+
+
+def _names(kept: Sequence[Kept]) -> str:
+    return ", ".join(each.name for each in kept) or "none"
+
+
+def check_progress(found: Found, wish: Wish, groups: int, schedule: Any) -> None:
+    """Raise `StoreError` where counters or schedule are of another optimizer. `schedule` is the state of this one's."""
+    facts, what = found.progress.facts, f"the checkpoint {found.folder}"
+    if len(facts["groups"]) != groups:
+        raise StoreError(
+            f"{what} has {count_of(len(facts['groups']), 'group')} of parameters, this optimizer has {groups}: give it "
+            f"the same, or load the weights alone (load_module_only=True)"
+        )
+    saved = facts["scheduler"]
+    if wish.schedule and isinstance(saved, dict) and isinstance(schedule, dict) and saved.keys() != schedule.keys():
+        raise StoreError(
+            f"{what} has the state of another learning-rate schedule, with {', '.join(sorted(saved))}; this one has "
+            f"{', '.join(sorted(schedule))}: give the same, or say load_lr_scheduler_states=False"
+        )
+
+
+def fitting(
+    progress: Progress, buffers: Mapping[str, torch.Tensor], steps: Sequence[Sequence[int]], schedule: bool
+) -> Progress:
+    """What of `progress` is for this engine: its own buffers, its parameters' `steps`, the schedule if it is loaded."""
+    facts = {**progress.facts, "parameter_steps": [list(row) for row in steps]}
+    if not schedule:
+        facts["scheduler"] = None
+    mine = {name: value for name, value in progress.buffers.items() if name in buffers}
+    return Progress(facts, progress.generators, mine)
+
+
+def check_bytes(found: Found, wish: Wish, queue: Queue, rank: int, world_size: int) -> None:
+    """Compare this rank's share of what any rank will read with its checksums; raises `StoreError`."""
+    states = found.mode.states if wish.states else KEPT
+    wanted = [name for name in found.places if State(name.partition(".")[2]) in states]
+    work = [(each, name) for each in range(found.manifest.world_size) for name in wanted][rank::world_size]
+
+    def damaged(path: Path, name: str) -> None:
+        raise StoreError(f"{path} is damaged: the checksum of {name} is not the one written; load another")
+
+    try:
+        compare_bytes(found, work, queue, damaged)
+    except IoError as error:
+        raise StoreError(f"the checkpoint {found.folder} cannot be read: {error}; load another") from error
+
+
+def compare_bytes(
+    found: Found,
+    work: Iterable[tuple[int, str]],
+    queue: Queue,
+    damaged: Callable[[Path, str], None],
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Compare tensors, by rank and name, with their checksums.
+
+    `damaged` is told of the file and the tensor that differs, `progress` of bytes as they are compared. Raises
+    `IoError` where something cannot be read.
+    """
+    files = open_states(found)
+    sums: dict[tuple[int, str], int] = {}
+
+    def begin(piece: _Stretch, buffer: memoryview) -> Sequence[Future]:
+        offset = found.places[piece.name].offset + piece.start
+        piece.reads.append(queue.read(files[piece.rank], offset, buffer[: piece.nbytes], checksum=True))
+        return piece.reads
+
+    def ended(piece: _Stretch, _: Sequence[Future]) -> None:
+        progress(piece.nbytes)
+        key = piece.rank, piece.name
+        sums[key] = crc32c_joined(sums.get(key, 0), piece.reads[0].crc32c(), piece.nbytes)
+        if piece.start + piece.nbytes < found.places[piece.name].tensor.nbytes:
+            return
+        path = found.folder / states_file(piece.rank)
+        if sums.pop(key) != found.manifest.files[path.name].sums[piece.name]:
+            damaged(path, piece.name)
+
+    def stretches() -> Iterator[_Stretch]:
+        for each, name in work:
+            nbytes = found.places[name].tensor.nbytes
+            for start in range(0, nbytes, BUFFER_NBYTES):
+                yield _Stretch(each, name, start, min(BUFFER_NBYTES, nbytes - start), [])
+
+    try:
+        flow(flow_buffers(), stretches(), begin, lambda *_: (), ended)
+    finally:
+        for file in files:
+            file.close()
+
+
+class _Stretch(NamedTuple):
+    """Bytes of one rank's file."""
+
+    rank: int
+    name: str
+    start: int
+    nbytes: int
+    reads: list[Future]
+
+
+def open_states(found: Found) -> list[DirectFile]:
+    """Every rank's file of states. Raises `StoreError`."""
+    files: list[DirectFile] = []
+    try:
+        for rank in range(found.manifest.world_size):
+            files.append(DirectFile(found.folder / states_file(rank), writable=False))
+    except IoError as error:
+        for file in files:
+            file.close()
+        raise StoreError(f"the checkpoint {found.folder} cannot be read: {error}") from error
+    return files

@@ -1,0 +1,295 @@
+"""The second pass of a load: this rank's partitions are given what a checkpoint has of them, stretch by stretch.
+
+Each stretch is found by the names of its parameters, whatever units and ranks there were. What the store keeps goes to
+the slots that the last commit does not name, so that a kill leaves that commit whole; only frozen weights, which have
+no second slot, are written in place, and only where they are other ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from offload.aio.protocols import Future, Queue
+from offload.engine.checkpoint.files import tensor_name
+from offload.engine.checkpoint.load import Found, Wish, open_states
+from offload.engine.checkpoint.resharding import Run, overlaps, packed_runs, runs
+from offload.engine.params.local_shards import Held
+from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
+from offload.layout.flat_layout import Piece, Segment, pieces
+from offload.layout.master_weights import join, split
+from offload.states import State
+
+_STEP = 2048
+"""Elements: 4096 bytes of the smallest state."""
+
+
+class _Work(NamedTuple):
+    """Elements [start, stop) of a partition, of one state or of several that are converted together."""
+
+    unit: int
+    targets: tuple[State, ...]
+    sources: tuple[State, ...]
+    start: int
+    stop: int
+    first: int
+    """The element of the unit that is the partition's `start`."""
+    kept: bool = False
+    """Whether all stays as it is, and only moves to the slot that is written."""
+
+
+class Filling:
+    """The second pass: gives this rank's partitions what a checkpoint has of them. The pager is in `begin_load`."""
+
+    def __init__(self, found: Found, held: Held, wish: Wish, queue: Queue) -> None:
+        self._found, self._held, self._states, self._queue = found, held, wish.states, queue
+        self._runs = [runs(layout, found.saved) for layout in held.layouts]
+        self._packed_runs = [packed_runs(layout, found.saved) for layout in held.layouts]
+        self._buffers = flow_buffers()
+        self._files = open_states(found)
+
+    def run(self) -> None:
+        """Fill every partition, and make what was written the newest in the store."""
+        self._compare_kept()
+        written: list[dict[State, list[tuple[int, Future]]]] = [{} for _ in self._held.layouts]
+        try:
+            frozen = self._frozen_to_write()
+            work = (piece for unit in range(len(self._held.layouts)) for piece in self._work(unit, unit in frozen))
+            flow(
+                self._buffers,
+                work,
+                self._begin,
+                lambda piece, buffer: self._end(piece, buffer, written),
+                lambda *_: None,
+            )
+        finally:
+            for file in self._files:
+                file.close()
+        for unit, writes in enumerate(written):
+            if writes and self._held.store is not None:
+                self._held.store.wrote(unit, self._slot(unit), writes)
+
+    def _compare_kept(self) -> None:
+        """Raise `IoError` where the swap files are damaged in a unit of which some parameters stay as they are.
+
+        What is read in the middle of a stretch cannot be compared, and would be written anew with a checksum of its
+        own. So all of such a unit is read in order before anything changes.
+        """
+        held = self._held
+        if not self._two_slots:
+            return
+        work = [
+            _Work(unit, (state,), (state,), start, min(start + numel, last), 0, kept=True)
+            for unit, found in enumerate(self._runs)
+            if any(run.saved is None for run in found) and any(run.saved is not None for run in found)
+            for state, nbytes in held.states(unit).items()
+            if held.stored(unit, state)
+            for itemsize in [held.mode.states[state].itemsize]
+            for last, numel in [(nbytes // itemsize, BUFFER_NBYTES // itemsize // _STEP * _STEP)]
+            for start in range(0, last, numel)
+        ]
+
+        def begin(piece: _Work, buffer: memoryview) -> Sequence[Future]:
+            nbytes = (piece.stop - piece.start) * held.mode.states[piece.targets[0]].itemsize
+            return self._read_now(piece, piece.targets[0], buffer[:nbytes], 0, None)
+
+        flow(self._buffers, work, begin, lambda *_: (), lambda *_: None)
+
+    def _slot(self, unit: int) -> int:
+        return 0 if self._held.store is None else self._held.store.target(unit)
+
+    @property
+    def _converts(self) -> bool:
+        """Whether masters are made anew: they lie in other states, or beside weights that were frozen and had none."""
+        mine = self._held.mode.weights
+        return self._found.mode.weights != mine or State.MASTER in mine
+
+    def _makes_masters(self, targets: Sequence[State]) -> bool:
+        return self._converts and State.WEIGHT in targets
+
+    @property
+    def _two_slots(self) -> bool:
+        return self._held.store is not None and self._held.store.spec.slots == 2
+
+    def _work(self, unit: int, frozen: bool) -> Iterator[_Work]:
+        yield from self._trainable_work(unit, self._held.shares[unit][0])
+        if frozen:
+            yield from self._frozen_work(unit)
+
+    def _frozen_work(self, unit: int, room: int = BUFFER_NBYTES) -> list[_Work]:
+        """What the checkpoint has of the frozen part, if anything."""
+        trainable, frozen = self._held.shares[unit]
+        work = list(self._cut(unit, (State.WEIGHT,), len(trainable), frozen, room))
+        return work if any(run.saved for piece in work for run in self._overlaps(piece)) else []
+
+    def _end(
+        self, piece: _Work, buffer: memoryview, written: Sequence[dict[State, list[tuple[int, Future]]]]
+    ) -> Sequence[Future]:
+        """Give a piece to its homes, and begin to write it."""
+        held, store, slot = self._held, self._held.store, self._slot(piece.unit)
+        self._convert(piece, buffer)
+        trainable = len(held.shares[piece.unit][0])
+        futures: list[Future] = []
+        for state, memory in self._regions(piece, buffer)[1].items():
+            start = piece.start * held.mode.states[state].itemsize
+            if not piece.kept:
+                held.put(piece.unit, state, start, memory)
+            if store is None or not store.keeps(piece.unit, state):
+                continue
+            if self._two_slots and state is State.WEIGHT and trainable <= piece.start:
+                held.pager.mark_rewritten(True)  # what is frozen has no second slot
+            futures.append(store.write(piece.unit, state, slot, start, memory))
+            written[piece.unit].setdefault(state, []).append((start, futures[-1]))
+        return futures
+
+    def _trainable_work(self, unit: int, share: range) -> Iterator[_Work]:
+        """All states of the trainable part; what is not loaded too, where it moves to another slot."""
+        store = self._held.store
+        moves = store is not None and self._slot(unit) != store.newest[unit]
+        mine = self._held.mode.weights
+        for state in self._held.states(unit) if share else ():
+            part = range(self._held.layouts[unit].packed_numel) if state is State.PACKED else share
+            if state in mine:
+                if not self._converts:
+                    yield from self._cut(unit, (state,), 0, share)
+                elif state is State.WEIGHT:
+                    yield from self._cut(unit, tuple(mine), 0, share)
+            elif self._states:
+                yield from self._cut(unit, (state,), 0, part)
+            elif moves and self._held.stored(unit, state):
+                yield from (each._replace(kept=True) for each in self._cut(unit, (state,), 0, part))
+
+    def _cut(
+        self, unit: int, targets: tuple[State, ...], start: int, share: range, room: int = BUFFER_NBYTES
+    ) -> Iterator[_Work]:
+        """Pieces that fit `room`, of the elements `share` of a unit, which begin at `start` of the partition."""
+        sources = targets
+        if self._makes_masters(targets):
+            sources = tuple(self._found.mode.weights)
+        numel = room // sum(self._itemsizes(sources, targets)) // _STEP * _STEP
+        for first in range(0, len(share), numel):
+            last = min(first + numel, len(share))
+            yield _Work(unit, targets, sources, start + first, start + last, share.start + first)
+
+    def _itemsizes(self, sources: Sequence[State], targets: Sequence[State]) -> list[int]:
+        mine, theirs = self._held.mode.states, self._found.mode.states
+        found = [mine[state].itemsize for state in targets]
+        return found + [theirs[state].itemsize for state in sources] if self._makes_masters(targets) else found
+
+    def _regions(self, piece: _Work, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
+        """The memory of each state as the checkpoint has it, and as the engine has it."""
+        end, numel = 0, piece.stop - piece.start
+        sides: list[dict[State, memoryview]] = []
+        for states, mode in ((piece.targets, self._held.mode), (piece.sources, self._found.mode)):
+            if sides and not self._makes_masters(piece.targets):
+                sides.append(sides[0])
+                break
+            side: dict[State, memoryview] = {}
+            for state in states:
+                nbytes = numel * mode.states[state].itemsize
+                side[state] = buffer[end : end + nbytes]
+                end += nbytes
+            sides.append(side)
+        return sides[1], sides[0]
+
+    def _overlaps(self, piece: _Work) -> list[Run]:
+        found = self._packed_runs if piece.targets == (State.PACKED,) else self._runs
+        return overlaps(found[piece.unit], piece.first, piece.first + piece.stop - piece.start)
+
+    def _begin(self, piece: _Work, buffer: memoryview) -> Sequence[Future]:
+        """Read what the checkpoint has, and of what it has not what is there now; the rest is zero."""
+        sources, targets = self._regions(piece, buffer)
+        if piece.kept:
+            return [future for state in targets for future in self._read_now(piece, state, targets[state], 0, None)]
+        found = self._overlaps(piece)
+        if sum(run.stop - run.start for run in found) < piece.stop - piece.start or any(
+            run.saved and not run.saved.trainable for run in found
+        ):
+            for memory in (*sources.values(), *targets.values()):
+                torch.frombuffer(memory, dtype=torch.uint8).zero_()
+        futures: list[Future] = []
+        for run in found:
+            start, numel = run.start - piece.first, run.stop - run.start
+            if run.saved is None:
+                for state, memory in targets.items():
+                    futures += self._read_now(piece, state, memory, start, numel)
+                continue
+            for state, memory in sources.items():
+                if state is State.WEIGHT or run.saved.trainable:
+                    futures += self._read_saved(run, state, memory, start)
+        return futures
+
+    def _read_now(self, piece: _Work, state: State, memory: memoryview, start: int, numel: int | None) -> list[Future]:
+        """Elements of the piece as they are now, from its element `start` on."""
+        itemsize = self._held.mode.states[state].itemsize
+        stop = len(memory) if numel is None else (start + numel) * itemsize
+        at = (piece.start + start) * itemsize
+        return self._held.read(piece.unit, state, at, memory[start * itemsize : stop])
+
+    def _read_saved(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Future]:
+        """Elements of a run, which is element `start` of the memory."""
+        found, source = self._found, run.saved
+        assert source is not None
+        itemsize = found.mode.states[state].itemsize
+        segment = Segment("", (), source.start, run.stop - run.start, source.trainable)
+        place = found.places[tensor_name(source.unit, state)]
+        if state is State.PACKED:  # of one rank
+            parts = iter([Piece(0, 0, source.start, segment.numel)])
+        else:
+            parts = pieces(found.layouts[source.unit], found.manifest.world_size, segment)
+        for piece in parts:
+            first = (start + piece.position) * itemsize
+            yield self._queue.read(
+                self._files[piece.rank],
+                place.offset + piece.start * itemsize,
+                memory[first : first + piece.numel * itemsize],
+            )
+
+    def _convert(self, piece: _Work, buffer: memoryview) -> None:
+        """From the checkpoint's mode to the engine's, where they differ."""
+        sources, targets = self._regions(piece, buffer)
+        if sources is targets or piece.kept:
+            return
+        saved = {s: torch.frombuffer(m, dtype=self._found.mode.states[s]) for s, m in sources.items()}
+        mine = {s: torch.frombuffer(m, dtype=self._held.mode.states[s]) for s, m in targets.items()}
+        for run in self._overlaps(piece):
+            if run.saved is not None:
+                part = slice(run.start - piece.first, run.stop - piece.first)
+                there = saved if run.saved.trainable else {State.WEIGHT: saved[State.WEIGHT]}
+                convert({s: t[part] for s, t in there.items()}, {s: t[part] for s, t in mine.items()})
+
+    def _frozen_to_write(self) -> set[int]:
+        """The units whose frozen weights are not what the checkpoint has, or have no need to stay as they are.
+
+        Before anything is written, through the same buffers: one half for the checkpoint's, one for those of now.
+        """
+        half = BUFFER_NBYTES // 2
+        units = [unit for unit in range(len(self._held.layouts)) if self._frozen_work(unit)]
+        if not self._two_slots:
+            return set(units)
+        differ: set[int] = set()
+
+        def begin(piece: _Work, buffer: memoryview) -> Sequence[Future]:
+            now = self._regions(piece, buffer[half:])[1][State.WEIGHT]
+            return [*self._begin(piece, buffer[:half]), *self._read_now(piece, State.WEIGHT, now, 0, None)]
+
+        def end(piece: _Work, buffer: memoryview) -> Sequence[Future]:
+            self._convert(piece, buffer[:half])
+            saved, now = (self._regions(piece, part)[1][State.WEIGHT] for part in (buffer[:half], buffer[half:]))
+            if not torch.equal(torch.frombuffer(saved, dtype=torch.uint8), torch.frombuffer(now, dtype=torch.uint8)):
+                differ.add(piece.unit)
+            return ()
+
+        work = (piece for unit in units for piece in self._frozen_work(unit, half) if unit not in differ)
+        flow(self._buffers, work, begin, end, lambda *_: None)
+        return differ
+
+
+def convert(saved: Mapping[State, torch.Tensor], mine: Mapping[State, torch.Tensor]) -> None:
+    """Write weights of one mode, (numel,) of each state, as those of another."""
+    weight = mine[State.WEIGHT]
+    if weight.dtype == torch.bfloat16 and State.RESIDUAL not in mine:  # frozen, and rounded as all others are
+        mine = {**mine, State.RESIDUAL: torch.empty(len(weight), dtype=torch.int16, device="cpu")}
+    split(join(saved), mine)

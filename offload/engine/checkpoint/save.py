@@ -1,0 +1,253 @@
+"""Saving a checkpoint: what this rank holds, streamed into files of its own.
+
+Each tensor is the rank's partition of one state of one unit, as it lies in the store. Where the store keeps it, it
+comes from the newest slot, shared by the file system where it can, else copied and compared with the checksums of when
+it was written; otherwise from its home.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+
+from offload.aio import DirectFile, IoQueue, crc32c, crc32c_joined
+from offload.aio.protocols import Future, Queue
+from offload.engine.checkpoint.directory import (
+    begin_folder,
+    drop_partial,
+    end_folder,
+    make_folder,
+    only_save,
+    prune,
+    write_new,
+)
+from offload.engine.checkpoint.files import (
+    MANIFEST,
+    Manifest,
+    Saved,
+    check_folder,
+    check_tag,
+    progress_file,
+    states_file,
+    tensor_name,
+    tensors_of,
+)
+from offload.engine.distributed.all_or_nothing import Together
+from offload.engine.params.local_shards import Held
+from offload.errors import StoreError, UsageError
+from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
+from offload.fileio.safetensors_stream import Tensor, Writer
+from offload.sizes import MIB, format_size
+from offload.states import State
+from offload.swapper.store import find_shortage
+
+_SLACK = 4 * MIB
+"""Bytes for the manifest, headers and folders."""
+
+
+class Order(NamedTuple):
+    """What is to be saved, and where."""
+
+    folder: Path
+    tag: str
+    latest: bool
+    frozen: bool
+    """Whether frozen weights are saved."""
+    keep_last: int | None
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / self.tag
+
+    @classmethod
+    def checked(cls, folder: Any, tag: Any, latest: bool, frozen: bool, keep_last: Any) -> Order:
+        """Of what a user gave; raises `UsageError`."""
+        if keep_last is not None:
+            keep_last = _count(keep_last)
+        return cls(check_folder(folder, "save_dir"), check_tag(tag), bool(latest), bool(frozen), keep_last)
+
+
+def _count(keep_last: Any) -> int:
+    try:
+        if not isinstance(keep_last, bool):
+            keep_last = operator.index(keep_last)
+            if keep_last >= 1:
+                return int(keep_last)
+    except TypeError:
+        pass
+    raise UsageError(
+        f"keep_last is {keep_last!r}; it must be a whole number of at least 1, since the checkpoint that is saved is "
+        f"kept: give one, or None to keep all"
+    )
+
+
+class Moment(NamedTuple):
+    """What is saved beside the states."""
+
+    epoch: int
+    contents: Mapping[str, torch.Tensor]
+    """This rank's: progress and client state."""
+    layout: Mapping[str, Any]
+    about: Mapping[str, Any]
+
+
+class _Piece(NamedTuple):
+    name: str
+    unit: int
+    state: State
+    start: int
+    stop: int
+
+
+@contextlib.contextmanager
+def own_or_shared(queue: Queue | None) -> Iterator[Queue]:
+    """The engine's queue, or one for this moment where it has none."""
+    if queue is not None:
+        yield queue
+        return
+    with IoQueue() as own:
+        yield own
+
+
+def save(held: Held, order: Order, take: Callable[[], Moment], queue: Queue, ranks: Together) -> None:
+    """Write a checkpoint, whole or not at all. `take` gives this moment; all ranks come here.
+
+    Raises `StoreError` where there is no room, something else has the name, or somebody else saves to the folder, and
+    `IoError` where something cannot be written; what was there stays.
+    """
+    ranks.same({"folder": str(order.folder), "tag": order.tag, "frozen": order.frozen, "keep_last": order.keep_last})
+    taken: list[tuple[Moment, bytes]] = []
+
+    def prepare() -> int:
+        moment = take()
+        taken.append((moment, safetensors.torch.save(dict(moment.contents))))
+        return sum(tensor.nbytes for tensor in _tensors(held, order, ranks.size).values()) + len(taken[0][1])
+
+    need = sum(ranks.settle(prepare)) + _SLACK
+    moment, progress = taken[0]
+    with contextlib.ExitStack() as locks:  # of rank 0
+        partial = Path(ranks.by_first(lambda: str(_begin(order, need, locks))))
+        try:
+            rows = ranks.settle(lambda: _write(held, order, partial, progress, queue, ranks))
+            ranks.by_first(lambda: _end(order, moment, partial, rows, locks))
+        except BaseException:
+            if ranks.rank == 0:
+                drop_partial(order.checkpoint)
+            raise
+
+
+def _tensors(held: Held, order: Order, world_size: int) -> dict[str, Tensor]:
+    return tensors_of(held.layouts, held.mode, world_size, order.frozen)
+
+
+def _begin(order: Order, need: int, locks: contextlib.ExitStack) -> Path:
+    """Make the folder, if there is room for `need` bytes beside all that is there; nobody else saves until `locks`."""
+    make_folder(order.folder)
+    locks.enter_context(only_save(order.folder, order.tag))
+    partial = begin_folder(order.checkpoint, order.latest)  # also removes what a save that died has left
+    short = find_shortage([order.folder], need)
+    if short is not None:
+        drop_partial(order.checkpoint)
+        raise StoreError(
+            f"the checkpoint {order.tag} needs {format_size(short.need)}, {short.path} has {format_size(short.free)} "
+            f"free (it is written beside those that are there); free some room, save elsewhere, or give keep_last a "
+            f"lower number at the next one"
+        )
+    return partial
+
+
+def _end(
+    order: Order,
+    moment: Moment,
+    partial: Path,
+    rows: Sequence[Mapping[str, Any]],
+    locks: contextlib.ExitStack,
+) -> None:
+    files = {name: Saved(*each) for row in rows for name, each in row.items()}
+    now = datetime.now(timezone.utc).isoformat()
+    manifest = Manifest(moment.epoch, now, order.frozen, moment.layout, moment.about, files)
+    write_new(partial / MANIFEST, manifest.pack())
+    end_folder(order.checkpoint, order.latest)
+    if order.keep_last is not None:
+        prune(order.folder, order.keep_last, order.tag)
+    locks.close()  # before the other ranks go on
+
+
+def _write(
+    held: Held, order: Order, partial: Path, progress: bytes, queue: Queue, ranks: Together
+) -> dict[str, tuple[int, dict[str, int]]]:
+    """Write this rank's files; bytes and checksums of each by its name."""
+    if not partial.is_dir():
+        raise StoreError(
+            f"rank {ranks.rank} does not see {partial}, which rank 0 has made: save to a folder that all ranks share"
+        )
+    name = states_file(ranks.rank)
+    states = _write_states(held, partial / name, _tensors(held, order, ranks.size), queue)
+    write_new(partial / progress_file(ranks.rank), progress)
+    return {name: states, progress_file(ranks.rank): (len(progress), {"": crc32c(progress)})}
+
+
+def _write_states(held: Held, path: Path, tensors: Mapping[str, Tensor], queue: Queue) -> tuple[int, dict[str, int]]:
+    sums: dict[str, int] = {}
+    # Room that is reserved and then shared instead would stay taken, on Btrfs.
+    with Writer(path, tensors, reserved=False) as writer, DirectFile(path) as file:
+
+        def begin(piece: _Piece, buffer: memoryview) -> Sequence[Future]:
+            return held.read(piece.unit, piece.state, piece.start, buffer[: piece.stop - piece.start])
+
+        def end(piece: _Piece, buffer: memoryview) -> Sequence[Future]:
+            offset = writer.places[piece.name].offset + piece.start
+            return [queue.write(file, offset, buffer[: piece.stop - piece.start], checksum=True)]
+
+        def ended(piece: _Piece, futures: Sequence[Future]) -> None:
+            sums[piece.name] = crc32c_joined(sums.get(piece.name, 0), futures[0].crc32c(), piece.stop - piece.start)
+            if piece.stop == tensors[piece.name].nbytes:
+                _compare(held, piece, sums[piece.name], path)
+
+        def pieces() -> Iterator[_Piece]:
+            for unit in range(len(held.layouts)):
+                for state in held.states(unit):
+                    name = tensor_name(unit, state)
+                    if name not in tensors:
+                        continue
+                    nbytes = tensors[name].nbytes
+                    shared = _share(held, unit, state, nbytes, writer, name)
+                    if shared is not None:
+                        sums[name] = shared
+                        continue
+                    writer.reserve(name)
+                    for start in range(0, nbytes, BUFFER_NBYTES):
+                        yield _Piece(name, unit, state, start, min(start + BUFFER_NBYTES, nbytes))
+
+        flow(flow_buffers(), pieces(), begin, end, ended)
+    return writer.nbytes, sums
+
+
+def _share(held: Held, unit: int, state: State, nbytes: int, writer: Writer, name: str) -> int | None:
+    """Let the file system share a partition with the store; its CRC-32C, or None where it must be copied."""
+    store = held.store
+    if store is None or not store.keeps(unit, state):
+        return None
+    expected = store.sum_of(unit, state, nbytes)
+    if expected is None or not store.clone(unit, state, nbytes, writer.descriptor, writer.places[name].offset):
+        return None
+    return expected
+
+
+def _compare(held: Held, piece: _Piece, crc: int, path: Path) -> None:
+    """Raise where a whole partition is not what was written to the store."""
+    if held.store is None or not held.store.keeps(piece.unit, piece.state):
+        return
+    expected = held.store.sum_of(piece.unit, piece.state, piece.stop)
+    if expected is not None and expected != crc:
+        raise StoreError(
+            f"{piece.state.value} of {held.sizes[piece.unit].title} is not what was written to the swap files: they "
+            f"are damaged, and {path.parent} was not saved; go back to an earlier checkpoint"
+        )

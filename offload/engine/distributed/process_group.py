@@ -1,0 +1,302 @@
+"""The processes of one run: what they send each other, and which of them is gone.
+
+    control    a few numbers of every rank to every rank, on the host, through gloo
+    data       weights and gradients, between the devices' memories, through NCCL on GPUs and gloo on CPUs
+
+One thread at a time calls: the one that runs the model, or its backward. A wait is cut into seconds, so that Ctrl-C
+ends it (but not inside of a backward on a GPU, whose main thread waits in C++). Each rank also shows every second, in
+torch's own key-value store, that it lives: when a connection breaks, the ranks that are left know whose end it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload.engine.distributed.heartbeat import Heartbeat, is_alive, machine_name
+from offload.engine.distributed.rendezvous import _NOTICE, UNABLE, ranks_store
+from offload.errors import RankError
+from offload.swapper.memory.device import Device, Event
+
+logger = logging.getLogger("offload")
+
+_LONG = datetime.timedelta(days=7)
+"""A rank may be busy for hours, with an evaluation that it alone does: whether it lives is seen otherwise."""
+_SLICE = datetime.timedelta(seconds=1)
+_SILENT = 120.0
+"""Seconds without a pulse after which a rank counts as lost, even if no connection broke."""
+_BLAME = 5.0
+"""Seconds without a pulse after which a rank is blamed for a connection that broke."""
+_GRACE = datetime.timedelta(seconds=2)
+
+
+class Ranks:
+    """This process and the others of its run; there are at least two. See the module for who may call."""
+
+    def __init__(self, device: Device) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._device = device
+        self._lost: RankError | None = None
+        self._on_gpu = device.torch.type == "cuda"
+        self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
+        try:
+            self._places = self._meet()
+        except BaseException as error:
+            self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this one
+            raise
+        self.here = sum(place[0] == machine_name() for place in self._places)
+        """Ranks on this machine."""
+        self._control = dist.new_group(backend="gloo", timeout=_LONG)
+        # One group for each: gloo ends the process where a message meets one of another length.
+        self._data = dist.new_group(backend="nccl") if self._on_gpu else dist.new_group(backend="gloo", timeout=_LONG)
+
+    def _meet(self) -> list[tuple[str, int]]:
+        """Wait until every rank is here; the machine and the process of each.
+
+        A group is made by all at once, in C++, which would wait for one that never comes. Raises `RankError` where one
+        has ended before it came.
+        """
+        waiting = [rank for rank in range(self.size) if rank != self.rank]
+        began = noticed = time.monotonic()
+        while waiting := [rank for rank in waiting if self._pulse.place(rank) is None]:
+            for rank in waiting:
+                ended = self._pulse.ended(rank)
+                if ended is not None:
+                    raise RankError(f"rank {rank} has ended before it made its engine: {ended}")
+            now = time.monotonic()
+            if now - noticed > _NOTICE:
+                noticed = now
+                logger.warning("rank %d has waited %.0f s for rank %s to initialize", self.rank, now - began, waiting)
+            time.sleep(0.01 if now - began < 1 else 0.2)
+        places = [self._pulse.place(rank) for rank in range(self.size)]
+        return [(place[0], int(place[1])) for place in places if place is not None]
+
+    # -- control ------------------------------------------------------------------------------------
+
+    def collect(self, numbers: Sequence[int], to: str) -> list[list[int]]:
+        """Every rank's `numbers`, of the same length, in the order of the ranks; `to` says what for."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever torch's default device is
+        everyone = torch.empty(self.size, len(numbers), dtype=torch.int64, device="cpu")
+        self._begin(lambda: _gather_into(everyone.view(-1), mine, self._control), to).wait()
+        rows: list[list[int]] = everyone.tolist()
+        return rows
+
+    def collect_bytes(self, content: bytes, to: str) -> list[bytes]:
+        """Every rank's `content`, of any length."""
+        lengths = [row[0] for row in self.collect([len(content)], to)]
+        longest = max(lengths)
+        everyone = torch.empty(self.size * longest, dtype=torch.uint8, device="cpu")
+        if longest:
+            mine = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
+            self._begin(lambda: _gather_into(everyone, mine, self._control), to).wait()
+        rows = everyone.view(self.size, -1)
+        return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
+
+    def share(self, value: Any, to: str = "start") -> list[Any]:
+        """Every rank's `value`, which JSON can tell."""
+        return [json.loads(content) for content in self.collect_bytes(json.dumps(value).encode(), to)]
+
+    def broadcast(self, values: torch.Tensor, source: int) -> None:
+        """Overwrite `values`, on the CPU, with those of rank `source`."""
+        if not values.numel():
+            return
+        content = values.view(-1).view(torch.uint8)
+        start = functools.partial(dist.broadcast, content, source, self._control, async_op=True)
+        self._begin(start, "share weights").wait()
+
+    # -- data ---------------------------------------------------------------------------------------
+
+    def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
+        """Fill `whole`, (nbytes,) uint8 on the device, with every rank's part; mine is there when `uploaded` is done.
+
+        `share` are the stretches that are mine; where they lie tells where the others' are.
+        """
+        if not self._on_gpu:
+            uploaded.wait()
+            return _All([self._gather(whole, stretch) for stretch in share])
+        with self._device.uploading():  # after the upload, and the compute stream does not wait
+            for stretch in share:
+                self._gather(whole, stretch).work.wait()
+        return self._device.uploaded()
+
+    def _gather(self, whole: torch.Tensor, mine: range) -> _Work:
+        start = mine.start - self.rank * len(mine)
+        region = whole[start : start + self.size * len(mine)]
+        return self._begin(lambda: _gather_into(region, whole[mine.start : mine.stop], self._data), "gather weights")
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, senders: Sequence[int]) -> None:
+        """Give part r of `sent` to each rank r; `received` becomes what each of `senders` gave, in their order.
+
+        `sent` is (size, part) on the device, `received` (len(senders), part) of the same dtype; the calling thread's
+        compute finds it there. A rank that is no sender gives nothing.
+        """
+        part = received[0].nbytes
+        out, into = received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8)
+        sends = self.rank in senders
+        work = self._begin(
+            lambda: dist.all_to_all_single(
+                out,
+                into if sends else into[:0],
+                [part if rank in senders else 0 for rank in range(self.size)],
+                [part if sends else 0] * self.size,
+                group=self._data,
+                async_op=True,
+            ),
+            "reduce gradients",
+        )
+        if self._on_gpu:
+            work.work.wait()  # orders the streams, does not block
+        else:
+            work.wait()
+
+    # -- waiting, and what ends it ------------------------------------------------------------------
+
+    def _begin(self, start: Callable[[], Any], to: str) -> _Work:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            return _Work(self, start(), to)
+        except RuntimeError as error:
+            raise self._blame(error) from error
+
+    def wait(self, work: Any, to: str) -> None:
+        """Wait for `work`, looking up each second; raises `RankError` when a rank is gone."""
+        began = noticed = time.monotonic()
+        while not self._ends(work, _SLICE):
+            if self._lost is not None:
+                raise self._lost
+            # Each looks after its neighbour. One that ends right after a collective has given what this one waits for.
+            if self._gone(_SILENT, [(self.rank + 1) % self.size]) and not self._ends(work, _GRACE):
+                raise self._blame(None)
+            now = time.monotonic()
+            if now - noticed > _NOTICE:
+                noticed = now
+                logger.warning("rank %d has waited %.0f s for other ranks, to %s", self.rank, now - began, to)
+
+    def _ends(self, work: Any, within: datetime.timedelta) -> bool:
+        """Whether `work` has ended well within that time; raises `RankError` where it has failed."""
+        try:
+            work.wait(within)
+            return True
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+        try:
+            work.wait()  # it ended just after the time was over, well or not
+        except RuntimeError as error:
+            raise self._blame(error) from error
+        return True
+
+    def _blame(self, error: Exception | None) -> RankError:
+        """What to raise where others do not answer: names them, as soon as it is known who they are."""
+        deadline = time.monotonic() + 2 * _BLAME
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        while not (gone := self._gone(_BLAME, others)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        who = "; ".join(gone) or f"a rank that cannot be told does not answer ({error})"
+        # One that could not start would fail again; one that was killed would not.
+        unable = any((self._pulse.ended(rank) or "").startswith(UNABLE) for rank in others)
+        self._lost = RankError(
+            f"{who}. Rank {self.rank} cannot go on alone; every rank keeps its last committed step: "
+            f'{"mend that first, then " if unable else ""}start all of them again, with "resume": "auto"'
+        )
+        if self._on_gpu:  # a kernel that waits for the one that is gone would wait on, and every later copy behind it
+            abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+            if abort is not None:
+                abort(self._data)
+        logger.error("%s", self._lost)  # a launcher may end this process before it can say so
+        return self._lost
+
+    def _gone(self, silence: float, ranks: Sequence[int]) -> list[str]:
+        """Which of `ranks` are not there any more, in words."""
+        found: list[str] = []
+        for rank in ranks:
+            machine, process = self._places[rank]
+            where = f"rank {rank} (process {process} on {machine.partition('/')[0]})"
+            ended = self._pulse.ended(rank)
+            if ended is not None:
+                found.append(f"{where} has ended: {ended}")
+            elif machine == machine_name() and not is_alive(process):
+                found.append(f"{where} was killed or has crashed")
+            elif self._pulse.silent(rank) > silence:
+                found.append(f"{where} has given no sign of life for {self._pulse.silent(rank):.0f} s")
+        return found
+
+    @property
+    def lost(self) -> bool:
+        """Whether this rank can no longer reach the others."""
+        return self._lost is not None
+
+    def fail(self, reason: str) -> RankError:
+        """What to raise where this rank has left a collective that the others are in: they are told, and end too."""
+        self.look()
+        if self._lost is not None:
+            return self._lost
+        self.close(reason)
+        self._lost = RankError(
+            f"rank {self.rank} has stopped, and the others with it: {reason}, after an earlier error; every rank keeps "
+            f'its last committed step: start all of them again, with "resume": "auto"'
+        )
+        return self._lost
+
+    def look(self) -> None:
+        """Say so where another rank is gone, as far as it can be known at once."""
+        if self._lost is None and self._gone(math.inf, [rank for rank in range(self.size) if rank != self.rank]):
+            self._blame(None)
+
+    def close(self, reason: str) -> None:
+        """Say that this rank takes part no longer, and why; idempotent."""
+        self._pulse.close(reason)
+        if self._lost is None:
+            self._lost = RankError(f"rank {self.rank} has ended: {reason}")
+            for group in (self._control, self._data):
+                with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # the user has destroyed them all
+                    dist.destroy_process_group(group)
+
+
+class _Work:
+    """A collective under way."""
+
+    def __init__(self, ranks: Ranks, work: Any, to: str) -> None:
+        self.work, self._ranks, self._to = work, ranks, to
+
+    def done(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        self._ranks.wait(self.work, self._to)  # also where it has ended: it may have failed
+
+
+class _All:
+    """Several events."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def done(self) -> bool:
+        return all(event.done() for event in self._events)
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.wait()
+
+
+def _gather_into(everyone: torch.Tensor, mine: torch.Tensor, group: Any) -> Any:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
+    return gather(everyone, mine, group=group, async_op=True)
+
+
+def join_ranks(device: Device) -> Ranks | None:
+    """The ranks of this run, which are those of torch's default process group; None where this process is alone."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return Ranks(device) if several else None

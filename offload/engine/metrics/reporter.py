@@ -1,0 +1,235 @@
+"""Where the numbers of each step go: a line for people, TensorBoard, CSV files, JSON lines, Weights & Biases.
+
+    Meter ─► Record ─► Reporter ─┬─► Line                          at once, on the thread that trains
+                                 └─► all others   on a thread of its own, one record after the other
+
+A record is numbers by name; `events` gives them the names that DeepSpeed's files have. The x of all events is samples,
+as there. Rank 0 alone has a reporter.
+
+Two rules make it safe to leave switched on:
+
+* A writer that fails (a full disk, a server that is gone) is told of in one warning and gets no more records. Training
+  goes on, and so do the other writers.
+* A step is never there twice. A run that goes on from a commit or a checkpoint trains some steps again: the first
+  record of each stretch of steps takes away what was written of the same steps before, and of later ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+import queue
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from offload.config import Config
+from offload.engine.metrics.writers import CsvFiles, JsonLines, Record, TensorBoard, Wandb, Writer
+from offload.errors import ConfigError
+from offload.fileio.jsonl import check_log
+from offload.sizes import format_size
+
+logger = logging.getLogger("offload")
+
+
+# -- the line -----------------------------------------------------------------------------------------
+
+_PHASES = ("forward", "backward", "step")
+
+
+class Line:
+    """A line each `every` steps: to the log where somebody listens to it, else to the console (stderr)."""
+
+    def __init__(self, every: int, samples: int, memory: bool) -> None:
+        """`samples` are those of the first step; `memory` has peaks of it in the line."""
+        self._every, self._samples, self._memory = every, samples, memory
+        self._since: defaultdict[str, float] = defaultdict(float)
+        self._steps = 0
+        self._last: Record | None = None
+
+    def write(self, record: Record) -> None:
+        if self._last is not None and record.samples > self._last.samples:  # else a load has gone back
+            self._samples = record.samples - self._last.samples
+        self._last = record
+        self._steps += 1
+        self._since["samples"] += self._samples
+        for name, value in record.values.items():
+            if name.endswith(("seconds", "_bytes")):
+                self._since[name] += value
+        if record.step % self._every == 0:
+            mean = {name: total / self._steps for name, total in self._since.items()}
+            self._since.clear()
+            self._steps = 0
+            _say(line(record, mean, mean["samples"], self._memory))
+
+    def close(self) -> None:
+        pass
+
+
+def line(record: Record, mean: Mapping[str, float], samples: float, memory: bool) -> str:
+    """What a person reads: loss and such of this step; seconds, bytes, samples by their mean over the steps since."""
+    values = record.values
+    words = [f"{name.replace('_', ' ')} {values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values]
+    if values.get("skipped_steps"):
+        words.append(f"{values['skipped_steps']:.0f} skipped")
+    words.append(f"{mean['seconds']:.3f} s a step, {samples / max(mean['seconds'], 1e-9):.1f} samples/s")
+    words.append(f"{format_size(round(mean['read_bytes']))} read, {format_size(round(mean['written_bytes']))} written")
+    parts = [f"step {record.step}: {', '.join(words)}"]
+    if "forward_seconds" in mean:
+        phases = {name: mean[f"{name}_seconds"] for name in _PHASES}
+        phases["else"] = max(mean["seconds"] - sum(phases.values()), 0.0)
+        parts.append(", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases.items()))
+        waits = {
+            name.removesuffix("_seconds").replace("wait_", ""): seconds
+            for name, seconds in mean.items()
+            if name.startswith("wait_") and seconds >= 0.0005
+        }
+        waited = ", ".join(f"{seconds:.3f} s {name.replace('_', ' ')}" for name, seconds in waits.items())
+        parts.append(f"waited {waited or 'for nothing'}")
+    if memory:
+        names = {"host_peak_bytes": "RAM", "device_peak_bytes": "device"}
+        peaks = [f"{words} {format_size(int(values[name]))}" for name, words in names.items() if name in values]
+        parts.append(f"peak of {', '.join(peaks)}")
+    return "; ".join(parts)
+
+
+def _say(words: str) -> None:
+    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+        logger.info(words)
+    elif logger.level <= logging.INFO:  # nobody has asked this library to be silent
+        print(words, file=sys.stderr, flush=True)
+
+
+# -- writers ------------------------------------------------------------------------------------------
+
+
+# -- from a config ------------------------------------------------------------------------------------
+
+_PACKAGES = {"tensorboard": "offload[monitor]", "wandb": "wandb"}
+
+
+def check_monitor(config: Config) -> None:
+    """Raise `ConfigError` where what the config asks for is not installed, or cannot be written. Nothing is made."""
+    for package, what in _PACKAGES.items():
+        if getattr(config, package).enabled and not _is_installed(package):
+            raise ConfigError(
+                f'"{package}" is enabled, but the package {package} is not installed: run `pip install "{what}"`, or '
+                f'set "enabled": false'
+            )
+    if config.offload.log is not None:
+        check_log(Path(config.offload.log).absolute())
+    for key in ("tensorboard", "csv_monitor"):
+        if getattr(config, key).enabled:
+            folder = _folder(config, key)
+            there = next(path for path in (folder, *folder.parents) if path.exists())
+            if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+                raise ConfigError(
+                    f'"{key}" cannot be written to {folder}: {there} is no folder that you may write; change its '
+                    f'"output_path"'
+                )
+
+
+def _is_installed(package: str) -> bool:
+    """Whether it can be imported; a folder that is called so, such as wandb makes, is no package."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def _folder(config: Config, key: str) -> Path:
+    block = getattr(config, key)
+    job = config.offload.run if block.job_name is None else block.job_name
+    return Path(block.output_path, job).absolute()
+
+
+def make_reporter(config: Config, samples: int) -> Reporter | None:
+    """What gives records to all that the config names; None where nothing is to be measured. `samples`: of a step."""
+    writers: dict[str, Callable[[], Writer]] = {}
+    if config.tensorboard.enabled:
+        writers["tensorboard"] = lambda: TensorBoard(_folder(config, "tensorboard"))
+    if config.csv_monitor.enabled:
+        writers["csv_monitor"] = lambda: CsvFiles(_folder(config, "csv_monitor"))
+    if config.wandb.enabled:
+        block = config.wandb
+        writers["wandb"] = lambda: Wandb(project=block.project, entity=block.team, group=block.group, name=block.name)
+    ours, log = config.offload, config.offload.log
+    if log is not None:
+        about = {"run": ours.run, "drive_tbw": ours.drive_tbw, "drive_share": ours.drive_share}
+        writers["log"] = lambda: JsonLines(Path(log).absolute(), {**about, "samples_a_step": samples})
+    every = config.steps_per_line
+    shown = Line(every, samples, config.memory_breakdown) if every else None
+    return Reporter(shown, writers) if shown is not None or writers or config.wall_clock_breakdown else None
+
+
+# -- the reporter -------------------------------------------------------------------------------------
+
+
+class Reporter:
+    """Gives each record to a line and to writers. All methods belong to the thread that trains."""
+
+    def __init__(self, shown: Writer | None, writers: Mapping[str, Callable[[], Writer]]) -> None:
+        """`writers` are made by `open`, and named in warnings."""
+        self._shown, self._makers = shown, writers
+        self._records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Make the writers, and the thread that they are called on. Raises `ConfigError`."""
+        writers: dict[str, Writer] = {}
+        try:
+            for name, make in self._makers.items():
+                writers[name] = make()
+        except BaseException:
+            for name, writer in writers.items():
+                _close(name, writer)
+            raise
+        if writers:
+            self._thread = threading.Thread(target=self._run, args=(writers,), name="offload-monitor", daemon=True)
+            self._thread.start()
+
+    def tell(self, record: Record) -> None:
+        """Show the record, and have it written."""
+        if self._shown is not None:
+            try:
+                self._shown.write(record)
+            except OSError as error:  # a console that is gone
+                self._shown = None
+                logger.warning("no more lines about steps: %s", error)
+        if self._thread is not None:
+            self._records.put(record)
+
+    def close(self) -> None:
+        """Wait until all is written, and close the writers. Idempotent."""
+        if self._thread is not None:
+            self._records.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, writers: dict[str, Writer]) -> None:
+        while (record := self._records.get()) is not None:
+            for name, writer in list(writers.items()):
+                try:
+                    writer.write(record)
+                except Exception as error:
+                    logger.warning(
+                        'nothing more is written for "%s" after step %d, and training goes on: %s',
+                        name,
+                        record.step - 1,
+                        error,
+                    )
+                    del writers[name]
+                    with contextlib.suppress(Exception):
+                        writer.close()
+        for name, writer in writers.items():
+            _close(name, writer)
+
+
+def _close(name: str, writer: Writer) -> None:
+    try:
+        writer.close()
+    except Exception as error:
+        logger.warning('"%s" was not closed as it should be: %s', name, error)

@@ -1,0 +1,56 @@
+"""Weights and states of a checkpoint that `save_checkpoint` made, read without the model's code."""
+
+from __future__ import annotations
+
+import errno
+from functools import partial
+from pathlib import Path
+
+from offload.aio import crc32c_joined
+from offload.aio.protocols import Queue
+from offload.engine.checkpoint.files import states_file, tensor_name
+from offload.engine.checkpoint.load import look, open_states
+from offload.engine.model_io.weight_source import Reading
+from offload.errors import IoError
+from offload.states import State
+from offload.swapper.store import Compared
+
+
+class CheckpointSource:
+    """A checkpoint's folder; nothing is changed.
+
+    Raises `StoreError` where something is missing or of another size. What is damaged shows when the last byte of its
+    tensor was read.
+    """
+
+    def __init__(self, checkpoint: Path, queue: Queue) -> None:
+        self._found = look(checkpoint, 0, 0, {})
+        manifest = self._found.manifest
+        self._queue = queue
+        self._sums: dict[tuple[int, str], int] = {}
+        self._files = open_states(self._found)
+        self.description, self.about, self.epoch = manifest.layout, manifest.about, manifest.epoch
+        self.frozen = manifest.frozen
+        self.buffers = self._found.progress.buffers
+
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
+        name = tensor_name(unit, state)
+        place = self._found.places[name]
+        assert start + len(buffer) <= place.tensor.nbytes
+        future = self._queue.read(self._files[rank], place.offset + start, buffer, checksum=True)
+        return Compared(future, partial(self._compare, rank, name, start))
+
+    def _compare(self, rank: int, name: str, start: int, nbytes: int, crc: int) -> None:
+        """Take the CRC-32C of bytes that were read; raises `IoError` where a tensor that ends is not what was saved."""
+        place, file = self._found.places[name], states_file(rank)
+        total = crc32c_joined(self._sums.pop((rank, name), 0), crc, nbytes)
+        if start + nbytes < place.tensor.nbytes:
+            self._sums[rank, name] = total
+        elif total != self._found.manifest.files[file].sums[name]:
+            path = str(self._found.folder / file)
+            raise IoError(path, place.offset, place.tensor.nbytes, errno.EBADMSG, f"use {name},")
+
+    def close(self) -> None:
+        """Close the files; idempotent."""
+        for file in self._files:
+            file.close()

@@ -1,0 +1,168 @@
+"""Which tensors of a folder are whose: by name, or by the names and conversions that `transformers` has for a model.
+
+transformers 5 keeps some weights otherwise than their folders have them: the experts of a Mixtral, one tensor each in
+the folder, are one parameter of three dimensions. Its own rules are asked here, name by name, and its own conversions
+are carried out, one parameter at a time; before, on meta tensors, so that what cannot fit is known before anything
+is read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.engine.model_io.safetensors_folder import Stored
+from offload.engine.params.deferred_parameter import Origin
+from offload.errors import ConfigError
+
+
+class Source(NamedTuple):
+    """What a folder has for one name of a model."""
+
+    origin: Origin
+    dtypes: tuple[torch.dtype, ...]
+    """Of what is read."""
+
+
+class Conversion:
+    """Tensors of a folder that make one or several parameters of a model, by an operation of transformers.
+
+    What was made and is not yet asked for is held: parameters made together are read one after the other.
+    """
+
+    def __init__(self, model: nn.Module, converter: Any, first: str, parts: Sequence[tuple[Stored, str]]) -> None:
+        self._model, self._converter, self._first, self.parts = model, converter, first, parts
+        self._made: dict[str, torch.Tensor] = {}
+        self.wanted: set[str] = set()
+        """The names that will be asked for."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What it makes. Raises `ConfigError` where the tensors do not go together."""
+        try:
+            made = self._convert(lambda stored: torch.empty(stored.shape, dtype=stored.dtype, device="meta"))
+        except Exception as error:
+            names = ", ".join(stored.name for stored, _ in self.parts[:3])
+            raise ConfigError(
+                f"transformers cannot make {self._first} of {names} and {max(len(self.parts) - 3, 0)} more: {error}; "
+                f"the folder is of another model or another version"
+            ) from error
+        return {name: tuple(value.shape) for name, value in made.items()}
+
+    def take(self, name: str) -> torch.Tensor:
+        """One parameter; the tensors are read where it is the first of them that is asked for."""
+        if name not in self._made:
+            made = self._convert(Stored.whole)
+            self._made = {each: made[each] for each in made if each in self.wanted}
+        return self._made.pop(name)
+
+    def _convert(self, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
+        mapping: Any = copy.deepcopy(self._converter)
+        for stored, pattern in self.parts:
+            mapping.add_tensor(self._first, stored.name, pattern, lambda stored=stored: read(stored))
+        made = mapping.convert(self._first, model=self._model, config=getattr(self._model, "config", None))
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class Converted(NamedTuple):
+    """One parameter of a conversion."""
+
+    conversion: Conversion
+    name: str
+    shape: tuple[int, ...]
+
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """All of it at once."""
+        yield 0, self.conversion.take(self.name).contiguous().view(-1)
+
+
+class Named(NamedTuple):
+    """What a folder has for a model."""
+
+    sources: Mapping[str, Source]
+    """By the model's names."""
+    unexpected: Sequence[str]
+    """Names that the model has not."""
+
+
+def name_tensors(model: nn.Module, expected: Mapping[str, Any], stored: Mapping[str, Stored]) -> Named:
+    """Find out whose the tensors of a folder are; `expected` has the model's names.
+
+    Raises `ConfigError` where two are for one name, or a conversion does not work out.
+    """
+    rules = _rules_of_transformers(model)
+    if rules is None:
+        return Named(
+            {name: _as_it_is(stored[name]) for name in expected if name in stored},
+            [name for name in stored if name not in expected],
+        )
+    found: dict[str, Source] = {}
+    unexpected: list[str] = []
+    groups: dict[str, Conversion] = {}
+    for key in sorted(stored, key=rules.order):
+        name, converter, pattern = rules.rename(key, expected)
+        if name not in expected:
+            unexpected.append(name)
+        elif converter is not None:
+            group = groups.setdefault(name, Conversion(model, converter, name, []))
+            group.parts = [*group.parts, (stored[key], pattern)]
+        else:
+            _add(found, name, _as_it_is(stored[key]))
+    for group in groups.values():
+        dtypes = tuple(part.dtype for part, _ in group.parts)
+        for name, shape in group.shapes().items():
+            if name in expected:
+                group.wanted.add(name)
+                _add(found, name, Source(Converted(group, name, shape), dtypes))
+            else:
+                unexpected.append(name)
+    return Named(found, unexpected)
+
+
+def _as_it_is(stored: Stored) -> Source:
+    return Source(stored, (stored.dtype,))
+
+
+def _add(found: dict[str, Source], name: str, source: Source) -> None:
+    if name in found:
+        raise ConfigError(f"the folder holds {name} twice, under two names that transformers knows; keep one of them")
+    found[name] = source
+
+
+class _Rules:
+    """How transformers finds the name of a tensor."""
+
+    def __init__(self, model: nn.Module, transformers_loading: Any, mapping: Sequence[Any]) -> None:
+        self.order: Callable[[str], Any] = transformers_loading.dot_natural_key
+        self._rename = transformers_loading.rename_source_key
+        self._prefix: str = getattr(model, "base_model_prefix", "")
+        self._renamings = [each for each in mapping if isinstance(each, transformers_loading.WeightRenaming)]
+        self._converters = [each for each in mapping if isinstance(each, transformers_loading.WeightConverter)]
+        self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+
+    def rename(self, key: str, expected: Mapping[str, Any]) -> tuple[str, Any, str]:
+        """The model's name of a tensor; where it is converted, the converter and its pattern."""
+        name, pattern = self._rename(key, self._renamings, self._converters, self._prefix, expected)
+        if name not in expected and key in expected:  # it has the model's own name already
+            name, pattern = self._rename(key, [], [], self._prefix, expected)
+        return name, self._by_pattern.get(pattern), pattern or ""
+
+
+def _rules_of_transformers(model: Any) -> _Rules | None:
+    """None for a model that is not of transformers: its names are what they are."""
+    if not hasattr(model, "base_model_prefix") or not hasattr(model, "config"):
+        return None
+    try:
+        from transformers import core_model_loading
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        return _Rules(model, core_model_loading, get_model_conversion_mapping(model))
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"offload.load_pretrained needs to know how transformers names and converts weights, and the version "
+            f"that is installed does not say it as 5.23 does ({error}); install another: pip install "
+            f"'transformers>=5.23,<6'"
+        ) from error

@@ -1,0 +1,186 @@
+"""How the files of a model come into their folder: all of them, or none.
+
+    <folder>.partial             what is being written, where the folder is not there yet or holds such files alone:
+                                 it takes the folder's name, or changes places with it at once
+    <folder>/.offload.partial    where other files lie beside them, which stay: the new ones are moved in one by one
+    .<folder>.lock               of the save that is under way, which is named in it; in the folder as .offload.lock
+                                 where nothing can be made beside it
+
+In the second case config and index go first and come last, so that a kill between two moves leaves a folder that
+nobody takes for a model, never a mixture that loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from offload.engine.checkpoint.directory import LOCK, exchange, make_folder, only_save, told
+from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, INDEX, SINGLE
+from offload.errors import IoError, StoreError
+from offload.fileio import sync_folder
+from offload.sizes import format_size
+
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_HEADS = (CONFIG, INDEX, SINGLE, "adapter_config.json")
+"""Without them nobody finds the weights."""
+TOKENIZER = (
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
+    "tokenizer.model spiece.model sentencepiece.bpe.model chat_template.jinja chat_template.json"
+).split()
+"""The files of a tokenizer, as transformers names them."""
+_ADAPTER = ("adapter_model.safetensors", "adapter_config.json", "README.md")
+
+
+@contextlib.contextmanager
+def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> Iterator[Path]:
+    """A folder in which files of `out` are written, by one save at a time; they are there in the end, or what was is.
+
+    Where they are a `whole` model, weights of an earlier one go; else every file of another name stays. `notice` is
+    told of what a save that was cut short has left, and is removed. Raises `StoreError` and `IoError`.
+    """
+    make_folder(out.parent)
+    with only_save(out, out.name, _lock_of(out)):
+        beside = not _is_in_use(out) and (_is_free(out) or (whole and _is_ours(out)))
+        partial = out.with_name(f"{out.name}.partial") if beside else out / ".offload.partial"
+        with told(partial, "make"):
+            partial.mkdir(exist_ok=True)
+        _clear(partial, notice)
+        try:
+            yield partial
+            with told(partial, "write"):
+                if beside:
+                    _keep_others(partial, out)
+                    _keep_mode(partial, out)
+                sync_folder(partial)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        with told(out, "rename"):  # from here on what was written stays, whatever happens
+            _arrive(partial, out) if beside else _move_in(partial, out, whole)
+
+
+def _lock_of(out: Path) -> Path:
+    """Where it is depends on nothing that a save changes."""
+    inside = out.is_dir() and not os.access(out.parent, os.W_OK)
+    return out / LOCK if inside else out.with_name(f".{out.name}.lock")
+
+
+def check_room(folder: Path, nbytes: int, out: Path) -> None:
+    """Raise `StoreError` where the drive has no room for `nbytes` beside what is there."""
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise StoreError(
+            f"{out} needs {format_size(nbytes)}, its drive has {format_size(free)} free; free some room, or choose "
+            f"another folder"
+        )
+
+
+def check_not_a_file(out: Path) -> None:
+    """Raise `StoreError` where files cannot be written to `out` because it is no folder."""
+    if os.path.lexists(out) and not out.is_dir():
+        raise StoreError(f"{out} is not a folder; give a folder, or a name that is not there")
+
+
+def _is_in_use(out: Path) -> bool:
+    """Whether this process is in `out` or below it, so that it would be in a folder that is gone."""
+    return Path.cwd().is_relative_to(out.resolve())
+
+
+def _keep_mode(partial: Path, out: Path) -> None:
+    """Give the folder that takes the place of `out` its mode and owner."""
+    if out.exists():
+        there = out.stat()
+        os.chown(partial, there.st_uid, there.st_gid)
+        os.chmod(partial, stat.S_IMODE(there.st_mode))
+
+
+def _is_free(out: Path) -> bool:
+    return not out.exists() or (not out.is_mount() and not out.is_symlink() and not any(out.iterdir()))
+
+
+def _is_ours(out: Path) -> bool:
+    """Whether a folder holds nothing but files that a save writes."""
+    known = (CONFIG, GENERATION, *TOKENIZER)
+    return (
+        not out.is_mount()
+        and not out.is_symlink()
+        and all(
+            (path.name in known or _WEIGHTS.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
+            for path in out.iterdir()
+        )
+    )
+
+
+def _clear(partial: Path, notice: Callable[[str], None]) -> None:
+    """Remove what was left by a save that was cut short; raises `StoreError` where there is anything else."""
+    left = [path for path in partial.rglob("*") if path.is_file()]
+    known = (CONFIG, GENERATION, *TOKENIZER, *_ADAPTER)
+    foreign = [path.name for path in left if not (path.name in known or _WEIGHTS.fullmatch(path.name))]
+    if foreign:
+        raise StoreError(f"{partial} holds {foreign[0]}, which no save leaves; move it away, or choose another name")
+    if left:
+        nbytes = sum(path.stat().st_blocks * 512 for path in left)
+        notice(f"removed {partial}, {format_size(nbytes)} of a save or export that was cut short")
+    for path in left:
+        path.unlink()
+
+
+def _keep_others(partial: Path, out: Path) -> None:
+    """Copy what is not written now and stays: a tokenizer, say."""
+    for path in out.iterdir() if out.exists() else ():
+        if not _WEIGHTS.fullmatch(path.name) and not (partial / path.name).exists():
+            shutil.copy2(path, partial / path.name)
+
+
+def _arrive(partial: Path, out: Path) -> None:
+    """Give what was written its name; what had it goes."""
+    if not out.exists() or not any(out.iterdir()):
+        os.rename(partial, out)
+        sync_folder(out.parent)
+        return
+    if exchange(partial, out):
+        sync_folder(out.parent)
+        shutil.rmtree(partial, ignore_errors=True)
+    else:
+        _move_in(partial, out, whole=True)
+
+
+def _move_in(partial: Path, out: Path, whole: bool) -> None:
+    """Replace files one by one; where they are a whole model, weights of an earlier one go."""
+    new = sorted(path.relative_to(partial) for path in partial.rglob("*") if path.is_file())
+    heads = [path for path in new if path.name in _HEADS]
+    gone = [path for path in out.iterdir() if whole and _WEIGHTS.fullmatch(path.name)]
+    gone += [out / path for path in heads if (out / path).exists() and out / path not in gone]
+    if len(new) > 1 or gone != [out / new[0]]:  # else one file takes the place of one, at once
+        for path in sorted(gone, key=lambda path: (path.name not in _HEADS, path.name)):
+            path.unlink()
+        sync_folder(out)
+    for name in [*(path for path in new if path not in heads), *sorted(heads, key=lambda path: path.name == CONFIG)]:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(partial / name, out / name)
+    sync_folder(out)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def copy_tokenizer(folder: Path, out: Path) -> None:
+    """Copy the files of a tokenizer; `out` must not have them."""
+    for name in tokenizer_files(folder):
+        try:
+            shutil.copyfile(folder / name, out / name)
+        except OSError as error:
+            raise IoError(str(out / name), 0, 0, error.errno or errno.EIO, "write") from error
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """The names of a tokenizer's files; raises `StoreError` where the folder has none."""
+    found = [name for name in TOKENIZER if (folder / name).is_file()]
+    if not found:
+        raise StoreError(f"{folder} holds no file of a tokenizer, such as {TOKENIZER[0]}")
+    return found

@@ -1,0 +1,154 @@
+"""The safetensors files of a model's folder, read tensor by tensor: what lies in them, and where."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.errors import IoError, StoreError
+from offload.fileio.safetensors_stream import Place, read_header
+from offload.sizes import MIB
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+_PIECE_NBYTES = MIB
+"""Of copies in fp32 of larger ones, which come and go, the allocator was seen to keep a gigabyte."""
+
+
+class Stamp(NamedTuple):
+    """What changes with a file."""
+
+    inode: int
+    nbytes: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Stamp:
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class Stored(NamedTuple):
+    """A tensor of a file, of which nothing is in memory."""
+
+    name: str
+    path: Path
+    place: Place
+    stamp: Stamp
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.place.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.place.tensor.dtype
+
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Its elements, (n,) at a time, each with the position of the first; a piece is valid until the next one.
+
+        Raises `IoError`, and `StoreError` where the file has changed since it was looked at.
+        """
+        itemsize, total = self.dtype.itemsize, self.place.tensor.nbytes
+        buffer = memoryview(bytearray(min(total, _PIECE_NBYTES)))
+        with self._open() as file:
+            for start in range(0, total, _PIECE_NBYTES):
+                part = buffer[: min(_PIECE_NBYTES, total - start)]
+                self._fill(file.fileno(), self.place.offset + start, part)
+                yield start // itemsize, torch.frombuffer(part, dtype=self.dtype)
+
+    def whole(self) -> torch.Tensor:
+        """All of it, in memory of its own."""
+        whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        flat = whole.view(-1)
+        for position, values in self.pieces():
+            flat[position : position + len(values)] = values
+        return whole
+
+    def _open(self) -> Any:
+        try:
+            file = self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise IoError(str(self.path), 0, 0, error.errno or errno.EIO, "open") from error
+        if Stamp.of(os.fstat(file.fileno())) != self.stamp:
+            file.close()
+            raise StoreError(f"{self.path} has changed since offload.load_pretrained has looked at it; load it again")
+        return file
+
+    def _fill(self, descriptor: int, offset: int, part: memoryview) -> None:
+        done = 0
+        try:
+            while done < len(part):
+                count = os.preadv(descriptor, [part[done:]], offset + done)
+                if not count:
+                    raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
+                done += count
+        except OSError as error:
+            raise IoError(str(self.path), offset, len(part), error.errno or errno.EIO, "read") from error
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """All tensors of a folder's safetensors files, one file or those of an index, by name. Only their heads are read.
+
+    Raises `StoreError` where there are none, or a file is missing, not whole or not what the index says.
+    """
+    if not folder.is_dir():
+        raise StoreError(f"there is no folder {folder}; give one that save_pretrained has written")
+    if (folder / SINGLE).is_file():
+        return _of_file(folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        raise StoreError(_what_is_there(folder))
+    places = _read_index(folder / INDEX)
+    found: dict[str, Stored] = {}
+    for name in sorted(set(places.values())):
+        if not (folder / name).is_file():
+            raise StoreError(f"{folder / INDEX} names {name}, which is not there; fetch all files of the model")
+        held = _of_file(folder / name)
+        found |= {tensor: held[tensor] for tensor in held if places.get(tensor, name) == name}
+    lost = next((tensor for tensor in places if tensor not in found), None)
+    if lost is not None:
+        raise StoreError(f"{folder / INDEX} says that {lost} lies in {places[lost]}, which does not hold it")
+    return found
+
+
+def _of_file(path: Path) -> dict[str, Stored]:
+    try:
+        stamp = Stamp.of(path.stat())
+    except OSError as error:
+        raise IoError(str(path), 0, 0, error.errno or errno.EIO, "look at") from error
+    return {name: Stored(name, path, place, stamp) for name, place in read_header(path)[0].items()}
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor. A file's name that leads out of the folder is no such."""
+    try:
+        places = json.loads(path.read_bytes())["weight_map"]
+        wrong = next((name for name in places.values() if Path(name).name != name), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError(f"{path} is no index of safetensors files: {type(error).__name__}: {error}") from error
+    if wrong is not None:
+        raise StoreError(f"{path} names {wrong!r}, which is not the name of a file beside it")
+    return dict(places)
+
+
+def _what_is_there(folder: Path) -> str:
+    """Why there is nothing to load."""
+    names = sorted(path.name for path in folder.iterdir())
+    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if "adapter_config.json" in names:
+        return (
+            f"{folder} holds an adapter of peft, not a model: load the model that it belongs to, then "
+            f"peft.PeftModel.from_pretrained(model, {str(folder)!r}, is_trainable=True)"
+        )
+    if pickles:
+        return (
+            f"{folder} holds {pickles[0]}, a pickle, and no {SINGLE}: unpickling runs code and takes the RAM of the "
+            f"whole model, so it is not done here; convert it once, with transformers: "
+            f"AutoModel….from_pretrained(folder).save_pretrained(other)"
+        )
+    return f"{folder} holds neither {SINGLE} nor {INDEX}; give a folder that save_pretrained has written"

@@ -1,0 +1,174 @@
+"""Weights and states that lie on a disk, read without the model's code: of a run's store, all its ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from offload.aio.protocols import Queue
+from offload.engine.checkpoint.files import refuse_rank
+from offload.errors import IoError, StoreError
+from offload.states import State
+from offload.swapper.store import Compared, bytes_of, rank_folders
+from offload.swapper.store.format.checksums import Passages
+from offload.swapper.store.format.commit_record import last_of_all
+from offload.swapper.store.format.manifest import Manifest, Place
+from offload.swapper.store.inspection import Commit, Found, is_rank, look
+from offload.swapper.store.rank_folder import Lock
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Reading(Protocol):
+    """A read in flight."""
+
+    def wait(self) -> int:
+        """Bytes read; raises `IoError` where they cannot be read, or are not what was written."""
+        ...
+
+
+class Source(Protocol):
+    """What an export reads from."""
+
+    description: Mapping[str, Any]
+    """As `description.describe` made it."""
+    about: Mapping[str, Any]
+    epoch: int
+    frozen: bool
+    """Whether weights that do not train are there."""
+    buffers: Mapping[str, torch.Tensor]
+    """Persistent buffers of the model, by name."""
+
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
+        """Fill `buffer` from byte `start` of a rank's partition, which is read in order, to be compared."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class StoreSource:
+    """The last commit of a run that all its ranks hold. Nobody else may open the run meanwhile; nothing is changed.
+
+    Raises `StoreError` while a process holds it, and where a rank or a commit is missing. What is damaged shows as it
+    is read.
+    """
+
+    def __init__(self, run: Path, queue: Queue) -> None:
+        from offload.engine.training.snapshot import Progress
+
+        self._queue = queue
+        self._open = contextlib.ExitStack()
+        try:
+            found = ranks_of(run, lock_and_look(run, self._open))
+            self._commits = commits_of_all(found)
+            self._files = [self._open.enter_context(each.open_states()) for each in found]
+            self._places = [_manifest(each).spec.places() for each in found]
+            self._tables = [commit.table for commit in self._commits]
+            self._passages = [Passages() for _ in found]
+            first = _manifest(found[0])
+            self.description, self.about = first.spec.fingerprint, first.spec.about
+            self.epoch, self.frozen = self._commits[0].record.epoch, True
+            self.buffers = Progress.unpack(self._commits[0].contents).buffers
+        except BaseException:
+            self._open.close()
+            raise
+
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
+        slot = self._commits[rank].record.slots[unit]
+        place = self._places[rank][unit][state][slot]
+        assert start + len(buffer) <= place.nbytes
+        file, offset = bytes_of(self._files[rank], place, start, len(buffer))
+        future = self._queue.read(file, offset, buffer, checksum=True)
+        return Compared(future, partial(self._compare, rank, unit, state, start, place))
+
+    def _compare(self, rank: int, unit: int, state: State, start: int, place: Place, nbytes: int, crc: int) -> None:
+        """Raise `IoError` where bytes that were read are, as far as it is known yet, not what was written."""
+        key = (unit, state)
+        right, _ = self._passages[rank].compare(key, self._tables[rank][key], start, nbytes, crc)
+        if not right:
+            path, what = self._files[rank].path, f"use {state.value} of unit {unit},"
+            raise IoError(path, place.offset(start), nbytes, errno.EBADMSG, what)
+
+    def close(self) -> None:
+        """Close the files and give the locks back; idempotent."""
+        self._open.close()
+
+
+def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
+    """What lies in each rank's folder of a run, which nobody else may open until `stack` is closed.
+
+    Raises `StoreError` where there is none, or a process has one.
+    """
+    folders = [folder for folder in rank_folders(run) if is_rank(folder)]
+    if not folders:
+        refuse_rank(run)
+        raise StoreError(
+            f"{run} holds neither swap files (no rank<r> folder) nor a checkpoint: give a run's folder, or one that "
+            f"save_checkpoint has made"
+        )
+    for folder in folders:
+        stack.enter_context(Lock(folder))
+    return [look(folder) for folder in folders]
+
+
+def ranks_of(run: Path, found: Sequence[Found]) -> list[Found]:
+    """The ranks of a run, in order, without folders that an earlier run with more ranks has left.
+
+    Raises `StoreError` where one is missing, or they are not of one run.
+    """
+    manifest = next((each.manifest for each in found if each.manifest is not None), None)
+    size = len(found) if manifest is None else int(manifest.spec.fingerprint.get("world_size", 1))
+    ranks = [each for each in found if each.rank < size]
+    for each in ranks:
+        check_can_be_read(each)
+    missing = sorted(set(range(size)) - {each.rank for each in ranks})
+    if missing:
+        raise StoreError(
+            f"{run} has no folder of rank {', '.join(map(str, missing))} of {size}: bring all of them to one place"
+        )
+    if len({json.dumps(each.manifest.spec.fingerprint) for each in ranks if each.manifest is not None}) > 1:
+        raise StoreError(f"the ranks' folders in {run} are of different models or settings")
+    return ranks
+
+
+def commits_of_all(found: Sequence[Found]) -> list[Commit]:
+    """The last commit that every rank of a run holds whole, one of each rank.
+
+    Raises `StoreError` where there is none.
+    """
+    for each in found:
+        if not each.whole:
+            words = "; ".join(map(str, each.wrong)) or "nothing was committed yet"
+            raise StoreError(f"{each.folder} holds no whole commit: {words}")
+    serial = last_of_all(each.whole[0].record.serial for each in found)
+    assert serial is not None
+    chosen: list[Commit] = []
+    for each in found:
+        commit = each.commit(serial)
+        if commit is None:
+            have = ", ".join(str(c.record.serial) for c in each.commits)
+            raise StoreError(f"{each.folder} holds commits {have}, but the last that all ranks hold is {serial}")
+        chosen.append(commit)
+    return chosen
+
+
+def check_can_be_read(found: Found) -> None:
+    """Raise `StoreError` where a rank's folder is of a kind that holds no commits that this version reads."""
+    if found.other_format is not None:
+        raise StoreError(f"{found.folder} is of {found.other_format}")
+    if found.drive:
+        first = "" if found.manifest is None else f" ({found.manifest.drives[0]})"
+        raise StoreError(f"{found.folder} is on drive {found.drive} of its run; give its folder on the first{first}")
+    if found.manifest is not None and found.manifest.spec.slots == 1:
+        raise StoreError(f'{found.folder} was made with "durability": "none": nothing in it was ever committed')
+
+
+def _manifest(found: Found) -> Manifest:
+    assert found.manifest is not None, "a commit that is whole holds one"
+    return found.manifest

@@ -1,0 +1,324 @@
+"""The weights of a model as files that `transformers` loads, from whatever holds its partitions.
+
+    units ──► chunks of a rank's partition ──► in the dtype asked for ──► each stretch to its place in its file
+
+A partition is read in order, a few chunks ahead, so neither a unit nor a parameter is ever in memory as a whole, and
+all that is read is compared with its checksums where it has some. `offload export` writes from a store or a checkpoint,
+`save_pretrained` from an engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from offload.aio import aligned_empty
+from offload.engine.checkpoint.directory import write_new
+from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, INDEX, SINGLE
+from offload.engine.model_io.weight_source import Reading, Source
+from offload.errors import ConfigError
+from offload.fileio.safetensors_stream import Tensor, Writer, shard
+from offload.fileio.safetensors_stream import plan as plan_file
+from offload.layout.fingerprint import described_layouts
+from offload.layout.flat_layout import UnitLayout
+from offload.layout.master_weights import join, sources
+from offload.sizes import count_of, parse_size
+from offload.states import State
+from offload.swapper.modes import DTYPES, MODES, Mode, dtype_name
+
+_CHUNK_NUMEL = 1 << 21
+"""Elements read at a time: 4 MiB in 16 bits, 8 MiB in fp32."""
+_CHUNKS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What will be written: decided before a file is made."""
+
+    layouts: tuple[UnitLayout, ...]
+    mode: Mode
+    world_size: int
+    frozen: bool
+    """Whether weights that do not train are written."""
+    dtype: torch.dtype
+    names: Mapping[str, tuple[str, ...]]
+    """For each parameter the names under which it is written: its own, and tied ones that no loader would tie."""
+    shards: Mapping[str, Mapping[str, Tensor]]
+    """For each file its tensors."""
+    config: Mapping[str, Any] | None
+    """Of transformers; None where the model has none, or it is not asked for."""
+    generation: Mapping[str, Any] | None
+    metadata: Mapping[str, str]
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensors in self.shards.values() for tensor in tensors.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files of tensors."""
+        heads = sum(len(plan_file(tensors, self.metadata)[0]) for tensors in self.shards.values())
+        return heads + self.weights_nbytes
+
+
+def shard_size(text: str | int) -> int:
+    """Bytes that a file may have at most. Raises `ConfigError`."""
+    nbytes = parse_size(text)
+    if not nbytes:
+        raise ConfigError(f"no weights go into files of max_shard_size {text!r}; give a size such as 5GB")
+    return nbytes
+
+
+def make_plan(
+    source: Source, dtype: str | torch.dtype | None, shard_nbytes: int, frozen: bool = True, name: str | None = None
+) -> Plan:
+    """Decide names, dtypes and files.
+
+    With `name` it is one file of that name, and nothing else; without `frozen`, weights that train and buffers alone.
+    """
+    layouts = described_layouts(source.description)
+    mode = MODES[source.description["mode"]]
+    wanted = check_dtype(dtype) or mode.weight_dtype
+    frozen = frozen and source.frozen
+    tied: Mapping[str, str] = source.about.get("tied", {})
+    config = source.about.get("config")
+    # A loader of transformers ties what the config says; without a config, `safetensors.torch.load_model` does, of a
+    # folder. One file of such a model is for `load_state_dict`, which wants all names.
+    loader_ties = name is None if config is None else config.get("tie_word_embeddings", True)
+    names: dict[str, tuple[str, ...]] = {}
+    tensors: dict[str, Tensor] = {}
+    for layout in layouts:
+        for segment in layout.segments:
+            if not (segment.trainable or frozen):
+                continue
+            others = () if loader_ties else (alias for alias, name in tied.items() if name == segment.name)
+            names[segment.name] = (segment.name, *others)
+            tensors |= dict.fromkeys(names[segment.name], Tensor(wanted, segment.shape))
+    tensors |= {name: Tensor(value.dtype, tuple(value.shape)) for name, value in source.buffers.items()}
+    metadata = {"format": "pt"} | (dict(tied) if config is None and loader_ties else {})
+    if name is not None:
+        files, config = {name: tensors}, None
+    else:
+        cut = shard(tensors, shard_nbytes) or [{}]
+        files = {_file_name(index, len(cut)): each for index, each in enumerate(cut)}
+    return Plan(
+        layouts=layouts,
+        mode=mode,
+        world_size=int(source.description["world_size"]),
+        frozen=frozen,
+        dtype=wanted,
+        names=names,
+        shards=files,
+        config=None if config is None else _config(config, source.about["class"], wanted),
+        generation=None if config is None else source.about.get("generation_config"),
+        metadata=metadata,
+    )
+
+
+def check_dtype(wanted: str | torch.dtype | None) -> torch.dtype | None:
+    """The dtype that a user asks for; raises `ConfigError` where weights cannot be saved in it."""
+    if wanted is None:
+        return None
+    found = DTYPES.get(wanted) if isinstance(wanted, str) else wanted
+    if found is None or found not in DTYPES.values():
+        raise ConfigError(f"the dtype of saved weights is one of {', '.join(DTYPES)}, got {wanted!r}")
+    return found
+
+
+def _file_name(index: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _config(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> dict[str, Any]:
+    """As `save_pretrained` writes it: transformers 5 has another name for the dtype."""
+    made_by = str(config.get("transformers_version", "")).partition(".")[0]
+    key = "dtype" if "dtype" in config or (made_by.isdigit() and int(made_by) >= 5) else "torch_dtype"
+    return {**config, "architectures": [architecture], key: str(dtype).removeprefix("torch.")}
+
+
+# -- writing ------------------------------------------------------------------------------------------
+
+
+class Sink(Protocol):
+    """What takes the bytes of tensors."""
+
+    def put(self, name: str, start: int, data: memoryview) -> None:
+        """Take bytes of a tensor, from its byte `start` on; they are valid until this returns."""
+        ...
+
+
+class Files:
+    """The files of a plan, being made in a folder that has none of them; they are durable when it is left.
+
+    Raises `IoError`, where the disk has no room before a byte of a weight is written.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, buffers: Mapping[str, torch.Tensor]) -> None:
+        self._folder, self._plan = folder, plan
+        self._writers: dict[str, Writer] = {}
+        self._open = contextlib.ExitStack()
+        try:
+            for name, tensors in plan.shards.items():
+                writer = self._open.enter_context(Writer(folder / name, tensors, plan.metadata))
+                self._writers |= dict.fromkeys(tensors, writer)
+            for name, value in buffers.items():
+                self._writers[name].write_tensor(name, value)
+        except BaseException as error:
+            self._open.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def put(self, name: str, start: int, data: memoryview) -> None:
+        self._writers[name].write(name, start, data)
+
+    def _write_heads(self) -> None:
+        plan = self._plan
+        if len(plan.shards) > 1:
+            total = {"total_size": plan.weights_nbytes}
+            places = {name: file for file, tensors in plan.shards.items() for name in tensors}
+            _write_json(self._folder / INDEX, {"metadata": total, "weight_map": dict(sorted(places.items()))})
+        if plan.config is not None:
+            _write_json(self._folder / CONFIG, plan.config)
+        if plan.generation is not None:
+            _write_json(self._folder / GENERATION, plan.generation)
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
+        if kind is None:
+            self._write_heads()
+
+
+def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], None] = lambda _: None) -> int:
+    """Give `sink` every byte of the weights; how many finite values have become infinite in the dtype asked for.
+
+    `progress` is told of bytes as they are read. Raises `IoError` where they cannot be, or are damaged.
+    """
+    beyond = 0
+    for chunk in _chunks(source, plan, progress):
+        values = chunk.values.to(plan.dtype)
+        if plan.dtype is torch.float16:
+            beyond += int((values.isinf() & ~chunk.values.isinf()).sum())
+        for segment in plan.layouts[chunk.unit].segments:
+            first, last = max(chunk.start, segment.start), min(chunk.start + len(values), segment.stop)
+            if first < last and segment.name in plan.names:
+                part: Any = values[first - chunk.start : last - chunk.start].view(torch.uint8).numpy()
+                at = (first - segment.start) * plan.dtype.itemsize
+                for name in plan.names[segment.name]:
+                    sink.put(name, at, memoryview(part))
+    return beyond
+
+
+def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
+    """What whoever reads the files should know."""
+    found: list[str] = []
+    if beyond:
+        found.append(
+            f"{count_of(beyond, 'value is', 'values are')} beyond what {dtype_name(plan.dtype)} holds, and infinite now"
+        )
+    if source.about.get("config") is None:
+        found.append("the model has no transformers config, so there are weights alone")
+    elif str(source.about["class"]).startswith("Peft"):
+        found.append("the names are those of peft's model; engine.save_pretrained saves the adapter alone")
+    absent = sum(segment.name not in plan.names for layout in plan.layouts for segment in layout.segments)
+    if absent:
+        found.append(
+            f"{count_of(absent, 'frozen weight is', 'frozen weights are')} not in it: left out when it was saved"
+        )
+    return tuple(found)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_new(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+# -- reading ------------------------------------------------------------------------------------------
+
+
+class _Chunk(NamedTuple):
+    unit: int
+    start: int
+    """The first element, in the unit's layout."""
+    values: torch.Tensor
+
+
+class _Stretch(NamedTuple):
+    """Elements of a partition that are read at a time."""
+
+    rank: int
+    unit: int
+    start: int
+    """The first, in the unit's layout."""
+    position: int
+    """The first, in the partition."""
+    numel: int
+    states: tuple[State, ...]
+    """What is read of them: the weight, or that of which the master is made."""
+
+
+def read_nbytes(plan: Plan) -> int:
+    """Bytes that an export reads."""
+    return sum(s.numel * plan.mode.weights[state].itemsize for s in _stretches(plan) for state in s.states)
+
+
+def _stretches(plan: Plan) -> Iterator[_Stretch]:
+    weight: tuple[State, ...] = (State.WEIGHT,)
+    wanted = weight if plan.dtype is plan.mode.weight_dtype else sources(plan.mode.weights)
+    for unit, layout in enumerate(plan.layouts):
+        for rank in range(plan.world_size):
+            position = 0
+            trainable, frozen = layout.trainable(rank, plan.world_size), layout.frozen(rank, plan.world_size)
+            for share, states in ((trainable, wanted), (frozen if plan.frozen else range(0), weight)):
+                for start in range(share.start, share.stop, _CHUNK_NUMEL):
+                    numel = min(_CHUNK_NUMEL, share.stop - start)
+                    yield _Stretch(rank, unit, start, position, numel, states)
+                    position += numel
+
+
+def _chunks(source: Source, plan: Plan, progress: Callable[[int], None]) -> Iterator[_Chunk]:
+    """The elements of all units, a few chunks read ahead; in fp32 where there is more of them than the weight."""
+    dtypes = plan.mode.weights
+    buffers = [aligned_empty(_CHUNK_NUMEL * 4) for _ in range(_CHUNKS)]  # at most 4 bytes are read of an element
+    flying: deque[tuple[_Stretch, dict[State, memoryview], list[Reading]]] = deque()
+
+    def deliver() -> _Chunk:
+        stretch, read, readings = flying[0]
+        for reading in readings:
+            progress(reading.wait())
+        flying.popleft()
+        parts = {state: torch.frombuffer(memory, dtype=dtypes[state]) for state, memory in read.items()}
+        values = parts[State.WEIGHT] if stretch.states == (State.WEIGHT,) else join(parts)
+        return _Chunk(stretch.unit, stretch.start, values)
+
+    try:
+        for count, stretch in enumerate(_stretches(plan)):
+            if len(flying) == _CHUNKS:
+                yield deliver()
+            read: dict[State, memoryview] = {}
+            readings: list[Reading] = []
+            flying.append((stretch, read, readings))
+            end = 0
+            for state in stretch.states:
+                start, end = end, end + stretch.numel * dtypes[state].itemsize
+                read[state] = buffers[count % _CHUNKS][start:end]
+                at = stretch.position * dtypes[state].itemsize
+                readings.append(source.read(stretch.rank, stretch.unit, state, at, read[state]))
+        while flying:
+            yield deliver()
+    finally:
+        for *_, readings in flying:
+            for reading in readings:
+                with contextlib.suppress(OSError):  # what has ended this is told; memory must outlive its requests
+                    reading.wait()

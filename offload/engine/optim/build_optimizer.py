@@ -1,0 +1,152 @@
+"""The optimizer that an engine has: the one that it was given, or the config's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.config import OptimizerBlock
+from offload.engine.optim.algorithms import RULES, rule_of
+from offload.engine.optim.optimizer import Optimizer, plain
+from offload.engine.optim.torch_fallback import find_kept
+from offload.errors import ConfigError
+from offload.layout.config_request import rule_name
+from offload.layout.opaque_state import Kept
+from offload.sizes import count_of
+from offload.swapper.modes import ADAM, TORCH
+
+
+def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_parameters: Any) -> Optimizer:
+    """The optimizer that was `given`, or what makes one of the parameters, or the config's over `model_parameters`.
+
+    Raises `ConfigError` where it has not all parameters that train, or others.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if callable(given) and not isinstance(given, torch.optim.Optimizer):
+        given = given(list(model_parameters) if model_parameters is not None else trainable)
+    if given is not None:
+        chosen = from_torch(given)
+    elif not trainable:
+        return _no_optimizer()
+    elif block is None:
+        raise ConfigError(
+            f"{count_of(len(trainable), 'parameter is', 'parameters are')} trainable, but there is no optimizer; add "
+            f'to the config "optimizer": {{"type": "AdamW", "params": {{"lr": 3e-4}}}}, or pass optimizer='
+        )
+    else:
+        chosen = from_config(_trainable_only(model_parameters, trainable), block)
+    _check_covers(chosen, model)
+    return chosen
+
+
+def _trainable_only(given: Iterable[Any] | None, trainable: Sequence[nn.Parameter]) -> list[Any]:
+    """`given`, parameters or groups of them, without frozen ones."""
+    if given is None:
+        return list(trainable)
+    items = _listed(given)
+    if items and all(isinstance(group, Mapping) and "params" in group for group in items):
+        groups = [{**group, "params": _listed(group["params"])} for group in items]
+        inner = [p for group in groups for p in group["params"]]
+    else:
+        groups, inner = [], items
+    wrong = [p for p in inner if not isinstance(p, torch.Tensor)]
+    if wrong:
+        pairs = "; named_parameters() gives pairs, parameters() does not" if isinstance(wrong[0], tuple) else ""
+        raise ConfigError(
+            f"model_parameters= expects parameters, as model.parameters() gives them, or groups of them, dicts with "
+            f'"params", got {_kind(wrong[0])} among them{pairs}; leave it out to train all that require gradients'
+        )
+    if groups:
+        return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+    return [p for p in items if p.requires_grad]
+
+
+def _listed(given: Any) -> list[Any]:
+    return [given] if isinstance(given, torch.Tensor) or not isinstance(given, Iterable) else list(given)
+
+
+def _kind(item: Any) -> str:
+    return "a dict without them" if isinstance(item, Mapping) else f"a {type(item).__name__}"
+
+
+def _no_optimizer() -> Optimizer:
+    """Of a model that trains nothing."""
+    return Optimizer([{"params": []}], {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+
+
+def from_config(params: Iterable[Any], block: OptimizerBlock) -> Optimizer:
+    """What the config's block says, over `params`: parameters, or groups of them. Raises `ConfigError`."""
+    if block.params.lr is None:
+        raise ConfigError('the learning rate is "auto" or absent; give optimizer.params.lr a number')
+    settings = block.settings
+    given = list(params)
+    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    name = rule_name(block, groups)
+    if name == ADAM:
+        # DeepSpeed's "Adam" is AdamW too, unless adam_w_mode is false.
+        settings["decoupled"] = block.type == "AdamW" or settings["adam_w_mode"]
+    rule = RULES[name]
+    defaults = {"lr": block.params.lr, **{key: settings[key] for key in rule.keys if key != "lr"}}
+    return Optimizer(groups, defaults, rule)
+
+
+def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
+    """Take over a torch optimizer that has not stepped. Its groups are shared, so schedules act.
+
+    Where no kernel does what it does, it will be run by itself (see `torch_steps`). Raises `ConfigError`.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer= expects a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    rule = rule_of(optimizer)
+    if any(float(state.get("step", 1)) for state in optimizer.state.values()):
+        raise ConfigError(
+            "the optimizer has stepped already, or made states without a step: they would be lost; give a new one, "
+            "which makes its states in its first step"
+        )
+    for group in optimizer.param_groups:
+        if rule.name == ADAM:
+            decoupled = type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
+            group.setdefault("decoupled", decoupled)
+        for key in rule.scheduled:
+            if key in group:
+                value = plain(group[key])
+                group[key] = tuple(value) if isinstance(value, list) else value
+    groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
+    mine = Optimizer(groups, optimizer.defaults, rule)
+    mine.param_groups = optimizer.param_groups
+    mine.replaced = optimizer
+    mine._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+    mine._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+    return mine
+
+
+def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[Kept, ...]]:
+    """What an optimizer without a kernel keeps of each trainable parameter, by name. Raises `ConfigError`."""
+    if optimizer.rule.name != TORCH or optimizer.replaced is None:
+        return {}
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return find_kept(optimizer.replaced, names)
+
+
+def _check_covers(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise `ConfigError` where the groups are not exactly the trainable parameters of `model`."""
+    mine = {id(parameter): name for name, parameter in model.named_parameters()}
+    grouped = optimizer.settings()
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]
+    if strangers:
+        raise ConfigError(
+            f"the optimizer has {count_of(len(strangers), 'parameter that is', 'parameters that are')} not the "
+            f"model's: make it from the parameters of the model that is given, once that is as it will be trained"
+        )
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in grouped]
+    if left:
+        raise ConfigError(
+            f"{count_of(len(left), 'parameter that requires gradients is', 'parameters that require gradients are')} "
+            f"in no group of the optimizer, the first is {left[0]}; add what is to train, call requires_grad_(False) "
+            f"on the rest"
+        )

@@ -1,0 +1,81 @@
+"""Updates by one fused kernel in one pass: AdamW, Adagrad, Lion, SGD. Their steps go element by element.
+
+A unit whose gradient waits on the device is updated there, by the device's own kernel; all others on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload import kernels
+from offload.engine.gradients.accumulator import Gradients
+from offload.engine.optim.unit_updates import UnitUpdate
+from offload.engine.optim.update_strategy import TileContent, UnitSteps, partition_of, segments_in
+from offload.kernels import cuda
+from offload.states import State
+from offload.swapper.memory.device import Device
+from offload.swapper.modes import Mode
+
+
+class FusedUpdates:
+    """The strategy of every optimizer whose kernel needs one pass."""
+
+    scratch_nbytes = 0
+
+    def __init__(self, *, mode: Mode, device: Device, gradients: Gradients) -> None:
+        self._mode, self._device, self._gradients = mode, device, gradients
+
+    def part(self, unit: int, state: State, start: int, stop: int) -> range:
+        """Returns the same elements of every state."""
+        return range(start, stop)
+
+    def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
+        """Returns the steps of a unit, on the device where its gradient stays there."""
+        if self._gradients.stays(update.unit):
+            return _DeviceSteps(update, self._mode, self._device)
+        return _HostSteps(update, self._mode)
+
+
+class _HostSteps:
+    """One unit's steps by the kernel on the host."""
+
+    passes = 1
+    in_place = False
+    drafts: Sequence[State] = ()
+
+    def __init__(self, update: UnitUpdate, mode: Mode) -> None:
+        self._update, self._mode = update, mode
+
+    def run(self, tile: TileContent, last: bool) -> None:
+        """Does the steps of all segments in the tile."""
+        segments = [segment for _, segment in segments_in(self._update, tile)]
+        if segments:
+            assert tile.gradient is not None
+            kernels.update(partition_of(self._mode, tile.states, tile.gradient), segments)
+
+
+class _DeviceSteps:
+    """One unit's steps by the kernel on the device, where its states live."""
+
+    passes = 1
+    in_place = True
+    drafts: Sequence[State] = ()
+
+    def __init__(self, update: UnitUpdate, mode: Mode, device: Device) -> None:
+        self._update, self._mode, self._device = update, mode, device
+
+    def run(self, tile: TileContent, last: bool) -> None:
+        """Does the steps of all segments in the tile, and waits for them.
+
+        Nothing on the device reads or writes any of this: the norm is known, so the gradient is there, and whoever
+        needs the unit waits for its update.
+        """
+        segments = [segment for _, segment in segments_in(self._update, tile)]
+        if not segments:
+            return
+        assert tile.gradient is not None
+        partition = partition_of(self._mode, tile.states, tile.gradient)
+        with self._device.updating():
+            (cuda.update if partition.weight.is_cuda else kernels.update)(partition, segments)
+            done = self._device.updated()
+        done.wait()  # blocks this thread alone

@@ -1,0 +1,96 @@
+"""Updates by an optimizer of torch that has no kernel here: a tile is a whole unit, its parameters step one by one.
+
+See `torch_steps` for how one parameter is stepped apart from the others, and `packed` for what is kept of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from offload.engine.optim.torch_fallback import TorchSegment, TorchStep, cause, likeness
+from offload.engine.optim.unit_updates import UnitUpdate
+from offload.engine.optim.update_strategy import TileContent, UnitSteps
+from offload.errors import UsageError
+from offload.layout.flat_layout import UnitLayout
+from offload.layout.master_weights import join, split
+from offload.layout.opaque_state import pack, unpack
+from offload.states import State
+
+
+class TorchUpdates:
+    """The strategy of optimizers of torch. Belongs to the update worker."""
+
+    def __init__(
+        self, *, optimizer: torch.optim.Optimizer, layouts: Sequence[UnitLayout], scratch: torch.Tensor
+    ) -> None:
+        """Takes `scratch`, (n,) fp32: memory for a gradient and a master, where a master has none of its own."""
+        self._optimizer, self._layouts = optimizer, layouts
+        self.scratch_nbytes = scratch.nbytes
+        largest = max(s.numel for layout in layouts for s in layout.segments if s.trainable)
+        self._gradient, self._master = scratch[:largest], scratch[len(scratch) - largest :]
+
+    def part(self, unit: int, state: State, start: int, stop: int) -> range:
+        """Returns the same elements of every state but PACKED, of which a tile holds all words."""
+        return range(self._layouts[unit].packed_numel) if state is State.PACKED else range(start, stop)
+
+    def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
+        """Returns the steps of a unit, all of which one tile holds."""
+        return _TorchSteps(self, update)
+
+    def step(
+        self, unit: int, position: int, states: Mapping[State, torch.Tensor], gradient: torch.Tensor, step: TorchStep
+    ) -> None:
+        """Updates one parameter in place, by its `position` in the unit.
+
+        Args:
+            unit: the unit's number.
+            position: the parameter's number in the unit.
+            states: of the whole unit, (numel,) each, and PACKED.
+            gradient: (n,) of the parameter.
+            step: the options of the parameter's group, and the factor of its gradient.
+
+        Raises:
+            UsageError: the optimizer's own code has raised.
+        """
+        segment = self._layouts[unit].segments[position]
+        mine = {state: memory[segment.start : segment.stop] for state, memory in states.items()}
+        packed = states.get(State.PACKED, gradient)[segment.packed.start : segment.packed.stop].view(torch.uint8)
+        # A gradient is given away: an optimizer may write into it. The master of fp32 is the weight itself.
+        grad = self._gradient[: segment.numel].copy_(gradient).mul_(step.grad_scale)
+        master = join(mine, self._master[: segment.numel])
+        parameter = nn.Parameter(master.view(segment.shape))
+        parameter.__dict__.update(step.attributes)
+        parameter.grad = grad.view(segment.shape)
+        alone = likeness(self._optimizer, step.options, {parameter: unpack(segment.kept, packed)})
+        try:
+            type(self._optimizer).step(alone)
+            pack(segment.kept, alone.state[parameter], packed)
+        except Exception as error:
+            raise UsageError(
+                f"the step of {type(self._optimizer).__name__} failed for {segment.name}: {cause(error)}"
+            ) from error
+        after = parameter.detach().reshape(-1)
+        if after.data_ptr() != mine[State.WEIGHT].data_ptr():
+            split(after, mine)
+
+
+class _TorchSteps:
+    """One unit's steps by an optimizer of torch."""
+
+    passes = 1
+    in_place = False
+    drafts: Sequence[State] = ()
+
+    def __init__(self, updates: TorchUpdates, update: UnitUpdate) -> None:
+        self._updates, self._update = updates, update
+
+    def run(self, tile: TileContent, last: bool) -> None:
+        """Does the steps of all parameters of the unit; the tile is all of it."""
+        assert tile.gradient is not None
+        for position, segment in zip(self._update.parameters, self._update.segments, strict=True):
+            if isinstance(segment, TorchSegment):
+                gradient = tile.gradient[segment.start : segment.stop]
+                self._updates.step(self._update.unit, position, tile.states, gradient, segment.step)

@@ -1,0 +1,335 @@
+"""The update worker: one thread that reads states, runs the kernel and writes states, tile by tile.
+
+A few tile buffers make the pipeline: while one tile is computed, the next are read and those before are
+written, across the borders of units. `step()` schedules; whoever needs a unit's weights waits in the pager.
+
+    schedule ─► queue ─► reading ─► compute ─► writing ─► written ─► (last one) commit
+                  ▲ wanted units first        │
+                                              └ last tile of a unit: publish, its weights may be used
+
+`updated` comes before `written`: weights are used from their lease while the write is in flight, and a read of
+a slot waits for the slot's last write, because a unit's newest slot changes only then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from offload.aio.protocols import Future
+from offload.engine.gradients.accumulator import Gradients
+from offload.engine.optim.unit_updates import UnitUpdate
+from offload.engine.optim.update_strategy import EditSteps, UnitSteps, UpdateStrategy
+from offload.engine.optim.update_tiles import Job, Piece, Tile, TileReader
+from offload.engine.params.local_shards import Held
+from offload.states import Tier
+from offload.swapper.memory.host_arena import HostArena, Lease
+from offload.timeline import Row, Timeline
+
+
+class Updater:
+    """Owns the update worker. `schedule`, `deliver_blob`, `finish` and `close` belong to the caller's thread."""
+
+    def __init__(
+        self,
+        *,
+        held: Held,
+        arena: HostArena,
+        gradients: Gradients,
+        strategy: UpdateStrategy,
+        tile_numel: int,
+        tile_buffers: int,
+        commit_every: int,
+        timeline: Timeline,
+    ) -> None:
+        """Takes the memory of the tiles and starts the worker.
+
+        Args:
+            held: this rank's partitions, which the worker alone changes while an update is under way.
+            arena: has room for the tiles in its class of that name, beside what the `strategy` has taken of it.
+            gradients: of the units that are updated.
+            strategy: the arithmetic of an update.
+            tile_numel: elements of a tile at most.
+            tile_buffers: tiles that are on their way at a time.
+            commit_every: steps between two commits; 0 commits none.
+            timeline: records waits, kernels and updates.
+        """
+        self._held, self._pager, self._store = held, held.pager, held.store
+        self._gradients, self._strategy, self._commit_every = gradients, strategy, commit_every
+        self._tiles = TileReader(held=held, gradients=gradients, strategy=strategy)
+        self._timeline = timeline
+        self._queue: deque[UnitUpdate] = deque()
+        self._job: Job | None = None
+        self._reading: deque[Tile] = deque()
+        self._writing: deque[Tile] = deque()
+        self._commit_epoch: int | None = None
+        self._blob: Mapping[str, torch.Tensor] | None = None
+        self._busy = False
+        self._flushing = 0
+        self._closing = False
+        buffer_nbytes = (arena.classes.tiles - strategy.scratch_nbytes) // tile_buffers
+        self._tile_numel = tile_numel
+        leases = [arena.tiles.take(buffer_nbytes) for _ in range(tile_buffers)]
+        self._free: list[Lease] = [lease for lease in leases if lease is not None]
+        assert len(self._free) == tile_buffers > 0 and tile_numel > 0
+        self._thread = threading.Thread(target=self._run, name="offload-update", daemon=True)
+        self._thread.start()
+
+    # -- the caller's thread ------------------------------------------------------------------------
+
+    def schedule(self, updates: Sequence[UnitUpdate], epoch: int | None) -> None:
+        """Enqueue the updates of a step, in the order of their next use. The step before must be finished.
+
+        `epoch` is the step, of which every `commit_every`th is committed; None for edits, which the next commit holds.
+        """
+        self._pager.begin_updates([update.unit for update in updates])
+        mine = [update for update in updates if update.segments or update.edits]
+        self._gradients.give([update.unit for update in mine if update.segments])
+        for update in updates:
+            if not update.segments and not update.edits:  # all that changes of it is on other ranks
+                self._pager.publish(update.unit, False, False)
+        with self._pager.lock:
+            assert not self._queue and self._commit_epoch is None, "one step in flight at most"
+            self._queue.extend(mine)
+            due = epoch is not None and self._commit_every and epoch % self._commit_every == 0
+            self._commit_epoch = epoch if due else None
+            self._blob = None
+            self._busy = True
+            self._pager.notify()
+
+    def deliver_blob(self, blob: Mapping[str, torch.Tensor]) -> None:
+        """Give the state blob that the commit of the scheduled step waits for."""
+        with self._pager.lock:
+            self._blob = blob
+            self._pager.notify()
+
+    @property
+    def wants_blob(self) -> bool:
+        """Whether a scheduled step that will be committed has no blob yet."""
+        return self._commit_epoch is not None and self._blob is None
+
+    def finish(self, commit: bool = True) -> None:
+        """Wait until every scheduled update is written and, with `commit`, the step is durable."""
+        with self._pager.lock:
+            self._flushing += 1
+            self._pager.notify()
+            try:
+                while self._busy or (commit and self._commit_epoch is not None):
+                    self._pager.check()
+                    with self._timeline.span(Row.WAITS, f"waits for {'all updates' if self._busy else 'the commit'}"):
+                        self._pager.changed.wait()
+                self._pager.check()
+            finally:
+                self._flushing -= 1
+
+    @property
+    def tile_numel(self) -> int:
+        """Elements of a tile at most."""
+        return self._tile_numel
+
+    def idle_tiles(self) -> tuple[Lease, ...]:
+        """The buffers of the tiles, for who needs memory while no update is under way, on the caller's thread."""
+        with self._pager.lock:
+            assert not self._busy, "an update is under way"
+            return tuple(self._free)
+
+    def drop_spare(self) -> None:
+        """Give back the memory of states that lie on DISK as well: from now on they are read from there.
+
+        The pager's lock is held, and no update is under way.
+        """
+        for key, resident in list(self._held.residents.items()):
+            if resident.spare is not None:
+                del self._held.residents[key]
+                resident.spare.release()
+
+    def close(self) -> None:
+        """Finish what is scheduled, or what an error left of it, and join the thread."""
+        with self._pager.lock:
+            self._closing = True
+            self._pager.notify()
+        self._thread.join()
+
+    # -- the worker ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._held.device.enter_thread()
+        try:
+            while self._work():
+                pass
+        except BaseException as error:
+            self._pager.fail(error)
+            self._drain()
+
+    def _work(self) -> bool:
+        """Do the next thing there is to do, or wait for one; False when the worker shall end."""
+        seen = self._pager.version
+        self._pager.check()  # after an error anywhere nothing more is begun, and nothing committed
+        self._retire(wait=False)
+        while self._free and (tile := self._next_tile()) is not None:
+            self._reading.append(tile)
+        if self._reading:
+            self._compute(self._reading.popleft())
+            return True
+        if self._writing:
+            with self._timeline.span(Row.WORKER, f"waits for writes of {self._title(self._writing[0].job)}"):
+                self._retire(wait=True)
+            return True
+        if self._job is None and self._commit():
+            return True
+        with self._pager.lock:
+            idle = self._job is None and not self._queue
+            if self._busy and idle:
+                self._busy = False
+                self._pager.notify()
+                return True
+            if self._closing and idle:
+                return False
+            if self._pager.version == seen:
+                self._pager.changed.wait()
+        return True
+
+    def _next_tile(self) -> Tile | None:
+        """Begin the next tile of the unit under way, or of the next unit; None where there is none to begin."""
+        if self._job is None:
+            self._job = self._next_job()
+            if self._job is None:
+                return None
+        job = self._job
+        tile = self._tiles.begin(job, job.cut(), self._free.pop())
+        if job.all_begun:
+            self._job = None
+        return tile
+
+    def _next_job(self) -> Job | None:
+        """Take the unit that somebody waits for, else the first; None where it needs a lease worth waiting for."""
+        with self._pager.lock:
+            if not self._queue:
+                return None
+            wanted = self._pager.wanted()
+            update = next((u for u in self._queue if u.unit == wanted), self._queue[0])
+        lease = None
+        if self._pager.delivers(update.unit):
+            lease = self._pager.lease_for_update(update.unit)
+            if lease is None and (self._reading or self._writing or not self._goes_on_without()):
+                return None  # what is in flight ends by itself and may free a lease
+        self._queue.remove(update)
+        self._timeline.begin(Row.UPDATES, self._held.sizes[update.unit].title)
+        return self._start(update, lease)
+
+    def _start(self, update: UnitUpdate, lease: Lease | None) -> Job:
+        """Returns the job of an update that begins, whose weights are delivered in `lease` where it has one."""
+        steps: UnitSteps
+        if update.edits:
+            steps = EditSteps(update.edits, self._held.mode)
+        else:
+            steps = self._strategy.begin(update, self._tile_numel)
+        return Job(
+            update=update,
+            steps=steps,
+            lease=lease,
+            delivered=lease is not None or self._held.sizes[update.unit].home is Tier.DEVICE,
+            # Where nothing is copied or written there is no buffer to fill, and a unit need not be cut.
+            tile_numel=update.numel if steps.in_place and not self._writes(update.unit) else self._tile_numel,
+        )
+
+    def _writes(self, unit: int) -> bool:
+        """Returns whether updates of a unit are written to the store, through tiles."""
+        return any(self._held.stored(unit, state) for state in self._held.mode.states)
+
+    def _goes_on_without(self) -> bool:
+        """Whether somebody waits for this worker, who must then not wait for a lease."""
+        with self._pager.lock:
+            return bool(self._flushing or self._closing or self._pager.starved or self._pager.wanted() is not None)
+
+    def _compute(self, tile: Tile) -> None:
+        """Waits for a tile's reads, does its arithmetic, starts its writes."""
+        job = tile.job
+        with self._timeline.span(Row.WORKER, f"waits for reads of {self._title(job)}"):
+            for read in tile.reads:
+                read.wait()
+        for piece in tile.pieces.values():
+            if piece.away is not None and not job.steps.in_place:
+                self._copy(piece.work, piece.away)
+        with self._timeline.span(Row.WORKER, f"kernel of {self._title(job)}"):
+            job.steps.run(tile.content, tile.last)
+        if not tile.last:
+            self._free.append(tile.buffer)
+            return
+        for piece in tile.pieces.values():
+            if piece.away is not None:
+                self._copy(piece.away, piece.work)
+            if piece.buffer is not None:
+                tile.writes[piece.state] = piece.first, self._write(job.unit, piece, piece.buffer)
+        self._writing.append(tile)
+        if tile.cut.stop == job.update.numel:
+            self._computed(tile)
+
+    def _computed(self, tile: Tile) -> None:
+        """Frees the gradient of a unit whose last tile is computed; its weights may be used while they are written."""
+        job = tile.job
+        if tile.gradient is not None:
+            self._gradients.free(job.unit)
+        job.mark_computed()
+        if job.delivered:
+            self._pager.publish(job.unit, True, any(t.job is job and t.writes for t in self._writing))
+
+    def _write(self, unit: int, piece: Piece, buffer: memoryview) -> Future:
+        assert self._store is not None
+        return self._store.write(unit, piece.state, self._store.target(unit), piece.first, buffer)
+
+    def _title(self, job: Job) -> str:
+        return self._held.sizes[job.unit].title
+
+    def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        with self._timeline.span(Row.WORKER, "copy of states", destination.nbytes):
+            self._held.device.copy(destination, source)
+
+    def _retire(self, wait: bool) -> None:
+        """Take back the buffers of tiles whose writes are done, oldest first; with `wait`, of one at least."""
+        while self._writing:
+            tile = self._writing[0]
+            if not wait and not all(write.done() for _, write in tile.writes.values()):
+                return
+            wait = False
+            for _, write in tile.writes.values():
+                write.wait()
+            self._writing.popleft()
+            self._free.append(tile.buffer)
+            if tile.job.end_writes(tile.writes):
+                self._written(tile.job)
+
+    def _written(self, job: Job) -> None:
+        """The whole update lies in its slot: from now on that is the newest."""
+        if self._store is not None and self._writes(job.unit):
+            self._store.wrote(job.unit, self._store.target(job.unit), job.writes)
+        if not job.delivered:
+            self._pager.publish(job.unit, False, False)
+        self._pager.written(job.unit)
+
+    def _commit(self) -> bool:
+        """Make the step durable if all of it is written and its blob is there; whether it was done."""
+        with self._pager.lock:
+            # All three under one lock: an empty queue that was seen before may have been filled since, and the blob
+            # be that of the step that has not begun.
+            if self._queue or self._commit_epoch is None or self._blob is None:
+                return False
+            epoch, blob = self._commit_epoch, self._blob
+        assert self._store is not None
+        self._store.commit(epoch, blob)
+        with self._pager.lock:
+            self._commit_epoch = self._blob = None
+            self._pager.notify()
+        return True
+
+    def _drain(self) -> None:
+        """After an error: wait for every request, so that no buffer is freed under one."""
+        for tile in [*self._reading, *self._writing]:
+            for future in [*tile.reads, *(write for _, write in tile.writes.values())]:
+                try:
+                    future.wait()
+                except OSError:
+                    pass  # the first error is the one that is told

@@ -1,0 +1,177 @@
+"""Building a model without its weights, and giving it weights one unit at a time.
+
+Inside of `deferring_weights`, parameters are registered on the meta device and buffers stay real. `materialize` then
+makes the parameters of one unit real, by the initialization of the modules that own them. The unit gives the seed, so
+the weights do not depend on budgets, placements or the number of ranks. Parameters that are read from files (see
+`pretrained`) stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from offload.engine.params.deferred_parameter import Absent, building, building_a_model, origin_of
+from offload.errors import ConfigError
+
+
+@contextlib.contextmanager
+def deferring_weights() -> Iterator[None]:
+    """Registers parameters on the meta device, in this thread, while a model is built inside of the context.
+
+    Raises:
+        ConfigError: if a constructor needs values that are not there, or changes them.
+    """
+    thread = threading.get_ident()
+    seen = WeakTensorKeyDictionary()  # what became of a parameter that is registered again: it stays tied
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:  # torch's stub has it give None
+        if parameter is None or threading.get_ident() != thread or type(parameter) is not nn.Parameter:
+            return parameter
+        if parameter not in seen:
+            keep = parameter.is_meta or not _can_initialize(module) or _is_given(module, name, parameter)
+            seen[parameter] = None if keep else Absent(parameter.detach().to("meta"), parameter.requires_grad)
+        found: nn.Parameter | None = seen[parameter]
+        return parameter if found is None else found
+
+    removal = register_module_parameter_registration_hook(register)
+    try:
+        with building_a_model():
+            yield
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        raise ConfigError(
+            f"{_place_of(error)} computes with values of parameters, which offload.init leaves for later ({error}); "
+            f"build this model outside of offload.init, or load it by its own from_pretrained, and give it to "
+            f"offload.initialize"
+        ) from error
+    finally:
+        removal.remove()
+
+
+def _is_given(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether somebody gives this parameter its values, who is not the constructor of `module` making room for it."""
+    if module._parameters.get(name) is not None:
+        return True
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code, known = frame.f_code, frame.f_locals
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if code.co_name == "__init__" and names and known.get(names[0]) is module:
+            return any(_same_memory(known.get(each), parameter) for each in names[1:])
+        frame = frame.f_back
+    return True
+
+
+def _same_memory(value: Any, parameter: nn.Parameter) -> bool:
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        return False
+    return value.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+
+
+def _place_of(error: BaseException) -> str:
+    """Which model's code an error comes from, as far as frames tell: the innermost outside of torch."""
+    found = "the model"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, module = frame.f_code.co_filename, frame.f_locals.get("module", frame.f_locals.get("self"))
+        if f"{os.sep}torch{os.sep}" not in file and isinstance(module, nn.Module):
+            found = f"{type(module).__name__} ({file}:{line})"
+    return found
+
+
+def _can_initialize(module: nn.Module) -> bool:
+    """Whether the values of this module's parameters can be made again later."""
+    return _resetter(module) is not None or type(module).__module__.startswith("transformers.")
+
+
+def _resetter(module: nn.Module) -> Any:
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
+    """Make the parameters `names` of `model` real, on the CPU, where they are on meta; identity and ties stay.
+
+    Those that will be read from an origin stay as they are. Raises `ConfigError` where the owning module cannot
+    initialize itself.
+    """
+    parameters = {name: model.get_parameter(name) for name in names}
+    absent = {name: each for name, each in parameters.items() if each.is_meta and origin_of(each) is None}
+    if not absent:
+        return
+    made = {id(parameter) for parameter in absent.values()}
+    for parameter in absent.values():
+        real = nn.Parameter(torch.full_like(parameter, torch.nan, device="cpu"), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, real)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), building():
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would set the GPU's as well, and leave it so
+        for module, initialize in _initializers(model, absent):
+            # A module sets all of its own parameters; those that have their values keep them.
+            own = [each for each in module.parameters(recurse=False) if not each.is_meta and id(each) not in made]
+            before = [each.clone() for each in own]
+            initialize(module)
+            for parameter, values in zip(own, before, strict=True):
+                parameter.copy_(values)
+    for name, parameter in absent.items():
+        if parameter.numel() and bool(parameter.isnan().all()):
+            raise ConfigError(
+                f"parameter {name} of {type(model.get_submodule(name.rpartition('.')[0])).__name__} has no initial "
+                f"value: its module has no reset_parameters that sets it; give it one, or build the model outside "
+                f"of offload.init"
+            )
+
+
+def _initializers(model: nn.Module, names: Mapping[str, nn.Parameter]) -> Iterator[tuple[nn.Module, Any]]:
+    """The modules that own `names`, and those between them, children first, each with what initializes it."""
+    paths: set[str] = set()
+    shared = _common_prefix(list(names))
+    for name in names:
+        path = name.rpartition(".")[0]
+        while path not in paths and len(path) >= len(shared):
+            paths.add(path)
+            if not path or path == shared:
+                break
+            path = path.rpartition(".")[0]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    order = {path: position for position, path in enumerate(modules)}
+    for path in sorted(paths, key=lambda path: (-path.count(".") - bool(path), order[path])):
+        module = modules[path]
+        reset = _resetter(module)
+        if reset is not None and any(not p.is_meta for p in module.parameters(recurse=False)):
+            yield module, lambda _, reset=reset: reset()
+        library = _library_initializer(modules, path)
+        if library is not None:
+            yield module, library
+
+
+def _common_prefix(names: list[str]) -> str:
+    """The path of the deepest module that holds all `names`."""
+    parts = [name.split(".")[:-1] for name in names]
+    shared: list[str] = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return ".".join(shared)
+
+
+def _library_initializer(modules: Mapping[str, nn.Module], path: str) -> Any:
+    """`_init_weights` of the innermost transformers model round `path`."""
+    while True:
+        initializer = getattr(modules[path], "_init_weights", None)
+        if initializer is not None:
+            return initializer
+        if not path:
+            return None
+        path = path.rpartition(".")[0]

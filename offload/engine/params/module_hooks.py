@@ -1,0 +1,335 @@
+"""Hooks that bring a unit's weights when its modules run, take gradients as they come, and count backwards.
+
+    forward    a *site*'s pre-hook binds its units, its post-hook lets go of them. What else is asked for meanwhile (a
+               parameter of another module) is brought on demand, until the outermost site ends or its room is needed.
+    backward   unpacking a saved view brings its unit for as long as the view lives (`bindings`). What Python code of
+               a backward asks for by name stays until the backward ends or its room is needed.
+
+The outermost site pushes the saved-tensor hooks and pops them, so `model(...)` is as safe as `engine(...)`. Hooks
+act for the module they were installed on alone: a deep copy of it, which carries them along, is an ordinary module.
+
+Threads. Forward hooks run on the caller's thread, all others on autograd's; one backward runs at a time.
+
+[Note: casts] Under autocast torch keeps the cast of each fp32 weight until the context ends: on the device, of all
+units together. So while a site runs it keeps none, and casts again what a forward uses twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import __file__ as module_file
+
+from offload.engine.callbacks import EngineCallbacks
+from offload.engine.gradients.accumulator import Gradients
+from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
+from offload.engine.params.paged_parameter import Place, place_of
+from offload.engine.params.saved_tensors import SavedTensors, storage_address
+from offload.engine.params.unit_views import Bindings
+from offload.errors import UsageError
+from offload.swapper.access_order import Kind
+from offload.swapper.pager import Pager
+from offload.timeline import OFF, Phase, Timeline
+from offload.torch_internals import call_after_backward, inside_backward, tree_leaves, tree_map
+
+_EXTERNAL = "_offload_external_parameters"
+
+
+class _Frame(NamedTuple):
+    """A site that was entered and not left, and what it uses."""
+
+    module: nn.Module
+    units: list[int]
+    pushed: bool
+    """Whether saved-tensor hooks were pushed."""
+    in_backward: bool
+    """Whether that was inside of a backward: after an exception there, torch itself takes them away."""
+    call: types.FrameType
+    """The call of the module, to tell a site that is running from one that an interrupt has ended."""
+    casts_kept: bool
+    """Whether torch's autocast kept what it had cast; see [Note: casts]."""
+
+
+class _Nesting(threading.local):
+    """Of the thread that runs a forward."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+        """Sites that were entered and not left, outermost first."""
+        self.casts_kept: bool | None = None
+        """Of the outermost frame, until its value is put back; an interrupt may come when the frame is gone already."""
+
+
+class Hooks:
+    """Installs all hooks on a model; `remove` takes them away. Parameters stay placeholders."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: dict[str, tuple[int, ...]],
+        places: Sequence[Sequence[Place]],
+        bindings: Bindings,
+        saved: SavedTensors,
+        gradients: Gradients,
+        pager: Pager,
+        callbacks: EngineCallbacks,
+        *,
+        timeline: Timeline = OFF,
+        compute: ComputeSpans = NO_SPANS,
+    ) -> None:
+        """`timeline` is told of phases and gradients, `compute` shows forwards."""
+        self._bindings, self._saved, self._gradients, self._pager = bindings, saved, gradients, pager
+        self._timeline, self._compute = timeline, compute
+        self._callbacks = callbacks
+        self._root = model
+        self._local = _Nesting()
+        self._thread: threading.Thread | None = None
+        """The thread whose forward is under way."""
+        self._in_backward = self._gradient_seen = False
+        self._removers: list[Callable[[], None]] = []
+        self._external: dict[int, list[int]] = {}
+        """For each module by id, units of which it uses parameters that are not its own, as the user has said."""
+        self._hooked: set[int] = set()
+        modules = dict(model.named_modules())
+        # The root is a site even without units of its own: saved tensors of all of a forward are packed.
+        for name, units in ({"": ()} | sites).items():
+            self._hook_module(modules[name], units)
+        unit_of = {id(place.parameter): place.unit for unit in places for place in unit}
+        for module in modules.values():
+            for parameter in external_parameters(module):
+                if id(parameter) in unit_of:
+                    self.use_in(module, unit_of[id(parameter)])
+        self._trainable = [place for unit in places for place in unit if place.trainable]
+        for place in self._trainable:
+            self._removers.append(place.hook_gradient(self._gradient_hook(place)).remove)
+        compute.install(modules, {"": ()} | sites)
+
+    def remove(self) -> None:
+        """Take every hook away."""
+        self.leave_all()
+        for remover in self._removers:
+            remover()
+        self._removers.clear()
+        self._compute.remove()
+
+    def reset_aborted(self) -> None:
+        """Release what an aborted forward or backward left behind. Does nothing inside of a backward."""
+        if inside_backward():
+            return
+        if self._thread is not None and self._thread is not threading.current_thread() and self._thread.is_alive():
+            raise UsageError(
+                f"the model runs on thread {self._thread.name}: until its forward ends, no other thread may use it or "
+                f"read its weights"
+            )
+        self.leave_all()
+        if self._in_backward:  # its end was never reached
+            self._in_backward = self._gradient_seen = False
+            self.forget_gradients()
+        if not self._bindings.whole:
+            self._bindings.reset()
+
+    def leave_all(self) -> None:
+        """Leave every site that an interrupt has left open: torch calls no hooks after a `KeyboardInterrupt`."""
+        while self._local.frames:
+            frame = self._local.frames.pop()
+            if frame.pushed and not frame.in_backward:
+                self._saved.pop()
+            self._thread = None
+        self._saved.pop_left()
+        if self._local.casts_kept:  # else a context round the outermost has put it back, such as a recomputation's
+            torch.set_autocast_cache_enabled(True)
+        self._local.casts_kept = None
+
+    def forget_gradients(self) -> None:
+        """Drop a gradient that an interrupt has left with its parameter, before the engine took it."""
+        for place in self._trainable:
+            if place.parameter.grad is not None:
+                place.parameter.grad = None
+
+    def bring(self, unit: int, stays: bool = False) -> bool:
+        """Bind `unit` for the forward or the backward that runs now; False where neither does.
+
+        With `stays` the innermost site holds it until it ends; else it goes where its room is needed.
+        """
+        if not self.running:
+            return False
+        if inside_backward():
+            self._begin_backward()
+        if stays and self._local.frames:
+            self._bindings.use(unit)
+            self._local.frames[-1].units.append(unit)
+        else:
+            self._bindings.keep(unit)
+        return True
+
+    def use_in(self, module: nn.Module, unit: int) -> None:
+        """Bind `unit` as well whenever `module` runs."""
+        if id(module) not in self._hooked:
+            self._hook_module(module, ())
+        self._external.setdefault(id(module), []).append(unit)
+
+    def end_use_in(self, module: nn.Module, unit: int) -> None:
+        """Take one `use_in` back, if there was one."""
+        units = self._external.get(id(module), [])
+        if unit in units:
+            units.remove(unit)
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward or a backward is under way on this thread."""
+        return bool(self._local.frames) or inside_backward()
+
+    # -- forward ------------------------------------------------------------------------------------
+
+    def _hook_module(self, module: nn.Module, units: tuple[int, ...]) -> None:
+        self._hooked.add(id(module))  # which its hooks keep alive
+
+        def before(called: nn.Module, args: tuple[Any, ...]) -> None:
+            if called is module:
+                self._enter(module, (*units, *self._external.get(id(module), ())))
+
+        def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return self._leave(output) if self._is_innermost(called, module) else output
+
+        self._removers.append(module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True).remove)
+        self._removers.append(module.register_forward_hook(torch.compiler.disable(after), always_call=True).remove)
+
+    def _is_innermost(self, called: nn.Module, module: nn.Module) -> bool:
+        """Whether `called` is the site to leave. After a pre-hook that raised, torch calls the post-hook even so."""
+        frames = self._local.frames
+        return called is module and bool(frames) and frames[-1].module is module
+
+    def _enter(self, module: nn.Module, units: Sequence[int]) -> None:
+        local = self._local
+        again = module is self._root or any(frame.module is module for frame in local.frames)
+        if again and local.frames and not _is_running(local.frames[0].call):
+            self.reset_aborted()
+        if not local.frames:
+            self._callbacks.enter_forward()
+            self._thread = threading.current_thread()
+            if not inside_backward():
+                kind = Kind.TRAIN if self._trainable and torch.is_grad_enabled() else Kind.EVAL
+                self._pager.begin(kind)
+                self._timeline.begin_phase(Phase.FORWARD if kind is Kind.TRAIN else Phase.EVALUATION)
+        kept = torch.is_autocast_cache_enabled()
+        if not local.frames:
+            local.casts_kept = kept
+        frame = _Frame(module, [], self._saved.push(), inside_backward(), _module_call(), kept)
+        local.frames.append(frame)
+        torch.set_autocast_cache_enabled(False)
+        try:
+            for unit in units:
+                self._bindings.use(unit)
+                frame.units.append(unit)
+        except BaseException:
+            self._let_go(local.frames.pop())
+            raise
+
+    def _leave(self, output: Any) -> Any:
+        frame = self._local.frames[-1]
+        try:
+            output = self._own_memory(output)
+        finally:
+            self._local.frames.pop()
+            self._let_go(frame)
+        if not self._local.frames and torch.is_grad_enabled() and not inside_backward():
+            self._watch_outputs(output)
+        return output
+
+    def _let_go(self, frame: _Frame) -> None:
+        torch.set_autocast_cache_enabled(frame.casts_kept)
+        if frame.pushed:
+            self._saved.pop()
+        for unit in reversed(frame.units):
+            self._bindings.unuse(unit)
+        if not self._local.frames:
+            self._thread = self._local.casts_kept = None
+            if not inside_backward():
+                self._bindings.end_kept()
+                self._pager.end_forward()
+                self._timeline.end_phase(Phase.FORWARD)
+                self._timeline.end_phase(Phase.EVALUATION)
+
+    def _own_memory(self, output: Any) -> Any:
+        """Clone what in a module's output is weights: a view would keep their slice for as long as it lives."""
+        if any(self._is_weights(leaf) for leaf in tree_leaves(output)):
+            return tree_map(lambda leaf: leaf.clone() if self._is_weights(leaf) else leaf, output)
+        return output
+
+    def _is_weights(self, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor):
+            return False
+        return place_of(value) is not None or self._bindings.binding_at(storage_address(value)) is not None
+
+    # -- backward -----------------------------------------------------------------------------------
+
+    def _watch_outputs(self, output: Any) -> None:
+        """The outermost outputs' nodes run first in a backward: there it begins."""
+        for leaf in _tensors(output):
+            if leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(lambda grads: self._begin_backward())
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._timeline.begin_phase(Phase.BACKWARD)
+            self._callbacks.begin_backward()
+            self._in_backward = True
+            call_after_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._bindings.end_kept()
+        self._gradients.end_backward()
+        if self._gradient_seen:
+            self._callbacks.end_backward()
+        self._in_backward = self._gradient_seen = False
+
+    def _gradient_hook(self, place: Place) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            self._begin_backward()
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                self._timeline.add_gradient(gradient.numel() * gradient.element_size())
+                self._gradients.add(place.unit, place.position, gradient)
+            self._gradient_seen = True
+
+        return hook
+
+
+def external_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters of others that the user has registered with `module`."""
+    return list(module.__dict__.get(_EXTERNAL, ()))
+
+
+def set_external_parameters(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """They are kept in the module: a deep copy of a model has its own."""
+    module.__dict__[_EXTERNAL] = list(parameters)
+
+
+def _module_call() -> types.FrameType:
+    """The frame in which torch calls the module whose hook runs now."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename != module_file:
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(call: types.FrameType) -> bool:
+    """Whether `call` is on the calling thread's stack."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is call
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors of a module's output, also in the fields of a dataclass."""
+    if dataclasses.is_dataclass(output) and not isinstance(output, type) and not isinstance(output, dict):
+        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,243 @@
+"""Reading and editing weights between steps: state dicts, copies, EMA, `load_state_dict`, `offload.gathered`.
+
+What else there is of a parameter is read in `looking`, and edited here too.
+
+A copy that is read is ordinary memory. An edit is an update without a gradient: it waits for the step before, goes
+through the update worker to the slot that the last commit does not name, and is committed with the next step, or when
+the engine is destroyed. Edits of one unit are gathered and written together, when another unit is edited or the
+engine is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.engine.callbacks import Edit, EngineCallbacks
+from offload.engine.params.module_hooks import Hooks
+from offload.engine.params.paged_parameter import Place
+from offload.engine.params.unit_views import Bindings
+from offload.errors import BudgetError, UsageError
+from offload.layout.flat_layout import UnitLayout
+from offload.sizes import GIB, format_size
+from offload.states import State
+from offload.swapper.memory.limits import free_host_memory
+from offload.swapper.pager import Pager
+
+_MOST_GATHERED = GIB
+"""Bytes of edits that wait to be written together; a fixed number, so that all ranks write at the same place."""
+
+
+class Weights:
+    """The keeper of a model's placeholders. Belongs to the thread that runs the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layouts: Sequence[UnitLayout],
+        places: Sequence[Sequence[Place]],
+        pager: Pager,
+        hooks: Hooks,
+        bindings: Bindings,
+        dtype: torch.dtype,
+        trains: bool,
+        several_ranks: bool,
+        callbacks: EngineCallbacks,
+    ) -> None:
+        """Hooks the state dicts of `model` and becomes the keeper of its parameters.
+
+        Args:
+            model: the model.
+            layouts: the segments of each unit.
+            places: the parameters of each unit.
+            pager: reads the newest weights.
+            hooks: know whether the model runs.
+            bindings: the parameters that lie over device memory now.
+            dtype: of the weights that the model computes with.
+            trains: whether anything trains; if not, every edit is refused.
+            several_ranks: whether other ranks must take part in every edit.
+            callbacks: the engine.
+        """
+        self._pager, self._layouts, self._places, self._hooks, self._dtype = pager, layouts, places, hooks, dtype
+        self._place_of = {id(place.parameter): place for unit in places for place in unit}
+        self._pending: dict[tuple[int, State], torch.Tensor] = {}  # (position, state) -> values
+        self._pending_unit = -1
+        self._copies: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor] = weakref.WeakValueDictionary()
+        self._bindings, self._trains, self._several_ranks = bindings, trains, several_ranks
+        self._callbacks = callbacks
+        self._without_frozen = False
+        """True while a state dict is made that leaves frozen parameters out."""
+        self._removers: list[Callable[[], None]] = [
+            # Functions, not methods: a deep copy of the model carries its hooks along, and would copy their object.
+            model.register_state_dict_pre_hook(lambda *_: self._check_room()).remove,
+            model.register_load_state_dict_post_hook(lambda *_: self.flush()).remove,
+        ]
+
+        def replace(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+            self._replace(module, state, prefix)
+
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                self._removers.append(module.register_state_dict_post_hook(replace).remove)
+                self._removers.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
+        for unit in places:
+            for place in unit:
+                place.attach(self)
+
+    def remove(self) -> None:
+        """Take the hooks away: nobody brings the weights any more."""
+        for remover in self._removers:
+            remover()
+        for unit in self._places:
+            for place in unit:
+                place.detach()
+
+    # -- what a placeholder asks for ----------------------------------------------------------------
+
+    def bring(self, unit: int, stays: bool = False) -> bool:
+        """Bind the parameters of `unit` if a hooked module or a backward is running; whether one is."""
+        return self._hooks.bring(unit, stays)
+
+    def miss_gradient(self, name: str) -> None:
+        """Code of the user has read `.grad` of the parameter `name`, which is None."""
+        self._callbacks.report_missed_gradient(name)
+
+    def read(self, unit: int, position: int) -> torch.Tensor:
+        """A copy of the newest weights of one parameter, on the compute device."""
+        self._callbacks.enter_weights()
+        segment = self._layouts[unit].segments[position]
+        if self.waits(unit, position, State.WEIGHT):
+            values = self._pending[position, State.WEIGHT]
+            if values.dtype == self._dtype:
+                return values.to(self._places[unit][position].device, copy=True).view(segment.shape)
+            self.flush()
+        copies: list[torch.Tensor] = []
+
+        def receive(memory: torch.Tensor) -> None:
+            copies.append(memory.view(self._dtype)[segment.start : segment.stop].detach().clone().view(segment.shape))
+
+        self._pager.read_weights(unit, receive)
+        return copies[0]
+
+    def waits(self, unit: int, position: int, state: State) -> bool:
+        """Whether an edit of this state of a parameter was not carried out yet."""
+        return self._pending_unit == unit and (position, state) in self._pending
+
+    def edit(self, unit: int, position: int, values: torch.Tensor, state: State = State.WEIGHT) -> None:
+        """Make `values`, of the parameter's shape, its weights, or another state of it that outlives a step."""
+        self._callbacks.enter_weights()
+        place = self._places[unit][position]
+        values = values.detach()
+        if not place.trainable or not self._trains:
+            if not torch.equal(self.read(unit, position), values.to(place.device, self._dtype)):
+                raise UsageError(
+                    f"parameter {place.name} is frozen: its weights lie once in the store and are never written; "
+                    f"change them before offload.initialize"
+                )
+            return
+        dtype = self._dtype if values.dtype == self._dtype and state is State.WEIGHT else torch.float32
+        waiting = self._pending.get((position, state))
+        # Values in 16 bits keep what the master has beyond them: here that of an edit which is not carried out yet.
+        coarser = dtype is not torch.float32 and waiting is not None and waiting.dtype is torch.float32
+        gathered = sum(pending.nbytes for pending in self._pending.values())
+        if self._pending_unit != unit or gathered > _MOST_GATHERED or coarser:
+            self.flush()
+            self._bindings.settle()
+        self._pending[position, state] = values.to("cpu", dtype, copy=True).contiguous().view(-1)
+        self._pending_unit = unit
+
+    def end_edits(self, unit: int) -> None:
+        """With several ranks: carry out the edits of `unit`, those of the lowest rank that has any."""
+        if not self._several_ranks or not self._trains:
+            return
+        if self._pending_unit != unit:
+            self.flush()
+            self._callbacks.apply_edits(unit, [])
+        self.flush()
+
+    def updates(self, unit: int) -> int:
+        """How often the weights of `unit` have changed."""
+        return self._pager.updates(unit)
+
+    def flush(self) -> None:
+        """Carry out the edits that were gathered."""
+        if not self._pending:
+            return
+        unit, pending = self._pending_unit, self._pending
+        segments = self._layouts[unit].segments
+        edits = [
+            Edit(
+                start=segments[position].start,
+                stop=segments[position].stop,
+                values=pending[position, state],
+                state=state,
+            )
+            for position, state in sorted(pending, key=lambda key: (key[0], key[1].value))
+        ]
+        self._callbacks.apply_edits(unit, [edit for edit in edits if edit.start < edit.stop])
+        self._pending, self._pending_unit = {}, -1  # after: what was refused is not lost
+
+    # -- state dicts --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def leaving_out_frozen(self) -> Iterator[None]:
+        """Leaves frozen parameters out of the state dicts that are made inside of the context."""
+        self._without_frozen = True
+        try:
+            yield
+        finally:
+            self._without_frozen = False
+
+    def weight(self, unit: int, position: int) -> torch.Tensor:
+        """A CPU copy of one parameter, in the mode's dtype; one tensor for as long as somebody holds it.
+
+        So copies of a tied parameter are tied, as in an ordinary model.
+        """
+        if not self._hooks.running:
+            self.flush()
+        key = (unit, position, self._pager.updates(unit))
+        held = self._copies.get(key)
+        if held is None or held._version:
+            held = self.read(unit, position).to("cpu")
+            self._copies[key] = held
+        return held
+
+    def _replace(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            place = self.place(parameter)
+            if place is None or prefix + name not in state:
+                continue
+            if self._without_frozen and not parameter.requires_grad:
+                del state[prefix + name]
+            elif not place.gathered:
+                state[prefix + name] = self.weight(place.unit, place.position)
+
+    def place(self, parameter: Any) -> Place | None:
+        """The place of `parameter`, also while it is bound; None where it is of a copy of the model."""
+        return self._place_of.get(id(parameter))
+
+    def _check_room(self) -> None:
+        """Raise `BudgetError` where a state dict of all would not fit into the RAM."""
+        parameters = (place.parameter for unit in self._places for place in unit)
+        wanted = sum(p.numel() for p in parameters if p.requires_grad or not self._without_frozen)
+        need = wanted * self._dtype.itemsize
+        free = free_host_memory()
+        if need > free:
+            raise BudgetError(
+                f"state_dict() of this model takes {format_size(need)} of RAM, {format_size(free)} is free; "
+                f"engine.save_pretrained(folder) writes its files a few megabytes at a time; or ask the submodules for "
+                f"theirs, one after the other"
+            )
+
+
+def _refuse_assign(module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise UsageError(
+            "load_state_dict(assign=True) would put other parameters into the model, which the engine does not know; "
+            "leave assign out: values are copied into the swap tiers"
+        )

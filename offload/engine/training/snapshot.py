@@ -1,0 +1,113 @@
+"""All of a step that is not weights and moments: counters, random generators, schedule, buffers.
+
+The commit of an epoch holds it in its blob, a file in the safetensors format, without pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError, UsageError
+from offload.fileio.plain_json import mark_floats, to_plain, unmark_floats
+
+_FACTS = "facts"
+_BUFFER = "buffer."
+_RNG = "rng."
+_ADVICE = (
+    "each commit holds the schedule's state, which may be None, booleans, numbers, strings, and lists, tuples and "
+    "dicts of them. Let its state_dict() return such values, or do not pass it to initialize: step it after "
+    "engine.step() and keep what it needs to go on in engine.client_state"
+)
+
+
+class Progress(NamedTuple):
+    """What a blob holds, as it was taken at the entry of the first engine call after a step."""
+
+    facts: Mapping[str, Any]
+    """JSON: global_steps, skipped_steps, micro_steps, global_samples, parameter_steps by unit, scheduler, registered,
+    client_state, data (where the loader is), groups (their values), configured (what those were at `initialize`),
+    settings."""
+    generators: Mapping[str, torch.Tensor]
+    """State of each random generator, as bytes."""
+    buffers: Mapping[str, torch.Tensor]
+    """Persistent buffers of the model, by name, on the CPU."""
+
+    def pack(self) -> dict[str, torch.Tensor]:
+        """What a commit holds: `facts`, `rng.*` and `buffer.*`."""
+        tensors = {_RNG + name: state for name, state in self.generators.items()}
+        tensors |= {_BUFFER + name: value for name, value in self.buffers.items()}
+        tensors[_FACTS] = as_bytes(json.dumps(mark_floats(self.facts), allow_nan=False).encode())
+        return tensors
+
+    @classmethod
+    def unpack(cls, contents: Mapping[str, torch.Tensor]) -> Progress:
+        """What `pack` gave."""
+        tensors = dict(contents)
+        facts = unmark_floats(json.loads(bytes(tensors.pop(_FACTS).numpy())))
+        generators = {name.removeprefix(_RNG): t for name, t in tensors.items() if name.startswith(_RNG)}
+        buffers = {name.removeprefix(_BUFFER): t for name, t in tensors.items() if name.startswith(_BUFFER)}
+        return cls(facts, generators, buffers)
+
+
+def read_generators(device: torch.device) -> dict[str, torch.Tensor]:
+    """States of the generators of torch, Python, numpy (where it was imported) and `device`."""
+    states = {"torch": torch.get_rng_state(), "python": as_bytes(json.dumps(random.getstate()).encode())}
+    if "numpy.random" in sys.modules:
+        name, keys, *rest = sys.modules["numpy.random"].get_state()
+        states["numpy"] = as_bytes(json.dumps([name, keys.tolist(), *rest]).encode())
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def write_generators(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Put back what `read_generators` returned."""
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = json.loads(bytes(states["python"].numpy()))
+    random.setstate((version, tuple(internal), gauss))
+    if "numpy" in states:
+        import numpy
+
+        name, keys, *rest = json.loads(bytes(states["numpy"].numpy()))
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong in a checkpoint, by name; one name for each tensor."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def is_held(scheduler: Any) -> bool:
+    """Whether a commit can hold where a schedule is, and give it back."""
+    return all(callable(getattr(scheduler, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def scheduler_state(scheduler: Any) -> Any:
+    """The state of a learning-rate schedule as JSON (see `to_plain`); None where it has none."""
+    if scheduler is None or not is_held(scheduler):
+        return None
+    try:
+        return to_plain(scheduler.state_dict(), f"the state of {type(scheduler).__name__}", _ADVICE)
+    except UsageError as error:
+        raise ConfigError(str(error)) from None
+
+
+def as_bytes(data: bytes) -> torch.Tensor:
+    """(len(data),) uint8."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,319 @@
+"""This moment of training: all that a commit holds beside weights and moments, taken and given back as `Progress`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.engine.optim.optimizer import Optimizer, merge_values
+from offload.engine.training.data_loader import Loader
+from offload.engine.training.registered_objects import Registered
+from offload.engine.training.snapshot import (
+    Progress,
+    is_held,
+    persistent_buffers,
+    read_generators,
+    scheduler_state,
+    write_generators,
+)
+from offload.engine.training.step_settings import Choices
+from offload.errors import UsageError
+from offload.fileio.plain_json import from_plain, to_plain
+from offload.layout.flat_layout import UnitLayout
+from offload.schedules.base import Schedule
+from offload.sizes import count_of
+
+_LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
+_BEFORE_NEXT = "before_next."
+"""Of the generators' names in a blob: those of before the next batch was loaded, where they differ. Without a loader of
+ours they are those of the end of the step."""
+_OF_SCHEDULE = "the schedule's "
+"""Of the settings' names."""
+
+
+class TrainingState:
+    """Counters, schedule, loader, random generators, buffers, and what is the user's own."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        optimizer: Optimizer,
+        lr_scheduler: Any,
+        loader: Loader | None,
+        choices: Choices,
+        layouts: Sequence[UnitLayout],
+        commits: bool,
+    ) -> None:
+        """`commits` says whether steps are committed at all."""
+        self._module, self._device, self.optimizer, self.choices = module, device, optimizer, choices
+        self.commits = commits
+        self.scaler = choices.scaler
+        self.lr_scheduler, self.loader = lr_scheduler, loader
+        self.global_steps, self.skipped_steps, self.micro_steps, self.global_samples = 0, 0, 0, 0
+        """See the engine's."""
+        self._micro_steps = 0
+        """Those of the last boundary: gradients of the micro-batches after it are in no commit."""
+        self.parameter_steps = [[0] * len(layout.segments) for layout in layouts]
+        """How often each parameter was updated, by unit."""
+        self.client_state: dict[str, Any] = {}
+        self.registered = Registered()
+        self._generators: Mapping[str, torch.Tensor] | None = None
+        """Those that follow at the next entry."""
+        self._before_next: Mapping[str, torch.Tensor] | None = None
+        """Those that `restore_generators` puts back; None from the first step on."""
+        self._at_end: Mapping[str, torch.Tensor] | None = None
+        """Those of the end of the last step, where somebody else loads the batches."""
+        self._after_step: Progress | None = None
+        """What a commit of the last step holds: as all was at the first call after it."""
+        self.after_step_is_due = False
+        self.edited = False
+        """Whether weights or states were set by the user since the last step."""
+        self._configured = optimizer.configured()
+        self._due: Mapping[str, Any] | None = None
+        """Facts of the resumed run, whose values go to the groups when all registered objects are there."""
+        self._schedule_changed = False
+        """Whether the schedule goes on with other parameters than the resumed run had."""
+        self._data = None if loader is None else loader.where()
+        """Where the loader was at the last boundary."""
+
+    @property
+    def loss_scale(self) -> float:
+        """By which the loss of the next backward is multiplied: 1 but in fp16."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    def take(self) -> Progress:
+        """All of this moment that is not weights and moments."""
+        facts = {
+            "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "micro_steps": self._micro_steps,
+            "global_samples": self.global_samples,
+            "parameter_steps": self.parameter_steps,
+            "scheduler": scheduler_state(self.lr_scheduler),
+            "loss_scale": None if self.scaler is None else self.scaler.state(),
+            **self.of_the_user(),
+            "data": self._data,
+            "groups": self.optimizer.values() if self._due is None else self._due["groups"],
+            "configured": self._configured if self._due is None else self._due["configured"],
+            "settings": self._settings(),
+        }
+        generators = read_generators(self._device)
+        before = self._at_end if self.loader is None else self.loader.before_next
+        if before is not None:
+            generators |= {
+                _BEFORE_NEXT + name: state
+                for name, state in before.items()
+                if name not in generators or not torch.equal(state, generators[name])
+            }
+        buffers = {
+            name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, buffer in persistent_buffers(self._module).items()
+        }
+        return Progress(facts, generators, buffers)
+
+    def notices(self) -> list[str]:
+        """What no commit will hold, and a user should know before the first step."""
+        if not self.commits or self.lr_scheduler is None or is_held(self.lr_scheduler):
+            return []
+        return [
+            f"the schedule {type(self.lr_scheduler).__name__} has no state_dict() and load_state_dict(), so commits do "
+            f"not hold where it is: a resumed run begins it anew. Give it both, or step it engine.global_steps times "
+            f"after initialize"
+        ]
+
+    def restore(self, progress: Progress, schedule: bool = True) -> list[str]:
+        """Go on from `progress`. Random generators follow at the entry of the next engine call, or before its batch.
+
+        Without `schedule` that of `initialize` stays as it is, and so do the values of the groups that it moves.
+        What of it a user should know.
+        """
+        facts, mine, notices = progress.facts, self._settings(), list[str]()
+        same_schedule = schedule and facts["settings"]["schedule"] == mine["schedule"]
+        then = {name: value for name, value in facts["settings"].items() if name in mine}
+        changed = [f"{name} {old} is now {mine[name]}" for name, old in then.items() if old != mine[name]]
+        if (facts["scheduler"] is not None and same_schedule) or facts["registered"]:
+            goes_on = " (a schedule goes on from the former)"
+            changed = [line + goes_on if line.startswith("learning rates") else line for line in changed]
+        self._after_step = progress
+        if changed:
+            notices.append(f"resumed with other settings than the run had: {', '.join(changed)}")
+        self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
+        self.micro_steps = self._micro_steps = facts["micro_steps"]
+        self.parameter_steps = facts["parameter_steps"]
+        if self.scaler is not None and facts["loss_scale"] is not None:
+            self.scaler.restore(facts["loss_scale"])
+            self.optimizer.record(self.optimizer.overflow, self.loss_scale)
+        self.global_samples = facts["global_samples"]
+        self.client_state = from_plain(facts["client_state"])
+        self._schedule_changed = same_schedule and any(line.startswith(_OF_SCHEDULE) for line in changed)
+        if facts["scheduler"] is not None and same_schedule and is_held(self.lr_scheduler):
+            self.lr_scheduler.load_state_dict(from_plain(facts["scheduler"]))
+        elif same_schedule and self.lr_scheduler is not None and self.global_steps:
+            notices.append(
+                f"the schedule {type(self.lr_scheduler).__name__} stays as this script has made it, at step "
+                f"{self.global_steps}: where it was could not be held"
+            )
+        # The first commit is made before anything can be registered.
+        more = self.registered.restore(facts["registered"], may_grow=not self.global_steps)
+        if more:
+            notices.append(
+                f"the last {count_of(more, 'registered object was', 'registered objects were')} not saved: left as now"
+            )
+        # Otherwise the schedule of now counts, from where it is.
+        # The numbers of another optimizer's groups say nothing here.
+        same_rule = then["optimizer"] == mine["optimizer"]
+        self._due = facts if same_rule and (same_schedule or self.lr_scheduler is None) else None
+        self.put_values()
+        generators = {name: t for name, t in progress.generators.items() if not name.startswith(_BEFORE_NEXT)}
+        before = {n.removeprefix(_BEFORE_NEXT): t for n, t in progress.generators.items() if n not in generators}
+        self._at_end, self._before_next = None, None
+        if self.global_steps:
+            self._generators = generators
+            self._before_next = {**generators, **before}
+        else:
+            write_generators(generators, self._device)  # this is the moment at which a new run took them
+        if self.loader is not None and facts["data"] is None and self.global_steps:
+            notices.append("the run had no training_data: what this one is given begins at its first pass")
+        if self.loader is None:
+            self._data = facts["data"]
+        elif facts["data"] is not None:
+            notice = self.loader.go_on(facts["data"], self._before_next)
+            notices += [] if notice is None else [notice]
+            self._data = self.loader.where()
+        buffers = persistent_buffers(self._module)
+        with torch.no_grad():
+            for name, value in progress.buffers.items():
+                buffers[name].copy_(value)
+        return notices
+
+    def enter(self) -> None:
+        """A call of the engine: put generators back that were restored, and take the moment after a step, if due."""
+        if self._generators is not None:
+            # What has loaded a batch since has put them back before that, and it may have drawn.
+            if self.loader is None or not self.loader.restored:
+                write_generators(self._generators, self._device)
+            self._generators = None
+        if self.after_step_is_due:
+            self._after_step, self.after_step_is_due = self.take(), False
+
+    def restore_generators(self) -> None:
+        """See the engine's."""
+        if self._before_next is not None:
+            write_generators(self._before_next, self._device)
+            self._generators = None  # the entry that follows leaves them alone
+
+    def ended(self) -> None:
+        """A step is over: what somebody else's loader draws from here on is drawn again in a resumed run."""
+        if self.loader is None and self.after_step_is_due:
+            self._at_end = read_generators(self._device)
+
+    @property
+    def after_step(self) -> Progress | None:
+        """What a commit of the last step holds; None where that is not taken yet, or nothing is ever committed."""
+        return self._after_step
+
+    def for_commit(self) -> Progress:
+        """What a commit of now holds: a forward that was given up since the step has drawn, and changed buffers.
+
+        Where weights were edited since, all else may have been too, but for the generators.
+        """
+        if self._after_step is None:
+            return self.take()
+        return self.take()._replace(generators=self._after_step.generators) if self.edited else self._after_step
+
+    def stepped(self, micro_batches: int, overflow: bool) -> None:
+        """A boundary was passed, of so many micro-batches; with an `overflow`, a norm not finite, it is skipped."""
+        self._after_step, self.after_step_is_due, self.edited = None, self.commits, False
+        self._before_next = self._at_end = None
+        self.global_steps += 1
+        self._micro_steps = self.micro_steps
+        self.skipped_steps += overflow
+        if self.scaler is not None:
+            self.scaler.stepped(overflow)
+        self.optimizer.record(overflow, self.loss_scale)
+        self.global_samples += self.choices.total_batch_size // self.choices.accumulation * micro_batches
+        self.registered.stepped()
+        if self.loader is not None:
+            self._data = self.loader.trained()
+
+    def mark_edited(self, edited: bool = True) -> None:
+        """Notes whether weights or states were set by the user since the last commit."""
+        self.edited = edited
+
+    def count_micro_steps(self, passed: int) -> None:
+        """Counts the micro-batches of a `step()`."""
+        self.micro_steps += passed
+
+    def change_settings(self, choices: Choices) -> None:
+        """Trains on with other settings of a step."""
+        self.choices = choices
+
+    def set_client_state(self, value: dict[str, Any]) -> None:
+        """Replaces what the user wants to have in each commit."""
+        self.client_state = value
+
+    def set_lr_scheduler(self, value: Any) -> None:
+        """Replaces the schedule that each step advances."""
+        self.lr_scheduler = value
+
+    def put_values(self) -> None:
+        """Give the groups the committed values, once nobody constructs a schedule over them any more."""
+        if self._due is not None and self.registered.complete:
+            # A schedule goes on from its own state, whatever the config's learning rate is now.
+            scheduled = self.lr_scheduler is not None or self.registered.schedules
+            merged = merge_values(self._due["groups"], self._due["configured"], self._configured, scheduled)
+            for group, values in zip(self.optimizer.param_groups, merged, strict=True):
+                group.update(values)
+            if self._schedule_changed:
+                self.lr_scheduler.apply()
+            self._due = None
+
+    def regrouped(self) -> None:
+        """The optimizer has one group more. Raises `UsageError` where that cannot go on."""
+        groups, schedule = self.optimizer.param_groups, self.lr_scheduler
+        if self._due is not None:
+            raise UsageError(
+                "a resumed run has its groups again when all objects are registered; add groups after that"
+            )
+        if isinstance(schedule, Schedule):
+            schedule.take_in()
+        elif schedule is not None and len(getattr(schedule, "base_lrs", groups)) != len(groups):
+            raise UsageError(
+                f"the {type(schedule).__name__} was made for {count_of(len(schedule.base_lrs), 'group')} of "
+                f"parameters, "
+                f"this would be {len(groups)}: give the optimizer all groups before, and change the numbers in them"
+            )
+        self._configured = [*self._configured, self.optimizer.configured()[-1]]
+
+    def of_the_user(self) -> dict[str, Any]:
+        """What the user wants to be held, as JSON. Raises `UsageError` where it cannot be."""
+        if not isinstance(self.client_state, dict):
+            raise UsageError(f"engine.client_state must be a dict, got {type(self.client_state).__name__}")
+        advice = (
+            "a commit holds None, booleans, numbers, strings, and lists, tuples and dicts of them. Take it out or "
+            "convert it (float(x), x.tolist()), and go on: nothing is lost"
+        )
+        state = to_plain(self.client_state, "engine.client_state", advice)
+        return {"client_state": state, "registered": self.registered.states()}
+
+    def _settings(self) -> dict[str, Any]:
+        """What may differ in a resumed run, which is then another run from there on."""
+        choices = self.choices
+        parameters = self.lr_scheduler.parameters if isinstance(self.lr_scheduler, Schedule) else {}
+        return {
+            "seed": choices.seed,
+            "micro-batch size": choices.micro_batch_size,
+            "accumulation": choices.accumulation,
+            "gradient clipping": choices.clip,
+            "optimizer": self.optimizer.rule.known_as or self.optimizer.rule.name,
+            **{
+                _LABELS.get(key, key): [group.get(key) for group in self._configured]
+                for key in self.optimizer.rule.scheduled
+            },
+            "schedule": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__,
+            **{_OF_SCHEDULE + name: value for name, value in parameters.items()},
+        }

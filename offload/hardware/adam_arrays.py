@@ -1,0 +1,59 @@
+"""Arrays of an update, for benchmarks and for the probe."""
+
+from __future__ import annotations
+
+import torch
+
+from offload import kernels
+from offload.aio import aligned_empty
+from offload.kernels import AdamWStep, Partition
+
+STEP = AdamWStep(1e-4, 0.9, 0.999, 1e-8, 0.01, 11)
+
+
+_NOISE = 1 << 22
+
+
+class Arrays:
+    """Values as in training: weights of 0.02, gradients of 1e-3, moments that belong to them. Nothing is denormal.
+
+    All lie on 2 MiB pages, as the arena of the engine does.
+    """
+
+    def __init__(self, numel: int, weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+        self.master = _noise(numel, 0.02)
+        self.grad = aligned_like(numel, grad_dtype).copy_(_noise(numel, 1e-3))
+        self.exp_avg = _noise(numel, 1e-3)
+        self.exp_avg_sq = _noise(numel, 1e-3).square_()
+        self.weight = self.master
+        self.residual = self.half_master = None
+        if weight_dtype is torch.bfloat16:
+            self.weight, self.residual = aligned_like(numel, torch.bfloat16), aligned_like(numel, torch.int16)
+            kernels.split_master(self.master, self.weight, self.residual)
+        elif weight_dtype is torch.float16:
+            self.weight, self.half_master = aligned_like(numel, torch.float16).copy_(self.master), self.master
+
+    @property
+    def partition(self) -> Partition:
+        moments = (self.exp_avg, self.exp_avg_sq)
+        return Partition(self.weight, self.grad, moments, self.residual, self.half_master)
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """That a step must move."""
+        beside = 4 if self.half_master is not None else 2 if self.residual is not None else 0
+        written = self.weight.itemsize + beside + 8
+        read = written - (2 if self.half_master is not None else 0)  # an fp16 weight is only written
+        return written + read + self.grad.itemsize
+
+
+def aligned_like(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(aligned_empty(numel * dtype.itemsize), dtype=dtype)
+
+
+def _noise(numel: int, scale: float) -> torch.Tensor:
+    """In pieces: no call takes long, so that a signal is obeyed between them."""
+    values, generator = aligned_like(numel, torch.float32), torch.Generator().manual_seed(0)
+    for start in range(0, numel, _NOISE):
+        values[start : start + _NOISE].normal_(0, scale, generator=generator)
+    return values

@@ -1,0 +1,113 @@
+"""What was measured, in a file that waits for a plan, and in words."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.errors import ConfigError
+from offload.fileio import atomic_write, cache_file
+from offload.hardware.info import machine as about_machine
+from offload.hardware.probe.rates import DriveRates, DtypeRates, Probed, Rates
+from offload.sizes import count_of
+
+_VERSION = 5
+
+
+def check_kept() -> None:
+    """Raise `ConfigError` where a result could not be kept."""
+    path = kept_at()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the result cannot be kept in {path.parent}: {error.strerror}; set XDG_CACHE_HOME, or give --no-keep"
+        ) from error
+
+
+def kept_at() -> Path:
+    """The file that holds what was measured on this machine."""
+    return cache_file("probe")
+
+
+def keep(found: Probed) -> Path:
+    """Keep it for the planner; drives that were measured earlier and are not in `found` stay. Errors are `OSError`."""
+    path = kept_at()
+    before = kept()
+    mine = {each.path for each in found.drives}
+    drives = [*(each for each in (before.drives if before else ()) if each.path not in mine), *found.drives]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, json.dumps(as_json(found._replace(drives=tuple(drives))), indent=2) + "\n", durable=False)
+    return path
+
+
+def kept() -> Probed | None:
+    """What was measured on this machine; None where nothing was, or on what is another machine by now."""
+    try:
+        content = json.loads(kept_at().read_text(encoding="utf-8"))
+        if content["version"] != _VERSION:
+            return None
+        found = Probed(
+            content["machine"],
+            _rates(content["rates"]),
+            tuple(DriveRates(**each) for each in content["drives"]),
+            content["date"],
+            content["seconds"],
+            tuple(content["doubts"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # none yet, or not what `keep` has written: another probe takes its place
+    here = about_machine()
+    return found if all(found.machine.get(key) == here[key] for key in ("processor", "cores")) else None
+
+
+def as_json(found: Probed) -> dict[str, Any]:
+    """What `--json` prints, and what is kept."""
+    return {
+        "version": _VERSION,
+        "machine": found.machine,
+        "rates": {
+            **_rounded(found.rates),
+            "by_dtype": {name: _rounded(each) for name, each in found.rates.by_dtype.items()},
+        },
+        "drives": [_rounded(each) for each in found.drives],
+        "date": found.date,
+        "seconds": round(found.seconds, 1),
+        "doubts": list(found.doubts),
+    }
+
+
+def _rounded(values: NamedTuple) -> dict[str, Any]:
+    return {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in values._asdict().items()}
+
+
+def _rates(content: dict[str, Any]) -> Rates:
+    by_dtype = {name: DtypeRates(**each) for name, each in content["by_dtype"].items()}
+    return Rates(**content | {"by_dtype": by_dtype})
+
+
+def lines(found: Probed) -> list[tuple[str, str]]:
+    """The same for people: names and values."""
+    host, rates = found.machine, found.rates
+    device = host["gpu"] or f"{host['processor']}, {count_of(host['cores'], 'core')}"
+    told = [
+        ("compute", device),
+        ("memory", f"{rates.memory / 1e9:.1f} GB/s read and written, {rates.copy / 1e9:.1f} GB/s copied"),
+        ("to the device", f"{rates.upload / 1e9:.1f} GB/s, and from it {rates.download / 1e9:.1f} GB/s"),
+        ("new memory", f"{rates.fresh / 1e9:.1f} GB/s"),
+    ]
+    for name, of in rates.by_dtype.items():
+        told += [
+            (f"{name}: products", f"{of.matmul / 1e12:.3g} Tflop/s, {of.weights / 1e9:.1f} GB/s of weights"),
+            ("elementwise", f"{of.elementwise / 1e9:.1f} GB/s"),
+            ("optimizer", f"{of.optimizer / 1e6:.0f} M parameters a second"),
+            ("gradients", f"{of.gradient / 1e6:.0f} M parameters a second"),
+        ]
+    return told + [
+        (each.path, f"reads {each.read / 1e9:.2f}, writes {each.write / 1e9:.2f}, both {each.mixed / 1e9:.2f} GB/s")
+        for each in found.drives
+    ]

@@ -1,0 +1,152 @@
+"""`python -m offload.planner.guide_table` writes what the guides predict.
+
+docs/guides/plan-table.md, three models on three GPUs, is written whole; of docs/guides/single-gpu-13b.md, 13B on one
+card, the rows of its table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from offload.errors import BudgetError
+from offload.planner import recommend as choice
+from offload.planner import report
+from offload.planner.hardware import Hardware, described, parse_drive
+from offload.planner.model_shape import from_count
+from offload.planner.recommend import Planned
+from offload.planner.timing import Load
+from offload.sizes import GIB, format_size, format_time
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "plan-table.md"
+
+MODELS = ((13, 40), (30, 60), (70, 80))
+_GPUS = (("RTX 4090", 60e9), ("A100 80GB", 150e9), ("H200", 250e9))
+"""And the bandwidth of the host's memory beside each."""
+CASES = tuple((gpu, bandwidth, drives) for gpu, bandwidth in _GPUS for drives in (1, 4))
+"""The rows of a model."""
+_DRIVE, _TBW, _RAM = "7GB/s,5GB/s,4TB", 2400e12, 128 * GIB
+_SEQUENCE, _ACCUMULATION = 2048, 8
+_BATCHES = (16, 8, 4, 2, 1)
+
+_RATED = f"{_TBW / 1e12:.0f} TB"
+_HEAD = f"""# Three models on three GPUs
+
+Predictions of `offload plan`, made by `python -m offload.planner.guide_table`; nothing here was measured. One GPU,
+{_RAM // GIB} GiB of RAM, drives that read 7 and write 5 GB/s, have 4 TB each and are rated for {_RATED} written.
+bf16, AdamW, every step durable where there are swap files. A step has {_ACCUMULATION} micro-batches, each of the
+largest power of two of sequences of {_SEQUENCE} tokens that fits, up to {_BATCHES[0]}. "drive life" is until all
+drives have been written what they are rated for, training day and night. "limit" is what most of a step's seconds
+are spent on, and their share.
+
+Assumed: matrix products reach half of the published speed, other work 70 % of the GPU's memory bandwidth, host memory
+60, 150 and 250 GB/s beside the three GPUs. [How to read a plan](plan.md).
+
+| model | GPU | drives | homes (weights, states) | micro-batch | host | disk | step | tokens/s | limit | drive life |
+|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+CARD_PAGE = PAGE.with_name("single-gpu-13b.md")
+_CARD, _CARD_DRIVE, _CARD_TBW, _CARD_BANDWIDTH = "RTX 4090", "7GB/s,5GB/s,2TB", 1200e12, 60e9
+_CARD_LOADS = ((Load(4, 8), "step"), (Load(4, 16), "step"), (Load(4, 8), "none"))
+"""With what is durable."""
+CARD_CASES = tuple((ram, load, durability) for ram in (64, 128) for load, durability in _CARD_LOADS)
+"""The rows of the card's table: GB of RAM, load, durability."""
+
+
+def card_page(page: str) -> str:
+    """`page` with the rows of today."""
+    lines = page.splitlines(keepends=True)
+    at = [number for number, line in enumerate(lines) if is_of_card(line)]
+    rows = [f"{card_row(*case)}\n" for case in CARD_CASES]
+    return "".join([*lines[: at[0]], *rows, *lines[at[-1] + 1 :]])
+
+
+def is_of_card(line: str) -> bool:
+    """Whether a line of the card's page is a row of its table."""
+    return line.startswith(("| 64 GB |", "| 128 GB |"))
+
+
+def card_row(ram: int, load: Load, durability: str) -> str:
+    """13B on one card of 24 GB, with one drive and `ram` GB of RAM."""
+    shape = from_count(13 * 10**9, 40, _SEQUENCE)
+    hardware = described(_CARD, ram * GIB, [parse_drive(_CARD_DRIVE)], _CARD_BANDWIDTH)
+    planned = choice.choose(shape, hardware, load, None, durability=durability)
+    memory, timing, zero = planned.memory, planned.timing, planned.memory.config.zero_optimization
+    cells = (
+        f"{ram} GB",
+        f"{load.batch} x {_SEQUENCE} x {load.accumulation}",
+        durability,
+        f"{zero.offload_param.device}, {zero.offload_optimizer.device}",
+        format_size(memory.device),
+        format_size(memory.host),
+        format_size(memory.stored + memory.spilled),
+        f"{timing.seconds:.0f} s",
+        f"{timing.compute_seconds:.0f} s",
+        f"{timing.tokens_per_second:.0f}",
+        _limit(planned),
+        format_size(timing.moved.written),
+        _drive_life(planned, _CARD_TBW),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def document() -> str:
+    """The page."""
+    return _HEAD + "".join(f"{row(model, *case)}\n" for model in MODELS for case in CASES)
+
+
+def machine(gpu: str, bandwidth: float, drives: int) -> Hardware:
+    """One of the table's."""
+    return described(gpu, _RAM, [parse_drive(_DRIVE)] * drives, bandwidth)
+
+
+def row(model: tuple[int, int], gpu: str, bandwidth: float, drives: int) -> str:
+    """One of a model (billions, layers), on a GPU with host memory of that bandwidth beside it, and so many drives."""
+    billions, layers = model
+    planned = _largest(billions, layers, machine(gpu, bandwidth, drives))
+    memory, timing = planned.memory, planned.timing
+    zero = memory.config.zero_optimization
+    cells = (
+        f"{billions}B",
+        gpu,
+        str(drives),
+        f"{zero.offload_param.device}, {zero.offload_optimizer.device}",
+        f"{planned.load.batch} x {_SEQUENCE}",
+        format_size(memory.host),
+        format_size(memory.stored + memory.spilled),
+        f"{timing.seconds:.0f} s",
+        f"{timing.tokens_per_second:.0f}",
+        _limit(planned),
+        _drive_life(planned, _TBW * drives),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _limit(planned: Planned) -> str:
+    """What most of the step's seconds are spent on, and their share."""
+    timing = planned.timing
+    return f"{timing.limit} {timing.limit_seconds / timing.seconds:.0%}"
+
+
+def _drive_life(planned: Planned, endurance: float) -> str:
+    """Until so many bytes are written, training day and night."""
+    years = report.years(planned, report.Asked(endurance=int(endurance)))
+    return "" if years is None else format_time(years * report.YEAR)
+
+
+def _largest(billions: int, layers: int, hardware: Hardware) -> Planned:
+    """With the largest micro-batch that fits."""
+    shape = from_count(billions * 10**9, layers, _SEQUENCE)
+    for batch in _BATCHES:
+        try:
+            return choice.choose(shape, hardware, Load(batch, _ACCUMULATION), None)
+        except BudgetError:
+            if batch == _BATCHES[-1]:
+                raise
+    raise AssertionError("unreachable")
+
+
+if __name__ == "__main__":
+    CARD_PAGE.write_text(card_page(CARD_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(document(), encoding="utf-8")

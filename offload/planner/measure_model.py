@@ -1,0 +1,177 @@
+"""What a model really computes in on this machine: its own forward and backward, timed, in place of the probe's rates.
+
+    the model, or as many of its layers as fit ─► seconds of a micro-batch ─► rates by which a prediction has them
+
+A probe's rates are those of products and sums of one size each. What a model does between its products differs up to
+twofold from one to another.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from offload.aio import aligned_empty
+from offload.errors import ConfigError
+from offload.planner.hardware import Hardware, Measured
+from offload.planner.model_shape import Shape, config_of, from_name, model_of
+from offload.planner.timing import Load, activations, backward, forward
+from offload.presets import said
+from offload.sizes import format_size
+from offload.swapper.memory.limits import free_host_memory
+
+_SHARE = 0.5
+"""Of what is free, for the layers that are run and all that they make."""
+_PASS_SECONDS = 20.0
+"""Of a forward and backward at most, as the probe's rates have it: fewer layers where all would take longer."""
+_ENOUGH_SECONDS = 10.0
+_PASSES = range(3, 16)
+"""The least that are counted, and the most."""
+
+Tell = Callable[[str, float], None]
+"""Is told what is done next, and how much of all is done by then, from 0 to 1."""
+
+
+def measured(
+    hardware: Hardware,
+    shape: Shape,
+    load: Load,
+    dtype: torch.dtype,
+    units: Sequence[str] = (),
+    tell: Tell = lambda *_: None,
+) -> Hardware:
+    """The same machine, its rates of compute such that they come to what the model takes on it.
+
+    `shape` is that of a preset or a folder, in `dtype` and cut into `units`. Takes up to some minutes, and half of the
+    memory that is free. Raises `ConfigError` where not even one layer has room, or the model cannot be run.
+    """
+    layers = int(config_of(shape.name).get_text_config().num_hidden_layers)
+    part, taken = _that_fits(hardware, shape, layers, load, dtype, units)
+    config = config_of(shape.name) if part is shape else config_of(shape.name, taken)
+    tell(f"{taken} of {layers} layers of {shape.name}: building them", 0.0)
+    try:
+        seconds = _seconds(config, load.batch, shape.sequence, dtype, _device(hardware), tell)
+    except Exception as error:  # whatever a model's own code raises
+        raise ConfigError(
+            f"cannot run {shape.name} to measure it ({type(error).__name__}: {said(error)}); leave out --measure"
+        ) from error
+    predicted = compute_seconds(part, hardware, load.batch)
+    slower = seconds / predicted
+    return replace(
+        hardware,
+        matmul=hardware.matmul / slower,
+        weights=hardware.weights / slower,
+        fresh=hardware.fresh / slower,
+        elementwise=hardware.elementwise / slower,
+        measured=Measured(taken, layers, seconds, predicted),
+    )
+
+
+def compute_seconds(shape: Shape, hardware: Hardware, batch: int) -> float:
+    """A forward and backward of the model alone, as rates have it: no gradient is on its way to anywhere."""
+    alone = replace(hardware, handed_seconds=0.0)
+    first = forward(shape, alone, batch)
+    second = backward(first, [0] * len(shape.layouts), alone, recompute=False)
+    return sum(each.seconds for each in (*first, *second))
+
+
+def _that_fits(
+    hardware: Hardware, shape: Shape, layers: int, load: Load, dtype: torch.dtype, units: Sequence[str]
+) -> tuple[Shape, int]:
+    """The model if all of it fits, which is `shape`; else so many of its layers as do."""
+    most = (int(_SHARE * _free(hardware)), _PASS_SECONDS)
+
+    def takes(each: Shape) -> tuple[float, float]:
+        return _nbytes(each, load.batch, dtype), compute_seconds(each, hardware, load.batch)
+
+    whole = takes(shape)
+    if whole[0] <= most[0] and (whole[1] <= most[1] or layers == 1):
+        return shape, layers
+    one = _of(shape, 1, dtype, units)
+    least = takes(one)
+    if one.parameters >= shape.parameters or least[0] > most[0]:
+        raise ConfigError(
+            f"the least of {shape.name} that can be run takes {format_size(int(least[0]))}, and "
+            f"{format_size(most[0])} may be taken: give a smaller --batch-size or --seq-len, or leave out --measure"
+        )
+    taken = min(_layers_within(layers, *each) for each in zip(least, whole, most, strict=True))
+    return (shape, layers) if taken == layers else (_of(shape, taken, dtype, units), taken)
+
+
+def _of(shape: Shape, layers: int, dtype: torch.dtype, units: Sequence[str]) -> Shape:
+    try:
+        return from_name(shape.name, shape.sequence, dtype, units, layers)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{shape.name} is too large to be run as a whole, and a part of it cannot be: {error}; leave out --measure"
+        ) from error
+
+
+def _layers_within(layers: int, one: float, all_of_them: float, room: float) -> int:
+    """Of so many equal layers, how many come to at most `room`; one at least."""
+    each = (all_of_them - one) / max(layers - 1, 1)
+    if all_of_them <= room or each <= 0:
+        return layers
+    return max(1, min(layers, 1 + int((room - one) / each)))
+
+
+def _free(hardware: Hardware) -> int:
+    """Bytes that are free where the model will run, whatever machine is planned for."""
+    if hardware.on_cpu:
+        return min(hardware.ram, free_host_memory())
+    return min(hardware.gpu_memory, torch.cuda.mem_get_info()[0])
+
+
+def _device(hardware: Hardware) -> torch.device:
+    return torch.device("cpu" if hardware.on_cpu else "cuda")
+
+
+def _nbytes(shape: Shape, batch: int, dtype: torch.dtype) -> int:
+    """Weights, what a micro-batch keeps and makes, and gradients until they are dropped."""
+    largest = max(layout.numel for layout in shape.layouts)
+    return (shape.parameters + 2 * largest) * dtype.itemsize + activations(shape, Load(batch))
+
+
+def _seconds(
+    config: Any, batch: int, sequence: int, dtype: torch.dtype, device: torch.device, tell: Tell = lambda *_: None
+) -> float:
+    """The mean of some passes, after the first one. Gradients are dropped as they come, as paging takes them away."""
+    with torch.random.fork_rng():
+        with device:
+            model = model_of(config, dtype)
+        ids = torch.randint(0, config.get_text_config().vocab_size, (batch, sequence), device=device)
+        model.train()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(_drop)
+            if device.type == "cpu":
+                parameter.data = _as_in_training(parameter.data)
+        taken: list[float] = []
+        while len(taken) <= _PASSES[0] or (len(taken) <= _PASSES[-1] and sum(taken) < _ENOUGH_SECONDS):
+            tell(f"forward and backward, pass {len(taken) + 1}", _done(taken))
+            start = time.perf_counter()
+            model(input_ids=ids, labels=ids).loss.backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # it is what is measured
+            taken.append(time.perf_counter() - start)
+    return statistics.fmean(taken[1:])
+
+
+def _done(taken: Sequence[float]) -> float:
+    """How much of all passes these are: whichever ends them first."""
+    least = len(taken) / (_PASSES[0] + 1)
+    return min(least, max(sum(taken) / _ENOUGH_SECONDS, len(taken) / (_PASSES[-1] + 1)))
+
+
+def _as_in_training(values: torch.Tensor) -> torch.Tensor:
+    """The same values on 2 MiB pages, where training has its weights: products of large ones are faster from there."""
+    memory = torch.frombuffer(aligned_empty(values.nbytes), dtype=values.dtype) if values.numel() else values
+    return memory.view(values.shape).copy_(values)
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None

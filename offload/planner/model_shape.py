@@ -1,0 +1,311 @@
+"""A model in numbers: its units as they will lie, what each computes, and what a backward keeps.
+
+A preset or a folder's config is built and run once on tensors without memory; a count of parameters needs no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+
+from offload.errors import ConfigError
+from offload.layout.flat_layout import UnitLayout, lay_out, layouts_of
+from offload.layout.units import find_units
+from offload.presets import PRESETS, check_folder, check_name, check_positions, require_transformers, said
+from offload.torch_internals import TorchDispatchMode, fake_tensors, tree_leaves
+
+_VOCABULARY = 32000
+
+
+class Use(NamedTuple):
+    """A unit in the forward of one sequence."""
+
+    unit: int
+    flops: float
+    """Of matrix products and attention."""
+    nbytes: float
+    """That all else reads and writes."""
+    saved: int
+    """Bytes that the backward needs of it."""
+    boundary: int
+    """Bytes that come into it: what is kept where it is computed again."""
+    lookup: bool = False
+    """An embedding: its backward does not read its weights."""
+
+
+class Shape(NamedTuple):
+    """What a plan must know of a model."""
+
+    name: str
+    layouts: tuple[UnitLayout, ...]
+    uses: tuple[Use, ...]
+    """In the order of the forward."""
+    temporary: int
+    """Bytes of the largest tensor that a sequence makes (the logits, mostly)."""
+    sequence: int
+    """Tokens of a sequence."""
+
+    @property
+    def parameters(self) -> int:
+        """A tied one counts once."""
+        return sum(segment.numel for layout in self.layouts for segment in layout.segments)
+
+
+# -- from numbers -------------------------------------------------------------------------------------
+
+_LAYER = {2: (46, 440), 4: (85, 745)}
+"""Bytes for each token and each element of the hidden size that a layer keeps, and moves: as Llama's, whose norms and
+rotations are in fp32 in any case. By bytes of a weight."""
+
+
+def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -> Shape:
+    """A decoder of equal layers, with an embedding and a head of 32000 tokens that are not tied.
+
+    Its weights and activations have `itemsize` bytes an element; the loss is of fp32 in any case.
+    """
+    if parameters < 1 or layers < 1 or sequence < 1:
+        raise ConfigError(
+            f"expected parameters, layers and tokens of at least 1, got {parameters}, {layers}, {sequence}"
+        )
+    hidden = _hidden(parameters, layers)
+    outer = _VOCABULARY * hidden
+    inner = (parameters - 2 * outer) // layers
+    if inner < 1:
+        raise ConfigError(
+            f"{parameters} parameters are too few for {layers} layers between an embedding and a head of {_VOCABULARY} "
+            f"tokens; give a --model"
+        )
+    sizes = [outer + parameters - 2 * outer - inner * layers, *[inner] * layers, outer]
+    names = ["embedding", *(f"layers.{index}" for index in range(layers)), "head"]
+    layouts = tuple(
+        lay_out(name, [(f"{name}.weight", nn.Parameter(torch.empty(size, device="meta")))], 1)
+        for name, size in zip(names, sizes, strict=True)
+    )
+    tokens = sequence * hidden
+    flops = 2.0 * inner * sequence + 4.0 * sequence * tokens
+    saved, traffic = _LAYER[itemsize]
+    layer = (flops, float(traffic * tokens), saved * tokens, itemsize * tokens)
+    logits = sequence * _VOCABULARY
+    uses = (
+        Use(0, 0.0, 2.0 * itemsize * tokens, 0, 8 * sequence, lookup=True),
+        *(Use(index, *layer) for index in range(1, layers + 1)),
+        Use(layers + 1, 2.0 * outer * sequence, 57.0 * logits, 4 * logits, itemsize * tokens),
+    )
+    return Shape(f"{parameters / 1e9:.3g}B in {layers} layers", layouts, uses, 4 * logits, sequence)
+
+
+def _hidden(parameters: int, layers: int) -> int:
+    """The root of 12 * layers * hidden**2 + 2 * vocabulary * hidden = parameters, in steps of 64."""
+    a, b = 12 * layers, 2 * _VOCABULARY
+    hidden = (math.sqrt(b * b + 4 * a * parameters) - b) / (2 * a)
+    return max(64, round(hidden / 64) * 64) if hidden >= 64 else max(1, int(hidden))
+
+
+# -- from a model -------------------------------------------------------------------------------------
+
+
+def from_name(
+    name: str,
+    sequence: int,
+    dtype: torch.dtype = torch.bfloat16,
+    units: Sequence[str] = (),
+    layers: int | None = None,
+) -> Shape:
+    """Of a preset, or of a folder with a config.json; of so many of its layers. Raises `ConfigError`."""
+    config = config_of(name, layers)
+    try:
+        with fake_tensors(), torch.device("cpu"):
+            check_positions(config, sequence)
+            model = model_of(config, dtype)
+            return _counted(model, model, model.parameters(), name, sequence, units)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a model's own code raises
+        raise ConfigError(
+            f"cannot run {name} without its weights ({type(error).__name__}: {said(error)}); "
+            f"give --parameters and --layers"
+        ) from error
+
+
+def from_training(
+    model: nn.Module, sequence: int, dtype: torch.dtype, units: Sequence[str], always: Mapping[str, Any]
+) -> Shape:
+    """Of a model that is about to be trained: one forward is run, with `always`, on tensors in place of its own.
+
+    Raises `ConfigError` where its code needs values.
+    """
+    title = type(model).__name__
+    try:
+        with fake_tensors(allow_others=True), _without_checkpointing(model):
+            made = _stand_ins(model, dtype)
+
+            def forward(**inputs: Any) -> Any:
+                return torch.func.functional_call(model, made, (), {**inputs, **always})
+
+            weights = [made[name] for name, _ in model.named_parameters()]
+            return _counted(model, forward, weights, title, sequence, units)
+    except Exception as error:  # whatever a model's own code raises
+        raise ConfigError(f"cannot run {title} without its weights ({type(error).__name__}: {error})") from error
+
+
+def _stand_ins(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A tensor for each parameter, in the dtype that it will have, and for each buffer; what is tied stays tied."""
+    made: dict[int, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in made:
+            values = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+            made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+        found[name] = made[id(parameter)]
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        found[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    return found
+
+
+@contextlib.contextmanager
+def _without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in training and keeps all activations: what recomputation saves is `Load`'s to say."""
+    modules: list[Any] = list(model.modules())
+    training = [module.training for module in modules]
+    again = [module for module in modules if getattr(module, "gradient_checkpointing", False) is True]
+    model.train()
+    for module in again:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module, before in zip(modules, training, strict=True):
+            module.training = before
+        for module in again:
+            module.gradient_checkpointing = True
+
+
+def config_of(name: str, layers: int | None = None) -> Any:
+    """The library's config of a preset, or of a folder; of so many of its layers. Raises `ConfigError`."""
+    folder = Path(name)
+    if not folder.is_dir() or name in ("", *PRESETS):
+        check_name(name)
+    if name not in PRESETS:
+        check_folder(folder)
+    transformers = require_transformers()
+    try:
+        config = _config(transformers, name)
+    except Exception as error:  # whatever the library raises of a file that is none of its own
+        raise ConfigError(f"cannot read the config of {name} ({type(error).__name__}: {said(error)})") from error
+    text = config.get_text_config()
+    text.use_cache = False
+    if layers is not None:
+        try:
+            _cut(text, layers)
+        except Exception as error:  # a config whose layers follow from something else
+            raise ConfigError(
+                f"cannot cut {name} to {layers} layers ({type(error).__name__}: {said(error)})"
+            ) from error
+    return config
+
+
+def _cut(text: Any, layers: int) -> None:
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):  # one word for each layer
+        text.layer_types = text.layer_types[:layers]
+
+
+def model_of(config: Any, dtype: torch.dtype) -> Any:
+    """The causal language model of such a config, on the device that is the default one."""
+    model = require_transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if getattr(model, "loss_type", "") is None:
+        vars(model)["loss_type"] = "ForCausalLM"
+    return model
+
+
+def _config(transformers: Any, name: str) -> Any:
+    if name in PRESETS:
+        return getattr(transformers, PRESETS[name].config)(**PRESETS[name].settings)
+    return transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+
+
+def _counted(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    weights: Iterable[torch.Tensor],
+    name: str,
+    sequence: int,
+    named: Sequence[str],
+) -> Shape:
+    """Of a causal language model, of which `forward` is run once; it works on `weights`, which are fake."""
+    units = find_units(model, named)
+    ids = torch.zeros(1, sequence, dtype=torch.long)
+    counter = _Counter({weight.untyped_storage()._cdata for weight in weights})
+    hooks = [
+        model.get_submodule(site).register_forward_pre_hook(_begin(counter, needed), with_kwargs=True)
+        for site, needed in units.sites.items()
+    ]
+    try:
+        with counter, torch.autograd.graph.saved_tensors_hooks(counter.save, lambda packed: packed):
+            forward(input_ids=ids, labels=ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Shape(name, layouts_of(model, units), tuple(counter.uses()), counter.largest, sequence)
+
+
+def _begin(counter: _Counter, needed: Sequence[int]) -> Any:
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        for unit in needed:
+            counter.begin(unit, tensors[0].nbytes if tensors else 0, isinstance(module, nn.Embedding))
+
+    return begin
+
+
+class _Counter(TorchDispatchMode):
+    """Counts what happens from the beginning of one unit's use to the next one's."""
+
+    def __init__(self, weights: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights, self._known = weights, set(weights)
+        self._rows: list[dict[str, Any]] = []
+        self._storages: list[Any] = []
+        """Kept, so that no address comes twice."""
+        self.largest = 0
+
+    def begin(self, unit: int, boundary: int, lookup: bool) -> None:
+        if not self._rows or self._rows[-1]["unit"] != unit:
+            self._rows.append(
+                {"unit": unit, "flops": 0.0, "nbytes": 0.0, "saved": 0, "boundary": boundary, "lookup": lookup}
+            )
+
+    def uses(self) -> list[Use]:
+        return [Use(**row) for row in self._rows]
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if self._rows and storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self._storages.append(storage)
+            self._rows[-1]["saved"] += storage.nbytes()
+        return tensor
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        if not self._rows:
+            return out
+        made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        formula = flop_registry.get(function._overloadpacket)
+        if formula is not None:
+            self._rows[-1]["flops"] += formula(*args, **kwargs, out_val=out)
+        elif not function.is_view:
+            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            taken = [each for each in given if each.untyped_storage()._cdata not in self._weights]
+            self._rows[-1]["nbytes"] += sum(each.nbytes for each in (*taken, *made))
+        if not function.is_view:
+            self.largest = max([self.largest, *(each.nbytes for each in made)])
+        return out

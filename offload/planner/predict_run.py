@@ -1,0 +1,75 @@
+"""What a run that is about to begin will be, by the rates that `offload probe` has kept of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.config import Config, load_config, resolve_batch
+from offload.errors import ConfigError
+from offload.hardware.probe import Probed
+from offload.planner import recommend as choice
+from offload.planner.hardware import Hardware, probed
+from offload.planner.model_shape import from_training
+from offload.planner.recommend import Planned
+from offload.planner.timing import Load
+from offload.swapper.memory.device import compute_device
+from offload.swapper.memory.limits import free_host_memory
+from offload.swapper.modes import DTYPES
+
+
+def foresee(
+    found: Probed,
+    model: nn.Module,
+    content: Mapping[str, Any],
+    sequence: int,
+    always: Mapping[str, Any],
+    recompute: bool = False,
+    going_on: bool = False,
+) -> Planned:
+    """The plan of a run on one rank whose model is not yet under an engine, and stays as it is.
+
+    Each forward is given `always` beside sequences of so many tokens. With `going_on` its files are there already.
+    Raises `ConfigError` and `BudgetError` where there is no plan.
+    """
+    config = load_config(content)
+    machine = _machine(found, config, going_on)
+    batch = resolve_batch(config, 1)
+    shape = from_training(model, sequence, DTYPES[config.dtype], config.units, always)
+    return choice.plan(shape, machine, Load(batch.micro, batch.accumulation, recompute), content)
+
+
+def _machine(found: Probed, config: Config, going_on: bool) -> Hardware:
+    """As it was measured, with the memory that is free now."""
+    device = compute_device(config.offload.device)
+    if bool(found.machine["gpu"]) != (device.type == "cuda"):
+        raise ConfigError(
+            f"the run computes on {device.type}, and the probe was of another device: run `offload probe --device "
+            f"{device.type}`"
+        )
+    drives = config.drives if config.wants_store else ()
+    machine = probed(found, free_host_memory(), drives, config.dtype, config.torch_autocast.enabled)
+    if device.type == "cuda":
+        machine = replace(machine, gpu_memory=int(torch.cuda.mem_get_info(device)[0]))
+    if going_on:
+        machine = replace(machine, drives=tuple(drive._replace(free=None) for drive in machine.drives))
+    return machine
+
+
+def as_step(planned: Planned, resident: int) -> dict[str, Any]:
+    """What a log will have of a steady step, by the log's names; `resident` are the process's bytes of RAM now."""
+    timing = planned.timing
+    step = {
+        "seconds": timing.seconds,
+        "tokens": timing.tokens,
+        "read_bytes": timing.moved.read,
+        "written_bytes": timing.moved.written,
+        "host_peak_bytes": resident + planned.host_peak,
+    }
+    if not planned.hardware.on_cpu:
+        step["device_peak_bytes"] = planned.memory.device + planned.activations
+    return {**step, "parts_seconds": timing.parts}

@@ -1,0 +1,239 @@
+"""From what a user types to a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.config import load_config, read_json, resolve_batch
+from offload.errors import ConfigError
+from offload.hardware.probe import kept
+from offload.planner import recommend as choice
+from offload.planner.hardware import Hardware, described, parse_drive, parse_rate, probed
+from offload.planner.measure_model import Tell, measured
+from offload.planner.model_shape import Shape, from_count, from_name
+from offload.planner.recommend import Planned
+from offload.planner.timing import Load
+from offload.precision import choose
+from offload.sizes import format_size, parse_size
+from offload.swapper.memory.limits import free_host_memory
+from offload.swapper.modes import DTYPES
+
+_DURABILITIES = ("auto", "step", "none")
+
+
+class Model(NamedTuple):
+    """A preset or folder, or a count of parameters in so many layers."""
+
+    name: str | None
+    parameters: int | None = None
+    layers: int | None = None
+
+
+class Described(NamedTuple):
+    """What was said of the machine; None and nothing where the probed one counts."""
+
+    gpu: str | None = None
+    ram: str | None = None
+    drives: tuple[str, ...] = ()
+    memory: str | None = None
+    link: str | None = None
+    paths: tuple[str, ...] = ()
+
+
+class Step(NamedTuple):
+    """What was said of a step; None leaves it to the config, or to its default."""
+
+    batch: int | None = None
+    sequence: int = 1024
+    accumulation: int | None = None
+    recompute: bool | None = None
+    dtype: str | None = None
+    durability: str | None = None
+
+
+def planned(
+    model: Model,
+    machine: Described,
+    step: Step,
+    file: Path | None = None,
+    measure: bool = False,
+    tell: Tell = lambda *_: None,
+) -> Planned:
+    """The plan; with `measure` after the model was run for a moment, of which `tell` is told.
+
+    Raises `ConfigError` and `BudgetError`.
+    """
+    _check(step, file)
+    if measure and (model.name is None or machine.gpu is not None):
+        raise ConfigError("--measure runs the model on this machine: it needs --model, and no --gpu")
+    content = None if file is None else read_json(file)
+    config = None if content is None else load_config(content)
+    dtype = step.dtype or (config.dtype if config is not None else _dtype(machine))
+    on = hardware(machine, dtype, config is not None and config.torch_autocast.enabled)
+    units = config.offload.units if config is not None else ()
+    of = shape(model, step.sequence, DTYPES[dtype], units)
+    if content is None:
+        load = Load(step.batch or 1, step.accumulation or 1)
+        on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
+        options: dict[str, Any] = {"dtype": dtype, "durability": step.durability or "auto"}
+        if machine.gpu is None and on.drives and not machine.drives:
+            options["paths"] = [drive.name for drive in on.drives]
+        return choice.choose(of, on, load, step.recompute, **options)
+    sizes = resolve_batch(load_config(content), 1)
+    load = Load(step.batch or sizes.micro, step.accumulation or sizes.accumulation, bool(step.recompute))
+    on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
+    return choice.plan(of, on, load, content)
+
+
+def _dtype(machine: Described) -> str:
+    """Return what a run takes by default: on a described machine bf16, on this one what `offload train` chooses."""
+    found = kept() if machine.gpu is None else None
+    return "bf16" if found is None else choose(torch.device("cuda" if found.machine["gpu"] else "cpu")).dtype
+
+
+def _check(step: Step, file: Path | None) -> None:
+    for name, value in (("batch-size", step.batch), ("seq-len", step.sequence), ("accumulation", step.accumulation)):
+        if value is not None and value < 1:
+            raise ConfigError(f"expected {name} of at least 1, got {value}")
+    if step.dtype is not None and step.dtype not in DTYPES:
+        raise ConfigError(f"there is no dtype {step.dtype!r}: expected {', '.join(DTYPES)}")
+    if step.durability is not None and step.durability not in _DURABILITIES:
+        raise ConfigError(f"there is no durability {step.durability!r}: expected {', '.join(_DURABILITIES)}")
+    if file is not None and (step.dtype or step.durability):
+        raise ConfigError("--dtype and --durability are the config's where one is given; change it there")
+
+
+def shape(model: Model, sequence: int, dtype: torch.dtype, units: Sequence[str] = ()) -> Shape:
+    """The model in numbers."""
+    if model.name is not None:
+        if model.parameters is not None or model.layers is not None:
+            raise ConfigError("give --model, or --parameters and --layers, not both")
+        return from_name(model.name, sequence, dtype, units)
+    if model.parameters is None or model.layers is None:
+        raise ConfigError("expected a model: --model llama-7b, or --parameters 13B --layers 40")
+    return from_count(model.parameters, model.layers, sequence, dtype.itemsize)
+
+
+def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) -> Hardware:
+    """The described machine, or the probed one with what was said of it, for weights of this dtype."""
+    ram = None if machine.ram is None else parse_size(machine.ram)
+    drives = tuple(map(parse_drive, machine.drives))
+    memory = None if machine.memory is None else parse_rate(machine.memory)
+    link = None if machine.link is None else parse_rate(machine.link)
+    if machine.gpu is not None:
+        if machine.paths:
+            raise ConfigError("--nvme-path is a drive of the probed machine; with --gpu describe drives by --drive")
+        return described(machine.gpu, ram, drives, memory, link, dtype, autocast)
+    found = kept()
+    if found is None:
+        raise ConfigError(
+            "this machine was not probed: run `offload probe /mnt/nvme` first, or describe one: "
+            "--gpu 24GB --ram 64GB --drive 7GB/s,4GB/s"
+        )
+    if memory is not None or link is not None:
+        raise ConfigError("--memory-bandwidth and --pcie belong to a described machine; give --gpu too")
+    on = probed(found, free_host_memory() if ram is None else ram, machine.paths, dtype, autocast)
+    return replace(on, drives=drives) if drives else on
+
+
+# -- drives -------------------------------------------------------------------------------------------
+
+
+def endurance(on: Hardware, given: str | None) -> int | None:
+    """Bytes that all drives together may be written: as given for each, or as SMART tells of all; None else."""
+    if given is not None:
+        return parse_tbw(given) * max(len(on.drives), 1)
+    told = [_by_smart(drive.name) for drive in on.drives if os.path.isdir(drive.name)]
+    known = [each for each in told if each is not None]
+    return sum(known) if known and len(known) == len(on.drives) else None
+
+
+def parse_tbw(text: str) -> int:
+    """Bytes of "1200TB"; a number alone is of terabytes, as "drive_tbw" in a config."""
+    plain = re.fullmatch(r"\s*[0-9]+(\.[0-9]+)?\s*", text)
+    nbytes = parse_size(f"{text.strip()}TB" if plain else text)
+    if not nbytes:
+        raise ConfigError(f"expected what a drive may be written, such as 1200TB, got {text!r}")
+    return nbytes
+
+
+def _by_smart(folder: str) -> int | None:
+    """What is written so far over the share of its life that the drive says is used; needs smartctl and rights."""
+    from offload.hardware.info import drive as about_drive
+
+    with contextlib.suppress(OSError, ValueError, KeyError, subprocess.SubprocessError):
+        if shutil.which("smartctl") is None:
+            return None
+        command = ["smartctl", "-j", "-A", about_drive(folder)["device"]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        return rated_bytes(json.loads(done.stdout))
+    return None
+
+
+def rated_bytes(smart: Mapping[str, Any]) -> int | None:
+    """From smartctl's JSON of an NVMe drive; None for one that has used less than a hundredth of its life."""
+    log = smart["nvme_smart_health_information_log"]
+    used, written = int(log["percentage_used"]), int(log["data_units_written"]) * 512_000
+    return written * 100 // used if used else None
+
+
+# -- the config ---------------------------------------------------------------------------------------
+
+
+def check_target(path: Path | None) -> None:
+    """Raise `ConfigError` where a config cannot be written, or would be written over another."""
+    if path is None:
+        return
+    if path.exists():
+        raise ConfigError(f"{path} exists already; give another file")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {path.absolute().parent}")
+
+
+def ready(planned: Planned) -> dict[str, Any]:
+    """The config of a plan with its budgets in it: a run of it holds what the plan says.
+
+    Of a GPU no budget is written unless one was asked for: the first step measures what activations leave free.
+    """
+    content = copy.deepcopy(dict(planned.content))
+    block = content.setdefault("offload", {})
+    if planned.memory.host:
+        block.setdefault("host_memory", format_exact(planned.memory.host))
+    if planned.hardware.on_cpu:
+        block.setdefault("device_memory", format_exact(planned.memory.device))
+    content.setdefault("train_micro_batch_size_per_gpu", planned.load.batch)
+    content.setdefault("gradient_accumulation_steps", planned.load.accumulation)
+    return content
+
+
+def format_exact(nbytes: int) -> int | str:
+    """As people write it, where that is the same number."""
+    words = format_size(nbytes).replace(" ", "")
+    return words if parse_size(words) == nbytes else nbytes
+
+
+def write_config(planned: Planned, path: Path, said: Mapping[str, Any]) -> None:
+    """Write the ready config, with what is `said` of learning; none is left where that fails. Errors are `OSError`."""
+    text = json.dumps({**ready(planned), **said}, indent=2) + "\n"
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            try:
+                file.write(text)
+                file.flush()
+            except OSError:
+                path.unlink()
+                raise
+    except OSError as error:
+        raise OSError(f"cannot write the config {path}: {error.strerror}; give --write another file") from error

@@ -1,0 +1,196 @@
+"""The update worker on numbers: a few tiles, read, computed and written, as in the engine's `updater`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from offload.aio import Priority
+from offload.planner.simulation.clock import Work
+from offload.planner.simulation.machine import Acting, Machine
+from offload.planner.simulation.pager import SimulatedPager
+from offload.states import Tier
+from offload.swapper.memory.host_arena import TILE_BUFFERS
+
+
+class UpdateCost(NamedTuple):
+    """What a unit's update moves and computes. Bytes are of what is at home on DISK."""
+
+    numel: int
+    """Elements that the kernel works on."""
+    weight_nbytes: int = 0
+    """Trainable weights: read, unless a lease holds them."""
+    state_nbytes: int = 0
+    """Other states: read."""
+    written_nbytes: int = 0
+    """Weights and states that are written, also where they have their home above DISK."""
+    gradient_nbytes: int = 0
+    """A gradient that spills: written after the unit's last use, read by the update."""
+
+
+class _Job:
+    """A unit's update under way."""
+
+    def __init__(self, unit: int, cost: UpdateCost, leased: bool, delivered: bool) -> None:
+        self.unit, self.cost, self.leased, self.delivered = unit, cost, leased, delivered
+        self.next_start = 0
+        self.unwritten_tiles = 0
+        self.computed = False
+
+
+class _Tile(NamedTuple):
+    job: _Job
+    start: int
+    stop: int
+    reads: list[Work]
+    writes: list[Work]
+
+
+class SimulatedUpdater:
+    """The update worker is `act`; `schedule`, `finish` and `spill` belong to the thread that runs the model."""
+
+    def __init__(
+        self,
+        costs: Sequence[UpdateCost | None],
+        tile_numel: int | None,
+        pager: SimulatedPager,
+        machine: Machine,
+    ) -> None:
+        self._costs, self._tile_numel, self._pager, self._machine = costs, tile_numel, pager, machine
+        self.undelivered = 0
+        self._gradients: dict[int, Work] = {}
+        """Writes of gradients that spill."""
+        self._queue: deque[int] = deque()
+        self._job: _Job | None = None
+        self._reading: deque[_Tile] = deque()
+        self._writing: deque[_Tile] = deque()
+        self._free = TILE_BUFFERS
+        self._busy = False
+        self._flushing = 0
+
+    def spill(self, unit: int) -> None:
+        """The step's gradient of `unit` is there: it goes to DISK, where it waits there."""
+        cost = self._costs[unit]
+        if cost is not None and cost.gradient_nbytes:
+            nbytes = cost.gradient_nbytes
+            self._gradients[unit] = self._machine.write("gradient write", "gradients_written", unit, nbytes)
+
+    def schedule(self, order: Sequence[int]) -> None:
+        """Enqueue the updates of a step, in the order of their next use."""
+        first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
+        units = [unit for unit, cost in enumerate(self._costs) if cost is not None]
+        units.sort(key=lambda unit: (first_use.get(unit, len(order)), unit))
+        self._pager.begin_updates(units)
+        self._queue.extend(units)
+        self._busy = True
+        self._pager.notify()
+
+    def finish(self) -> Acting[None]:
+        self._flushing += 1
+        self._pager.notify()
+        while self._busy:
+            yield from self._pager.change()
+        self._flushing -= 1
+
+    def act(self) -> Acting[None]:
+        while True:
+            yield lambda: True  # whoever waited for what was done just now goes on first
+            seen = self._pager.version
+            self._retire()
+            while self._free and (tile := (yield from self._next_tile())) is not None:
+                self._reading.append(tile)
+            if self._reading:
+                yield from self._compute_tile(self._reading.popleft())
+            elif self._writing:
+                for write in self._writing[0].writes:
+                    yield from self._machine.spent("writes", write)
+            elif self._busy and self._job is None and not self._queue:
+                self._busy = False
+                self._pager.notify()
+            else:
+                yield from self._pager.change(seen)
+
+    def _retire(self) -> None:
+        """Take back tiles whose writes are done, oldest first."""
+        while self._writing and all(write.done for write in self._writing[0].writes):
+            job = self._writing.popleft().job
+            self._free += 1
+            job.unwritten_tiles -= 1
+            if job.computed and job.unwritten_tiles == 0:
+                self._written(job)
+
+    def _next_tile(self) -> Acting[_Tile | None]:
+        if self._job is None:
+            self._job = yield from self._next_job()
+            if self._job is None:
+                return None
+        job = self._job
+        start, stop = job.next_start, job.cost.numel
+        if self._tile_numel is not None:
+            stop = min(start + self._tile_numel, stop)
+        job.next_start = stop
+        job.unwritten_tiles += 1
+        if stop == job.cost.numel:
+            self._job = None
+        self._free -= 1
+        reads = yield from self._read_tile(job, start, stop)
+        return _Tile(job, start, stop, reads, [])
+
+    def _next_job(self) -> Acting[_Job | None]:
+        """The unit that somebody waits for, else the first; None where it needs a lease worth waiting for."""
+        if not self._queue:
+            return None
+        wanted = self._pager.wanted_update()
+        unit = wanted if wanted is not None and wanted in self._queue else self._queue[0]
+        entry, cost = self._pager.entries[unit], self._costs[unit]
+        assert cost is not None
+        leased = False
+        if self._pager.delivers(unit):
+            leased = yield from self._pager.lease_for_update(entry)
+            going_on = self._flushing or self._pager.starved or self._pager.wanted_update() is not None
+            if not leased and (self._reading or self._writing or not going_on):
+                return None
+        self._queue.remove(unit)
+        delivered = leased or entry.size.home is Tier.DEVICE
+        self.undelivered += not delivered
+        return _Job(unit, cost, leased, delivered)
+
+    def _read_tile(self, job: _Job, start: int, stop: int) -> Acting[list[Work]]:
+        entry, cost = self._pager.entries[job.unit], job.cost
+        nbytes = _share(cost.state_nbytes, start, stop, cost.numel)
+        if entry.size.home is Tier.DISK and not (job.leased and self._pager.holds_weights(job.unit)):
+            nbytes += _share(cost.weight_nbytes, start, stop, cost.numel)
+            if job.leased and start == 0:  # a lease is read whole, what is frozen too
+                nbytes += entry.size.part_nbytes - cost.weight_nbytes
+        reads = [self._machine.read("update read", "updates_read", job.unit, nbytes, Priority.NORMAL)]
+        if cost.gradient_nbytes:
+            yield from self._machine.spent("writes", self._gradients.get(job.unit))
+            nbytes = _share(cost.gradient_nbytes, start, stop, cost.numel)
+            reads.append(self._machine.read("gradient read", "gradients_read", job.unit, nbytes, Priority.NORMAL))
+        return reads
+
+    def _compute_tile(self, tile: _Tile) -> Acting[None]:
+        for read in tile.reads:
+            yield from self._machine.spent("reads", read)
+        job, cost = tile.job, tile.job.cost
+        yield from self._machine.spent("kernels", self._machine.update(job.unit, tile.stop - tile.start))
+        if cost.written_nbytes:
+            nbytes = _share(cost.written_nbytes, tile.start, tile.stop, cost.numel)
+            tile.writes.append(self._machine.write("update write", "updates_written", job.unit, nbytes))
+        self._writing.append(tile)
+        if tile.stop == cost.numel:
+            job.computed = True
+            if job.delivered:
+                unwritten = any(t.job is job and t.writes for t in self._writing)
+                self._pager.publish(job.unit, job.leased, unwritten)
+
+    def _written(self, job: _Job) -> None:
+        if not job.delivered:
+            self._pager.publish(job.unit, False, False)
+        self._pager.written(job.unit)
+
+
+def _share(nbytes: int, start: int, stop: int, numel: int) -> int:
+    """What elements [start, stop) have of the bytes of `numel`; all shares together are `nbytes`."""
+    return nbytes * stop // numel - nbytes * start // numel

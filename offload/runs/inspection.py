@@ -1,0 +1,225 @@
+"""`offload inspect`: what lies in a folder of swap files, whoever has it, or of checkpoints.
+
+Takes nothing and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from offload.engine.checkpoint.directory import leftovers as leftovers_of_saves
+from offload.engine.checkpoint.directory import saver
+from offload.engine.checkpoint.files import (
+    LATEST,
+    MANIFEST,
+    is_checkpoint,
+    may_be_checkpoint,
+    read_manifest,
+    refuse_rank,
+    wrong_files,
+)
+from offload.errors import StoreError
+from offload.swapper.store import rank_folders
+from offload.swapper.store.inspection import Commit, Found, Wrong, allocated_nbytes, is_rank, is_run, leftovers, look
+from offload.swapper.store.rank_folder import holder
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """JSON of what `path` is: an nvme path with its runs, a run, a rank of one, a checkpoint, or a folder of such.
+
+    Sizes in bytes.
+
+    Raises `StoreError` where there is no such folder.
+    """
+    if not path.is_dir():
+        raise StoreError(f"there is no folder {path}")
+    path = path.resolve()
+    if may_be_checkpoint(path):
+        return {"kind": "checkpoint", **_checkpoint(path)}
+    if is_rank(path):
+        return {"kind": "rank", **_run(path.parent, [path])}
+    if _holds_a_run(path):
+        return {"kind": "run", **_run(path, rank_folders(path))}
+    refuse_rank(path)
+    saved = [each for each in path.iterdir() if may_be_checkpoint(each) and not each.name.startswith(".")]
+    if saved or (path / LATEST).is_file() or any(leftovers_of_saves(path)):
+        return {"kind": "checkpoints", **_checkpoints(path, saved)}
+    runs = [_run(each, rank_folders(each)) for each in sorted(path.iterdir()) if _holds_a_run(each)]
+    return {"kind": "nvme_path", "path": str(path), "runs": runs}
+
+
+def _holds_a_run(path: Path) -> bool:
+    """Whether this is a run's folder; one of checkpoints with such tags as rank0 is not."""
+    ranks = rank_folders(path)
+    return is_run(path) and (not ranks or not all(map(is_checkpoint, ranks)))
+
+
+def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
+    found = [look(folder) for folder in folders if is_rank(folder)]
+    ranks = [_rank(each) for each in found]
+    known = next((each.manifest for each in found if each.manifest is not None), None)
+    content: dict[str, Any] = {
+        "path": str(path),
+        "run": path.name,
+        "model": None,
+        "mode": None,
+        "world_size": None,
+        "slots": None,
+        "made_by": None,
+        "drives": [],
+        "allocated_bytes": sum(rank["allocated_bytes"] for rank in ranks),
+        "finished": _finished(path / "finished.json"),
+        "leftovers": leftovers(path, found),
+        "ranks": ranks,
+        "missing_ranks": [],
+    }
+    if known is not None:
+        layout, about = known.spec.fingerprint, known.spec.about
+        size = int(layout.get("world_size", 1))
+        content |= {
+            "model": _model(layout, about),
+            "mode": layout.get("mode"),
+            "world_size": size,
+            "slots": known.spec.slots,
+            "made_by": about.get("offload"),
+            "drives": list(known.drives),
+        }
+        if len(folders) == len(rank_folders(path)):
+            content["missing_ranks"] = sorted(set(range(size)) - {rank["rank"] for rank in ranks})
+    return content
+
+
+def _checkpoints(path: Path, saved: Sequence[Path]) -> dict[str, Any]:
+    latest = path / LATEST
+    found = [_checkpoint(each) for each in saved]
+    goes, returns = leftovers_of_saves(path)
+    return {
+        "path": str(path),
+        "latest": latest.read_text(errors="replace").strip() if latest.is_file() else None,
+        "checkpoints": sorted(found, key=lambda each: (each["epoch"] or 0, each["created"] or "")),
+        "saved_to_by": saver(path),
+        "leftovers": [str(each) for each in goes],
+        "set_aside": [str(each) for each in returns],
+    }
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "path": str(path),
+        "tag": path.name,
+        "step": None,
+        "epoch": None,
+        "created": None,
+        "age_seconds": None,
+        "model": None,
+        "mode": None,
+        "world_size": None,
+        "frozen_weights": None,
+        "made_by": None,
+        "bytes": sum(each.stat().st_size for each in path.iterdir() if each.is_file()),
+        "damaged": [],
+    }
+    try:
+        manifest = read_manifest(path)
+    except StoreError as error:
+        return {**content, "damaged": [Wrong(str(path / MANIFEST), str(error))._asdict()]}
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(manifest.created)
+    wrong = [Wrong(str(path / name), reason) for name, reason in wrong_files(path, manifest).items()]
+    return {
+        **content,
+        "step": manifest.epoch,
+        "epoch": manifest.epoch,
+        "created": manifest.created,
+        "age_seconds": round(max(0.0, age.total_seconds()), 1),
+        "model": _model(manifest.layout, manifest.about),
+        "mode": manifest.layout["mode"],
+        "world_size": manifest.world_size,
+        "frozen_weights": manifest.frozen,
+        "made_by": manifest.about.get("offload"),
+        "damaged": [each._asdict() for each in wrong],
+    }
+
+
+def _model(layout: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
+    count = trainable = 0
+    for unit in layout.get("units", ()):
+        for parameter in unit["parameters"]:
+            numel = math.prod(parameter["shape"])
+            count += numel
+            trainable += numel * parameter["trainable"]
+    return {
+        "class": about.get("class"),
+        "parameters": count,
+        "trainable": trainable,
+        "units": len(layout.get("units", ())),
+    }
+
+
+def _rank(found: Found) -> dict[str, Any]:
+    manifest = found.manifest
+    states: dict[str, None] = {}
+    for row in () if manifest is None else manifest.spec.partitions:
+        states |= dict.fromkeys(state.value for state in row)
+    return {
+        "rank": found.rank,
+        "folder": str(found.folder),
+        "drive": found.drive,
+        "holder": holder(found.folder),
+        "id": None if manifest is None else manifest.id,
+        "created": None if manifest is None else manifest.created,
+        "states": list(states),
+        "commits": [_commit(each, newest=index == 0) for index, each in enumerate(found.commits)],
+        "drives": [] if found.drive else [_drive(folder) for folder in found.folders],
+        "allocated_bytes": allocated_nbytes([found.folder] if found.drive else found.folders),
+        **_written(found),
+        "other_format": found.other_format,
+        "damaged": [wrong._asdict() for wrong in found.wrong],
+    }
+
+
+def _written(found: Found) -> dict[str, Any]:
+    """What this rank has written to each of its drives in the life of the run, up to its last commit."""
+    nbytes, rated = found.whole[0].written if found.whole else ([], None)
+    return {"written_bytes": nbytes, "rated_bytes": rated}
+
+
+def _commit(commit: Commit, newest: bool) -> dict[str, Any]:
+    record = commit.record
+    moment = record.time_ns / 1e9
+    # The commit that is being made writes over the blob of the one before.
+    blob = "right" if commit.blob is not None else "damaged" if newest else "written over"
+    return {
+        "serial": record.serial,
+        "step": record.epoch,
+        "epoch": record.epoch,
+        "time": datetime.fromtimestamp(moment, timezone.utc).isoformat(timespec="seconds"),
+        "age_seconds": round(max(0.0, time.time() - moment), 1),
+        "blob": blob,
+        "blob_bytes": record.blob_nbytes,
+    }
+
+
+def _drive(folder: Path) -> dict[str, Any]:
+    states = folder / "states"
+    return {
+        "path": str(folder),
+        "states_bytes": states.stat().st_size if states.is_file() else None,
+        "allocated_bytes": allocated_nbytes([folder]),
+    }
+
+
+def _finished(path: Path) -> dict[str, Any] | None:
+    """What a run that ended has left; empty where it cannot be read."""
+    if not path.is_file():
+        return None
+    try:
+        note = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {}

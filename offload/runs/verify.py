@@ -1,0 +1,323 @@
+"""`offload verify`: every byte of a run's last commit, or of a checkpoint, compared with its checksum.
+
+Of a run without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from offload.aio import StripedFile
+from offload.aio.protocols import Queue
+from offload.engine.checkpoint.files import find, progress_file, read_manifest, wrong_files
+from offload.engine.model_io.weight_source import lock_and_look, ranks_of
+from offload.errors import IoError, StoreError
+from offload.sizes import count_of, format_size
+from offload.swapper.store.format.commit_record import last_of_all
+from offload.swapper.store.inspection import Commit, Found, Wrong
+from offload.swapper.store.rank_folder import reserve
+from offload.swapper.store.verify import Damage, damages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport:
+    """What was found in one rank's folder."""
+
+    folder: Path
+    rank: int
+    serial: int | None
+    epoch: int | None
+    """The step of the commit that was read: the last that is whole on all ranks, so that a resume would take it."""
+    nbytes: int
+    """Compared, of that commit."""
+    wrong: tuple[Wrong, ...]
+    """Files that are not what was written."""
+    damages: tuple[Damage, ...]
+    places: tuple[tuple[tuple[str, int, int], ...], ...]
+    """For each damage the file, offset and bytes on each drive."""
+    before: str | None
+    """The commit before, in words; None where there is none."""
+    compared: bool = True
+    """Whether the states could be read."""
+
+    @property
+    def whole(self) -> bool:
+        return not (self.wrong or self.damages)
+
+
+class Report(NamedTuple):
+    """What was found in a run's folder."""
+
+    path: Path
+    epoch: int | None
+    ranks: tuple[RankReport, ...]
+
+    @property
+    def whole(self) -> bool:
+        return all(rank.whole for rank in self.ranks)
+
+    def lines(self, most: int) -> list[str]:
+        """In words, with at most so many damages of each rank."""
+        found: list[str] = []
+        for each in self.ranks:
+            found += [f"rank {each.rank}: damaged: {wrong}" for wrong in each.wrong]
+            found += [f"rank {each.rank}: damaged: {damage}" for damage in each.damages[:most]]
+            if len(each.damages) > most:
+                found.append(f"rank {each.rank}: and {len(each.damages) - most} more")
+            if each.epoch is None:
+                found.append(f"rank {each.rank}: no commit is whole; it cannot be resumed, go back to a checkpoint")
+            else:
+                state = "whole" if each.compared else "could not be read"
+                state = f"damaged in {count_of(len(each.damages), 'place')}" if each.damages else state
+                before = f"; {each.before}" if each.before else ""
+                words = f"step {each.epoch}, commit {each.serial}, {format_size(each.nbytes)}"
+                found.append(f"rank {each.rank}: {words}: {state}{before}")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "path": str(self.path),
+            "whole": self.whole,
+            "step": self.epoch,
+            "epoch": self.epoch,
+            "ranks": [
+                {
+                    "rank": each.rank,
+                    "serial": each.serial,
+                    "step": each.epoch,
+                    "epoch": each.epoch,
+                    "bytes": each.nbytes,
+                    "before": each.before,
+                    "files": [wrong._asdict() for wrong in each.wrong],
+                    "damages": [
+                        {**damage._asdict(), "places": [list(place) for place in places]}
+                        for damage, places in zip(each.damages, each.places, strict=True)
+                    ],
+                }
+                for each in self.ranks
+            ],
+        }
+
+
+class CheckpointReport(NamedTuple):
+    """What was found in a checkpoint's folder."""
+
+    path: Path
+    epoch: int
+    world_size: int
+    nbytes: int
+    """Compared."""
+    wrong: tuple[Wrong, ...]
+
+    @property
+    def whole(self) -> bool:
+        return not self.wrong
+
+    def lines(self, most: int) -> list[str]:
+        """In words, with at most so many damages."""
+        found = [f"damaged: {wrong}" for wrong in self.wrong[:most]]
+        if len(self.wrong) > most:
+            found.append(f"and {len(self.wrong) - most} more")
+        state = f"damaged in {count_of(len(self.wrong), 'place')}" if self.wrong else "whole"
+        return [*found, f"{self.path}: step {self.epoch}, {format_size(self.nbytes)}: {state}"]
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "path": str(self.path),
+            "whole": self.whole,
+            "step": self.epoch,
+            "epoch": self.epoch,
+            "world_size": self.world_size,
+            "bytes": self.nbytes,
+            "files": [wrong._asdict() for wrong in self.wrong],
+        }
+
+
+class Checking(Protocol):
+    """What can be verified."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that will be read at most."""
+        ...
+
+    def run(self, queue: Queue, progress: Callable[[int], None]) -> Report | CheckpointReport:
+        """Read and compare all."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_checking(path: Path) -> Checking:
+    """A run's folder, a checkpoint's, or one of checkpoints, of which it is the latest.
+
+    Raises `StoreError` where there is none of these, or it cannot be verified.
+    """
+    checkpoint = find(path, None)
+    return RunChecking(path) if checkpoint is None else CheckpointChecking(Path(checkpoint))
+
+
+class CheckpointChecking:
+    """A checkpoint whose manifest is right; the rest shows as it is read."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._path, self._manifest = checkpoint, read_manifest(checkpoint)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self._manifest.files.values())
+
+    def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> CheckpointReport:
+        """Read and compare all, or say why nothing of it can be loaded."""
+        from offload.engine.checkpoint.load import compare_bytes, look
+
+        path, manifest = self._path, self._manifest
+        wrong = [Wrong(str(path / name), reason) for name, reason in wrong_files(path, manifest).items()]
+        nbytes = 0
+
+        def compared(count: int) -> None:
+            nonlocal nbytes
+            nbytes += count
+            progress(count)
+
+        def damaged(file: Path, name: str) -> None:
+            wrong.append(Wrong(str(file), f"the checksum of {name} is not the one written"))
+
+        for rank in range(0 if wrong else manifest.world_size):
+            try:
+                found = look(path, rank, manifest.world_size, {})
+                compare_bytes(found, [(rank, name) for name in found.places], queue, damaged, compared)
+                compared(manifest.files[progress_file(rank)].nbytes)
+            except (StoreError, IoError) as error:
+                wrong.append(Wrong(str(path), str(error)))
+        return CheckpointReport(path, manifest.epoch, manifest.world_size, nbytes, tuple(wrong))
+
+    def close(self) -> None:
+        """Nothing is open between calls."""
+
+
+class RunChecking:
+    """A run whose ranks are locked while they are read. Raises `StoreError` where it cannot be verified."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._open = contextlib.ExitStack()
+        try:
+            self._found = ranks_of(run, lock_and_look(run, self._open))
+            for each in self._found:
+                if not each.commits and not each.wrong:
+                    raise StoreError(f"{each.folder}: nothing was committed yet")
+        except BaseException:
+            self._open.close()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that will be read at most."""
+        return sum(_nbytes(c) for each in self._found for c in each.commits)
+
+    def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> Report:
+        """Read and compare all."""
+        serial = last_of_all(each.whole[0].record.serial for each in self._found if each.whole) or 0
+        ranks = [_check(each, serial, queue, progress) for each in self._found]
+        lost = any(rank.epoch is None for rank in ranks)
+        return Report(self._run, None if lost else ranks[0].epoch, tuple(ranks))
+
+    def close(self) -> None:
+        """Give the locks back; idempotent."""
+        self._open.close()
+
+
+def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], None]) -> RankReport:
+    wrong = list(found.wrong)
+    bad: list[Damage] = []
+    places: list[tuple[tuple[str, int, int], ...]] = []
+    before: str | None = None
+    compared = False
+    if not found.whole:
+        return RankReport(
+            folder=found.folder,
+            rank=found.rank,
+            serial=None,
+            epoch=None,
+            nbytes=0,
+            wrong=found.wrong,
+            damages=(),
+            places=(),
+            before=None,
+        )
+    commit = found.commit(serial)
+    if commit is None:
+        commit = found.whole[0]
+        have = ", ".join(str(c.record.serial) for c in found.commits)
+        wrong.append(Wrong(str(found.folder), f"it holds commits {have}; the last that is whole elsewhere is {serial}"))
+    record = commit.record
+    try:
+        with found.open_states() as file:
+            for damage in _damages(found, commit, file, queue, progress):
+                bad.append(damage)
+                places.append(_places(file, damage))
+            compared = True
+            other = next((c for c in found.commits if c.record.serial < record.serial), None)
+            if other is not None:
+                before = _before(found, other, file, queue, progress)
+        if bad and serial == max(c.record.serial for c in found.commits):
+            reserve(found.folder / "suspect", 1)  # the next resume compares all, and takes the commit before if it can
+    except IoError as error:  # missing: it is among what is wrong, unless it cannot be opened for another reason
+        if not any(each.path.startswith(error.path) or error.path.startswith(each.path) for each in wrong):
+            wrong.append(Wrong(error.path, str(error)))
+    return RankReport(
+        folder=found.folder,
+        rank=found.rank,
+        serial=record.serial,
+        epoch=record.epoch,
+        nbytes=_nbytes(commit) if compared else 0,
+        wrong=tuple(wrong),
+        damages=tuple(bad),
+        places=tuple(places),
+        before=before,
+        compared=compared,
+    )
+
+
+def _damages(
+    found: Found, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]
+) -> Generator[Damage]:
+    assert found.manifest is not None
+    spec = found.manifest.spec
+    return damages(file, queue, spec.places(), commit.record.slots, commit.table, spec.title, progress)
+
+
+def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]) -> str:
+    """Whether one could still go back.
+
+    The step after the last commit writes over it, as it should; its bytes are then as wrong as damaged ones.
+    """
+    commit_before = f"the commit before, step {commit.record.epoch},"
+    either = "the step after the last commit has begun to write over it, or it is damaged"
+    if commit.blob is None:
+        return f"{commit_before} is not whole: its blob.{commit.record.blob} is not what was written; {either}"
+    looking = _damages(found, commit, file, queue, progress)
+    try:
+        first = next(looking, None)
+        return f"{commit_before} is whole too" if first is None else f"{commit_before} is not whole: {first}; {either}"
+    finally:
+        looking.close()  # what it reads ahead ends before the file is closed
+
+
+def _places(file: StripedFile, damage: Damage) -> tuple[tuple[str, int, int], ...]:
+    parts = file.parts()
+    return tuple(
+        (parts[drive].path, offset, nbytes)
+        for drive, offset, nbytes in file.layout.places(damage.offset, damage.nbytes)
+    )
+
+
+def _nbytes(commit: Commit) -> int:
+    return sum(stretch.nbytes for slot in commit.table.values() for stretch in slot)

@@ -1,0 +1,152 @@
+"""Schedules that rise to a learning rate and then stay, fall in a line, or by a cosine."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from offload.config import schedule_params
+from offload.config.blocks.scheduler import (
+    WarmupCosineParams,
+    WarmupDecayParams,
+    WarmupParams,
+)
+from offload.schedules.base import Schedule
+
+logger = logging.getLogger("offload")
+
+
+def _rise(steps: int, params: WarmupParams | WarmupCosineParams) -> float:
+    """How much of the warm-up is done, from 0 to 1, while `steps` are at most those of the warm-up."""
+    if not steps:
+        return 0.0
+    length = _length(params)
+    return math.log(steps) / math.log(length) if params.warmup_type == "log" else (steps - 1) / length
+
+
+def _length(params: WarmupParams | WarmupCosineParams) -> int:
+    return max(2, params.warmup_num_steps)
+
+
+def _tell_of_no_end(params: WarmupDecayParams | WarmupCosineParams) -> None:
+    if params.total_num_steps < params.warmup_num_steps:
+        logger.warning(
+            "total_num_steps %d is less than warmup_num_steps %d: the learning rate still rises when training ends",
+            params.total_num_steps,
+            params.warmup_num_steps,
+        )
+
+
+class WarmupLR(Schedule):
+    """Rises to a learning rate over so many steps, and stays there.
+
+    `warmup_min_lr` and `warmup_max_lr` are a number, or a list of one for each group; None is the group's own.
+    """
+
+    PEAK = "warmup_max_lr"
+    _params: WarmupParams
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | str | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        given = {
+            "warmup_min_lr": warmup_min_lr,
+            "warmup_max_lr": "auto" if warmup_max_lr is None else warmup_max_lr,
+            "warmup_num_steps": warmup_num_steps,
+            "warmup_type": warmup_type,
+        }
+        super().__init__(optimizer, schedule_params(WarmupParams, given), last_batch_iteration)
+
+    def _begin(self) -> None:
+        self._check_pairs()
+
+    def _lrs(self, steps: int) -> list[float]:
+        share = self._share(steps)
+        pairs = zip(self._of_each("warmup_min_lr"), self._of_each("warmup_max_lr"), strict=True)
+        return [low + (high - low) * share for low, high in pairs]
+
+    def _share(self, steps: int) -> float:
+        return _rise(steps, self._params) if steps <= _length(self._params) else 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """Rises to a learning rate, and falls in a line until `total_num_steps`: to 0, or to `warmup_min_lr`."""
+
+    _params: WarmupDecayParams
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | str | None = 1e-3,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        given = {
+            "total_num_steps": total_num_steps,
+            "warmup_min_lr": warmup_min_lr,
+            "warmup_max_lr": "auto" if warmup_max_lr is None else warmup_max_lr,
+            "warmup_num_steps": warmup_num_steps,
+            "warmup_type": warmup_type,
+        }
+        Schedule.__init__(self, optimizer, schedule_params(WarmupDecayParams, given), last_batch_iteration)
+
+    def _begin(self) -> None:
+        self._check_pairs()
+        _tell_of_no_end(self._params)
+
+    def _share(self, steps: int) -> float:
+        length, total = _length(self._params), self._params.total_num_steps
+        if steps <= length:
+            return _rise(steps, self._params)
+        return max(0.0, (total - steps + 1) / max(1, total - length))
+
+
+class WarmupCosineLR(Schedule):
+    """Rises to each group's own learning rate, and falls along a cosine to `cos_min_ratio` of it."""
+
+    _params: WarmupCosineParams
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 1e-4,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        given = {
+            "total_num_steps": total_num_steps,
+            "warmup_min_ratio": warmup_min_ratio,
+            "warmup_num_steps": warmup_num_steps,
+            "cos_min_ratio": cos_min_ratio,
+            "warmup_type": warmup_type,
+        }
+        super().__init__(optimizer, schedule_params(WarmupCosineParams, given), last_batch_iteration)
+
+    def _begin(self) -> None:
+        _tell_of_no_end(self._params)
+
+    def _lrs(self, steps: int) -> list[float]:
+        ratio = self._ratio(steps)
+        return [base * ratio for base in self.base_lrs]
+
+    def _ratio(self, steps: int) -> float:
+        params, length = self._params, _length(self._params)
+        if steps <= length:
+            start = params.warmup_min_ratio
+            return start + (1 - start) * _rise(steps, params)
+        done = min(1.0, (steps - length) / max(1, params.total_num_steps - length))
+        return params.cos_min_ratio + (1 - params.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2

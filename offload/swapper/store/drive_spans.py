@@ -1,0 +1,62 @@
+"""Spans of what goes to the drives: requests, from their submission to their end, and commits.
+
+submit ── began = now() ──► the queue ──► the request ends, on the queue's thread ──► show: one span
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from offload.errors import IoError
+from offload.states import State
+from offload.timeline import OFF, Row, Timeline, now
+
+if TYPE_CHECKING:
+    from offload.aio.protocols import Future
+
+
+class DriveSpans:
+    """Records requests by unit and state, and commits. One object serves the store and the scratch files."""
+
+    def __init__(self, timeline: Timeline, names: Sequence[str]) -> None:
+        """`names` has the name of each unit, as it is shown."""
+        self._timeline = timeline
+        self._recorded = timeline.recorded
+        self._titles = [{state: f"{name} {state.value}" for state in State} for name in names]
+
+    def show(self, row: Row, unit: int, state: State, began: int, nbytes: int, future: Future) -> Future:
+        """Records the request of `future` when it has ended, and returns `future`.
+
+        Args:
+            row: `Row.READS` or `Row.WRITES`.
+            unit: The unit whose bytes are moved.
+            state: The state of the unit.
+            began: The moment before the submission, of `now`.
+            nbytes: The bytes that are moved.
+            future: The request. A request that fails is recorded with its error.
+        """
+        if not self._recorded.started:  # nor will it be, where nobody records
+            return future
+        title = self._titles[unit][state]
+
+        # A thread of the queue runs this, beside the waiters of the request, so it must not block.
+        def ended(request: Future) -> None:
+            end, words = now(), title
+            try:
+                request.wait()
+            except IoError as error:
+                words = f"{title}: {error}"
+            self._recorded.add(row, words, began, end, nbytes)
+
+        future.add_done_callback(ended)
+        return future
+
+    def commit(self, step: int) -> AbstractContextManager[None]:
+        """Records a commit for as long as the context is open."""
+        return self._timeline.span(Row.COMMITS, f"commit of step {step}")
+
+
+NO_SPANS = DriveSpans(OFF, ())
+"""Records nothing."""

@@ -1,0 +1,100 @@
+"""Room on the drives for bytes that need not outlive the process: files without a name, gone when they are closed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from offload.aio import DirectFile
+from offload.aio.protocols import Future, Queue
+from offload.errors import IoError, StoreError
+from offload.sizes import align_up, format_size
+from offload.states import State
+from offload.swapper.store import Written, close_in_children
+from offload.swapper.store.drive_spans import NO_SPANS, DriveSpans
+from offload.timeline import Row, now
+
+
+class Scratch:
+    """A stretch of bytes for each key of `nbytes`, each on the drive that holds the least so far.
+
+    Raises `StoreError` where there is no room: all of it is reserved. `read` and `write` may be called by any thread;
+    their futures are the caller's to wait for, all of them before `close`.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        nbytes: Mapping[int, int],
+        queue: Queue,
+        written: Written | None = None,
+        spans: DriveSpans = NO_SPANS,
+    ) -> None:
+        """`spans` shows each request as one of the gradient of a unit, which is the key."""
+        self._queue, self._spans = queue, spans
+        self._written = Written(paths) if written is None else written
+        self._places: dict[int, tuple[int, int]] = {}
+        self._files: list[DirectFile] = []
+        ends = [0] * len(paths)
+        for key, size in nbytes.items():
+            drive = ends.index(min(ends))
+            self._places[key] = (drive, ends[drive])
+            ends[drive] += align_up(size)
+        close_in_children.add(self)
+        try:
+            for path, end in zip(paths, ends, strict=True):
+                self._files.append(_nameless(Path(path), end))
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, key: int, start: int, buffer: memoryview) -> Future:
+        """Fill `buffer` from byte `start` of a stretch."""
+        began = now()
+        drive, offset = self._places[key]
+        future = self._queue.read(self._files[drive], offset + start, buffer)
+        return self._spans.show(Row.READS, key, State.GRAD, began, len(buffer), future)
+
+    def write(self, key: int, start: int, buffer: memoryview) -> Future:
+        """Write `buffer` at byte `start` of a stretch; it must stay unchanged until the future is done."""
+        began = now()
+        drive, offset = self._places[key]
+        self._written.add(drive, len(buffer))
+        future = self._queue.write(self._files[drive], offset + start, buffer)
+        return self._spans.show(Row.WRITES, key, State.GRAD, began, len(buffer), future)
+
+    def close(self) -> None:
+        """Give the room back; idempotent."""
+        for file in self._files:
+            file.close()
+        self._files = []
+
+    def close_in_child(self) -> None:
+        """A forked child must not keep the room of a file that its parent has closed."""
+        for file in self._files:
+            file.descriptors.close()
+
+
+def _nameless(folder: Path, nbytes: int) -> DirectFile:
+    """A file of `nbytes` in `folder` that has lost its name, so that no end of this process leaves it behind."""
+    name = folder / f".offload-spill-{os.getpid()}-{os.urandom(4).hex()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = DirectFile(name, create=True)
+    except OSError as error:
+        raise StoreError(
+            f"cannot make a swap file in {folder}: {error.strerror}; set nvme_path to a folder on a local drive that "
+            f"you may write"
+        ) from error
+    try:
+        name.unlink()
+        file.reserve(nbytes)
+    except IoError as error:
+        file.close()
+        raise StoreError(
+            f"gradients that have no room in host memory need {format_size(nbytes)} on {folder}, "
+            f'{format_size(shutil.disk_usage(folder).free)} is free; free some room, or raise "host_memory"'
+        ) from error
+    return file
