@@ -85,6 +85,7 @@ def test_text_is_divided_into_sequences_and_the_rest() -> None:
     tokens = np.arange(1000, dtype=np.int32)
     learned, held = token_stream.hold_out(tokens, 10)
     assert held.shape == (5, 10) and {*learned, *held.flat} == {*tokens} and len(learned) == 950
+    assert (np.diff(learned) > 0).all() and learned.dtype == tokens.dtype
 
 
 def test_rows_are_divided() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from offload.errors import ConfigError
-from offload.finetune import packing, token_memory
+from offload.finetune import packing, token_memory, token_stream
 from offload.finetune.documents import Completion, Record, Text
 
 RECORDS: list[Record] = [
@@ -70,6 +70,24 @@ def test_in_files_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(found.held, expected.held)
     assert expected.files == (0, 0) and found.files[0] >= 2 and found.files[1] == found.files[0] + 3
     assert mapped() == 0, "files end with their arrays"
+
+
+def test_texts_in_files_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / f"{n}.txt" for n in range(5)]
+    for n, file in enumerate(files):
+        file.write_bytes(f"{n} words ".encode() * 50)
+
+    def read() -> list[np.ndarray]:
+        as_bytes = token_stream.read_bytes(files)
+        as_tokens = token_stream.read_tokens(files, lambda text: np.frombuffer(text.encode(), np.uint8) + np.int32(1))
+        return [each for tokens in (as_bytes, as_tokens) for each in (tokens, *token_stream.hold_out(tokens, 16))]
+
+    expected = read()
+    assert bytes(expected[0]) == b"\n".join(file.read_bytes() for file in files)
+    monkeypatch.setattr(token_memory, "_IN_RAM", 100)
+    found = read()
+    assert mapped() >= 4, "tokens, and those that are learned, of each"
+    assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
 
 
 def test_a_pool_makes_no_file_for_few(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,11 @@ def take_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
     for some in pieces_of(taken):
         taken[some] = array[rows[some]]
     return taken
+
+
+def join(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    """Returns (n,) of `dtype`: a copy of the arrays one behind the other, in memory of `make_array`."""
+    return np.concatenate(arrays, out=make_array((sum(map(len, arrays)),), dtype))
 
 
 def pieces_of(array: np.ndarray) -> Iterator[slice]:

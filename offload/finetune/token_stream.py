@@ -12,6 +12,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.finetune.evaluation import choose
+from offload.finetune.token_memory import Pool, join
 from offload.sizes import count_of
 
 
@@ -42,14 +43,17 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_bytes(files: Sequence[Path]) -> np.ndarray:
-    """(n,) uint8: all files, one after the other. Every byte is a token, ids below 256."""
-    return np.frombuffer(b"\n".join(_read(path) for path in files), dtype=np.uint8)
+    """Returns (n,) uint8: all files, with a newline between two. Every byte is a token, ids below 256."""
+    pool = Pool(np.uint8)
+    contents = (b"\n" * (at > 0) + _read(path) for at, path in enumerate(files))
+    return join([pool.keep(np.frombuffer(content, np.uint8)) for content in contents], np.uint8)
 
 
 def read_tokens(files: Sequence[Path], encode: Callable[[str], np.ndarray]) -> np.ndarray:
-    """(n,) int32: all files through a tokenizer."""
-    pieces = [np.asarray(encode(_read(path).decode(errors="replace")), dtype=np.int32) for path in files]
-    return np.concatenate(pieces)
+    """Returns (n,) int32: all files through a tokenizer."""
+    pool = Pool(np.int32)
+    pieces = (np.asarray(encode(_read(path).decode(errors="replace")), np.int32) for path in files)
+    return join([pool.keep(piece) for piece in pieces], np.int32)
 
 
 def _read(path: Path) -> bytes:
@@ -71,10 +75,9 @@ def hold_out(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     chosen = choose(count)
     if not len(chosen):
         return tokens, np.empty((0, length), tokens.dtype)
-    kept = np.ones(len(tokens), bool)
-    for block in chosen:
-        kept[block * length : (block + 1) * length] = False
-    return tokens[kept], in_sequences(tokens, length)[chosen]
+    begins, ends = chosen * length, (chosen + 1) * length
+    between = zip([0, *ends], [*begins, len(tokens)], strict=True)
+    return join([tokens[begin:end] for begin, end in between], tokens.dtype), in_sequences(tokens, length)[chosen]
 
 
 def in_sequences(tokens: np.ndarray, length: int) -> np.ndarray:

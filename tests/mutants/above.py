@@ -120,8 +120,8 @@ MUTANTS = (
     Mutant(
         "learn from what is held out",
         "offload.finetune.token_stream",
-        "kept[block * length : (block + 1) * length] = False",
-        "kept[block * length : (block + 1) * length] = True",
+        "zip([0, *ends], [*begins, len(tokens)], strict=True)",
+        "zip([0, *begins], [*begins, len(tokens)], strict=True)",
         "tests/test_cli_evaluation.py",
     ),
     Mutant(
