@@ -26,12 +26,10 @@ def test_later_steps_are_cut(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["log"], "the temporary file is left"
 
 
-@pytest.mark.parametrize(
-    "in_critical_section", ['{"step": 3, "lo', "", "7", '{"loss": 1}', '{"step": null}', "\xff\x00"]
-)
-def test_a_torn_line_is_dropped(in_critical_section: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "", "7", '{"loss": 1}', '{"step": null}', "\xff\x00"])
+def test_a_torn_line_is_dropped(torn: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_bytes(lines(1, 2).encode() + in_critical_section.encode("latin1"))
+    log.write_bytes(lines(1, 2).encode() + torn.encode("latin1"))
     cut_log(log, 9)
     assert log.read_text() == lines(1, 2)
 

@@ -70,7 +70,7 @@ def test_the_lease_of_an_update_that_has_begun_stays() -> None:
 
 def test_the_lease_of_an_update_that_has_not_begun_may_go() -> None:
     """It is only old weights; the update that comes first needs the memory."""
-    pager, _ = pager_of([1, 1, 1], weights=2, device=3, access_order=[0, 1, 2, 2, 1, 0])
+    pager, _ = pager_of([1, 1, 1], weights=2, device=3, trace=[0, 1, 2, 2, 1, 0])
     for unit in (1, 2):
         pager.acquire(unit, ahead=False)
         pager.release(unit)
