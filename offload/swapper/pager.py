@@ -35,18 +35,19 @@ import torch
 
 from offload.aio import Priority
 from offload.errors import EngineFailed
-from offload.states import Tier
 from offload.swapper.access_order import PassKind
 from offload.swapper.device_cache import DeviceCache, Having, Peers
 from offload.swapper.host_cache import HostCache
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
-from offload.swapper.policy import Limits, keeps, next_to_fetch
+from offload.swapper.policy import Limits, keeps
+from offload.swapper.prefetch import Prefetcher
 from offload.swapper.residency import Residency
 from offload.swapper.store import Store
 from offload.swapper.unit_table import MemoryCounters, UnitEntry, UnitSize, UnitTable
-from offload.timeline import OFF, Row, Timeline
+from offload.swapper.weight_updates import WeightUpdates
+from offload.timeline import OFF, Timeline
 
 _T = TypeVar("_T")
 
@@ -91,15 +92,14 @@ class Pager:
         self._entries = self.table.entries
         self._leases = HostCache(self.table, host, store)
         self._slices = DeviceCache(self.table, arena, device, peers)
+        self._prefetcher = Prefetcher(self.table, self._leases, self._slices, limits)
+        self.weight_updates = WeightUpdates(self.table, self._leases, self._slices, arena)
         self._device = device
         self._limits = limits
         self._peers = peers
-        self._all_stay = all(size.stays for size in sizes)
-        self._any_on_disk = any(size.tier is Tier.DISK for size in sizes)
         self._uses = self._hits = 0
         self._all_have_all = False
         """Whether every rank is known to have every unit on its device."""
-        self._wanted: list[int] = []
 
     # -- the thread that runs the model -------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class Pager:
                 else:
                     self._fetch(entry)
                     if ahead:
-                        self._prefetch()
+                        self._prefetcher.run()
             except Exception:
                 entry.pins -= 1
                 self.table.in_critical_section = False
@@ -148,7 +148,9 @@ class Pager:
             self._device.hold(entry.read)  # of another stream, if there are several: the last read is after all of them
             entry.read = self._device.computed()
             entry.pins -= 1
-            if not keeps(self.table.access_order, unit, self._nbytes, self._limits) and self._slices.idle(entry):
+            if not keeps(
+                self.table.access_order, unit, lambda each: self._entries[each].size.nbytes, self._limits
+            ) and self._slices.idle(entry):
                 self._slices.drop(entry)
             self.notify()  # an interrupt in here is seen by the count of pins
 
@@ -201,7 +203,7 @@ class Pager:
         while entry.updating or entry.residency is not Residency.DEVICE:
             self.check()
             if entry.updating:
-                self._wait_for_update(entry)
+                self.weight_updates.wait(entry)
             elif entry.residency is Residency.DISK:
                 if (lease := self._leases.lease(self._leases.lease_nbytes(entry))) is None:
                     self._leases.wait_for_lease(entry)
@@ -217,14 +219,6 @@ class Pager:
                 self.table.wait(f"waits for upload of {entry.size.title}")
         self.check()
 
-    def _wait_for_update(self, entry: UnitEntry) -> None:
-        self._wanted.append(entry.index)
-        self.notify()
-        try:
-            self.table.wait(f"waits for update of {entry.size.title}")
-        finally:
-            self._wanted.remove(entry.index)
-
     def _stream(self, entry: UnitEntry, lease: HostBuffer) -> None:
         """DISK to DEVICE in pieces, through `lease` and a second one where there is room."""
         second = self._leases.lease(lease.nbytes)
@@ -234,38 +228,6 @@ class Pager:
     def streams(self, unit: int) -> bool:
         """Whether two leases of this unit have no room, so that it comes from DISK to the device piece by piece."""
         return self._leases.streams(self._entries[unit])
-
-    def _prefetch(self) -> None:
-        """Begin to bring what the trace says comes next: reads first, then uploads of what is at hand."""
-        if self._all_stay:
-            return
-        self._prefetch_reads()
-        while (unit := self._next_upload()) is not None:
-            entry = self._entries[unit]
-            piece = (
-                self._slices.take_slice(entry, self.table.access_order.distance(unit)) if self._at_hand(entry) else None
-            )
-            if piece is None:
-                return
-            self._slices.upload(entry, piece)
-
-    def _next_upload(self) -> int | None:
-        def wanting(unit: int) -> bool:
-            return self._entries[unit].residency is not Residency.DEVICE
-
-        return next_to_fetch(self.table.access_order, self._nbytes, wanting, self._limits)
-
-    def _at_hand(self, entry: UnitEntry) -> bool:
-        return entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
-
-    def _prefetch_reads(self) -> None:
-        """Take what has been read, and begin to read what comes next."""
-        if not self._any_on_disk:
-            return
-        for entry in self._entries:
-            if entry.transfer is not None and entry.transfer.future.done():
-                self._leases.finish_read(entry)
-        self._leases.read_ahead(self._limits)
 
     def _fetch_with(self, peers: Peers, entry: UnitEntry, ahead: bool) -> None:
         """Bring `entry` where there are other ranks, and with `ahead` the very next, if all have room for it.
@@ -277,19 +239,19 @@ class Pager:
             with self.lock:
                 if entry.residency is not Residency.DEVICE:
                     return Having(unit=False, all=False, ahead=-1)
-                return Having(unit=True, all=self._has_all(), ahead=self._next_with_room() if ahead else -1)
+                return Having(unit=True, all=self._has_all(), ahead=self._prefetcher.next_with_room() if ahead else -1)
 
         self.check()
         if self._all_have_all:
             return
         if ahead and entry.residency is Residency.DEVICE:
-            self._prefetch_reads()
+            self._prefetcher.read()
         agreed = self._with_ranks(lambda: peers.agree(entry.index, having))
         unit, self._all_have_all = agreed.ahead, agreed.all
         if agreed.gather:
             self._serve_gather(entry)
             if ahead:
-                self._prefetch_reads()
+                self._prefetcher.read()
             if agreed.together:
                 unit = self._with_ranks(lambda: peers.agree_ahead(lambda: having().ahead))
         self.check()
@@ -304,18 +266,6 @@ class Pager:
     def _has_all(self) -> bool:
         """Whether every unit is on the device and stays there until weights change."""
         return self._limits.reuse is None and all(entry.residency is Residency.DEVICE for entry in self._entries)
-
-    def _next_with_room(self) -> int:
-        """The very next unit, if it is to be brought, is at hand and has room; else -1."""
-        unit = next(self.table.access_order.upcoming(), None)
-        if unit is None or unit != self._next_upload():
-            return -1
-        entry = self._entries[unit]
-        place = self._slices.find_place(entry, self.table.access_order.distance(unit)) if self._at_hand(entry) else None
-        return -1 if place is None else unit
-
-    def _nbytes(self, unit: int) -> int:
-        return self._entries[unit].size.nbytes
 
     def grow_device(self, nbytes: int, kept: Sequence[int] = ()) -> list[torch.Tensor]:
         """Have `nbytes` more of device memory. Between steps; raises `BudgetError` where they are not free.
@@ -349,98 +299,14 @@ class Pager:
         with self.lock:
             return PrefetchStats(self._uses, self._hits, self.table.access_order.unforeseen)
 
-    # -- the update worker --------------------------------------------------------------------------
+    # -- updates and loads --------------------------------------------------------------------------
 
     def begin_updates(self, units: Sequence[int]) -> None:
-        """From now until `publish`, nobody may read these units. No use of them may be open."""
+        """Forbids every read of `units` until their weights are ready. No use of them may be open."""
         with self.lock:
-            for unit in units:
-                entry = self._entries[unit]
-                assert not entry.pins, f"unit {entry.size.name} is in use during step()"
-                entry.updating = True
-                entry.updates += 1
+            if units:
                 self._all_have_all = False
-                if entry.residency is Residency.DEVICE and not entry.size.stays:
-                    self._slices.drop(entry)
-
-    def lease_for_update(self, unit: int) -> HostBuffer | None:
-        """The lease in which the fresh weights of `unit` will lie, or None where there is none to have now.
-
-        `holds_weights` says whether the old ones lie in it already. A home in HOST is its own lease; a unit
-        whose home is DEVICE has none, and its update works on `device_tier`.
-        """
-        entry = self._entries[unit]
-        assert entry.size.tier is not Tier.DEVICE
-        entry.copied.wait()  # the worker is about to write where an upload may still read
-        with self.lock:
-            while entry.residency is Residency.READING:  # a read ahead from before step()
-                self.check()
-                self._leases.finish_read(entry)
-            if entry.lease is None and not self._leases.waiting_for_buffer:
-                beyond = -1 if unit in self._wanted else self.table.access_order.distance(unit)
-                entry.lease = self._leases.lease(entry.size.part_nbytes, beyond)
-            entry.in_update = entry.lease is not None
-            return entry.lease
-
-    def delivers(self, unit: int) -> bool:
-        """Whether the fresh weights of `unit` lie in a lease when it is updated: a part of it, where it streams, helps
-        nobody."""
-        return self._entries[unit].size.tier is not Tier.DEVICE and not self.streams(unit)
-
-    def publish(self, unit: int, delivered: bool, unwritten: bool) -> None:
-        """The update of `unit` is computed: its fresh weights lie in its lease (or home) if `delivered`.
-
-        `unwritten` says that writes of them to the store are in flight. An update that is not delivered is
-        published when these are done.
-        """
-        with self.lock:
-            entry = self._entries[unit]
-            if delivered and entry.size.tier is not Tier.DEVICE:
-                entry.unwritten = unwritten
-                fresh = Residency.WRITING if unwritten else Residency.HOST
-                if entry.residency is not fresh:
-                    self.table.move(entry, fresh)
-            entry.updating = entry.in_update = False
-            self.table.timeline.end(Row.UPDATES, entry.size.title)
-            self.notify()
-
-    def written(self, unit: int) -> None:
-        """The last write of the update of `unit` is done: its lease is clean."""
-        with self.lock:
-            entry = self._entries[unit]
-            entry.unwritten = False
-            if entry.residency is Residency.WRITING:
-                self.table.move(entry, Residency.HOST)
-            self.notify()
-
-    def device_tier(self, unit: int) -> torch.Tensor:
-        """(part_nbytes,) uint8: the partition of a unit whose home is DEVICE, for its update. Nothing reads it now."""
-        entry = self._entries[unit]
-        assert entry.tier_buffer is not None
-        entry.copied.wait()
-        entry.read.wait()
-        return self.arena.view(entry.tier_buffer)
-
-    def tier_buffer(self, unit: int) -> HostBuffer:
-        """The lease of a unit whose home is HOST."""
-        lease = self._entries[unit].lease
-        assert lease is not None and self._entries[unit].size.tier is Tier.HOST
-        return lease
-
-    def holds_weights(self, unit: int) -> bool:
-        """Whether the lease of `unit` holds its weights as they are before the update."""
-        return self._entries[unit].residency is Residency.HOST
-
-    def wanted(self) -> int | None:
-        """A unit whose update somebody waits for, if any. The lock is held by the caller."""
-        return next((unit for unit in self._wanted if self._entries[unit].updating), None)
-
-    @property
-    def waiting_for_buffer(self) -> bool:
-        """Whether somebody waits for a weight lease. The lock is held by the caller."""
-        return self._leases.waiting_for_buffer > 0
-
-    # -- a load of all weights ----------------------------------------------------------------------
+            self.weight_updates.begin(units)
 
     def mark_rewritten(self, rewritten: bool) -> None:
         """Notes whether bytes that the last commit names were written over, by a load that is not committed yet."""
