@@ -288,16 +288,16 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
 
 def _choices(plan: Plan) -> StepSettings:
     return StepSettings(
-        plan.batch.micro,
-        plan.batch.accumulation,
-        plan.batch.total,
-        plan.config.gradient_clipping,
-        plan.config.offload.on_nonfinite == "skip",
-        plan.config.offload.seed,
-        plan.config.offload.debug.overlap,
-        plan.config,
-        LossScaler(plan.config.fp16) if plan.config.dtype == "fp16" else None,
-        plan.placement.device_need,
+        micro_batch_size=plan.batch.micro,
+        accumulation=plan.batch.accumulation,
+        total_batch_size=plan.batch.total,
+        clip=plan.config.gradient_clipping,
+        skip_nonfinite=plan.config.offload.on_nonfinite == "skip",
+        seed=plan.config.offload.seed,
+        overlap=plan.config.offload.debug.overlap,
+        config=plan.config,
+        scaler=LossScaler(plan.config.fp16) if plan.config.dtype == "fp16" else None,
+        device_need=plan.placement.device_need,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from offload.aio.shared_queue import SharedQueue
 from offload.engine.distributed.agreement import Agreement
@@ -22,7 +22,8 @@ from offload.swapper.store import Store, Written
 from offload.timeline import OFF, Timeline
 
 
-class EngineComponents(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class EngineComponents:
     """What `initialize` has built, in the order in which it is closed."""
 
     hooks: ModuleHooks

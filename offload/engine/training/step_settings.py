@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +12,8 @@ from offload.errors import UsageError
 from offload.layout.device_need import DeviceNeed
 
 
-class StepSettings(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
     """What the config says about a step."""
 
     micro_batch_size: int
@@ -49,4 +50,4 @@ def resized(choices: StepSettings, total: int, ranks: int, gradients: torch.dtyp
             f"a step of {total} samples has {accumulation} micro-batches, and gradients are kept in {gradients}, since "
             f"the config has one micro-batch a step: to add several up, set data_types.grad_accum_dtype to fp32"
         )
-    return choices._replace(accumulation=accumulation, total_batch_size=total)
+    return replace(choices, accumulation=accumulation, total_batch_size=total)
