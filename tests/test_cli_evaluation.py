@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload.finetune import packing, token_stream
+from offload.finetune.corpus import packing, token_stream
 from offload.finetune.evaluation import HeldOut, choose
 from offload.report.log import read_log
 from tests.commanded import _alone, all_lines, call, facts, log

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offload.errors import ConfigError
-from offload.finetune.documents import Chat, Completion, Text, find_data, read_records
+from offload.finetune.corpus.documents import Chat, Completion, Text, find_data, read_records
 
 CHAT = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "id": 7}'
 

@@ -16,9 +16,9 @@ from tokenizers import processors
 from torch.nn import functional
 
 from offload.errors import ConfigError
-from offload.finetune.documents import Chat, Completion, Record, Text
+from offload.finetune.corpus.documents import Chat, Completion, Record, Text
+from offload.finetune.corpus.packing import Document, Rows, encode, notices, pack
 from offload.finetune.model import APART, make_ready, without_cache
-from offload.finetune.packing import Document, Rows, encode, notices, pack
 from tests import bounds
 from tests.folders import MARKING_TEMPLATE, PLAIN_TEMPLATE, llama_config, tokenizer
 from tests.models import DECODER, gpt2
@@ -208,7 +208,7 @@ def test_where_they_would_each_has_a_row_of_its_own() -> None:
 def test_a_long_text_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     by, text = tokenizer(), "one two\n" * 20
     (whole,) = encode([Text("", text)], by)
-    monkeypatch.setattr("offload.finetune.packing._AT_ONCE", 10)
+    monkeypatch.setattr("offload.finetune.corpus.packing._AT_ONCE", 10)
     (pieces,) = encode([Text("", text)], by)
     assert by.decode(pieces.ids) == by.decode(whole.ids) and pieces.learned.all()
 

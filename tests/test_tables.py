@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
-from offload.finetune.documents import Record, find_data, read_records
+from offload.finetune.corpus.documents import Record, find_data, read_records
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
 CHAT = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offload.errors import ConfigError
-from offload.finetune.token_stream import Batches, find_files, read_bytes, read_tokens, standard_library
+from offload.finetune.corpus.token_stream import Batches, find_files, read_bytes, read_tokens, standard_library
 
 TEXT = np.arange(1000, dtype=np.uint8)
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from offload.errors import ConfigError
-from offload.finetune import packing, token_memory, token_stream
-from offload.finetune.documents import Completion, Record, Text
+from offload.finetune.corpus import packing, token_memory, token_stream
+from offload.finetune.corpus.documents import Completion, Record, Text
 
 RECORDS: list[Record] = [
     *(Text("", f"{n} " * (7 * n % 40)) for n in range(60)),

@@ -18,7 +18,7 @@ from offload.engine.build.initialize import initialize
 from offload.engine.engine import Engine
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.jsonl import check_log, cut_log
-from offload.finetune.data import Data, Share, find_files, read_files, steps_of
+from offload.finetune.corpus.data import Data, Share, find_files, read_files, steps_of
 from offload.finetune.identity import Identity, differences, other_model, weights_of
 from offload.finetune.lora import Lora, adapt, parse_lora, require_peft
 from offload.finetune.model import (

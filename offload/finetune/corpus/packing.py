@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from offload.errors import ConfigError
-from offload.finetune.documents import Chat, Completion, Record, Text
+from offload.finetune.corpus.documents import Chat, Completion, Record, Text
+from offload.finetune.corpus.token_memory import Pool, make_array, pieces_of, take_rows
 from offload.finetune.evaluation import choose
-from offload.finetune.token_memory import Pool, make_array, pieces_of, take_rows
 from offload.sizes import count_of
 
 _IGNORED = -100  # of torch's cross entropy

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from offload.errors import ConfigError
+from offload.finetune.corpus.token_memory import Pool, join
 from offload.finetune.evaluation import choose
-from offload.finetune.token_memory import Pool, join
 from offload.sizes import count_of
 
 
