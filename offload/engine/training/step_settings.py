@@ -30,7 +30,7 @@ class StepSettings:
     """All else that it says."""
     scaler: LossScaler | None = None
     """In fp16."""
-    device_need: DeviceNeed = DeviceNeed(least=0, most=0, unit=0, weights=0)
+    device_need: DeviceNeed
 
 
 def resized(choices: StepSettings, total: int, ranks: int, gradients: torch.dtype | None) -> StepSettings:
