@@ -19,6 +19,7 @@ from torch import nn
 
 import offload
 from offload.config import load_config
+from offload.engine.metrics import reporter as reporter_module
 from offload.engine.metrics.reporter import Line, Reporter, line
 from offload.engine.metrics.step_meter import cause_of
 from offload.engine.metrics.writers import Record, cut, events
@@ -365,6 +366,33 @@ def test_training_goes_on_when_its_folder_is_gone(tmp_path: Path, caplog: pytest
     assert losses == plain.losses
     (warning,) = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert "csv_monitor" in warning.getMessage() and "training goes on" in warning.getMessage()
+
+
+class Slow(Broken):
+    """A writer that writes nothing until it is told to go."""
+
+    def __init__(self) -> None:
+        super().__init__(100)
+        self.go = threading.Event()
+
+    def write(self, record: Record) -> None:
+        self.go.wait()
+        super().write(record)
+
+
+def test_a_slow_writer_has_a_bounded_number_of_records_waiting_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter_module, "_MOST_PENDING", 2)
+    slow = Slow()
+    reporter = Reporter(None, {"slow": lambda: slow})
+    reporter.open()
+    steps = threading.Thread(target=lambda: [reporter.tell(record(step)) for step in range(6)])
+    steps.start()
+    steps.join(0.2)
+    assert steps.is_alive(), "one record is being written, two wait, and so does the next step"
+    slow.go.set()
+    steps.join()
+    reporter.close()
+    assert slow.seen == list(range(6))
 
 
 def test_what_was_opened_before_a_writer_that_cannot_be_is_closed() -> None:

@@ -168,13 +168,17 @@ def make_reporter(config: Config, samples: int) -> Reporter | None:
 # -- the reporter -------------------------------------------------------------------------------------
 
 
+_MOST_PENDING = 1024
+"""Records that may wait for a slow writer. Then a step waits for the writer, so that no line is lost."""
+
+
 class Reporter:
     """Gives each record to a line and to writers. All methods belong to the thread that trains."""
 
     def __init__(self, shown: Writer | None, writers: Mapping[str, Callable[[], Writer]]) -> None:
         """`writers` are made by `open`, and named in warnings."""
         self._shown, self._makers = shown, writers
-        self._records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self._records: queue.Queue[Record | None] = queue.Queue(_MOST_PENDING)
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
