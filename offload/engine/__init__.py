@@ -1,0 +1,1 @@
+"""Training a model whose states are paged: what `offload.initialize` builds."""

@@ -1,0 +1,1 @@
+"""This machine: description, and a probe of its rates."""

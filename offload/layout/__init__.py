@@ -1,0 +1,1 @@
+"""Pure decisions about bytes: units, segments, tiers, placement."""

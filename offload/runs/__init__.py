@@ -1,0 +1,1 @@
+"""Runs that are stored on disk: inspection, verification, export."""

@@ -1,0 +1,1 @@
+"""Weights between DISK, HOST and DEVICE, within two budgets."""

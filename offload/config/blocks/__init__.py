@@ -1,0 +1,1 @@
+"""The blocks of a config, as pydantic models."""

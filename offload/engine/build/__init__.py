@@ -1,0 +1,1 @@
+"""From a model and a config to an engine: decisions first, then components."""

@@ -1,0 +1,1 @@
+"""Folders to resume from, on any number of ranks."""

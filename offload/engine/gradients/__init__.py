@@ -1,0 +1,1 @@
+"""Gradients from autograd to the memory where updates read them."""

@@ -1,0 +1,1 @@
+"""Numbers of each step, the writers that receive them, and spans of computation."""

@@ -1,0 +1,1 @@
+"""Models from folders and into folders."""

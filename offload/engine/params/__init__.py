@@ -1,0 +1,1 @@
+"""Parameters between and during their uses: placeholders, views, hooks, edits."""

@@ -1,0 +1,1 @@
+"""Components, settings and state of training."""

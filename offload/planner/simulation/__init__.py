@@ -1,0 +1,1 @@
+"""The pager, the update worker and the machine, simulated."""

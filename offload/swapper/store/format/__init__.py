@@ -1,0 +1,1 @@
+"""Bytes of the swap files: commit record, manifest, checksums, blob."""
