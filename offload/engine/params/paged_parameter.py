@@ -131,7 +131,7 @@ class ParamHandle:
         with plain_tensors():
             self._version, self._address = self.parameter._version, values.data_ptr()
         self.parameter.__dict__.pop("offload_handle", None)
-                # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule. If an interrupt
+        # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule. If an interrupt
         # arrives between the two, the parameter counts as materialized over the NaN; `changed` allows for that.
         self.parameter.__class__ = self._class
         self.parameter.data = values
