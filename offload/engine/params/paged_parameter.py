@@ -35,15 +35,10 @@ class ParamOwner(Protocol):
     """Interface of the object that fetches, reads and edits the weights of one model's parameters."""
 
     def fetch(self, unit: int, stays: bool = False) -> bool:
-        """Materializes the parameters of `unit` if a hooked module or a backward is running.
+        """Materializes `unit` if a hooked module or a backward is running, and returns True if one is.
 
-        Args:
-            unit: index of the unit.
-            stays: True to hold the unit for as long as the innermost module runs. Otherwise the unit is released when
-                the outermost module or the backward ends, or earlier if its memory is needed.
-
-        Returns:
-            True if a hooked module or a backward is running, so that the parameters are materialized now.
+        With `stays` the unit remains for as long as the innermost module runs. Otherwise it is released when the
+        outermost module or the backward ends, or earlier if its memory is needed.
         """
 
     def read(self, unit: int, position: int) -> torch.Tensor:
@@ -114,13 +109,10 @@ class ParamHandle:
         self.owner = self.take_gradient = self.gradient_hook = None
 
     def hook_gradient(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """Registers the hook that moves `.grad` into the engine's gradients.
+        """Registers the hook that moves `.grad` into the engine's gradients, and returns torch's handle of the hook.
 
         Args:
             hook: receives this parameter, or a copy of it, after `.grad` was accumulated. Runs on an autograd thread.
-
-        Returns:
-            torch's handle of the hook.
         """
         self.take_gradient = hook
         self.gradient_hook = self.parameter.register_post_accumulate_grad_hook(hook)
@@ -314,15 +306,10 @@ def call_plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls `func` with weights in place of the placeholders among its arguments.
+    """Calls `func` with weights in place of the placeholders among its arguments, which may be nested.
 
     In a running module or backward the parameters are fetched and materialized. Otherwise `func` receives copies: an
     in-place change of a copy is written back as an edit, and a result that is a copy is replaced by its placeholder.
-
-    Args:
-        func: the torch function.
-        args: positional arguments, with placeholders at any depth.
-        kwargs: keyword arguments, likewise.
 
     Raises:
         BudgetError: if the units of all arguments do not fit on the device together.
@@ -364,16 +351,11 @@ def _fetch(place: ParamHandle) -> bool:
 
 
 def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[int, Any]) -> Any:
-    """Returns the result that the user receives for one leaf `value` of a result.
+    """Returns the result that the user receives for one leaf `value` of a result of `func`.
 
-    A copy of weights becomes its placeholder again. A view of a copy would look like the weights while writes to it
-    were lost: such a tensor is refused, and such a numpy array becomes read-only.
-
-    Args:
-        func: the torch function, for the error message.
-        value: one leaf of the result.
-        originals: placeholder of each copy, by the copy's id.
-        storages: placeholder of each copy, by the address of the copy's storage.
+    A copy of weights becomes its placeholder again (`originals`, by the copy's id). A view of a copy (`storages`, by
+    address) would look like the weights while writes to it were lost: such a tensor is refused, and such a numpy array
+    becomes read-only.
     """
     if id(value) in originals:
         return originals[id(value)]
