@@ -18,8 +18,7 @@ from offload.torch_internals import inside_backward
 
 
 class ComputeSpans:
-    """The timeline's row of the model's compute. One thread at a time runs a model: the caller's, or autograd's for it.
-    """
+    """The timeline's row of the model's compute. One thread at a time runs a model: the caller's, or autograd's."""
 
     def __init__(self, timeline: Timeline, names: Sequence[str]) -> None:
         """Prepares the row; `names` are those of the units, as they are shown."""

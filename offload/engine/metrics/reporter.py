@@ -76,13 +76,10 @@ class Line:
 
     def close(self) -> None:
         """Does nothing: every line is written at once."""
-        pass
 
 
 def line(record: Record, mean: Mapping[str, float], samples: float, memory: bool) -> str:
-    """Returns the line for a person: loss and norm of this step; seconds, bytes and samples as means since the last
-    line.
-    """
+    """Returns the line for a person: numbers of this step; seconds, bytes and samples as means since the last line."""
     values = record.values
     words = [f"{name.replace('_', ' ')} {values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values]
     if values.get("skipped_steps"):

@@ -24,8 +24,7 @@ class Listener(Protocol):
 
 
 class Relay(Timeline):
-    """A timeline that reports each span and mark to a listener, and passes spans and counters on to another timeline.
-    """
+    """A timeline that reports spans and marks to a listener, and passes spans and counters on to another timeline."""
 
     def __init__(self, onto: Timeline, listener: Listener) -> None:
         super().__init__(onto.path)

@@ -118,7 +118,6 @@ class CsvFiles:
 
     def close(self) -> None:
         """Does nothing: each record closes its files."""
-        pass
 
 
 def cut(path: Path, samples: int) -> None:
@@ -174,7 +173,6 @@ class JsonLines:
 
     def close(self) -> None:
         """Does nothing: each record closes its file."""
-        pass
 
 
 class Wandb:
