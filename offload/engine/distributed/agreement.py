@@ -201,6 +201,7 @@ class Agreement:
     ) -> GradientStats:
         """Exchanges the statistics; see `step`."""
         self._reach(Collective.STEP, -1)
+        # Only now: before every rank had arrived, gradients of others could still be served.
         mine = known()
         flags = b"".join(_bitmap(segments) for segments in mine.present)
         content = _FACTS.pack(mine.sum_squares, micro_batches, global_steps, settings) + flags
@@ -211,6 +212,7 @@ class Agreement:
             numbers = [row[column] for row in facts]
             if len(set(numbers)) > 1:
                 raise UsageError(f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; {advice}")
+        # Summed in rank order on every rank, so that all compute the same bits and take the same decision.
         present = _union([row[_FACTS.size :] for row in rows])
         return GradientStats(sum_squares=sum(row[0] for row in facts), present=present)
 
@@ -231,6 +233,7 @@ class Agreement:
             what = self._ranks.share(mine, "change weights")
             agreed: list[Edit] = []
             for position, (start, stop, dtype, state) in enumerate(what[source]):
+                # All ranks take part in the broadcast, and only the source has the values.
                 if source == self._ranks.rank:
                     values = edits[position].values
                 else:
@@ -304,6 +307,7 @@ class Agreement:
             while True:
                 has = Having(what, all=False, ahead=-1) if isinstance(what, bool) else what()
                 mine = RankIntent(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all)
+                # One small all-gather for each round. A rank that has served others announces its own need again.
                 numbers = [int(field) for field in mine]
                 with self._question():
                     rows = self._ranks.collect(numbers, _words(mine, self._names))

@@ -52,6 +52,7 @@ class Ranks:
         self._device = device
         self._lost: RankError | None = None
         self._on_gpu = device.torch.type == "cuda"
+        # The heartbeat comes before any collective, so that the others can notice the end of this rank in one.
         self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
         try:
             self._places = self._meet()
@@ -60,6 +61,7 @@ class Ranks:
             raise
         self.here = sum(place[0] == machine_name() for place in self._places)
         """Number of ranks on this machine."""
+        # Only after `_meet`: new_group blocks in C++ until every rank has called it.
         self._control = dist.new_group(backend="gloo", timeout=_LONG)
         # One group for each: gloo ends the process if a message meets one of another length.
         self._data = dist.new_group(backend="nccl") if self._on_gpu else dist.new_group(backend="gloo", timeout=_LONG)

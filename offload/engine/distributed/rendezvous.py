@@ -51,6 +51,7 @@ def meet_others() -> None:
     if not dist.is_available() or dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     try:
+        # Both backends, since tensors on either device are exchanged.
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -74,11 +75,13 @@ def as_the_first(decide: Callable[[], Any], to: str) -> Any:
     meet_others()
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return decide()
+    # All ranks pass this line, so that the numbers of their stores stay equal.
     store = ranks_store()
     if dist.get_rank() == 0:
         try:
             store.set("decided", json.dumps(decide()))
         except Exception as error:
+            # Otherwise the other ranks would wait for a decision that never comes.
             store.set("end/0", f"{type(error).__name__}: {error}")
             raise
     began = noticed = time.monotonic()

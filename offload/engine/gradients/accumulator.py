@@ -229,6 +229,7 @@ class GradientAccumulator:
         """Stores or adds `values` on the host, and sums their squares unless they are `summed` already."""
         start = self._start(unit, segment, first)
         with self._lock:
+            # The update worker frees units under the same lock, on its own thread.
             assert unit not in self._reading
             for chunk in range(0, len(values), CHUNK):
                 more = values[chunk : chunk + CHUNK]

@@ -186,6 +186,7 @@ class DeviceToHost:
         if sent.target is not None:
             self._start(sent, len(sent.source), sent.target, None)
         elif self._free:
+            # Removed from the list only once the copy has begun, so that an error does not lose the buffer.
             lease = self._free[-1]
             room = lease.tensor(torch.uint8)
             numel = min(len(sent.source) - self._position, len(room) // sent.source.itemsize)

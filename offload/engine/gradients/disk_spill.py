@@ -73,6 +73,7 @@ class DiskSpill:
 
     def part(self, unit: int, start: int, stop: int) -> torch.Tensor:
         """Returns (stop - start,) of a unit's gradient, within one window, to be changed before the next call."""
+        # The last window that begins at or before `start`.
         number = bisect_right(self._windows[unit], start, key=lambda window: window.start) - 1
         window = self._windows[unit][number]
         assert window.start <= start and stop <= window.stop
@@ -106,6 +107,7 @@ class DiskSpill:
                 self._end_write(key)
             for key in [key for key in self._here if key[0] == unit]:
                 self._free.append(self._here.pop(key))
+            # So the unit's next gradient does not read back the bytes of this step.
             self._written = {key for key in self._written if key[0] != unit}
 
     def close(self) -> None:
@@ -130,6 +132,7 @@ class DiskSpill:
             del self._writing[key]
         else:
             lease = self._take()
+            # A window that was never written needs no read: its first gradients are stored, not added.
             if key in self._written:
                 self.scratch.read(key[0], self._offset(key), lease.buffer[: self._nbytes(key)]).wait()
         # Start to write every other window now: the backward does not return to it, so the write overlaps the compute.
@@ -141,6 +144,7 @@ class DiskSpill:
     def _take(self) -> HostBuffer:
         """Returns a free host buffer, after the oldest write if necessary."""
         if not self._free:
+            # No write is in flight that would free a buffer, so the oldest window is written.
             if not self._writing:
                 self._write(next(iter(self._here)))
             self._end_write(next(iter(self._writing)))

@@ -62,6 +62,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """
         super().__init__(layouts, parts, arena, dtype, waiting, callbacks, timeline=timeline, compute=compute)
         self._ranks, self._rounds = ranks, rounds
+        # Trainable segments come first in a unit and end at `trainable_stop`.
         nbytes = max(layout.trainable_stop for layout in layouts) * bucket_dtype.itemsize
         self._bucket, self._received = (device_arena.keep(nbytes).view(bucket_dtype) for _ in range(2))
         self._unit = -1
@@ -74,6 +75,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         place = self._layouts[unit].segments[segment]
         if not place.numel:
             return
+        # A parameter's second gradient must not overwrite its first.
         if self._unit != unit or segment in self._filled:
             self._flush()
         if self._unit < 0:
@@ -106,6 +108,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._ranks.exchange(received, self._bucket[: size * len(part)].view(size, len(part)), holders)
         for position, segment in enumerate(layout.segments):
             first, last = max(segment.start, part.start), min(segment.stop, part.stop)
+            # In chunks, so that the fp32 sum needs little memory.
             for start in range(first, last, CHUNK):
                 stop = min(start + CHUNK, last)
                 column = slice(start - part.start, stop - part.start)

@@ -63,6 +63,7 @@ class ComputeSpans:
 
     def _enter(self, module: nn.Module) -> None:
         """Begins a forward's span."""
+        # A forward inside of a backward is a recomputation, which ends the backward's present span.
         if not inside_backward():
             self._unit = None  # left over from an aborted backward
         self.end_stretch()
@@ -71,6 +72,7 @@ class ComputeSpans:
     def _leave(self, module: nn.Module, title: str) -> None:
         """Ends a forward's span, and drops those of inner forwards that never ended."""
         self.end_stretch()
+        # A module may be entered twice: the innermost entry is the one that ends.
         for position in reversed(range(len(self._entered))):
             if self._entered[position][0] is module:
                 self._timeline.add(Row.COMPUTE, title, self._entered[position][1], now())
@@ -121,5 +123,6 @@ def compute_spans(timeline: Timeline, names: Sequence[str]) -> ComputeSpans:
 
     A listener of the timeline does not receive these spans: for the meter, the row contains the ends of steps only.
     """
+    # A `Relay` records nothing itself; the timeline behind it may.
     recorded = timeline.recorded
     return NO_SPANS if recorded is OFF else ComputeSpans(recorded, names)

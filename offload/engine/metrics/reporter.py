@@ -134,6 +134,7 @@ def check_monitor(config: Config) -> None:
     for key in ("tensorboard", "csv_monitor"):
         if getattr(config, key).enabled:
             folder = _folder(config, key)
+            # The folder is created later, by its writer, so the nearest parent that exists decides.
             there = next(path for path in (folder, *folder.parents) if path.exists())
             if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
                 raise ConfigError(
@@ -236,6 +237,7 @@ class Reporter:
     def _run(self, writers: dict[str, Writer]) -> None:
         """Writes every record with every writer, on the reporter's thread."""
         while (record := self._records.get()) is not None:
+            # A copy of the items, since a writer that fails is removed in the loop.
             for name, writer in list(writers.items()):
                 try:
                     writer.write(record)
@@ -247,6 +249,7 @@ class Reporter:
                         error,
                     )
                     del writers[name]
+                    # The first failure is reported already; an error of the end adds nothing.
                     with contextlib.suppress(Exception):
                         writer.close()
         for name, writer in writers.items():

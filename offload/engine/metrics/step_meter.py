@@ -109,7 +109,7 @@ class StepMeter:
         """Waits until all records are written, and closes the reporter. Idempotent."""
         self._reporter.close()
 
-    # -- what happens in a step ---------------------------------------------------------------------
+    # -- events of a step ---------------------------------------------------------------------------
 
     def add_loss(self, loss: torch.Tensor, first: bool) -> None:
         """Adds the loss of a backward; the `first` since the last step drops the losses of abandoned micro-batches."""
@@ -147,6 +147,7 @@ class StepMeter:
     def end_step(self, stepped: Stepped) -> None:
         """Makes the record of this step and passes it to the reporter."""
         taken, loss = self._taken(), self._loss
+        # Other threads add to sums meanwhile: since sums only grow, what this step misses counts for the next.
         gone = {name: taken[name] - self._last[name] for name in taken}
         self._last, self._loss = taken, None
         values = {"lr": stepped.lr, "grad_norm": stepped.grad_norm, "skipped_steps": float(stepped.skipped_steps)}
@@ -159,6 +160,7 @@ class StepMeter:
         if self._breakdown:
             values |= {f"{name}_seconds": gone[name] / 1e9 for name in _SECONDS}
             values |= {f"{name}_bytes": gone[name] for name in _BYTES}
+            # `update_waits` is reported as a total: the two specific causes are added to all others.
             for what in ("reads", "writes"):
                 values["update_waits_seconds"] += values[f"update_waits_for_{what}_seconds"]
         drives = {each.path: each.life_bytes for each in self._drives()}

@@ -80,10 +80,12 @@ class TensorBoard:
         """Writes a record. After a return to an earlier step, a new file tells the viewer to drop later points."""
         if self._files is None or record.samples <= self._last:  # the viewer drops its points from here on
             self.close()
+            # Imported on first use: the package is optional, and its import is slow.
             board = importlib.import_module("torch.utils.tensorboard")
             self._files = board.SummaryWriter(str(self._folder), purge_step=_replaces(record))
         for name, value in events(record).items():
             self._files.add_scalar(name, value, record.samples)
+        # Flushed after each step, so that the viewer follows and a kill loses little.
         self._files.flush()
         self._last = record.samples
 
@@ -109,6 +111,7 @@ class CsvFiles:
                 cut(path, _replaces(record))
         for event, value in events(record).items():
             path, header = self._folder / f"{event.replace('/', '_')}.csv", ("step", event.rpartition("/")[2])
+            # Opened for each record, so that a kill loses at most one line.
             with path.open("a", newline="", encoding="utf-8") as file:
                 lines = csv.writer(file)
                 if file.tell() == 0:
@@ -131,10 +134,12 @@ def cut(path: Path, samples: int) -> None:
     name = header.rstrip("\r").partition(",")
     if name[0] != "step" or not path.stem.endswith(name[2]):
         return  # not a file of ours
+    # The last element is the rest after the last newline, never a complete line.
     kept = [text for text in lines[:-1] if _samples_of(text) < samples]
     if lines[len(kept) :] == [""]:
         return
     if not kept and len(lines) > 1:
+        # A new run under the same name must not delete the numbers of an earlier one.
         os.replace(path, path.with_name(f"{path.name}.old"))
         return
     atomic_write(path, "".join(f"{text}\n" for text in (header, *kept)))
@@ -163,9 +168,11 @@ class JsonLines:
 
     def write(self, record: Record) -> None:
         """Writes a record. The first one, and one after a return to an earlier step, cuts the file first."""
+        # The facts may differ between the processes of a run, so each process writes them again.
         more: dict[str, Any] = {} if self._last is not None else {"about": self._about}
         if self._last is None or record.step <= self._last:
             cut_log(self._path, record.step - 1)
+        # Opened for each record, so that a kill loses at most one line.
         with self._path.open("a", encoding="utf-8") as file:
             head = {"step": record.step, "samples": record.samples, "time": time.time()}
             file.write(json_line({**head, **record.values, "drives": dict(record.drives), **more}) + "\n")

@@ -106,6 +106,7 @@ class DeferredParameter(nn.Parameter):
         ):
             if by_hand := _writer():
                 return func(_real(args[0], "torch.nn.init", by_hand, all_of_it=True), *args[1:], **kwargs)
+        # Rules come before the general cases: `detach` and others must keep the link to the parameter's origin.
         rule = _RULES.get(func)
         if rule is not None and isinstance(args[0], DeferredParameter):
             return rule(func, *args, **kwargs)
@@ -154,6 +155,7 @@ def origin_of(parameter: Any) -> Origin | None:
 def make_deferred(parameter: nn.Parameter, origin: Origin) -> None:
     """Drops a parameter's values, which `origin` will supply later. Identity and ties stay."""
     if not isinstance(parameter, DeferredParameter):
+        # Swapped and not replaced: every module that shares the parameter keeps the same Python object.
         torch.utils.swap_tensors(parameter, DeferredParameter(parameter.detach().to("meta"), parameter.requires_grad))
     assert isinstance(parameter, DeferredParameter)
     parameter.origin = origin
@@ -162,6 +164,7 @@ def make_deferred(parameter: nn.Parameter, origin: Origin) -> None:
 def forget(parameter: nn.Parameter) -> None:
     """Leaves a parameter without values and memory, once they have been copied. Identity and ties stay."""
     if parameter.is_meta:
+        # Swapped, since `.data` of a deferred parameter cannot become a tensor of another shape.
         empty = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="cpu"), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, empty)
     else:
@@ -197,6 +200,7 @@ def _writer() -> str | None:
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
+        # An initializer anywhere on the stack counts, also if it writes through helpers.
         if code.co_name in _INITIALIZERS:
             return None
         if where is None and f"{os.sep}torch{os.sep}" not in code.co_filename and code.co_filename != __file__:
@@ -276,6 +280,7 @@ def _like(tensor: DeferredParameter, meta: torch.Tensor, requires_grad: bool) ->
 def _alias(func: Any, tensor: DeferredParameter) -> DeferredParameter:
     """Implements `detach()` and `.data`, which need no elements yet."""
     alias = _like(tensor, _plainly(_TENSOR.detach, tensor).as_subclass(torch.Tensor), False)
+    # So a write through the alias still makes the parameter real.
     alias.whole, alias.is_part = _whole_of(tensor), tensor.is_part
     return alias
 

@@ -45,6 +45,8 @@ def make_resident_shards(
             if state in (State.WEIGHT, State.GRAD) or tiers[unit][state] is Tier.DISK:
                 continue
             if tiers[unit][state] is Tier.HOST:
+                # A promoted state may leave HOST between steps, so it takes a buffer of the cache and keeps that as
+                # `spare`.
                 promoted = (unit, state) in placement.promoted
                 lease = (host.weights if promoted else host.homes).take(nbytes)
                 assert lease is not None, "the class of homes was sized for every home, the cache for what was raised"
@@ -119,6 +121,7 @@ class InitialFill:
             for state, nbytes in self._held.states(unit).items():
                 home = self._held.resident_of(unit, state)
                 if home is not None:
+                    # Reads go straight to the host arena; a partition on the device needs memory in between.
                     buffer = home.buffer or aligned_empty(nbytes)
                     self._store.read(unit, state, self._store.newest[unit], 0, buffer[:nbytes]).wait()
                     if home.buffer is None:

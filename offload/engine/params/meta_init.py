@@ -53,6 +53,7 @@ def deferring_weights() -> Iterator[None]:
         with building_a_model():
             yield
     except (RuntimeError, NotImplementedError) as error:
+        # torch raises no class of its own for an operation without values: only the message shows the cause.
         if "meta" not in str(error).lower():
             raise
         raise ConfigError(
@@ -77,6 +78,7 @@ def _is_given(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     while frame is not None:
         code, known = frame.f_code, frame.f_locals
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        # The first argument of a constructor is its module, whatever the argument's name.
         if code.co_name == "__init__" and names and known.get(names[0]) is module:
             return any(_same_memory(known.get(each), parameter) for each in names[1:])
         frame = frame.f_back
@@ -132,6 +134,7 @@ def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
     for parameter in absent.values():
         real = nn.Parameter(torch.full_like(parameter, torch.nan, device="cpu"), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, real)
+    # Forked, so that making the weights leaves the user's random state as it was.
     with torch.random.fork_rng(devices=[]), torch.no_grad(), building():
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would change the GPU's seed for good
         for module, initialize in _initializers(model, absent):
@@ -166,6 +169,7 @@ def _initializers(model: nn.Module, names: Mapping[str, nn.Parameter]) -> Iterat
             path = path.rpartition(".")[0]
     modules = dict(model.named_modules(remove_duplicate=False))
     order = {path: position for position, path in enumerate(modules)}
+    # Deepest first, and equally deep modules in the order of construction.
     for path in sorted(paths, key=lambda path: (-path.count(".") - bool(path), order[path])):
         module = modules[path]
         reset = _resetter(module)

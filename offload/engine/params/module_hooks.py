@@ -141,6 +141,7 @@ class ModuleHooks:
         """
         if inside_backward():
             return
+        # The forward of another live thread is not aborted: a release of its weights would corrupt its results.
         if self._thread is not None and self._thread is not threading.current_thread() and self._thread.is_alive():
             raise UsageError(
                 f"the model runs on thread {self._thread.name}: until its forward ends, no other thread may use it or "
@@ -160,6 +161,7 @@ class ModuleHooks:
             if frame.pushed and not frame.in_backward:
                 self._saved.pop()
             self._thread = None
+        # An interrupt may have come between the push of the hooks and the storing of its frame.
         self._saved.pop_left()
         if self._local.casts_kept:  # otherwise an enclosing context restores the cache
             torch.set_autocast_cache_enabled(True)
@@ -251,7 +253,9 @@ class ModuleHooks:
         if not local.frames:
             local.casts_kept = kept
         frame = _Frame(module, [], self._saved.push(), inside_backward(), _module_call(), kept)
+        # Stored before any unit is used: after an exception or an interrupt below, the frame lists what to undo.
         local.frames.append(frame)
+        # See [Note: casts]. `_let_go` restores the cache.
         torch.set_autocast_cache_enabled(False)
         try:
             for unit in units:
@@ -265,6 +269,7 @@ class ModuleHooks:
         """Leaves the innermost site, and returns the output without views of weights."""
         frame = self._local.frames[-1]
         try:
+            # Cloned while the units are still pinned.
             output = self._own_memory(output)
         finally:
             self._local.frames.pop()
@@ -312,6 +317,7 @@ class ModuleHooks:
         """Begins the backward at its first sign: an output's node, a gradient, or a request for weights."""
         if not self._in_backward:
             self._timeline.begin_phase(Phase.BACKWARD)
+            # If this raises, the backward has not started, and its next sign tries again.
             self._callbacks.begin_backward()
             self._in_backward = True
             call_after_backward(self._end_backward)

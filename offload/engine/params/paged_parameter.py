@@ -97,6 +97,7 @@ class ParamHandle:
         self._class = type(parameter)
         self._version = self._address = 0
         self._aliases: weakref.WeakValueDictionary[int, PagedParameterView] = weakref.WeakValueDictionary()
+        # One element for the whole shape; NaN makes any use of it visible.
         self._nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
         self.storage_address = self._nan.untyped_storage().data_ptr()
 
@@ -154,6 +155,7 @@ class ParamHandle:
         """Makes the parameter a placeholder again. Does nothing if the parameter is one."""
         if not self.materialized:
             return
+        # The data comes first, while the parameter is still an ordinary one: see `materialize`.
         self.parameter.data = self._nan
         self.parameter.__class__ = PagedParameter
         self.parameter.__dict__["offload_handle"] = self

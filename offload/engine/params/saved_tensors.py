@@ -62,6 +62,7 @@ class _Pack:
         handle = self.saved.handle(tensor)
         if handle is not None:
             return handle
+        # Weights never reach the outer hooks: `save_on_cpu` would copy them to the host.
         if self._outer is None:
             return _Saved(tensor.detach(), tensor._version)
         pack, unpack = self._outer
@@ -89,6 +90,7 @@ class SavedTensors:
             compute: records the unit whose weights a backward uses.
         """
         self._names, self._bindings, self._pager, self._compute = names, bindings, pager, compute
+        # By address, since compiled code passes tensors of which the class is not known any more.
         self._placeholders = {place.storage_address: place.name for unit in places for place in unit}
 
     def push(self) -> bool:
@@ -99,6 +101,7 @@ class SavedTensors:
         """
         if self._active:
             return False
+        # torch calls the innermost hooks only, so these call the enclosing ones themselves.
         outer = top_saved_tensor_hooks()
         try:
             push_saved_tensor_hooks(_Pack(self, outer), self.unpack)
@@ -139,8 +142,10 @@ class SavedTensors:
         binding = self._bindings.binding_at(address)
         if binding is not None:
             unit, shape, stride = binding.unit, tuple(tensor.shape), tuple(tensor.stride())
+            # In elements of the view's own dtype, in which `unpack` views the unit again.
             offset = int(tensor.storage_offset())
             return _Handle(unit, self._pager.updates(unit), tensor.dtype, shape, stride, offset)
+        # Compiled code calls no `__torch_function__`, so it can reach a placeholder's own memory, which is NaN.
         used = self._placeholders.get(address)
         if used is not None:
             raise UsageError(
@@ -166,6 +171,7 @@ class SavedTensors:
             return packed.tensor
         if isinstance(packed, _Packed):
             return packed.unpack(packed.value)
+        # A gradient of newer weights than the forward's would be wrong without an error.
         if self._pager.updates(packed.unit) != packed.updates:
             raise UsageError(
                 f"backward through a graph made before step(): the weights of {self._names[packed.unit]} have changed "

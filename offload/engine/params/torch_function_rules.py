@@ -44,6 +44,7 @@ _DISPATCH = frozenset({__name__, placeholder.__name__})
 
 def _alias(func: Any, tensor: Any) -> Any:
     """Implements `detach()` and `.data`, which need no elements yet."""
+    # DistributedDataParallel detaches every parameter to broadcast it, in torch.distributed.utils.
     if _is_called_by(wrappers_file):
         raise UsageError(
             "DistributedDataParallel copies weights and sums gradients, which the engine does on several ranks itself: "
@@ -78,6 +79,7 @@ def _set_data(func: Any, tensor: Any, values: Any) -> None:
         raise UsageError(f"`.data` of what `.data` or detach() of {place.name} gave cannot be set; set the parameter's")
     with torch.no_grad():
         values = values.detach().clone()  # before the aliases receive copies: `values` may be one
+        # In a running module the weights are materialized, and an alias shares their memory, as in torch.
         if not place.engine.fetch(place.unit):
             place.leave_aliases()
         tensor.copy_(values)
@@ -98,6 +100,7 @@ def _copy(func: Any, tensor: Any, source: Any, non_blocking: bool = False) -> An
         return call_with_weights(func, (tensor, source), {})
     if torch.is_grad_enabled() and tensor.requires_grad:
         return call_with_weights(func, (tensor, source), {})  # raises torch's own error: an in-place change of a leaf
+    # The edit sets every element, so the old weights are not read.
     place.edit(source.detach().expand(tensor.shape))
     return tensor
 
@@ -130,6 +133,7 @@ def _get_grad(func: Any, tensor: Any) -> Any:
 
     Code of torch that clips by `.grad` would compute a norm of 0 and clip nothing, so it is refused.
     """
+    # torch skips a parameter whose `.grad` is None, without an error.
     if _is_called_by(clip_grad_file):
         raise UsageError(
             "gradients are in the engine, where torch.nn.utils cannot clip them: step() clips by gradient_clipping "
@@ -147,6 +151,7 @@ def _get_grad(func: Any, tensor: Any) -> Any:
 def _is_asked_by_a_library() -> bool:
     """Returns True if the torch function was called by a library and not by code of the user."""
     frame: types.FrameType | None = sys._getframe()
+    # The first frame outside of the dispatch is the caller's.
     while frame is not None and frame.f_globals.get("__name__") in _DISPATCH:
         frame = frame.f_back
     return frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
@@ -202,6 +207,7 @@ def _register_after_gradient(func: Any, tensor: Any, hook: Callable[[torch.Tenso
     handle = call_plainly(func, tensor, hook)
     own = tensor.offload_handle.gradient_hook
     if own is not None:
+        # torch offers no public way to reorder these hooks.
         hooks = tensor._post_accumulate_grad_hooks
         hooks[own.id] = hooks.pop(own.id)  # torch calls hooks in the order of this dict
     return handle
@@ -224,6 +230,7 @@ RULES: Mapping[Any, Callable[..., Any]] = {
     TENSOR.__format__: _represent,
     TENSOR.register_post_accumulate_grad_hook: _register_after_gradient,
     **{
+        # `cuda` and `xpu` do not exist in every build of torch.
         getattr(TENSOR, name): _convert
         for name in "to type_as half float double bfloat16 cpu cuda xpu".split()
         if hasattr(TENSOR, name)

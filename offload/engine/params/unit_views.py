@@ -100,6 +100,7 @@ class UnitViews:
             dtype: dtype of the weights that the model computes with.
         """
         self._pager, self._dtype = pager, dtype
+        # Forward hooks and autograd's threads bind and release units at the same time.
         self._lock = threading.RLock()
         self._units = [_Unit(layout, mine) for layout, mine in zip(layouts, places, strict=True)]
         self._live: list[Binding] = []
@@ -162,6 +163,7 @@ class UnitViews:
         """
         with self._lock:
             binding = self._units[index].binding
+            # A backward unpacks several views of one unit in a row: they share one pin.
             if binding is None and self._recent is not None and self._recent.unit == index:
                 binding = self._recent
             if binding is None:
@@ -219,6 +221,7 @@ class UnitViews:
                 binding.flat = None
             # A view that the user still holds keeps its pin: see [Note: lingering].
             self._live = [binding for binding in self._live if binding.alive]
+            # An interrupt between a pin and its record leaves the pager's counts wrong, so they are set anew.
             self._pager.set_pins([binding.unit for binding in self._live])
 
     # -- under the lock -----------------------------------------------------------------------------
@@ -288,6 +291,7 @@ class UnitViews:
             UsageError: if a parameter was changed in place, or a frozen one set to train, while it was materialized. A
                 change in place also stops the engine: the device buffer and the stored weights disagree from then on.
         """
+        # Collected before `release`, which replaces the parameter's data.
         changed = unit.binding is not None and [place.name for place in unit.places if place.changed]
         for place in unit.places:
             if not place.gathered:
@@ -296,6 +300,7 @@ class UnitViews:
             unit.binding.flat = None
             unit.binding = None
         thawed = [place for place in unit.places if place.thawed]
+        # Reverted before the error, or a parameter without optimizer states would go on training.
         for place in thawed:
             place.parameter.requires_grad = False
         if thawed:

@@ -1,6 +1,6 @@
 """Reads and edits of weights between steps: state dicts, copies, EMA, `load_state_dict`, `offload.gathered`.
 
-Other states of a parameter are read in `param_access`, and edited here too.
+Other states of a parameter are read in `param_access`, and edited by `WeightEdits` too.
 
 A copy that is read is ordinary memory. An edit is an update without a gradient: it waits for the previous step, passes
 through the update worker to the slot that the last commit does not name, and is committed with the next step, or when
@@ -97,7 +97,7 @@ class WeightEdits:
             for place in unit:
                 place.detach()
 
-    # -- what a placeholder asks for ----------------------------------------------------------------
+    # -- requests of placeholders -------------------------------------------------------------------
 
     def fetch(self, unit: int, stays: bool = False) -> bool:
         """Materializes `unit` if a hooked module or a backward is running, and returns True if one is."""
@@ -146,6 +146,7 @@ class WeightEdits:
         place = self._places[unit][position]
         values = values.detach()
         if not place.trainable or not self._trains:
+            # Equal values are allowed, since `load_state_dict` writes every parameter.
             if not torch.equal(self.read(unit, position), values.to(place.device, self._dtype)):
                 raise UsageError(
                     f"parameter {place.name} is frozen: its weights lie once in the store and are never written; "
@@ -167,6 +168,7 @@ class WeightEdits:
         """Ends the edits of `unit` on several ranks: the edits of the lowest rank that has any are applied on all."""
         if not self._several_ranks or not self._trains:
             return
+        # A rank without edits of this unit still takes part in the others' edits.
         if self._pending_unit != unit:
             self.flush()
             self._callbacks.apply_edits(unit, [])
