@@ -176,7 +176,7 @@ class GradientAccumulator:
             self._leave(downloads, unit, segment, first)
 
     def _leave(self, downloads: DeviceToHost, unit: int, segment: int, first: int) -> None:
-        """Copies a total to the memory of its update. Copying one twice is harmless: the copy stores and never adds."""
+        """Starts the copy of a total to the host. A second copy is harmless, since a copy stores and never adds."""
         self._leaving = True
         self._send(downloads, unit, segment, first, self.totals.values(unit, (segment, first)), True)
         self.totals.left(unit, (segment, first))

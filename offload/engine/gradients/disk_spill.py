@@ -128,7 +128,7 @@ class DiskSpill:
             return self._here[key]
         if key in self._writing:
             lease, future = self._writing[key]
-            future.wait()  # a write's buffer must not change before its end
+            future.wait()  # a write's buffer may not change before its end
             del self._writing[key]
         else:
             lease = self._take()

@@ -60,7 +60,7 @@ class Stepped(NamedTuple):
 
     step: int
     samples: int
-    """Of this step and all before, on all ranks."""
+    """Samples of this step and all before, on all ranks."""
     lr: float
     """Learning rate of the first parameter group in this step."""
     grad_norm: float

@@ -2,7 +2,7 @@
 
 A `PagedParameter` answers questions about itself (shape, dtype, device, hooks, `zeros_like`) without its weights. It
 occupies no memory of its own: its storage is one NaN, expanded to the shape. Any other torch function that receives a
-placeholder is dispatched here:
+placeholder is dispatched to this module:
 
     a hooked module is running        the weights are fetched, and stay while that module runs
     a backward is running             the weights are fetched, and stay until the backward ends
@@ -13,7 +13,7 @@ placeholder is dispatched here:
     be a view of the copy
 
 So `load_state_dict`, `copy.deepcopy`, an EMA, `parameter.norm()` and an L2 penalty give the same result as with an
-ordinary model, and no function ever computes with the NaN. A materialized parameter has its original class again and
+ordinary model, and no NaN enters a result silently. A materialized parameter has its original class again and
 costs nothing per call.
 """
 
