@@ -129,7 +129,7 @@ class Ranks:
 
         Args:
             whole: (nbytes,) uint8 on the device; the caller's memory, which must stay until the returned event is done.
-            share: this rank's byte ranges; those of all ranks have the same length and follow each other.
+            share: this rank's byte ranges; those of all ranks are equally long and adjacent, in rank order.
             uploaded: event after which this rank's ranges are filled.
 
         Returns:

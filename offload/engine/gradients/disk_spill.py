@@ -38,7 +38,8 @@ class DiskSpill:
     """The gradients of some units, in host buffers and a scratch file.
 
     Any thread may call `part`, one at a time; the update worker calls `read`; all else belongs to the thread that calls
-    `step()`. The holder of the lock waits for I/O at most. An error is reported to `fail`, since a gradient is lost.
+    `step()`. The holder of the lock waits for I/O at most. An error in `part` is reported to `fail`, since a gradient
+    is lost; the other methods raise in their caller.
     """
 
     def __init__(
