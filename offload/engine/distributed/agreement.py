@@ -1,14 +1,14 @@
-"""Agreement: before a rank uses a unit or moves gradients it says what it is about to do, and all see the same list.
+"""Agreement of ranks: each announces its next collective, and all decide from the same list of announcements.
 
-    all about to do the same         it is done; weights that all have are not gathered again
-    some are not                     what one rank needs comes first, and the others serve it: they give their part of
-                                     the weights that it gathers, or nothing to the gradients that it reduces
-    who uses what it has             goes on
-    nothing of the list can be next  `RankError` on every rank, with what each was about to do: no rank waits for ever
+    all announce the same            it is done; weights that all have are not gathered again
+    some announce another            the need of one rank comes first, and the others serve it: they contribute their
+                                     partition of the weights that it gathers, or nothing to the gradients it reduces
+    a rank uses weights it has       it continues
+    nothing announced can be next    `RankError` on every rank, with all announcements: no rank waits for ever
 
-So ranks may take different paths, as models with experts do and loops that evaluate on one rank alone, for as long as
-all of them come to the same `step()`. `next_collective` decides, from the list alone. A round is a message of a few
-numbers, sent by the thread that runs the model or its backward; background threads take part in none.
+So ranks may take different paths, as models with experts and loops that evaluate on one rank do, as long as all of them
+reach the same `step()`. `next_collective` decides, from the list alone. A round is a message of a few numbers, sent by
+the thread that runs the model or its backward. Background threads take part in none.
 """
 
 from __future__ import annotations
@@ -32,64 +32,65 @@ from offload.timeline import OFF, Row, Timeline
 
 
 class Collective(enum.IntEnum):
-    """What a rank may be about to do."""
+    """An operation that a rank may announce."""
 
     USE = 0
-    """Use the weights of a unit: in a forward, a backward or a look at them."""
+    """Use of a unit's weights: in a forward, in a backward, or by a read."""
     REDUCE = 1
-    """Reduce the gradients of a unit."""
+    """Reduction of a unit's gradients."""
     STEP = 2
-    """Decide on a step."""
+    """Decision on a step."""
     EDIT = 3
-    """Change the weights of a unit."""
+    """Change of a unit's weights."""
     END = 4
-    """Close the engine."""
+    """End of the engine."""
     MEAN = 5
-    """Tell a number to all."""
+    """Exchange of a number for its mean."""
     FORGET = 6
-    """Drop gradients that were reduced."""
+    """Drop of gradients that were reduced."""
     SAVE = 7
-    """Save a checkpoint."""
+    """Save of a checkpoint."""
     LOAD = 8
-    """Load one."""
+    """Load of a checkpoint."""
     LOOK = 9
-    """Look at a state of a parameter, or set a gradient."""
+    """Read of a parameter's state, or replacement of its gradient."""
 
 
 class RankIntent(NamedTuple):
-    """What one rank is about to do."""
+    """The announcement of one rank."""
 
     kind: Collective
     unit: int = -1
     ready: bool = False
-    """Of USE: whether it has them already. Of EDIT: whether it has new values. Of END: whether it deletes its store."""
+    """For USE: True if the rank has the weights. For EDIT: if it has new values. For END: if it deletes its store."""
     holds: int = -1
-    """The unit of which it holds gradients that are not reduced."""
+    """The unit of which the rank has gradients that are not reduced, or -1."""
     ahead: int = -1
-    """Of USE: the unit that it could gather next."""
+    """For USE: the unit that the rank could gather next, or -1."""
     has_all: bool = False
-    """Of USE: whether it has all units."""
+    """For USE: True if the rank has the weights of all units."""
 
     def same(self, other: RankIntent) -> bool:
+        """Returns True if both ranks announce the same operation on the same unit."""
         return (self.kind, self.unit) == (other.kind, other.unit)
 
 
 class NextCollective(NamedTuple):
-    """What all ranks do next; None where those that use what they have go on, and the others ask again."""
+    """The collective that all ranks do next; None if ranks that have their weights continue and others ask again."""
 
     next: RankIntent | None
 
 
 def next_collective(wishes: Sequence[RankIntent]) -> NextCollective | None:
-    """What comes next, for the wishes of all ranks in their order; None where nothing can.
+    """Returns the next collective for the announcements of all ranks, in rank order; None if there can be none.
 
-    Every rank with a wish that was not chosen asks again. What is reduced together, and so in which order gradients are
-    added, depends on what the ranks reduce alone: not on what they must gather first, which is another thing in every
-    placement.
+    Every rank whose announcement was not chosen asks again. The gradients that are reduced together, and so the order
+    of their sum, depend only on the ranks' reductions, not on their gathers, which differ between placements.
     """
     if all(wish.same(wishes[0]) for wish in wishes):
         return NextCollective(wishes[0])
     uses = [wish for wish in wishes if wish.kind is Collective.USE]
+    # Gathers come first, so that a rank that still gathers can reach its reduction and join the others'.
     if uses:
         return NextCollective(next((wish for wish in uses if not wish.ready), None))
     reduces = [wish for wish in wishes if wish.kind is Collective.REDUCE]
@@ -98,6 +99,7 @@ def next_collective(wishes: Sequence[RankIntent]) -> NextCollective | None:
 
 _FACTS = struct.Struct("<dqqq")  # sum of squares, micro-batches, steps, checksum of the optimizer's settings
 _SAME_BATCHES = "each must train on as many micro-batches as the others (drop_last, or a sampler that pads)"
+# Name, column of `_FACTS` and advice for each number that all ranks must share at a step.
 _MUST_AGREE = (
     ("micro-batches since the last boundary", 1, _SAME_BATCHES),
     ("steps so far", 2, _SAME_BATCHES),
@@ -110,45 +112,48 @@ _MUST_AGREE = (
 
 
 class Agreement:
-    """One rank's side of every agreement; `pager.Peers` for its pager. Serves others until its own turn comes."""
+    """One rank's side of every agreement, and its pager's `Peers`. Serves other ranks until its own turn comes."""
 
     def __init__(
         self, ranks: Ranks, names: Sequence[str], callbacks: EngineCallbacks, timeline: Timeline = OFF
     ) -> None:
-        """`names` has the name of each unit. `timeline` shows what is done with other ranks, with the wait for them."""
+        """Prepares the agreement. `names` are those of the units; `timeline` includes each wait for other ranks."""
         self._ranks, self._names, self._callbacks, self._timeline = ranks, names, callbacks, timeline
         self._agree_titles = [f"agree to gather {name}" for name in names]
         self._reduce_titles = [f"reduce the gradients of {name}" for name in names]
         self.rank, self.size = ranks.rank, ranks.size
-        self._lock = threading.RLock()  # two of autograd's threads may come at once
+        self._lock = threading.RLock()  # two of autograd's threads may call at the same time
         self._agreed = -1
         """The unit that all ranks are gathering or reducing now; -1 between collectives."""
         self._again: Agreed
-        """What `agree` answers where this rank asks once more for that unit."""
+        """Result of `agree` if this rank asks once more for that unit."""
         self._asking = False
-        """Whether a question to all ranks is under way; still so after an interrupt."""
+        """True while a question to all ranks is under way, and after an interrupt of one."""
 
-    # -- what a rank may be about to do -------------------------------------------------------------
+    # -- collectives --------------------------------------------------------------------------------
 
     def agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
-        """What all ranks do for this one's use of `unit`; `having` is asked in each round."""
+        """Returns the common decision on this rank's use of `unit`; `having` is called in each round."""
         with self._timeline.span(Row.RANKS, self._agree_titles[unit]):
             return self._agree(unit, having)
 
     def _agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
-        if self._agreed == unit:  # it was to be gathered, there was no room, and now there is some
+        """Announces the use of `unit`, and derives the decision from the last round."""
+        if self._agreed == unit:  # the gather was agreed on before, when this rank lacked memory
             return self._again
         wishes = self._reach(Collective.USE, unit, having)
         mine = wishes[self._ranks.rank]
         together = all(wish.same(mine) for wish in wishes)
         gather = any(wish.same(mine) and not wish.ready for wish in wishes)
+        # A prefetch is only agreed on if all ranks use the same unit and have it: all can then spend the time on the
+        # next.
         following = _common([wish.ahead for wish in wishes]) if together and not gather else -1
         answer = Agreed(gather, together, all(wish.has_all for wish in wishes), following)
         self._agree_on(unit if gather else following, answer)
         return answer
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
-        """The unit that every rank could gather next, or -1. Only right after a gather to which all had come."""
+        """Returns the unit that every rank could gather next, or -1. Only right after a gather announced by all."""
         with self._timeline.span(Row.RANKS, "agree to gather ahead"), self._lock:
             self._check()
             mine = ahead()
@@ -159,29 +164,34 @@ class Agreement:
             return following
 
     def _agree_on(self, unit: int, again: Agreed) -> None:
-        """All gather `unit` now, if any. Where this rank has no room for it and tries again, the answer is `again`."""
+        """Records that all ranks gather `unit` now, if any; `again` answers this rank if it must retry."""
         self._agreed, self._again = unit, again
 
     def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
-        """Fill in what the other ranks have of a unit, as all have agreed to; see `Ranks.gather`."""
+        """Fills in the other ranks' partitions of a unit, as agreed; see `Ranks.gather`."""
         with self._timeline.span(Row.RANKS, "gather"):
             gathered = self._ranks.gather(whole, share, uploaded)
             self._agreed = -1
             return gathered
 
     def reduce(self, unit: int) -> None:
-        """Reduce the gradients of `unit` with those of all ranks that have some."""
+        """Reduces the gradients of `unit` with those of all ranks that have some."""
         with self._timeline.span(Row.RANKS, self._reduce_titles[unit]), self._lock:
             self._serve(Collective.REDUCE, unit, self._reach(Collective.REDUCE, unit))
 
     def step(
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
     ) -> GradientStats:
-        """Add up what the ranks know of a step. By the time that it returns, each has the step before on disk.
+        """Returns the sum of all ranks' statistics of a step. Each rank has the previous step on disk by then.
 
-        `known` is asked when every rank is here: until then gradients of others may still come in; `settings` is a
-        checksum of the optimizer's. Raises `UsageError` on all ranks where they are not at the same step, had not as
-        many micro-batches, or have other settings.
+        Args:
+            micro_batches: micro-batches of this rank since the last step.
+            global_steps: steps so far.
+            settings: checksum of the optimizer's settings.
+            known: called when every rank has arrived, since gradients of other ranks may come in until then.
+
+        Raises:
+            UsageError: on all ranks, if they differ in any of the three numbers.
         """
         with self._timeline.span(Row.RANKS, "agree on a step"):
             return self._step(micro_batches, global_steps, settings, known)
@@ -189,7 +199,9 @@ class Agreement:
     def _step(
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
     ) -> GradientStats:
+        """Exchanges the statistics; see `step`."""
         self._reach(Collective.STEP, -1)
+        # Only now: before every rank had arrived, gradients of others could still be served.
         mine = known()
         flags = b"".join(_bitmap(segments) for segments in mine.present)
         content = _FACTS.pack(mine.sum_squares, micro_batches, global_steps, settings) + flags
@@ -200,17 +212,18 @@ class Agreement:
             numbers = [row[column] for row in facts]
             if len(set(numbers)) > 1:
                 raise UsageError(f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; {advice}")
+        # Summed in rank order on every rank, so that all compute the same bits and take the same decision.
         present = _union([row[_FACTS.size :] for row in rows])
         return GradientStats(sum_squares=sum(row[0] for row in facts), present=present)
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
-        """The sums over all ranks, added in their order. As a part of `step`, which every rank has come to."""
+        """Returns the sums of `numbers` over all ranks, added in rank order. Only within a `step`."""
         with self._question():
             rows = self._ranks.collect_bytes(struct.pack(f"<{len(numbers)}d", *numbers), "weigh the parameters")
         return [sum(column) for column in zip(*(struct.unpack(f"<{len(numbers)}d", row) for row in rows), strict=True)]
 
     def edit(self, unit: int, edits: Sequence[Edit]) -> list[Edit]:
-        """The new values of `unit` that count on every rank: those of the lowest rank that has any."""
+        """Returns the edits of `unit` that apply on every rank: those of the lowest rank that has any."""
         wishes = self._reach(Collective.EDIT, unit, bool(edits))
         source = next((rank for rank, wish in enumerate(wishes) if wish.ready), None)
         if source is None:
@@ -220,6 +233,7 @@ class Agreement:
             what = self._ranks.share(mine, "change weights")
             agreed: list[Edit] = []
             for position, (start, stop, dtype, state) in enumerate(what[source]):
+                # All ranks take part in the broadcast, and only the source has the values.
                 if source == self._ranks.rank:
                     values = edits[position].values
                 else:
@@ -229,7 +243,7 @@ class Agreement:
         return agreed
 
     def mean(self, value: float) -> float:
-        """The mean of every rank's `value`."""
+        """Returns the mean of every rank's `value`."""
         value = float(value)
         self._reach(Collective.MEAN, -1)
         with self._question():
@@ -237,14 +251,15 @@ class Agreement:
         return sum(values) / len(values)
 
     def forget(self) -> None:
-        """Return when every rank is about to drop its gradients, which are in part those of others."""
+        """Returns when every rank is about to drop its gradients, to which other ranks have contributed."""
         self._reach(Collective.FORGET, -1)
 
     @contextlib.contextmanager
     def meeting(self, kind: Collective) -> Iterator[Callable[[Any, str], list[Any]]]:
-        """Wait until every rank is about to do this; gives what tells every rank's values to all, as `Ranks.share`.
+        """Waits until every rank is about to do the same, and yields `Ranks.share` for the exchange of values.
 
-        An `Exception` that leaves it is known to all ranks; after anything else this rank has left the others alone.
+        An `Exception` from inside is known to all ranks; after any other, such as Ctrl-C, this rank counts as
+        interrupted.
         """
         self._reach(kind, -1)
         self._asking = True
@@ -256,9 +271,10 @@ class Agreement:
         self._asking = False
 
     def end(self, remove: bool) -> None:
-        """Return when every rank is about to close its engine: until then others may need this one's weights.
+        """Returns when every rank is about to close its engine: until then others may need this rank's weights.
 
-        Raises `RankError` on all where only some are about to delete their stores.
+        Raises:
+            RankError: on all ranks, if only some are about to delete their stores (`remove`).
         """
         wishes = self._reach(Collective.END, -1, remove)
         if len({wish.ready for wish in wishes}) > 1:
@@ -270,7 +286,7 @@ class Agreement:
     # -- the round ----------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Raise what there is to raise before a question, after an earlier error."""
+        """Raises the error of a rank that has left an earlier collective unfinished."""
         if self._agreed >= 0:
             raise self._ranks.fail(f"it could not take its part in moving {self._names[self._agreed]}")
         if self._asking:
@@ -282,12 +298,16 @@ class Agreement:
         unit: int,
         what: bool | Callable[[], Having] = False,
     ) -> list[RankIntent]:
-        """Serve other ranks until all are about to do this, or until this one needs no other; the last wishes."""
+        """Serves other ranks until all announce the same, or this one needs no other; returns the last announcements.
+
+        `what` is `ready` of the announcement; for USE a function that is called in each round.
+        """
         with self._lock:
             self._check()
             while True:
                 has = Having(what, all=False, ahead=-1) if isinstance(what, bool) else what()
                 mine = RankIntent(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all)
+                # One small all-gather for each round. A rank that has served others announces its own need again.
                 numbers = [int(field) for field in mine]
                 with self._question():
                     rows = self._ranks.collect(numbers, _words(mine, self._names))
@@ -303,7 +323,7 @@ class Agreement:
                         f"all"
                     )
                 if choice.next is None:
-                    if kind is Collective.USE:  # of what is here: else it would have been chosen
+                    if kind is Collective.USE:  # of weights in memory, or this use would be next
                         return wishes
                 elif choice.next.same(mine):
                     return wishes
@@ -312,17 +332,18 @@ class Agreement:
 
     @property
     def interrupted(self) -> bool:
-        """Whether this rank has left the others in the middle of something."""
+        """True if this rank has left the others in the middle of a collective."""
         return self._asking or self._agreed >= 0
 
     @contextlib.contextmanager
     def _question(self) -> Iterator[None]:
+        """Marks a question to all ranks as under way."""
         self._asking = True
         yield
-        self._asking = False  # not so after an exception: the others have moved on, and this rank has not
+        self._asking = False  # stays set after an exception: only the other ranks have moved on
 
     def _serve(self, kind: Collective, unit: int, wishes: Sequence[RankIntent]) -> None:
-        """Take part in what was chosen. An exception on the way leaves the others waiting, and is known as that."""
+        """Takes part in the chosen collective. An exception leaves `_agreed` set, since the others then wait."""
         self._agreed = unit
         if kind is Collective.REDUCE:
             self._callbacks.serve_reduce(unit, [rank for rank, wish in enumerate(wishes) if wish.holds == unit])
@@ -346,27 +367,29 @@ _DOES = {
 
 
 def _words(wish: RankIntent, names: Sequence[str]) -> str:
+    """Returns an announcement as text for messages."""
     return _DOES[wish.kind].format(names[wish.unit] if wish.unit >= 0 else "")
 
 
 def _common(units: Sequence[int]) -> int:
-    """The one that all are, or -1."""
+    """Returns the unit that all agree on, or -1."""
     return units[0] if len(set(units)) == 1 else -1
 
 
 def _bitmap(segments: set[int]) -> bytes:
-    """The length in bytes, then a bit for each segment."""
+    """Returns a set of segments as a length in bytes (u32, little-endian), followed by one bit for each segment."""
     number = sum(1 << segment for segment in segments)
     length = (number.bit_length() + 7) // 8
     return struct.pack("<I", length) + number.to_bytes(length, "little")
 
 
 def _union(rows: Sequence[bytes]) -> list[set[int]]:
-    """For each unit, the segments of which any row's bitmap has the bit."""
+    """Returns, for each unit, the union of the segments in all rows."""
     return [set().union(*sets) for sets in zip(*(list(_segments(row)) for row in rows), strict=True)]
 
 
 def _segments(row: bytes) -> Sequence[set[int]]:
+    """Returns, for each unit, the segments of a row of bitmaps."""
     found, position = [], 0
     while position < len(row):
         (length,) = struct.unpack_from("<I", row, position)

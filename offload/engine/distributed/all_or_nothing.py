@@ -1,4 +1,4 @@
-"""A piece of work that all ranks do at the same place of the program, and that succeeds on all of them or on none."""
+"""Work that all ranks do at the same place of the program, and that succeeds on all of them or on none."""
 
 from __future__ import annotations
 
@@ -11,17 +11,28 @@ from offload.errors import RankError, StoreError
 
 
 class AllOrNothing:
-    """One rank's side of it. Alone, the others are nobody."""
+    """One rank's side of the common work. A process that trains alone is the only rank."""
 
     def __init__(self, rank: int, size: int, share: Callable[[Any], list[Any]], what: str) -> None:
+        """Describes the work.
+
+        Args:
+            rank: this rank.
+            size: number of ranks.
+            share: sends a JSON value to all ranks, and returns every rank's.
+            what: the work in words, for messages.
+        """
         self.rank, self.size = rank, size
         self._share, self._what = share, what
 
     def settle(self, action: Callable[[], Any]) -> list[Any]:
-        """Do `action` on every rank; what each returned, as JSON tells it.
+        """Runs `action` on every rank, and returns the results of all ranks, as JSON conveys them.
 
-        Where it failed on one it fails on all: there with its own error, on the others with a `StoreError` that names
-        the rank.
+        If `action` fails on one rank it fails on all.
+
+        Raises:
+            Exception: the error of `action`, on a rank where it failed.
+            StoreError: on the other ranks; names the first rank that failed.
         """
         if self.size == 1:
             return [action()]
@@ -40,11 +51,11 @@ class AllOrNothing:
         return [value for _, value in rows]
 
     def by_first(self, action: Callable[[], Any]) -> Any:
-        """Let rank 0 do `action`; what it returned, on every rank."""
+        """Runs `action` on rank 0 only, and returns its result on every rank."""
         return self.settle(lambda: action() if self.rank == 0 else None)[0]
 
     def same(self, facts: dict[str, Any]) -> None:
-        """Raise `RankError` on all ranks where their `facts` differ."""
+        """Raises `RankError` on all ranks if their `facts` differ."""
         everyone = self.settle(lambda: facts)
         for rank, others in enumerate(everyone):
             for name, value in everyone[0].items():
@@ -57,7 +68,17 @@ class AllOrNothing:
 
 @contextlib.contextmanager
 def all_or_nothing(rounds: Agreement | None, kind: Collective, what: str) -> Iterator[AllOrNothing]:
-    """Wait until every rank is about to do this; what is raised inside must come from what they settled."""
+    """Waits until every rank is about to do this work, and yields its common side.
+
+    Args:
+        rounds: this rank's agreement with the others; None for a process that trains alone.
+        kind: the collective to announce.
+        what: the work in words, for messages.
+
+    Yields:
+        The object through which the ranks settle each action. Any exception raised inside must come from a settled
+        action, so that all ranks raise.
+    """
     if rounds is None:
         yield AllOrNothing(0, 1, lambda value: [value], what)
         return

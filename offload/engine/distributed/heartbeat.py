@@ -1,4 +1,4 @@
-"""A count that each rank shows in torch's key-value store, so that the others know that it lives."""
+"""Heartbeat of each rank: a count in torch's key-value store, which shows the others that the rank lives."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ from typing import Any
 import psutil
 
 PULSE = 1.0
+"""Seconds between two counts."""
 
 
 class Heartbeat:
-    """A thread that counts up in the store, and what the store says of the other ranks."""
+    """A thread that counts up in the store, and the reader of the other ranks' counts."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
+        """Publishes this rank's machine and process, and starts the thread.
+
+        Args:
+            store: torch's key-value store, in a corner of this engine's own.
+            rank: this rank.
+            size: number of ranks.
+        """
         self._store, self._rank = store, rank
         self._seen = {other: ("", time.monotonic()) for other in range(size)}
         self._closing = threading.Event()
@@ -27,21 +35,22 @@ class Heartbeat:
         self._thread.start()
 
     def _run(self) -> None:
+        """Counts up every `PULSE` seconds until `close`. Runs on the heartbeat's thread."""
         for count in itertools.count():
             try:
                 self._store.set(f"pulse/{self._rank}", str(count))
             except RuntimeError:
-                pass  # the store's own process may be gone; then others are told by their connections
+                pass  # the store's own process may be gone; broken connections then report the loss
             if self._closing.wait(PULSE):
                 return
 
     def place(self, rank: int) -> list[str] | None:
-        """The machine and the process of `rank`; None while it has not shown itself."""
+        """Returns the machine and the process of `rank`, or None while the rank has not published them."""
         told = self._get(f"place/{rank}")
         return None if told is None else told.split("\n")
 
     def silent(self, rank: int) -> float:
-        """Seconds since the count of `rank` was first seen as it is now."""
+        """Returns the seconds since the count of `rank` was first seen with its present value."""
         count = self._get(f"pulse/{rank}")
         before, since = self._seen[rank]
         if count is not None and count != before:
@@ -50,16 +59,18 @@ class Heartbeat:
         return time.monotonic() - since
 
     def ended(self, rank: int) -> str | None:
-        """What `rank` gave as its reason to end; None while it has not."""
+        """Returns the reason that `rank` gave for its end, or None while it has not ended."""
         return self._get(f"end/{rank}")
 
     def _get(self, key: str) -> str | None:
-        with contextlib.suppress(RuntimeError):  # the store's own process may be the one that is gone
+        """Returns a value of the store, or None if there is none or the store cannot be reached."""
+        with contextlib.suppress(RuntimeError):  # the lost process may be that of the store itself
             if self._store.check([key]):
                 return str(self._store.get(key).decode())
         return None
 
     def close(self, reason: str) -> None:
+        """Publishes the reason for this rank's end, and joins the thread. Idempotent."""
         if not self._closing.is_set():
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"end/{self._rank}", reason)
@@ -68,13 +79,14 @@ class Heartbeat:
 
 
 def machine_name() -> str:
-    """This host and, as in a container, its processes' own numbers."""
+    """Returns this host and its process namespace: containers of one host number their processes separately."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
 def is_alive(process: int) -> bool:
+    """Returns True if a process of this machine exists and is no zombie."""
     try:
         return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,11 +1,12 @@
-"""The processes of one run: what they send each other, and which of them is gone.
+"""Process groups of one run: the messages between ranks, and the detection of lost ranks.
 
     control    a few numbers of every rank to every rank, on the host, through gloo
     data       weights and gradients, between the devices' memories, through NCCL on GPUs and gloo on CPUs
 
-One thread at a time calls: the one that runs the model, or its backward. A wait is cut into seconds, so that Ctrl-C
-ends it (but not inside of a backward on a GPU, whose main thread waits in C++). Each rank also shows every second, in
-torch's own key-value store, that it lives: when a connection breaks, the ranks that are left know whose end it was.
+One thread at a time may call: the thread that runs the model, or its backward. Every wait is divided into seconds, so
+that Ctrl-C ends it (but not inside of a backward on a GPU, whose main thread waits in C++). Each rank also shows every
+second, in torch's own key-value store, that it lives. When a connection breaks, the remaining ranks can so tell which
+rank has ended.
 """
 
 from __future__ import annotations
@@ -31,40 +32,47 @@ from offload.swapper.memory.device import Device, Event
 logger = logging.getLogger("offload")
 
 _LONG = datetime.timedelta(days=7)
-"""A rank may be busy for hours, with an evaluation that it alone does: whether it lives is seen otherwise."""
+"""Timeout of the groups. A rank may evaluate alone for hours; the heartbeat shows whether it lives."""
 _SLICE = datetime.timedelta(seconds=1)
+"""Length of one wait, after which lost ranks are looked for."""
 _SILENT = 120.0
 """Seconds without a pulse after which a rank counts as lost, even if no connection broke."""
 _BLAME = 5.0
-"""Seconds without a pulse after which a rank is blamed for a connection that broke."""
+"""Seconds without a pulse after which a rank is blamed for a broken connection."""
 _GRACE = datetime.timedelta(seconds=2)
+"""Time for a collective to complete after the neighbour's end was noticed."""
 
 
 class Ranks:
-    """This process and the others of its run; there are at least two. See the module for who may call."""
+    """This process and the others of its run, at least two in all. See the module for the threads that may call."""
 
     def __init__(self, device: Device) -> None:
+        """Waits for all ranks, and creates the process groups. Every rank calls this."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._device = device
         self._lost: RankError | None = None
         self._on_gpu = device.torch.type == "cuda"
+        # The heartbeat comes before any collective, so that the others can notice the end of this rank in one.
         self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
         try:
             self._places = self._meet()
         except BaseException as error:
-            self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this one
+            self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this rank
             raise
         self.here = sum(place[0] == machine_name() for place in self._places)
-        """Ranks on this machine."""
+        """Number of ranks on this machine."""
+        # Only after `_meet`: new_group blocks in C++ until every rank has called it.
         self._control = dist.new_group(backend="gloo", timeout=_LONG)
-        # One group for each: gloo ends the process where a message meets one of another length.
+        # One group for each: gloo ends the process if a message meets one of another length.
         self._data = dist.new_group(backend="nccl") if self._on_gpu else dist.new_group(backend="gloo", timeout=_LONG)
 
     def _meet(self) -> list[tuple[str, int]]:
-        """Wait until every rank is here; the machine and the process of each.
+        """Waits until every rank has published itself, and returns the machine and the process of each.
 
-        A group is made by all at once, in C++, which would wait for one that never comes. Raises `RankError` where one
-        has ended before it came.
+        All ranks create a process group at the same time, in C++, which would wait for ever for a rank that has ended.
+
+        Raises:
+            RankError: if a rank has ended before it arrived.
         """
         waiting = [rank for rank in range(self.size) if rank != self.rank]
         began = noticed = time.monotonic()
@@ -81,18 +89,18 @@ class Ranks:
         places = [self._pulse.place(rank) for rank in range(self.size)]
         return [(place[0], int(place[1])) for place in places if place is not None]
 
-    # -- control ------------------------------------------------------------------------------------
+    # -- control messages ---------------------------------------------------------------------------
 
     def collect(self, numbers: Sequence[int], to: str) -> list[list[int]]:
-        """Every rank's `numbers`, of the same length, in the order of the ranks; `to` says what for."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever torch's default device is
+        """Returns every rank's `numbers`, of the same length, in rank order; `to` is the purpose, for messages."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # independent of torch's default device
         everyone = torch.empty(self.size, len(numbers), dtype=torch.int64, device="cpu")
         self._begin(lambda: _gather_into(everyone.view(-1), mine, self._control), to).wait()
         rows: list[list[int]] = everyone.tolist()
         return rows
 
     def collect_bytes(self, content: bytes, to: str) -> list[bytes]:
-        """Every rank's `content`, of any length."""
+        """Returns every rank's `content`, of any length, in rank order."""
         lengths = [row[0] for row in self.collect([len(content)], to)]
         longest = max(lengths)
         everyone = torch.empty(self.size * longest, dtype=torch.uint8, device="cpu")
@@ -103,42 +111,51 @@ class Ranks:
         return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
 
     def share(self, value: Any, to: str = "start") -> list[Any]:
-        """Every rank's `value`, which JSON can tell."""
+        """Returns every rank's `value`, which must be expressible in JSON."""
         return [json.loads(content) for content in self.collect_bytes(json.dumps(value).encode(), to)]
 
     def broadcast(self, values: torch.Tensor, source: int) -> None:
-        """Overwrite `values`, on the CPU, with those of rank `source`."""
+        """Overwrites `values`, on the CPU, with those of rank `source`."""
         if not values.numel():
             return
         content = values.view(-1).view(torch.uint8)
         start = functools.partial(dist.broadcast, content, source, self._control, async_op=True)
         self._begin(start, "share weights").wait()
 
-    # -- data ---------------------------------------------------------------------------------------
+    # -- weights and gradients ----------------------------------------------------------------------
 
     def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
-        """Fill `whole`, (nbytes,) uint8 on the device, with every rank's part; mine is there when `uploaded` is done.
+        """Fills `whole` with every rank's partition.
 
-        `share` are the stretches that are mine; where they lie tells where the others' are.
+        Args:
+            whole: (nbytes,) uint8 on the device; the caller's memory, which must stay until the returned event is done.
+            share: this rank's byte ranges; those of all ranks are equally long and adjacent, in rank order.
+            uploaded: event after which this rank's ranges are filled.
+
+        Returns:
+            An event that is done when all of `whole` is filled.
         """
         if not self._on_gpu:
             uploaded.wait()
             return _All([self._gather(whole, stretch) for stretch in share])
-        with self._device.uploading():  # after the upload, and the compute stream does not wait
+        with self._device.uploading():  # on the upload stream, so the compute stream does not wait
             for stretch in share:
                 self._gather(whole, stretch).work.wait()
         return self._device.uploaded()
 
     def _gather(self, whole: torch.Tensor, mine: range) -> _Work:
+        """Starts the gather of one of this rank's byte ranges and the other ranks' ranges around it."""
         start = mine.start - self.rank * len(mine)
         region = whole[start : start + self.size * len(mine)]
         return self._begin(lambda: _gather_into(region, whole[mine.start : mine.stop], self._data), "gather weights")
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, senders: Sequence[int]) -> None:
-        """Give part r of `sent` to each rank r; `received` becomes what each of `senders` gave, in their order.
+        """Sends row r of `sent` to each rank r, and receives a row from each of `senders`, in their order.
 
-        `sent` is (size, part) on the device, `received` (len(senders), part) of the same dtype; the calling thread's
-        compute finds it there. A rank that is no sender gives nothing.
+        Args:
+            received: (len(senders), part) on the device; filled before later compute of the calling thread.
+            sent: (size, part) on the device, of the same dtype; ignored on a rank that is no sender.
+            senders: the ranks that contribute, the same list on every rank.
         """
         part = received[0].nbytes
         out, into = received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8)
@@ -155,13 +172,14 @@ class Ranks:
             "reduce gradients",
         )
         if self._on_gpu:
-            work.work.wait()  # orders the streams, does not block
+            work.work.wait()  # NCCL: orders the streams, does not block the host
         else:
             work.wait()
 
-    # -- waiting, and what ends it ------------------------------------------------------------------
+    # -- waits and lost ranks -----------------------------------------------------------------------
 
     def _begin(self, start: Callable[[], Any], to: str) -> _Work:
+        """Starts a collective, and raises `RankError` if a rank is lost."""
         if self._lost is not None:
             raise self._lost
         try:
@@ -170,12 +188,13 @@ class Ranks:
             raise self._blame(error) from error
 
     def wait(self, work: Any, to: str) -> None:
-        """Wait for `work`, looking up each second; raises `RankError` when a rank is gone."""
+        """Waits for `work`, and looks for lost ranks each second; raises `RankError` if a rank is lost."""
         began = noticed = time.monotonic()
         while not self._ends(work, _SLICE):
             if self._lost is not None:
                 raise self._lost
-            # Each looks after its neighbour. One that ends right after a collective has given what this one waits for.
+            # Each rank watches its neighbour. A rank that ends right after a collective has already contributed to
+            # it, hence the grace period.
             if self._gone(_SILENT, [(self.rank + 1) % self.size]) and not self._ends(work, _GRACE):
                 raise self._blame(None)
             now = time.monotonic()
@@ -184,7 +203,7 @@ class Ranks:
                 logger.warning("rank %d has waited %.0f s for other ranks, to %s", self.rank, now - began, to)
 
     def _ends(self, work: Any, within: datetime.timedelta) -> bool:
-        """Whether `work` has ended well within that time; raises `RankError` where it has failed."""
+        """Returns True if `work` has succeeded within that time; raises `RankError` if it has failed."""
         try:
             work.wait(within)
             return True
@@ -192,33 +211,34 @@ class Ranks:
             if not work.is_completed():
                 return False
         try:
-            work.wait()  # it ended just after the time was over, well or not
+            work.wait()  # completed just after the timeout, with success or failure
         except RuntimeError as error:
             raise self._blame(error) from error
         return True
 
     def _blame(self, error: Exception | None) -> RankError:
-        """What to raise where others do not answer: names them, as soon as it is known who they are."""
+        """Returns the error for ranks that do not answer, which names them as soon as they are known."""
         deadline = time.monotonic() + 2 * _BLAME
         others = [rank for rank in range(self.size) if rank != self.rank]
+        # A connection breaks before the silence of its rank is long enough to tell, so wait for the heartbeat.
         while not (gone := self._gone(_BLAME, others)) and time.monotonic() < deadline:
             time.sleep(0.1)
         who = "; ".join(gone) or f"a rank that cannot be told does not answer ({error})"
-        # One that could not start would fail again; one that was killed would not.
+        # A rank that could not start would fail again; one that was killed may succeed.
         unable = any((self._pulse.ended(rank) or "").startswith(UNABLE) for rank in others)
         self._lost = RankError(
             f"{who}. Rank {self.rank} cannot go on alone; every rank keeps its last committed step: "
             f'{"mend that first, then " if unable else ""}start all of them again, with "resume": "auto"'
         )
-        if self._on_gpu:  # a kernel that waits for the one that is gone would wait on, and every later copy behind it
+        if self._on_gpu:  # an NCCL kernel would wait for the lost rank for ever, and block all later copies
             abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
             if abort is not None:
                 abort(self._data)
-        logger.error("%s", self._lost)  # a launcher may end this process before it can say so
+        logger.error("%s", self._lost)  # a launcher may end this process before the error is raised
         return self._lost
 
     def _gone(self, silence: float, ranks: Sequence[int]) -> list[str]:
-        """Which of `ranks` are not there any more, in words."""
+        """Returns a description of each of `ranks` that is lost, or silent for longer than `silence` seconds."""
         found: list[str] = []
         for rank in ranks:
             machine, process = self._places[rank]
@@ -234,11 +254,11 @@ class Ranks:
 
     @property
     def lost(self) -> bool:
-        """Whether this rank can no longer reach the others."""
+        """True if this rank can no longer reach the others."""
         return self._lost is not None
 
     def fail(self, reason: str) -> RankError:
-        """What to raise where this rank has left a collective that the others are in: they are told, and end too."""
+        """Returns the error for a rank that has left a collective the others are in. Notifies them, and they end."""
         self.look()
         if self._lost is not None:
             return self._lost
@@ -250,53 +270,58 @@ class Ranks:
         return self._lost
 
     def look(self) -> None:
-        """Say so where another rank is gone, as far as it can be known at once."""
+        """Records and logs a lost rank, as far as this is known at once."""
         if self._lost is None and self._gone(math.inf, [rank for rank in range(self.size) if rank != self.rank]):
             self._blame(None)
 
     def close(self, reason: str) -> None:
-        """Say that this rank takes part no longer, and why; idempotent."""
+        """Publishes the end of this rank with its reason, and destroys the groups. Idempotent."""
         self._pulse.close(reason)
         if self._lost is None:
             self._lost = RankError(f"rank {self.rank} has ended: {reason}")
             for group in (self._control, self._data):
-                with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # the user has destroyed them all
+                with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # the user may have destroyed all
                     dist.destroy_process_group(group)
 
 
 class _Work:
-    """A collective under way."""
+    """A collective under way, as an `Event`."""
 
     def __init__(self, ranks: Ranks, work: Any, to: str) -> None:
         self.work, self._ranks, self._to = work, ranks, to
 
     def done(self) -> bool:
+        """Returns True if the collective has completed, with success or failure."""
         return bool(self.work.is_completed())
 
     def wait(self) -> None:
-        self._ranks.wait(self.work, self._to)  # also where it has ended: it may have failed
+        """Waits for the collective, and raises `RankError` if a rank is lost."""
+        self._ranks.wait(self.work, self._to)  # also after completion, which may be a failure
 
 
 class _All:
-    """Several events."""
+    """Several events as one."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
 
     def done(self) -> bool:
+        """Returns True if all events are done."""
         return all(event.done() for event in self._events)
 
     def wait(self) -> None:
+        """Waits for each event."""
         for event in self._events:
             event.wait()
 
 
 def _gather_into(everyone: torch.Tensor, mine: torch.Tensor, group: Any) -> Any:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
+    """Starts an all-gather of `mine` into `everyone`."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name up to torch 2.12
     return gather(everyone, mine, group=group, async_op=True)
 
 
 def join_ranks(device: Device) -> Ranks | None:
-    """The ranks of this run, which are those of torch's default process group; None where this process is alone."""
+    """Returns the ranks of this run, those of torch's default process group; None for a process that trains alone."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return Ranks(device) if several else None

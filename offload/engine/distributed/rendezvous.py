@@ -1,4 +1,4 @@
-"""The ranks of a launcher before they have an engine: how they meet, and how one says that it will not come."""
+"""Rendezvous of a launcher's ranks before they have an engine, and the notice of a rank that will not come."""
 
 from __future__ import annotations
 
@@ -17,37 +17,41 @@ import torch.distributed as dist
 from offload.errors import ConfigError, RankError
 
 _NOTICE = 60.0
+"""Seconds between two warnings about a wait for other ranks."""
 
 
 _engines = itertools.count()
+"""Number of the next user of the store. Ranks agree on it because all ask in the same order."""
 
 logger = logging.getLogger("offload")
 
 UNABLE = "it could not start: "
-"""With this begins the reason of a rank that has failed to make its engine."""
+"""Prefix of the reason of a rank that has failed to make its engine."""
 
 
 def ranks_store() -> Any:
-    """Torch's key-value store, of which every engine has a corner of its own."""
+    """Returns torch's key-value store, with a prefix of its own for every engine."""
     store = dist.distributed_c10d._get_default_store()
     return dist.distributed_c10d.PrefixStore(f"offload/{next(_engines)}", store)
 
 
 def stay_away(reason: str) -> None:
-    """Tell the ranks that wait for this one to initialize that it will not, where they can be told."""
+    """Notifies the ranks that wait for this one that it will not initialize, if they can be notified."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         with contextlib.suppress(RuntimeError):
             ranks_store().set(f"end/{dist.get_rank()}", reason)
 
 
 def meet_others() -> None:
-    """Make torch's default process group where a launcher asks for several ranks and there is none yet.
+    """Creates torch's default process group if a launcher has started several ranks and there is none yet.
 
-    Raises `ConfigError` where it cannot be made.
+    Raises:
+        ConfigError: if the group cannot be created.
     """
     if not dist.is_available() or dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     try:
+        # Both backends, since tensors on either device are exchanged.
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -57,21 +61,31 @@ def meet_others() -> None:
 
 
 def as_the_first(decide: Callable[[], Any], to: str) -> Any:
-    """What `decide` returns on rank 0, as JSON tells it, on every rank; all call it. A process alone decides itself.
+    """Returns on every rank the result of `decide` on rank 0, as JSON conveys it. A process alone decides itself.
 
-    Ranks on machines of different kinds would decide differently. Raises `RankError` where rank 0 has ended before.
+    All ranks call this. Ranks on machines of different kinds would decide differently.
+
+    Args:
+        decide: called on rank 0 only.
+        to: the purpose in words, for messages.
+
+    Raises:
+        RankError: if rank 0 has ended before its decision.
     """
     meet_others()
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return decide()
+    # All ranks pass this line, so that the numbers of their stores stay equal.
     store = ranks_store()
     if dist.get_rank() == 0:
         try:
             store.set("decided", json.dumps(decide()))
         except Exception as error:
+            # Otherwise the other ranks would wait for a decision that never comes.
             store.set("end/0", f"{type(error).__name__}: {error}")
             raise
     began = noticed = time.monotonic()
+    # Polled: a wait on the key would block in C++ with torch's timeout, and would not notice the end of rank 0.
     while not _is_there(store, "decided", to):
         now = time.monotonic()
         if now - noticed > _NOTICE:
@@ -82,12 +96,12 @@ def as_the_first(decide: Callable[[], Any], to: str) -> Any:
 
 
 def _is_there(store: Any, key: str, to: str) -> bool:
-    """Whether rank 0 has set `key`; raises `RankError` where it has ended in place of that."""
+    """Returns True if rank 0 has set `key`; raises `RankError` if rank 0 has ended instead."""
     try:
         if store.check([key]):
             return True
         ended = store.get("end/0").decode() if store.check(["end/0"]) else None
-    except RuntimeError as error:  # the store's own process is gone, which is rank 0 where no launcher has it
+    except RuntimeError as error:  # the store's process is gone: rank 0, unless a launcher owns it
         ended = str(error)
     if ended is None:
         return False

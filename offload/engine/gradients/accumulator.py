@@ -1,15 +1,14 @@
-"""Gradients of one step, added into host leases as autograd finishes them, and their norm.
+"""Gradients of one step, added into host buffers as autograd finishes them, and their norm.
 
-    compute stream ─► squares summed there ─► `downloads` ─┬► the unit's lease, where it is the first of the step
-                                                           └► a staging buffer ─► added into the lease
+    compute stream ─► squares summed there ─► `downloads` ─┬► the unit's host buffer, for the first gradient of a step
+                                                           └► a staging buffer ─► added into the host buffer
 
-A unit's lease is its own, or a window of what waits on DISK (see `spill`). The gradients of a unit that lives on the
-device altogether stay there and are added there. Those of other units are added up there over the micro-batches, as far
-as there is room, and leave with the last (see `totals`). The squares of what is stored as it comes are summed on the
-device before it leaves, those of a sum that the host makes on the host: so none is read again for the norm, whose
-bits are the same everywhere. On a GPU without CuPy the host sums all squares, and all goes through staging buffers.
-
-Where the host can address the device's memory all of this is one pass, in the thread of the backward.
+A unit's host buffer is its own, or a window of a gradient on DISK (`disk_spill`). Gradients of a unit that is stored on
+the device are added there and stay. Those of other units are summed on the device over the micro-batches, as far as
+memory allows, and copied to the host with the last (`device_totals`). The squares of values that are stored as they
+arrive are summed on the device before the copy; those of a host sum, on the host. So the norm reads no gradient again,
+and its bits are the same everywhere. On a GPU without CuPy the host sums all squares, and all gradients pass through
+staging buffers. If the host can address device memory, all of this is one pass, in the backward's thread.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ from offload.timeline import OFF, Phase, Row, Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPlaces:
-    """The places where gradients of a step wait for their updates, other than leases of HOST."""
+    """Memory in which gradients wait for their updates, other than host buffers of the HOST tier."""
 
     spill: DiskSpill | None
     """Gradients of units that wait on DISK."""
     on_device: Mapping[int, torch.Tensor]
     """(numel,) of the gradients' dtype for each unit whose gradients stay on the device."""
     totals: Mapping[int, torch.Tensor]
-    """The same for units whose gradients are added up on the device over micro-batches, and then leave."""
+    """The same for units whose gradients are summed on the device over micro-batches and then copied to the host."""
     downloads: DeviceToHost | None
-    """Copies from a device whose memory the host cannot address; None where it can."""
+    """Copies from a device whose memory the host cannot address; None if the host can."""
 
 
 class GradientAccumulator:
-    """The gradient of each unit that trains; that of a parameter lies where its segment does.
+    """The gradient of each unit that trains; a parameter's gradient is stored where the parameter's segment is.
 
-    `add` and `put` may be called by any thread, one at a time; everything else by the thread that calls `step()`, but
-    `free`, which the update worker calls when an update has read a gradient.
+    Any thread may call `add` and `put`, one at a time. The update worker calls `free` when an update has read a
+    gradient. All else belongs to the thread that calls `step()`.
     """
 
     def __init__(
@@ -67,17 +66,17 @@ class GradientAccumulator:
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
-        """Takes a lease of the class of homes for each unit whose gradients stay in HOST.
+        """Takes a host buffer for each unit whose gradients stay in HOST.
 
         Args:
             layouts: the segments of each unit.
             parts: the elements of each unit that this rank updates.
             arena: the host memory.
-            dtype: of the gradients that are kept.
-            waiting: where gradients wait that have no lease.
+            dtype: dtype of the stored gradients.
+            waiting: memory for gradients without a host buffer.
             callbacks: the engine.
-            timeline: shows each gradient, as it comes.
-            compute: shows of which unit a gradient is.
+            timeline: records each gradient as it arrives.
+            compute: records the unit to which a gradient belongs.
         """
         self._timeline, self._compute = timeline, compute
         self._titles = [f"gradient of {layout.name or 'the root'}" for layout in layouts]
@@ -87,11 +86,11 @@ class GradientAccumulator:
         self.totals = DeviceTotals(waiting.totals)
         self._callbacks = callbacks
         self._leaving = False
-        """Whether a total may be on its way that is still there: where an interrupt came between."""
+        """True from the start of a total's copy to its removal; still True if an interrupt arrived in between."""
         self._layouts, self._parts = layouts, parts
         self._lock = threading.Lock()
         self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
-        """For each unit, (segment, first element) of a stretch to its sum of squares; a tensor is on the device."""
+        """For each unit: sum of squares of each chunk, by (segment, first element); a tensor is still on the device."""
         self._reading: set[int] = set()
         self._memory: list[torch.Tensor | None] = []
         for unit, part in enumerate(parts):
@@ -101,30 +100,31 @@ class GradientAccumulator:
             self._memory.append(None if lease is None else lease.tensor(dtype))
 
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
-        """Have memory of the device, (nbytes,) uint8, for the totals of more units. Between steps."""
+        """Adds memory of the device, (nbytes,) uint8 by unit, for the totals of more units. Between steps."""
         self.totals.have({unit: each.view(self.dtype) for unit, each in memory.items()})
 
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
-        """Store the first gradient of a parameter, add any further one."""
+        """Stores the first gradient of a parameter in a step, or adds a further one. Runs on an autograd thread."""
         self._compute.leave_for(unit)
         self._compute.turn_to(unit)
-        timeline = self._timeline if self.downloads is None else OFF  # downloads show a gradient when it has come
-        nbytes = gradient.numel() * gradient.element_size()  # as it is stored; a sparse one has no `nbytes`
+        timeline = self._timeline if self.downloads is None else OFF  # else recorded on arrival
+        nbytes = gradient.numel() * gradient.element_size()  # a sparse one lacks `nbytes`
         with timeline.span(Row.DOWNLOADS, self._titles[unit], nbytes):
             self._add(unit, segment, gradient)
 
     def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
+        """Stores or adds a gradient of this process; on several ranks overridden to collect a unit first."""
         if self._layouts[unit].segments[segment].numel:
             self.put(unit, segment, 0, flat(gradient))
 
     def end_backward(self) -> None:
-        """Ends an outermost backward, or one that was aborted before."""
+        """Ends an outermost backward, or one that was aborted earlier."""
         self._compute.end_stretch()
         self._flush()
         self._timeline.end_phase(Phase.BACKWARD)
 
     def _flush(self) -> None:
-        """Takes what `add` has put aside. Nothing is, where this process is alone."""
+        """Processes gradients that `add` has set aside; a process that trains alone sets none aside."""
 
     @property
     def pending_unit(self) -> int:
@@ -132,19 +132,18 @@ class GradientAccumulator:
         return -1
 
     def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
-        """Adds up the gradients of `unit` that the ranks `holders` have. Every rank calls it at once."""
+        """Sums the gradients of `unit` that the ranks `holders` contribute. Every rank calls this at the same time."""
         raise AssertionError("a process that trains alone reduces nothing")
 
     def put(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        """Store or add `values`, (n,) on the device: elements [first, first + n) of a segment, all of them this rank's.
+        """Stores or adds `values`, (n,) on the device, as elements [first, first + n) of a segment, all of this rank.
 
-        The same pass sums the squares of the new values, so that the norm reads no gradient again. A stretch must
-        begin and end where it did in the step's other calls, and begin whole `CHUNK`s from where this rank's does.
+        A range must equal that of the step's other calls, and begin whole `CHUNK`s after this rank's first element.
         """
         if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             values = values.to(self.dtype)
         if unit in self._reading:
-            self._callbacks.await_updates()  # a graph made before step() that needed no weights, such as an embedding's
+            self._callbacks.await_updates()  # a graph from before step() without weights, as of an embedding
         if unit in self._on_device:
             self._keep(unit, segment, first, values)
         elif self.downloads is None:
@@ -155,11 +154,11 @@ class GradientAccumulator:
             self._send(self.downloads, unit, segment, first, values, self._is_new(unit, segment, first))
 
     def _is_new(self, unit: int, segment: int, first: int) -> bool:
-        """Whether no gradient was stored there since the last step."""
+        """Returns True if no gradient was stored at this position since the last step."""
         return (segment, first) not in self._squares[unit]
 
     def _is_added_up(self, unit: int, segment: int, first: int) -> bool:
-        """Whether a gradient is for the total on the device: not where that has left, nor where it would at once."""
+        """Returns True if a gradient belongs to the total on the device, neither copied yet nor about to be."""
         if self.totals.has(unit, (segment, first)):
             return True
         return (
@@ -167,7 +166,8 @@ class GradientAccumulator:
         )
 
     def _add_up(self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        """Add `values` to the total on the device, which leaves where nothing more will come."""
+        """Adds `values` to the total on the device, and starts its copy to the host after the last micro-batch."""
+        # An interrupt came during a copy: wait before the memory changes under it.
         if self._leaving:
             downloads.drain()
             self._leaving = False
@@ -176,7 +176,7 @@ class GradientAccumulator:
             self._leave(downloads, unit, segment, first)
 
     def _leave(self, downloads: DeviceToHost, unit: int, segment: int, first: int) -> None:
-        """Let the total of a stretch come to where it waits for its update. It is stored, so twice does no harm."""
+        """Starts the copy of a total to the host. A second copy is harmless, since a copy stores and never adds."""
         self._leaving = True
         self._send(downloads, unit, segment, first, self.totals.values(unit, (segment, first)), True)
         self.totals.left(unit, (segment, first))
@@ -185,9 +185,9 @@ class GradientAccumulator:
     def _send(
         self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor, new: bool
     ) -> None:
-        """Let `values`, on the device, come to where they are stored, if `new`, or added."""
+        """Starts the copy of `values` from the device, to be stored, if `new`, or added."""
         if new and values.element_size() > self.dtype.itemsize:
-            values = values.to(self.dtype)  # as it would be stored; less to copy
+            values = values.to(self.dtype)  # the rounding of the store, with fewer bytes to copy
         summed = downloads.sums and new and values.dtype == self.dtype
         chunks = range(0, len(values), CHUNK)
         squares: Sequence[float | torch.Tensor] = squares_of(values).unbind() if summed else [0.0] * len(chunks)
@@ -201,7 +201,7 @@ class GradientAccumulator:
                 self._accumulate(unit, segment, first + position, some, new, summed)
 
         downloads.send(self._titles[unit], values, target, receive)
-        # Only now: what an interrupt has kept from leaving is not there. The other thread may have come first.
+        # Recorded after the send: an interrupt before must leave no record. The receiving thread may be first.
         for chunk, value in zip(chunks, squares, strict=True):
             if summed:
                 self._squares[unit][segment, first + chunk] = value
@@ -209,7 +209,7 @@ class GradientAccumulator:
                 self._squares[unit].setdefault((segment, first + chunk), value)
 
     def _keep(self, unit: int, segment: int, first: int, values: torch.Tensor, add: bool = True) -> None:
-        """Store or add `values` on the device. What is added is rounded once, as the host's kernel has it."""
+        """Stores or adds `values` on the device. A sum is rounded once, as by the host's kernel."""
         start = self._start(unit, segment, first)
         memory = self._on_device[unit][start : start + len(values)]
         if add and not self._is_new(unit, segment, first):
@@ -220,15 +220,16 @@ class GradientAccumulator:
             self._squares[unit][segment, first + number * CHUNK] = value
 
     def _start(self, unit: int, segment: int, first: int) -> int:
-        """Where in this rank's part of a unit element `first` of a segment lies."""
+        """Returns the position in this rank's partition of element `first` of a segment."""
         return self._layouts[unit].segments[segment].start - self._parts[unit].start + first
 
     def _accumulate(
         self, unit: int, segment: int, first: int, values: torch.Tensor, new: bool, summed: bool = False
     ) -> None:
-        """Store or add `values`, on the host; whose squares are `summed` elsewhere, if not here."""
+        """Stores or adds `values` on the host, and sums their squares unless they are `summed` already."""
         start = self._start(unit, segment, first)
         with self._lock:
+            # The update worker frees units under the same lock, on its own thread.
             assert unit not in self._reading
             for chunk in range(0, len(values), CHUNK):
                 more = values[chunk : chunk + CHUNK]
@@ -238,7 +239,7 @@ class GradientAccumulator:
                     self._squares[unit][segment, first + chunk] = squares
 
     def _part(self, unit: int, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a unit's gradient, in HOST until the next call."""
+        """Returns elements [start, stop) of a unit's gradient on the host, valid until the next call."""
         if self.spill is not None and self._spills(unit):
             return self.spill.part(unit, start, stop)
         memory = self._memory[unit]
@@ -249,11 +250,12 @@ class GradientAccumulator:
         return self.spill is not None and unit in self.spill
 
     def known(self) -> GradientStats:
-        """What a step is decided on. Waits for what is on its way from the device."""
+        """Returns the statistics on which a step is decided. Waits for all gradients in flight from the device."""
         self._bring_totals()
         self._fetch_squares()
         total = 0.0
         for squares in self._squares:
+            # Added in layout order in float64, so that the norm has the same bits whatever order gradients arrived in.
             for key in sorted(squares):
                 value = squares[key]
                 assert isinstance(value, float)
@@ -261,14 +263,14 @@ class GradientAccumulator:
         return GradientStats(sum_squares=total, present=self._present())
 
     def _bring_totals(self, unit: int | None = None, segment: int | None = None) -> None:
-        """Let the totals of a unit's segment leave the device, or all that still are there."""
+        """Starts the copies of all totals that are still on the device, or of those of a unit's segment."""
         for each, (position, first) in self.totals.stretches():
             if unit in (None, each) and segment in (None, position):
                 assert self.downloads is not None
                 self._leave(self.downloads, each, position, first)
 
     def _fetch_squares(self) -> None:
-        """Make numbers of what the device summed. Blocks until all gradients are here: a step must know its norm."""
+        """Replaces squares summed on the device by numbers. Blocks until all gradients have arrived."""
         if self.downloads is None:
             return
         self.downloads.drain()
@@ -294,11 +296,11 @@ class GradientAccumulator:
         ]
 
     def has(self, unit: int, segment: int) -> bool:
-        """Whether this rank was given a gradient of this parameter since the last step."""
+        """Returns True if this rank received a gradient of this parameter since the last step."""
         return segment in self._present()[unit]
 
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        """Fill `values`, (n,) on the CPU, with elements [first, first + n) of a segment: all that are this rank's."""
+        """Fills `values`, (n,) on the CPU, with elements [first, first + n) of a segment: all those of this rank."""
         self._bring_totals(unit, segment)
         self._receive_all()
         start = self._start(unit, segment, first)
@@ -311,10 +313,11 @@ class GradientAccumulator:
                 some.copy_(self._part(unit, start + chunk, start + chunk + len(some)))
 
     def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        """Make `values`, (n,) fp32 on the CPU, the elements that `look` gives; there may be none on this rank."""
+        """Replaces the elements of `look` by `values`, (n,) fp32 on the CPU; n may be 0 on this rank."""
         self._receive_all()
         with self._lock:
             squares = self._squares[unit]
+            # The whole dict is replaced in one assignment, which an interrupt cannot split.
             self._squares[unit] = {key: squares[key] for key in squares if key[0] != segment}
             self.totals.forget(unit, segment)
         if unit in self._on_device:
@@ -323,7 +326,7 @@ class GradientAccumulator:
             self._accumulate(unit, segment, first, values, new=True)
 
     def give(self, units: Sequence[int]) -> None:
-        """The gradients of `units` belong to their updates from now until `free`; none may be added meanwhile."""
+        """Hands the gradients of `units` to their updates until `free`; none may be added meanwhile."""
         if self.spill is not None:
             self.spill.flush()
         with self._lock:
@@ -335,9 +338,9 @@ class GradientAccumulator:
     def stretch(
         self, unit: int, start: int, stop: int, room: HostBuffer, offset: int
     ) -> tuple[torch.Tensor, Sequence[Future]]:
-        """Elements [start, stop) for the update of `unit`, there once the futures are done; see also `stays`.
+        """Returns elements [start, stop) for the update of `unit`, valid once the futures are done; see also `stays`.
 
-        Those of a unit that spills are read into `room`, from byte `offset` on.
+        A gradient on DISK is read into `room`, from byte `offset` on.
         """
         assert unit in self._reading
         if unit in self._on_device:
@@ -351,18 +354,18 @@ class GradientAccumulator:
         return memory[start:stop], ()
 
     def stays(self, unit: int) -> bool:
-        """Whether the gradient of `unit` waits on the device, where its update finds it."""
+        """Returns True if the gradient of `unit` waits on the device, for an update on the device."""
         return unit in self._on_device
 
     def free(self, unit: int) -> None:
-        """The update has read the gradient: the memory may take the next one."""
+        """Releases a gradient that the update has read: its memory may receive the next one."""
         if self.spill is not None and self._spills(unit):
             self.spill.forget(unit)
         with self._lock:
             self._reading.discard(unit)
 
     def drop(self, unit: int) -> None:
-        """Forget the gradients of one unit."""
+        """Drops the gradients of one unit."""
         if self.spill is not None and self._spills(unit):
             self.spill.forget(unit)
         with self._lock:
@@ -370,18 +373,18 @@ class GradientAccumulator:
             self.totals.forget(unit)
 
     def forget(self) -> None:
-        """What `zero_grad` does."""
+        """Implements `zero_grad`."""
         self.clear()
 
     def clear(self) -> None:
-        """Forget every gradient that no update has taken."""
+        """Drops every gradient that no update has taken."""
         self._receive_all()
         for unit in range(len(self._layouts)):
             if unit not in self._reading:
                 self.drop(unit)
 
     def close(self) -> None:
-        """Join the receiving thread, give room on the drives back. The update worker must have ended."""
+        """Joins the receiving thread and frees space on the drives. The update worker must have ended."""
         if self.downloads is not None:
             self.downloads.close()
         if self.spill is not None:
@@ -389,7 +392,7 @@ class GradientAccumulator:
 
 
 def borders(layout: UnitLayout, part: range) -> list[int]:
-    """Where in this rank's `part` of a unit a chunk of a gradient begins; first and last are those of the part."""
+    """Returns the positions in `part` at which chunks of a gradient begin, sorted, with 0 and the end of `part`."""
     found = {0, len(part)}
     for segment in layout.segments:
         first, last = max(segment.start, part.start), min(segment.stop, part.stop)

@@ -1,12 +1,12 @@
-"""Gradients on their way from a device that computes beside the host: one thread receives them.
+"""Gradients in flight from a device that computes beside the host, received by one thread.
 
-    backward's thread   send ─► queue            blocks only where more than `most` bytes would be on their way
-    receiving thread            queue ─► download ─► its event ─┬► it lies in its target
-                                                                └► in a staging buffer, from which it is handed on
+    backward's thread   send ─► queue            blocks only if more than `most` bytes would be in flight
+    receiving thread            queue ─► download ─► its event ─┬► the copy is in its target
+                                                                └► in a staging buffer, from which it is passed on
 
-So a backward goes on giving work to the device while gradients leave it, are added and, where they spill, written. What
-leaves stays in device memory until its copy is done. Copies are on one stream, and are received in the order in which
-they were sent.
+So a backward keeps the device busy while gradients are copied from it, added and, if they spill, written. The source of
+a copy stays in device memory until the copy is done. All copies are on one stream, and are received in the order in
+which they were sent.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from offload.swapper.memory.interruptible_lock import InterruptibleLock
 from offload.timeline import OFF, Row, Timeline, now
 
 Receive = Callable[[int, torch.Tensor], None]
-"""Gets a position and values, (n,) on the CPU, valid until it returns."""
+"""Callback that receives a position and values, (n,) on the CPU, which are valid until it returns."""
 
 
 class _Sent(NamedTuple):
+    """One tensor to copy, queued by `send`."""
+
     title: str
     source: torch.Tensor
     """(n,) on the device."""
     computed: Event
+    """Recorded after the compute that produces `source`; the copy's stream waits for this event."""
     target: torch.Tensor | None
-    """(n,) of the same dtype in HOST; None where it goes through staging buffers."""
+    """(n,) of the same dtype in HOST; None for a copy through staging buffers."""
     receive: Receive | None
 
 
@@ -43,18 +46,19 @@ class _Arriving(NamedTuple):
     sent: _Sent
     first: int
     values: torch.Tensor
-    """Where it arrives, on the host."""
+    """Destination of the copy, on the host."""
     staging: HostBuffer | None
     done: Event
     last: bool
-    """Whether this is the end of what was sent."""
+    """True if this copy is the end of its source."""
     began: int
 
 
 class DeviceToHost:
-    """Owns the receiving thread. `send`, `drain` and `fetch` are called by one thread at a time.
+    """Owner of the receiving thread. `send`, `drain` and `fetch` are called by one thread at a time.
 
-    A Ctrl-C may come between any two lines of theirs: what is in the queue by then is received, and nothing else.
+    A Ctrl-C may arrive between any two lines of these methods: tensors in the queue by then are received, and nothing
+    else.
     """
 
     def __init__(
@@ -68,18 +72,27 @@ class DeviceToHost:
         *,
         timeline: Timeline = OFF,
     ) -> None:
-        """At most `most` bytes are on their way, or one tensor. `sums` says whether the device can sum squares. An
-        error in the thread is told to `fail`; `check` raises from then on."""
+        """Starts the receiving thread.
+
+        Args:
+            device: the device to copy from.
+            staging: host buffers for copies without a target.
+            most: most bytes in flight; a single larger tensor is allowed.
+            sums: True if the device can sum squares.
+            fail: called on the receiving thread with an error that ends it.
+            check: raises that error on the calling thread from then on.
+            timeline: records each copy.
+        """
         self.device, self.sums = device, sums
         self._timeline = timeline
         self._most, self._fail, self._check = most, fail, check
         self._changed = InterruptibleLock()
         self._sent: deque[_Sent] = deque()
-        """All that was sent and not received, oldest first; only the receiving thread takes from it."""
+        """All tensors sent and not yet received, oldest first; only the receiving thread removes any."""
         self._ended = self._closing = False
-        # What follows is the receiving thread's own.
+        # Everything below belongs to the receiving thread, so no lock guards it.
         self._begun = self._position = 0
-        """How many of `_sent` were begun to their end, and how much of the next was."""
+        """Number of tensors of `_sent` whose copies have all begun; `_position` is the progress in the next one."""
         self._free = list(staging)
         self._arriving: deque[_Arriving] = deque()
         self._thread = threading.Thread(target=self._run, name="offload-gradients", daemon=True)
@@ -88,14 +101,19 @@ class DeviceToHost:
     # -- the thread of the backward, or of the step ---------------------------------------------------
 
     def send(self, title: str, source: torch.Tensor, target: torch.Tensor | None, receive: Receive | None) -> None:
-        """Copy `source`, (n,) on the device, to `target`, or hand it to `receive` piece by piece, on the other thread.
+        """Copies `source` to `target`, or passes it to `receive` chunk by chunk, on the receiving thread.
 
-        What computes it must have been started by the calling thread.
+        Args:
+            title: name of the copy on the timeline.
+            source: (n,) on the device, computed by work that the calling thread has started.
+            target: (n,) of the same dtype on the host, or None.
+            receive: called for each chunk on arrival, or None.
         """
+        # The event is recorded on the caller's compute stream, before the receiving thread can start the copy.
         sent = _Sent(title, source, self.device.computed(), target, receive)
         with self._changed.lock:
             while self._sent and not self._ended and self._nbytes + source.nbytes > self._most:
-                self._changed.wait()  # nothing is lost: the device has so much to compute yet, or to copy
+                self._changed.wait()  # costs no speed: the device is busy with the bytes in flight
             if not self._ended:
                 self._sent.append(sent)
                 self._changed.notify_all()
@@ -107,7 +125,7 @@ class DeviceToHost:
         return sum(sent.source.nbytes for sent in self._sent)
 
     def drain(self) -> None:
-        """Wait until all that was sent is received."""
+        """Waits until everything sent has been received."""
         with self._changed.lock:
             self._changed.notify_all()
             while self._sent and not self._ended:
@@ -116,7 +134,7 @@ class DeviceToHost:
             self._check()
 
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy of `values`, (n,), on the host, behind all that was sent: blocks until the device has made it."""
+        """Returns a host copy of `values`, (n,), made after everything sent before. Blocks until the copy is done."""
         found = torch.empty(len(values), dtype=values.dtype, device="cpu")
 
         def receive(position: int, some: torch.Tensor) -> None:
@@ -127,7 +145,7 @@ class DeviceToHost:
         return found
 
     def close(self) -> None:
-        """Receive what was sent, and join the thread."""
+        """Receives everything sent, and joins the thread."""
         with self._changed.lock:
             self._closing = True
             self._changed.notify_all()
@@ -136,18 +154,19 @@ class DeviceToHost:
     # -- the receiving thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Runs on the receiving thread until `close` or an error."""
         self.device.enter_thread()
         try:
             while self._work():
                 pass
-        except BaseException as error:  # copies may be under way: what they read and write is kept
+        except BaseException as error:  # copies may be in flight: their memory stays referenced
             self._fail(error)
         with self._changed.lock:
             self._ended = True
             self._changed.notify_all()
 
     def _work(self) -> bool:
-        """Begin what has room, then receive the oldest; False when the thread shall end."""
+        """Begins every copy that has a destination, then receives the oldest. Returns False at the thread's end."""
         while self._begin():
             pass
         if self._arriving:
@@ -159,13 +178,15 @@ class DeviceToHost:
             return bool(self._sent) or not self._closing
 
     def _begin(self) -> bool:
-        """Start the next copy; whether there was one, and room for it."""
+        """Starts the next copy. Returns False if there is none, or no staging buffer is free."""
+        # Read without the lock: only this thread removes entries, and one appended meanwhile is found next time.
         if self._begun == len(self._sent):
             return False
         sent = self._sent[self._begun]
         if sent.target is not None:
             self._start(sent, len(sent.source), sent.target, None)
         elif self._free:
+            # Removed from the list only once the copy has begun, so that an error does not lose the buffer.
             lease = self._free[-1]
             room = lease.tensor(torch.uint8)
             numel = min(len(sent.source) - self._position, len(room) // sent.source.itemsize)
@@ -176,6 +197,7 @@ class DeviceToHost:
         return True
 
     def _start(self, sent: _Sent, numel: int, values: torch.Tensor, staging: HostBuffer | None) -> None:
+        """Starts the copy of the next `numel` elements on the download stream, after the compute that produces them."""
         first, began = self._position, now()
         part = sent.source[first : first + numel]
         done = self.device.download(values.view(torch.uint8), part.view(torch.uint8), (sent.computed,))
@@ -185,7 +207,7 @@ class DeviceToHost:
         self._begun += last
 
     def _receive(self, arriving: _Arriving) -> None:
-        """Wait for the oldest copy, and hand it on. This thread alone is blocked."""
+        """Waits for the oldest copy, and passes it on. Only this thread is blocked."""
         arriving.done.wait()
         sent = arriving.sent
         if sent.receive is not None:
@@ -195,6 +217,7 @@ class DeviceToHost:
         self._arriving.popleft()
         self._timeline.add(Row.DOWNLOADS, sent.title, arriving.began, now(), arriving.values.nbytes)
         if arriving.last:
+            # Removed last: until here `drain` must wait, and `source` must stay referenced, or its memory is reused.
             self._begun -= 1
             with self._changed.lock:
                 self._sent.popleft()

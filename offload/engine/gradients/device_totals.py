@@ -1,9 +1,9 @@
-"""Totals of a step's gradients in memory of the device, which they leave once, instead of after each micro-batch.
+"""Totals of a step's gradients in device memory, copied to the host once instead of after each micro-batch.
 
-    micro-batch   first ─► stored    further ─► added    last, or who asks ─► leaves for the host
+    micro-batch   first ─► stored    further ─► added    last, or a read ─► copied to the host
 
-A total that has left is no longer here: what comes for it later is added where it is. Each addition is rounded once, as
-the host's kernel has it, so where a total was made changes no bit.
+Once a total has been copied to the host it is dropped from the device; later gradients accumulate on the host. Each
+addition is rounded once, as by the host's kernel, so the place of a sum changes no bit.
 """
 
 from __future__ import annotations
@@ -13,61 +13,66 @@ from collections.abc import Iterator, Mapping
 import torch
 
 Stretch = tuple[int, int]
-"""A segment of a unit, and the first element of it."""
+"""A range of a gradient: a segment of a unit, and the first element within the segment."""
 
 
 class DeviceTotals:
-    """What is here of the gradients of some units. Belongs to the thread that adds gradients, or makes the step."""
+    """The totals on the device for some units. Belongs to the thread that adds gradients, or makes the step."""
 
     def __init__(self, memory: Mapping[int, torch.Tensor]) -> None:
-        """`memory` is on the device, for each unit as much as its gradient takes, in the dtype in which it waits."""
+        """Takes device memory for the totals.
+
+        Args:
+            memory: for each unit (numel,) on the device, in the dtype in which the unit's gradient waits for its
+                update.
+        """
         self._memory = dict(memory)
         self._here: dict[int, dict[Stretch, range]] = {unit: {} for unit in memory}
-        """Where in a unit's memory each stretch lies that is here."""
+        """The positions in the unit's memory of each range that is on the device."""
 
     def have(self, memory: Mapping[int, torch.Tensor]) -> None:
-        """Take the totals of more units, between steps."""
+        """Takes device memory for the totals of more units, between steps."""
         self._memory |= memory
         self._here |= {unit: {} for unit in memory}
 
     def takes(self, unit: int) -> bool:
-        """Whether there is memory for the totals of `unit`."""
+        """Returns True if there is memory for the totals of `unit`."""
         return unit in self._memory
 
     def has(self, unit: int, stretch: Stretch) -> bool:
-        """Whether something was added up there that has not left."""
+        """Returns True if a total of this range is on the device."""
         return stretch in self._here.get(unit, ())
 
     def segments(self, unit: int) -> set[int]:
-        """The segments of which something is here."""
+        """Returns the segments of which a total is on the device."""
         return {segment for segment, _ in self._here.get(unit, ())}
 
     def add(self, unit: int, stretch: Stretch, start: int, values: torch.Tensor) -> None:
-        """Store or add `values`, (n,) on the device, whose place in the unit's gradient begins at `start`."""
+        """Stores or adds `values`, (n,) on the device, at position `start` of the unit's gradient."""
         memory = self._memory[unit][start : start + len(values)]
         if self.has(unit, stretch):
             memory.add_(values)
         else:
             memory.copy_(values)
-            self._here[unit][stretch] = range(start, start + len(values))  # now: half a copy is none
+            self._here[unit][stretch] = range(start, start + len(values))  # last: an interrupted copy counts as none
 
     def values(self, unit: int, stretch: Stretch) -> torch.Tensor:
-        """(n,) on the device: a total that is here, in the memory of later ones."""
+        """Returns a total as (n,) on the device. Later totals reuse the memory."""
         place = self._here[unit][stretch]
         return self._memory[unit][place.start : place.stop]
 
     def stretches(self) -> Iterator[tuple[int, Stretch]]:
-        """All that are here, with their units; they may leave meanwhile."""
+        """Yields the range of every total on the device, with its unit; totals may be dropped meanwhile."""
         for unit, here in self._here.items():
             for stretch in list(here):
                 yield unit, stretch
 
     def forget(self, unit: int, segment: int | None = None) -> None:
-        """Nothing of a unit, or of a segment of it, is here any more."""
+        """Drops the totals of a unit, or of one segment of it."""
         here = self._here.get(unit, {})
         for stretch in [each for each in here if segment in (None, each[0])]:
             del here[stretch]
 
     def left(self, unit: int, stretch: Stretch) -> None:
-        """A total is on its way, and what comes for it is added elsewhere."""
+        """Drops a total whose copy to the host has begun; later gradients are added on the host."""
         self._here[unit].pop(stretch, None)

@@ -1,11 +1,11 @@
 """Gradients that wait for their update on DISK: a few windows of them are in HOST, the rest is in files.
 
-    added to ─► its window is here ─► another window is needed: written ─► read by the update, into its tile
+    added to ─► its window is in HOST ─► another window is needed: written ─► read by the update, into its tile
                     ▲                                              │
                     └────────────── added to once more: read ──────┘
 
-A window is a stretch of one unit's gradient. Backward fills one after the other, so all but the newest are written
-while it goes on; only a window that is added to again, by another micro-batch, is waited for.
+A window is a range of one unit's gradient. A backward fills one after the other, so all but the newest are written
+while the backward runs; only a window that is added to again, by another micro-batch, is waited for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offload.swapper.store.spill_file import SpillFile
 
 
 def windows(borders: Sequence[int], numel: int) -> tuple[range, ...]:
-    """Stretches of at most `numel` elements that begin and end at some of `borders` and cover all between them."""
+    """Returns ranges of at most `numel` elements that begin and end at some of `borders` and cover all between them."""
     found: list[range] = []
     start = borders[0]
     for before, border in zip(borders, [*borders[1:], None], strict=True):
@@ -35,10 +35,11 @@ def windows(borders: Sequence[int], numel: int) -> tuple[range, ...]:
 
 
 class DiskSpill:
-    """The gradients of some units, in `leases` (whose memory it takes) and `scratch`.
+    """The gradients of some units, in host buffers and a scratch file.
 
-    `part` may be called by any thread, one at a time; `read` by the update worker; the others by the thread that calls
-    `step()`. Who holds the lock waits for I/O at most. Any error in here is told to `fail`: a gradient is lost.
+    Any thread may call `part`, one at a time; the update worker calls `read`; all else belongs to the thread that calls
+    `step()`. The holder of the lock waits for I/O at most. An error in `part` is reported to `fail`, since a gradient
+    is lost; the other methods raise in their caller.
     """
 
     def __init__(
@@ -49,27 +50,38 @@ class DiskSpill:
         scratch: SpillFile,
         fail: Callable[[BaseException], None],
     ) -> None:
+        """Takes the memory of `leases`, and owns `scratch` from now on.
+
+        Args:
+            windows: the windows of each unit, in order.
+            dtype: dtype of the stored gradients.
+            leases: host buffers, each as large as the largest window.
+            scratch: the file of all units.
+            fail: receives an error that loses a gradient.
+        """
         self._windows = windows
         self._dtype, self.scratch, self._fail = dtype, scratch, fail
         self._lock = threading.Lock()
         self._free = list(leases)
         self._here: dict[tuple[int, int], HostBuffer] = {}
-        """Windows whose newest bytes are in a lease alone, by unit and number; oldest first."""
+        """Windows whose newest bytes are in a host buffer only, by unit and number; oldest first."""
         self._writing: dict[tuple[int, int], tuple[HostBuffer, Future]] = {}
+        """Windows whose write is in flight; the buffer must not change until its future is done."""
         self._written: set[tuple[int, int]] = set()
 
     def __contains__(self, unit: int) -> bool:
         return unit in self._windows
 
     def part(self, unit: int, start: int, stop: int) -> torch.Tensor:
-        """(stop - start,) of a unit's gradient, to be changed before the next call. It must lie in one window."""
+        """Returns (stop - start,) of a unit's gradient, within one window, to be changed before the next call."""
+        # The last window that begins at or before `start`.
         number = bisect_right(self._windows[unit], start, key=lambda window: window.start) - 1
         window = self._windows[unit][number]
         assert window.start <= start and stop <= window.stop
         with self._lock:
             try:
                 lease = self._fetch((unit, number))
-            except BaseException as error:  # also Ctrl-C: what was on its way is not known any more
+            except BaseException as error:  # also Ctrl-C: the state of writes in flight is unknown then
                 self._fail(error)
                 raise
         return lease.tensor(torch.uint8)[: len(window) * self._dtype.itemsize].view(self._dtype)[
@@ -77,29 +89,30 @@ class DiskSpill:
         ]
 
     def flush(self) -> None:
-        """Begin to write all that is here: the updates will read it."""
+        """Starts to write all windows in HOST, since the updates will read them from the file."""
         with self._lock:
             for key in list(self._here):
                 self._write(key)
 
     def read(self, unit: int, start: int, stop: int, buffer: memoryview) -> Future:
-        """Fill `buffer` with elements [start, stop) of a unit's gradient, which must have been flushed."""
+        """Fills `buffer` with elements [start, stop) of a unit's gradient, which must have been flushed."""
         with self._lock:
             for key in [key for key in self._writing if key[0] == unit]:
                 self._end_write(key)
         return self.scratch.read(unit, start * self._dtype.itemsize, buffer)
 
     def forget(self, unit: int) -> None:
-        """The bytes of a unit mean nothing any more."""
+        """Drops the gradient of a unit; its buffers may be reused."""
         with self._lock:
             for key in [key for key in self._writing if key[0] == unit]:
                 self._end_write(key)
             for key in [key for key in self._here if key[0] == unit]:
                 self._free.append(self._here.pop(key))
+            # So the unit's next gradient does not read back the bytes of this step.
             self._written = {key for key in self._written if key[0] != unit}
 
     def close(self) -> None:
-        """Wait for writes in flight, whose errors mean nothing any more, and give the room on the drives back."""
+        """Waits for writes in flight, whose errors no longer matter, and frees the space on the drives."""
         with self._lock:
             for _, future in self._writing.values():
                 try:
@@ -111,6 +124,7 @@ class DiskSpill:
     # -- under the lock -----------------------------------------------------------------------------
 
     def _fetch(self, key: tuple[int, int]) -> HostBuffer:
+        """Returns the host buffer of a window, read back from the file if the window was written before."""
         if key in self._here:
             return self._here[key]
         if key in self._writing:
@@ -119,27 +133,33 @@ class DiskSpill:
             del self._writing[key]
         else:
             lease = self._take()
+            # A window that was never written needs no read: its first gradients are stored, not added.
             if key in self._written:
                 self.scratch.read(key[0], self._offset(key), lease.buffer[: self._nbytes(key)]).wait()
+        # Start to write every other window now: the backward does not return to it, so the write overlaps the compute.
         for other in list(self._here):
             self._write(other)
         self._here[key] = lease
         return lease
 
     def _take(self) -> HostBuffer:
+        """Returns a free host buffer, after the oldest write if necessary."""
         if not self._free:
+            # No write is in flight that would free a buffer, so the oldest window is written.
             if not self._writing:
                 self._write(next(iter(self._here)))
             self._end_write(next(iter(self._writing)))
         return self._free.pop()
 
     def _write(self, key: tuple[int, int]) -> None:
+        """Starts to write a window."""
         lease = self._here.pop(key)
         future = self.scratch.write(key[0], self._offset(key), lease.buffer[: self._nbytes(key)])
         self._writing[key] = (lease, future)
         self._written.add(key)
 
     def _end_write(self, key: tuple[int, int]) -> None:
+        """Waits for a write and frees its buffer."""
         lease, future = self._writing[key]
         future.wait()
         del self._writing[key]

@@ -1,11 +1,12 @@
-"""Gradients of several ranks: added up, and cut, so that each rank keeps the mean of its own part.
+"""Gradients of several ranks: reduced and scattered, so that each rank keeps the mean of its own partition.
 
-    .grad ─► bucket, a unit's whole gradient ─► each rank its part ─► added in fp32, in the ranks' order ─► lease
+    .grad ─► bucket, a unit's whole gradient ─► each rank its partition ─► added in fp32, in rank order ─► host buffer
 
-Reduce-scatter as an exchange: each rank gets what the others have for its part and adds it itself. That moves the bytes
-of a ring, rounds once instead of at every hop, and gives the same bits whatever the network does. One bucket is enough:
-it is reduced when all of a unit's parameters are in it, when another unit's gradient comes, when a parameter's second
-one comes, or when the backward ends. Ranks need not agree on when that is, nor have the same gradients (see `rounds`).
+The reduce-scatter is an exchange: each rank receives the others' values for its partition and adds them itself. That
+moves the bytes of a ring, rounds once instead of at every hop, and gives the same bits whatever the network does. One
+bucket is enough: it is reduced when it contains all of a unit's parameters, when another unit's gradient arrives, when
+a parameter's second one arrives, or when the backward ends. Ranks need not agree on that moment, nor have the same
+gradients (see `agreement`).
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from offload.timeline import OFF, Timeline
 
 
 class ReduceScatterAccumulator(GradientAccumulator):
-    """The mean of all ranks' gradients; see `GradientAccumulator` for who calls what.
+    """The mean of all ranks' gradients; see `GradientAccumulator` for the threads that may call each method.
 
-    Holds two stretches of the device arena, each of the largest unit's gradients, `dtype` being what a backward makes.
+    Takes two buckets of the device arena, each as large as the largest unit's gradients in the dtype of a backward.
     """
 
     def __init__(
@@ -49,18 +50,19 @@ class ReduceScatterAccumulator(GradientAccumulator):
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
-        """Takes two buckets of the device arena.
+        """Allocates two buckets in the device arena. Arguments not listed are those of `GradientAccumulator`.
 
         Args:
             device_arena: the memory of the device.
-            bucket_dtype: of the gradients that a backward makes.
+            bucket_dtype: dtype of the gradients that a backward makes.
             ranks: the processes that train together.
             rounds: this rank's side of their agreement.
-            timeline: shows each gradient, as it comes.
-            compute: shows of which unit a gradient is.
+            timeline: records each gradient as it arrives.
+            compute: records the unit to which a gradient belongs.
         """
         super().__init__(layouts, parts, arena, dtype, waiting, callbacks, timeline=timeline, compute=compute)
         self._ranks, self._rounds = ranks, rounds
+        # Trainable segments come first in a unit and end at `trainable_stop`.
         nbytes = max(layout.trainable_stop for layout in layouts) * bucket_dtype.itemsize
         self._bucket, self._received = (device_arena.keep(nbytes).view(bucket_dtype) for _ in range(2))
         self._unit = -1
@@ -69,12 +71,15 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._seen: list[set[int]] = [set() for _ in layouts]
 
     def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
+        """Copies a gradient to the bucket, and reduces the bucket when it is full or needed for another unit."""
         place = self._layouts[unit].segments[segment]
         if not place.numel:
             return
+        # A parameter's second gradient must not overwrite its first.
         if self._unit != unit or segment in self._filled:
             self._flush()
         if self._unit < 0:
+            # Parameters without a gradient on this rank contribute zeros to the mean.
             self._bucket[: self._layouts[unit].trainable_stop].zero_()
             self._unit = unit
         self._bucket[place.start : place.stop].copy_(flat(gradient))
@@ -84,23 +89,30 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._flush()
 
     def _flush(self) -> None:
+        """Reduces the bucket, if it contains anything."""
         if self._unit >= 0:
             self._rounds.reduce(self._unit)
 
     @property
     def pending_unit(self) -> int:
+        """The unit in the bucket, or -1."""
         return self._unit
 
     def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
-        """Every rank at once: add up what `holders` have of `unit`, and keep this rank's part."""
+        """Sums the gradients of `unit` from the ranks `holders`, and keeps this rank's partition of the mean.
+
+        Every rank calls this at the same time.
+        """
         layout, part, size = self._layouts[unit], self._parts[unit], self._ranks.size
         received = self._received[: len(holders) * len(part)].view(len(holders), len(part))
         self._ranks.exchange(received, self._bucket[: size * len(part)].view(size, len(part)), holders)
         for position, segment in enumerate(layout.segments):
             first, last = max(segment.start, part.start), min(segment.stop, part.stop)
+            # In chunks, so that the fp32 sum needs little memory.
             for start in range(first, last, CHUNK):
                 stop = min(start + CHUNK, last)
                 column = slice(start - part.start, stop - part.start)
+                # Added in rank order, so that every run of the same ranks gives the same bits.
                 total = received[0, column].to(torch.float32, copy=True)
                 for other in received[1:]:
                     total += other[column]
@@ -111,29 +123,36 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._filled = set()
 
     def _present(self) -> list[set[int]]:
-        """Of what this rank had a gradient, whoever keeps it."""
+        """Returns the segments of which this rank produced a gradient, whichever rank keeps it."""
         return [set(segments) for segments in self._seen]
 
     def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        """Replaces a gradient, and records it as present."""
         super().replace(unit, segment, first, values)
         self._seen[unit].add(segment)
 
     def give(self, units: Sequence[int]) -> None:
+        """Hands the gradients of `units` to their updates; a new step starts without any."""
         super().give(units)
         for unit in units:
             self._seen[unit] = set()
 
     def drop(self, unit: int) -> None:
+        """Drops the gradients of one unit."""
         super().drop(unit)
         self._seen[unit] = set()
 
     def forget(self) -> None:
-        """Drop them on every rank, where this one has given any; what others have given alone is theirs to drop."""
+        """Drops gradients on every rank, if this one has contributed any.
+
+        Gradients to which only other ranks contributed are for those ranks to drop.
+        """
         if self._unit >= 0 or any(self._seen):
             self._rounds.forget()
             self.clear()
 
     def clear(self) -> None:
+        """Drops every gradient that no update has taken, and the content of the bucket."""
         super().clear()
         self._unit, self._filled = -1, set()
         self._seen = [set() for _ in self._layouts]

@@ -1,4 +1,4 @@
-"""Values of one gradient: flat, and their squares summed."""
+"""Flattening of one gradient, and the sums of its squares."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from offload.layout.placement import CHUNK
 
 
 def squares_of(values: torch.Tensor) -> torch.Tensor:
-    """(chunks,) float64: the sum of squares of each `CHUNK` elements of `values`, (n,), where they are.
+    """Returns the sum of squares of each `CHUNK` elements of `values`, (n,), as (chunks,) float64 on their device.
 
-    On a GPU nobody waits for it. The same bits everywhere, and those of `kernels.accumulate`.
+    On a GPU the host does not wait. The bits are the same everywhere, and equal those of `kernels.accumulate`.
     """
     if values.is_cuda:
         return cuda.sum_squares(values, CHUNK)
@@ -21,8 +21,8 @@ def squares_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def flat(gradient: torch.Tensor) -> torch.Tensor:
-    """(numel,) of a gradient, dense and contiguous."""
+    """Returns a gradient as (numel,), dense and contiguous, outside of autograd."""
     gradient = gradient.detach()
-    if gradient.layout is not torch.strided:  # of an embedding with sparse=True
+    if gradient.layout is not torch.strided:  # from an embedding with sparse=True
         gradient = gradient.to_dense()
     return gradient.contiguous().view(-1)

@@ -1,8 +1,8 @@
-"""Spans of what the model computes: the forward of each module, and the stretches of a backward, unit by unit.
+"""Spans of the model's compute: the forward of each module, and the backward, unit by unit.
 
-forward     hooks within the engine's own, so that the weights are bound: the time to bring them is not in a span
-backward    a unit's stretch begins with the first view of its weights, or its first gradient, and ends where the
-            backward asks for another unit, where a forward is run again, or where the backward ends
+forward     hooks within the engine's own, when the weights are materialized: the time to fetch them is not in a span
+backward    a unit's span begins with the first view of its weights, or its first gradient, and ends when the backward
+            asks for another unit, when a forward is run again, or when the backward ends
 """
 
 from __future__ import annotations
@@ -18,53 +18,61 @@ from offload.torch_internals import inside_backward
 
 
 class ComputeSpans:
-    """The row of what the model computes. One thread at a time runs a model: the caller's, or autograd's for it."""
+    """The timeline's row of the model's compute. One thread at a time runs a model: the caller's, or autograd's."""
 
     def __init__(self, timeline: Timeline, names: Sequence[str]) -> None:
-        """`names` has the name of each unit, as it is shown."""
+        """Prepares the row; `names` are those of the units, as they are shown."""
         self._timeline = timeline
         self._names = [f"backward {name}" for name in names]
         self._entered: list[tuple[nn.Module, int]] = []
-        """Forwards that have begun; one that Ctrl-C has ended stays."""
+        """Forwards that have begun, with their start; one that Ctrl-C has ended stays until an enclosing one ends."""
         self._unit: int | None = None
+        """The unit of the backward's present span, or None."""
         self._since = 0
         self._removers: list[Callable[[], None]] = []
 
     def install(self, modules: Mapping[str, nn.Module], sites: Iterable[str]) -> None:
         """Records the forwards of the modules that `sites` names, until `remove`.
 
-        The engine's own hooks surround these: torch runs those pre-hooks first, and these post-hooks first.
+        The engine's own hooks enclose these: torch runs the engine's pre-hooks first, and these post-hooks first.
         """
         for name in sites:
             self._hook(modules[name], f"forward {name}".rstrip())
 
     def remove(self) -> None:
-        """Takes every hook away. Idempotent."""
+        """Removes every hook. Idempotent."""
         while self._removers:
             self._removers.pop()()
 
     def _hook(self, module: nn.Module, title: str) -> None:
+        """Records the forwards of one module."""
+
         def before(called: nn.Module, args: Any) -> None:
-            if called is module:  # and not a deep copy of it
+            if called is module:  # a deep copy carries the hooks, but is another module
                 self._enter(module)
 
         def after(called: nn.Module, args: Any, output: Any) -> None:
             if called is module:
                 self._leave(module, title)
 
+        # Appended pre-hook and prepended post-hook, the reverse of the engine's, so that the engine's are outside.
         self._removers += [
             module.register_forward_pre_hook(torch.compiler.disable(before)).remove,
             module.register_forward_hook(torch.compiler.disable(after), prepend=True, always_call=True).remove,
         ]
 
     def _enter(self, module: nn.Module) -> None:
+        """Begins a forward's span."""
+        # A forward inside of a backward is a recomputation, which ends the backward's present span.
         if not inside_backward():
-            self._unit = None  # of a backward that was aborted
+            self._unit = None  # left over from an aborted backward
         self.end_stretch()
         self._entered.append((module, now()))
 
     def _leave(self, module: nn.Module, title: str) -> None:
+        """Ends a forward's span, and drops those of inner forwards that never ended."""
         self.end_stretch()
+        # A module may be entered twice: the innermost entry is the one that ends.
         for position in reversed(range(len(self._entered))):
             if self._entered[position][0] is module:
                 self._timeline.add(Row.COMPUTE, title, self._entered[position][1], now())
@@ -72,24 +80,24 @@ class ComputeSpans:
                 return
 
     def leave_for(self, unit: int) -> None:
-        """Ends the stretch of another unit than `unit`, for which the backward asks."""
+        """Ends the span of any other unit, since the backward asks for `unit`."""
         if self._unit != unit:
             self.end_stretch()
 
     def turn_to(self, unit: int) -> None:
-        """Begins the stretch of `unit`, unless one is under way. Does nothing outside of a backward."""
+        """Begins the span of `unit`, unless one is under way. Does nothing outside of a backward."""
         if self._unit is None and inside_backward():
             self._unit, self._since = unit, now()
 
     def end_stretch(self) -> None:
-        """Ends the stretch that is under way, if there is one."""
+        """Ends the backward's present span, if there is one."""
         if self._unit is not None:
             self._timeline.add(Row.COMPUTE, self._names[self._unit], self._since, now())
             self._unit = None
 
 
 class _NoSpans(ComputeSpans):
-    """Records nothing, and hooks nothing: for each view that a backward asks for it costs two empty calls."""
+    """Recorder that records and hooks nothing. Each view that a backward asks for costs two empty calls."""
 
     def __init__(self) -> None:
         super().__init__(OFF, ())
@@ -111,9 +119,10 @@ NO_SPANS: ComputeSpans = _NoSpans()
 
 
 def compute_spans(timeline: Timeline, names: Sequence[str]) -> ComputeSpans:
-    """Returns what records compute in `timeline`; `NO_SPANS` where that records nothing.
+    """Returns a recorder of compute in `timeline`, or `NO_SPANS` if the timeline records nothing.
 
-    A listener of the time line does not hear these spans: for the meter the row has the ends of steps alone.
+    A listener of the timeline does not receive these spans: for the meter, the row contains the ends of steps only.
     """
+    # A `Relay` records nothing itself; the timeline behind it may.
     recorded = timeline.recorded
     return NO_SPANS if recorded is OFF else ComputeSpans(recorded, names)

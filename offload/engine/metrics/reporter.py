@@ -1,17 +1,17 @@
-"""Where the numbers of each step go: a line for people, TensorBoard, CSV files, JSON lines, Weights & Biases.
+"""Destinations of the numbers of each step: a line for people, TensorBoard, CSV files, JSON lines, Weights & Biases.
 
     Meter ─► Record ─► Reporter ─┬─► Line                          at once, on the thread that trains
                                  └─► all others   on a thread of its own, one record after the other
 
-A record is numbers by name; `events` gives them the names that DeepSpeed's files have. The x of all events is samples,
-as there. Rank 0 alone has a reporter.
+A record contains numbers by name; `events` gives them the names of DeepSpeed's files. The x axis of all events is
+samples, as in DeepSpeed. Only rank 0 has a reporter.
 
-Two rules make it safe to leave switched on:
+Two rules make a reporter safe to leave on:
 
-* A writer that fails (a full disk, a server that is gone) is told of in one warning and gets no more records. Training
-  goes on, and so do the other writers.
-* A step is never there twice. A run that goes on from a commit or a checkpoint trains some steps again: the first
-  record of each stretch of steps takes away what was written of the same steps before, and of later ones.
+* A writer that fails (a full disk, a lost server) is reported in one warning and receives no more records. Training
+  continues, and so do the other writers.
+* No step appears twice. A run that resumes from a commit or a checkpoint trains some steps again: the first record of
+  each sequence of steps removes earlier records of the same steps and of later ones.
 """
 
 from __future__ import annotations
@@ -37,23 +37,30 @@ from offload.sizes import format_size
 logger = logging.getLogger("offload")
 
 
-# -- the line -----------------------------------------------------------------------------------------
+# -- line for people ----------------------------------------------------------------------------------
 
 _PHASES = ("forward", "backward", "step")
 
 
 class Line:
-    """A line each `every` steps: to the log where somebody listens to it, else to the console (stderr)."""
+    """Writer of a line every `every` steps: to the log if it has a listener, otherwise to the console (stderr)."""
 
     def __init__(self, every: int, samples: int, memory: bool) -> None:
-        """`samples` are those of the first step; `memory` has peaks of it in the line."""
+        """Starts the means.
+
+        Args:
+            every: steps for each line.
+            samples: samples of the first step.
+            memory: True to include peaks of memory.
+        """
         self._every, self._samples, self._memory = every, samples, memory
         self._since: defaultdict[str, float] = defaultdict(float)
         self._steps = 0
         self._last: Record | None = None
 
     def write(self, record: Record) -> None:
-        if self._last is not None and record.samples > self._last.samples:  # else a load has gone back
+        """Adds a record to the means, and writes a line if one is due."""
+        if self._last is not None and record.samples > self._last.samples:  # otherwise a load went back
             self._samples = record.samples - self._last.samples
         self._last = record
         self._steps += 1
@@ -68,11 +75,11 @@ class Line:
             _say(line(record, mean, mean["samples"], self._memory))
 
     def close(self) -> None:
-        pass
+        """Does nothing: every line is written at once."""
 
 
 def line(record: Record, mean: Mapping[str, float], samples: float, memory: bool) -> str:
-    """What a person reads: loss and such of this step; seconds, bytes, samples by their mean over the steps since."""
+    """Returns the line for a person: numbers of this step; seconds, bytes and samples as means since the last line."""
     values = record.values
     words = [f"{name.replace('_', ' ')} {values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values]
     if values.get("skipped_steps"):
@@ -99,9 +106,10 @@ def line(record: Record, mean: Mapping[str, float], samples: float, memory: bool
 
 
 def _say(words: str) -> None:
+    """Logs a line, or prints it to stderr if logging has no handler."""
     if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
         logger.info(words)
-    elif logger.level <= logging.INFO:  # nobody has asked this library to be silent
+    elif logger.level <= logging.INFO:  # the user has not silenced this library
         print(words, file=sys.stderr, flush=True)
 
 
@@ -114,7 +122,7 @@ _PACKAGES = {"tensorboard": "offload[monitor]", "wandb": "wandb"}
 
 
 def check_monitor(config: Config) -> None:
-    """Raise `ConfigError` where what the config asks for is not installed, or cannot be written. Nothing is made."""
+    """Raises `ConfigError` if a configured writer is not installed, or cannot write. Creates nothing."""
     for package, what in _PACKAGES.items():
         if getattr(config, package).enabled and not _is_installed(package):
             raise ConfigError(
@@ -126,6 +134,7 @@ def check_monitor(config: Config) -> None:
     for key in ("tensorboard", "csv_monitor"):
         if getattr(config, key).enabled:
             folder = _folder(config, key)
+            # The folder is created later, by its writer, so the nearest parent that exists decides.
             there = next(path for path in (folder, *folder.parents) if path.exists())
             if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
                 raise ConfigError(
@@ -135,19 +144,25 @@ def check_monitor(config: Config) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether it can be imported; a folder that is called so, such as wandb makes, is no package."""
+    """Returns True if a package can be imported. A folder of that name, such as wandb makes, is no package."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def _folder(config: Config, key: str) -> Path:
+    """Returns the folder of a config block's files."""
     block = getattr(config, key)
     job = config.offload.run if block.job_name is None else block.job_name
     return Path(block.output_path, job).absolute()
 
 
 def make_reporter(config: Config, samples: int) -> Reporter | None:
-    """What gives records to all that the config names; None where nothing is to be measured. `samples`: of a step."""
+    """Returns the reporter for everything that the config names, or None if nothing is to be measured.
+
+    Args:
+        config: the config.
+        samples: samples of a step.
+    """
     writers: dict[str, Callable[[], Writer]] = {}
     if config.tensorboard.enabled:
         writers["tensorboard"] = lambda: TensorBoard(_folder(config, "tensorboard"))
@@ -173,16 +188,26 @@ _MOST_PENDING = 1024
 
 
 class Reporter:
-    """Gives each record to a line and to writers. All methods belong to the thread that trains."""
+    """Distributor of each record to a line and to writers. All methods belong to the thread that trains."""
 
     def __init__(self, shown: Writer | None, writers: Mapping[str, Callable[[], Writer]]) -> None:
-        """`writers` are made by `open`, and named in warnings."""
+        """Stores the writers' factories.
+
+        Args:
+            shown: the line, or None.
+            writers: factory of each writer, by the name for warnings; called by `open`.
+        """
         self._shown, self._makers = shown, writers
+        # None ends the thread.
         self._records: queue.Queue[Record | None] = queue.Queue(_MOST_PENDING)
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Make the writers, and the thread that they are called on. Raises `ConfigError`."""
+        """Creates the writers, and the thread that calls them.
+
+        Raises:
+            ConfigError: if a writer cannot be created.
+        """
         writers: dict[str, Writer] = {}
         try:
             for name, make in self._makers.items():
@@ -196,25 +221,27 @@ class Reporter:
             self._thread.start()
 
     def tell(self, record: Record) -> None:
-        """Show the record, and have it written."""
+        """Shows the record, and queues it for the writers."""
         if self._shown is not None:
             try:
                 self._shown.write(record)
-            except OSError as error:  # a console that is gone
+            except OSError as error:  # the console is gone
                 self._shown = None
                 logger.warning("no more lines about steps: %s", error)
         if self._thread is not None:
             self._records.put(record)
 
     def close(self) -> None:
-        """Wait until all is written, and close the writers. Idempotent."""
+        """Waits until everything is written, and closes the writers. Idempotent."""
         if self._thread is not None:
             self._records.put(None)
             self._thread.join()
             self._thread = None
 
     def _run(self, writers: dict[str, Writer]) -> None:
+        """Writes every record with every writer, on the reporter's thread."""
         while (record := self._records.get()) is not None:
+            # A copy of the items, since a writer that fails is removed in the loop.
             for name, writer in list(writers.items()):
                 try:
                     writer.write(record)
@@ -226,6 +253,7 @@ class Reporter:
                         error,
                     )
                     del writers[name]
+                    # The first failure is reported already; an error of the end adds nothing.
                     with contextlib.suppress(Exception):
                         writer.close()
         for name, writer in writers.items():
@@ -233,6 +261,7 @@ class Reporter:
 
 
 def _close(name: str, writer: Writer) -> None:
+    """Closes a writer; a failure becomes a warning."""
     try:
         writer.close()
     except Exception as error:

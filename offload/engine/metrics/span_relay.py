@@ -1,4 +1,4 @@
-"""A time line that somebody listens to: the meter of steps hears each span, and each mark, as it is recorded."""
+"""A timeline with a listener: the meter of steps receives each span and mark as it is recorded."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from offload.timeline import Phase, Row, Timeline
 
 
 class Listener(Protocol):
-    """What hears of spans and marks, on the thread that makes them."""
+    """Receiver of spans and marks, on the thread that makes them."""
 
     def on_span(self, row: Row, name: str, nanoseconds: int, nbytes: int) -> None:
-        """Takes note of a span that has ended."""
+        """Notes a span that has ended."""
 
     def on_phase_begin(self, phase: Phase) -> None:
-        """Takes note of the start of a phase. One that has not ended by then was given up."""
+        """Notes the start of a phase. An earlier start without an end counts as abandoned."""
 
     def on_phase_end(self, phase: Phase) -> None:
-        """Takes note of the end of a phase, if it has begun."""
+        """Notes the end of a phase, if the phase has begun."""
 
     def on_gradient(self, nbytes: int) -> None:
-        """Takes note of a gradient of `nbytes`."""
+        """Notes a gradient of `nbytes`."""
 
 
 class Relay(Timeline):
-    """A time line that tells a listener of each span and mark, and hands spans and counters on to another."""
+    """A timeline that reports spans and marks to a listener, and passes spans and counters on to another timeline."""
 
     def __init__(self, onto: Timeline, listener: Listener) -> None:
         super().__init__(onto.path)

@@ -1,14 +1,14 @@
-"""What a step has cost: seconds, bytes, peaks of memory; with a breakdown its phases too, and what was waited for.
+"""Costs of each step: seconds, bytes and peaks of memory; with a breakdown also phases and waits.
 
-Without a meter none of this runs. With one, each number is a sum that only grows, of nanoseconds or bytes, and each sum
-belongs to one thread at a time. The end of a step takes all of them and subtracts those of the end before: so nothing
-is locked or reset, no device is waited for, and a step costs microseconds. With a breakdown a `Relay` is the engine's
-time line: spans and marks that parts make in place come here by it.
+Without a meter none of this runs. With one, each number is a sum that only grows, in nanoseconds or bytes, and each sum
+belongs to one thread at a time. The end of a step reads all sums and subtracts their values at the previous end. So
+nothing is locked or reset, no device is waited for, and a step costs microseconds. With a breakdown, a `Relay` is the
+engine's timeline and passes spans and marks to the meter on the threads that make them.
 
     seconds = forward + backward + step + all else: the loader, evaluations, the user's own
-              └─ waits lie in these three ─┘        what an evaluation waits for is not counted
+              └ waits are within these three ┘      waits of an evaluation are not counted
 
-Updates run beside all of that, on a thread of their own, whose seconds are sums of their own.
+Updates run beside all of that on a thread of their own, whose seconds are sums of their own.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _WAITS = (
     ("waits for a lease for ", "wait_for_memory"),
     ("waits for upload of ", "wait_for_uploads"),
 )
+"""Sum of each wait of the training thread, by the beginning of the span's name; the first match counts."""
 _WORKER = (
     ("kernel of ", "update_kernels"),
     ("copy of states", "update_copies"),
@@ -42,33 +43,35 @@ _WORKER = (
     ("waits for writes of ", "update_waits_for_writes"),
     ("waits for ", "update_waits"),
 )
+"""The same for spans of the update worker."""
 _SECONDS = (
     *("forward", "backward", "step"),
     *dict.fromkeys(name for _, name in _WAITS),
     *dict.fromkeys(name for _, name in _WORKER),
 )
+"""Names of all sums of seconds, without duplicates."""
 _BYTES = ("uploaded", "gradients")
 
 now = time.perf_counter_ns
 
 
 class Stepped(NamedTuple):
-    """What the engine knows of a step that it has just decided."""
+    """The engine's facts about a step that was just decided."""
 
     step: int
     samples: int
-    """Of this step and all before."""
+    """Samples of this step and all before, on all ranks."""
     lr: float
-    """The learning rate of the first group, which this step has used."""
+    """Learning rate of the first parameter group in this step."""
     grad_norm: float
-    """Before the clip; not finite where the step was skipped."""
+    """Norm before the clip; not finite if the step was skipped."""
     skipped_steps: int
     loss_scale: float | None = None
-    """None in a mode that has none."""
+    """None in a mode without a loss scale."""
 
 
 class StepMeter:
-    """A listener of the time line that measures steps and gives the `reporter` a record of each, until `close`."""
+    """A listener of the timeline that measures steps and passes a record of each to the `reporter`, until `close`."""
 
     def __init__(
         self,
@@ -78,10 +81,19 @@ class StepMeter:
         breakdown: bool,
         reporter: Reporter,
     ) -> None:
+        """Prepares the sums.
+
+        Args:
+            device: device on which the model computes, for the peak of its memory.
+            io_bytes: returns the bytes read and written so far.
+            drives: returns the bytes written to each drive so far.
+            breakdown: True to include phases and waits in the records.
+            reporter: receives the record of each step.
+        """
         self._device, self._io_bytes, self._drives = device, io_bytes, drives
         self._breakdown, self._reporter = breakdown, reporter
         self.last: Record | None = None
-        """Of the last step."""
+        """Record of the last step."""
         self._sums = dict.fromkeys((*_SECONDS, *_BYTES, Phase.EVALUATION.value), 0)
         self._last: dict[str, int] = {}
         self._began: dict[Phase, int] = {}
@@ -89,23 +101,23 @@ class StepMeter:
         self._loss: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """Open what records go to; the first step begins here. Raises `ConfigError` where that is refused."""
+        """Opens the reporter; the first step begins now. Raises `ConfigError` if a writer is refused."""
         self._reporter.open()
         self._last = self._taken()
 
     def close(self) -> None:
-        """Let all records be written, and close what they go to. Idempotent."""
+        """Waits until all records are written, and closes the reporter. Idempotent."""
         self._reporter.close()
 
-    # -- what happens in a step ---------------------------------------------------------------------
+    # -- events of a step ---------------------------------------------------------------------------
 
     def add_loss(self, loss: torch.Tensor, first: bool) -> None:
-        """What a backward has begun from; the `first` since the last boundary forgets those that were given up."""
-        part = loss.detach().to(torch.float32).sum()  # memory of its own
+        """Adds the loss of a backward; the `first` since the last step drops the losses of abandoned micro-batches."""
+        part = loss.detach().to(torch.float32).sum()  # in memory of its own, which the user cannot change
         self._loss = part if first or self._loss is None else self._loss + part
 
     def on_phase_begin(self, phase: Phase) -> None:
-        """Notes the start of a phase. One that has not ended by then was given up."""
+        """Notes the start of a phase. An earlier start without an end counts as abandoned."""
         self._began[phase] = now()
 
     def on_phase_end(self, phase: Phase) -> None:
@@ -119,12 +131,13 @@ class StepMeter:
         self._sums["gradients"] += nbytes
 
     def on_span(self, row: Row, name: str, nanoseconds: int, nbytes: int) -> None:
-        """Adds a span of the time line, on the thread that has ended it. Rows that no sum is made of are ignored."""
+        """Adds a span of the timeline, on the thread that has ended it. Rows without a sum are ignored."""
         if row is Row.UPLOADS:
             self._sums["uploaded"] += nbytes
-        elif row is Row.COMPUTE:  # what the engine itself calls so: the end of a step
+        elif row is Row.COMPUTE:  # the only such span here is the engine's own end of a step
             self._sums["step"] += nanoseconds
         else:
+            # The worker updates during an evaluation too; waits of the evaluation itself are no cost of a step.
             cause = cause_of(row, name)
             if cause is not None and (row is Row.WORKER or Phase.EVALUATION not in self._began):
                 self._sums[cause] += nanoseconds
@@ -132,13 +145,14 @@ class StepMeter:
     # -- the end of a step --------------------------------------------------------------------------
 
     def end_step(self, stepped: Stepped) -> None:
-        """Give the record of this step away."""
+        """Makes the record of this step and passes it to the reporter."""
         taken, loss = self._taken(), self._loss
+        # Other threads add to sums meanwhile: since sums only grow, what this step misses counts for the next.
         gone = {name: taken[name] - self._last[name] for name in taken}
         self._last, self._loss = taken, None
         values = {"lr": stepped.lr, "grad_norm": stepped.grad_norm, "skipped_steps": float(stepped.skipped_steps)}
         if loss is not None:
-            values["loss"] = float(loss)  # the norm is known, so the device has computed this too
+            values["loss"] = float(loss)  # no wait: the norm is known, and the device computed the loss before
         if stepped.loss_scale is not None:
             values["loss_scale"] = stepped.loss_scale
         values |= {"seconds": gone["seconds"] / 1e9, "read_bytes": gone["read"], "written_bytes": gone["written"]}
@@ -146,6 +160,7 @@ class StepMeter:
         if self._breakdown:
             values |= {f"{name}_seconds": gone[name] / 1e9 for name in _SECONDS}
             values |= {f"{name}_bytes": gone[name] for name in _BYTES}
+            # `update_waits` is reported as a total: the two specific causes are added to all others.
             for what in ("reads", "writes"):
                 values["update_waits_seconds"] += values[f"update_waits_for_{what}_seconds"]
         drives = {each.path: each.life_bytes for each in self._drives()}
@@ -153,12 +168,13 @@ class StepMeter:
         self._reporter.tell(self.last)
 
     def _taken(self) -> dict[str, int]:
-        """Every sum, as it is now."""
+        """Returns every sum at this moment."""
         read, written = self._io_bytes()
         return {**self._sums, "seconds": now(), "read": read, "written": written}
 
     def _peaks(self) -> dict[str, float]:
-        """The most memory that the process has had so far."""
+        """Returns the peaks of this process's memory so far, in bytes."""
+        # getrusage reports bytes on macOS and KiB on Linux.
         unit = 1 if sys.platform == "darwin" else 1024
         peaks = {"host_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}
         if self._device.type == "cuda":
@@ -167,6 +183,6 @@ class StepMeter:
 
 
 def cause_of(row: Row, name: str) -> str | None:
-    """The sum to which a span belongs; None where it belongs to none."""
+    """Returns the name of the sum to which a span belongs, or None."""
     causes = _WAITS if row is Row.WAITS else _WORKER if row is Row.WORKER else ()
     return next((cause for words, cause in causes if name.startswith(words)), None)

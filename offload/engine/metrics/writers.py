@@ -1,4 +1,4 @@
-"""Files and services that the numbers of each step are written to."""
+"""Files and services to which the numbers of each step are written."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Record(NamedTuple):
 
     step: int
     samples: int
-    """Of all steps up to this one, on all ranks."""
+    """Samples of all steps up to this one, on all ranks."""
     values: Mapping[str, float]
-    """By plain names: seconds in `*seconds`, bytes in `*_bytes`, means over the micro-batches."""
+    """Numbers by plain names: seconds in `*seconds`, bytes in `*_bytes`, means over the micro-batches."""
     drives: Mapping[str, int] = MappingProxyType({})
-    """Bytes that the run has written to each drive so far, before it was resumed too."""
+    """Bytes that the run has written to each drive so far, including those before a resume."""
 
 
 class Writer(Protocol):
-    """What keeps records. All calls come from one thread, but that it is made by another."""
+    """Interface of a destination of records. All calls come from one thread; another thread may create the writer."""
 
     def write(self, record: Record) -> None:
-        """Keep one more. Whatever it raises ends this writer, and nothing else."""
+        """Writes one more record. An exception ends this writer, and nothing else."""
 
     def close(self) -> None:
-        """No more will come."""
+        """Flushes and closes; no record follows."""
 
 
 _DEEPSPEED: dict[str, tuple[str, float]] = {
@@ -48,11 +48,11 @@ _DEEPSPEED: dict[str, tuple[str, float]] = {
     "backward_seconds": ("elapsed_time_ms_backward", 1000),
     "step_seconds": ("elapsed_time_ms_step", 1000),
 }
-"""Numbers that DeepSpeed writes too: how it calls them, and its unit."""
+"""Numbers that DeepSpeed writes too: DeepSpeed's name, and the factor to its unit."""
 
 
 def events(record: Record) -> dict[str, float]:
-    """The numbers of a record by the names of events: DeepSpeed's where it has one, else `Offload/` and ours."""
+    """Returns the numbers of a record by event name: DeepSpeed's name if it has one, otherwise `Offload/` and ours."""
     named: dict[str, float] = {}
     for name, value in record.values.items():
         if name in _DEEPSPEED:
@@ -64,12 +64,12 @@ def events(record: Record) -> dict[str, float]:
 
 
 def _replaces(first: Record) -> int:
-    """The samples from which on a stretch of steps replaces what was written before; of a run that begins, all."""
+    """Returns the samples from which on a resumed sequence of steps replaces older data; 0 for a new run, so all."""
     return first.samples if first.step > 1 else 0
 
 
 class TensorBoard:
-    """Event files in `folder`, by torch's own writer."""
+    """Writer of event files in `folder`, by torch's own writer."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -77,35 +77,41 @@ class TensorBoard:
         self._last = 0
 
     def write(self, record: Record) -> None:
-        if self._files is None or record.samples <= self._last:  # its viewer drops what it has from here on
+        """Writes a record. After a return to an earlier step, a new file tells the viewer to drop later points."""
+        if self._files is None or record.samples <= self._last:  # the viewer drops its points from here on
             self.close()
+            # Imported on first use: the package is optional, and its import is slow.
             board = importlib.import_module("torch.utils.tensorboard")
             self._files = board.SummaryWriter(str(self._folder), purge_step=_replaces(record))
         for name, value in events(record).items():
             self._files.add_scalar(name, value, record.samples)
+        # Flushed after each step, so that the viewer follows and a kill loses little.
         self._files.flush()
         self._last = record.samples
 
     def close(self) -> None:
+        """Closes the event file."""
         if self._files is not None:
             self._files.close()
             self._files = None
 
 
 class CsvFiles:
-    """A file for each event in `folder`, of lines `step,value`, where step is samples."""
+    """Writer of a CSV file for each event in `folder`, with lines `step,value`, in which step counts samples."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._last: int | None = None
 
     def write(self, record: Record) -> None:
+        """Writes a record. The first one, and one after a return to an earlier step, cuts the files first."""
         if self._last is None or record.samples <= self._last:
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(self._folder.glob("*.csv")):
                 cut(path, _replaces(record))
         for event, value in events(record).items():
             path, header = self._folder / f"{event.replace('/', '_')}.csv", ("step", event.rpartition("/")[2])
+            # Opened for each record, so that a kill loses at most one line.
             with path.open("a", newline="", encoding="utf-8") as file:
                 lines = csv.writer(file)
                 if file.tell() == 0:
@@ -114,30 +120,33 @@ class CsvFiles:
         self._last = record.samples
 
     def close(self) -> None:
-        pass
+        """Does nothing: each record closes its files."""
 
 
 def cut(path: Path, samples: int) -> None:
-    """Keep the whole lines of a CSV file of ours that come before `samples`.
+    """Keeps the complete lines of a CSV file of ours that precede `samples`.
 
-    Where none is left an earlier run of this name has written it, and it is kept beside it, as `.csv.old`.
+    If no line remains, an earlier run of this name has written the file, which is kept beside the new one, as
+    `.csv.old`.
     """
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        header, *lines = file.read().split("\n")  # after the last one there is nothing, or what a kill has torn
+        header, *lines = file.read().split("\n")  # the last is empty, or an incomplete line after a kill
     name = header.rstrip("\r").partition(",")
     if name[0] != "step" or not path.stem.endswith(name[2]):
-        return  # somebody else's
+        return  # not a file of ours
+    # The last element is the rest after the last newline, never a complete line.
     kept = [text for text in lines[:-1] if _samples_of(text) < samples]
     if lines[len(kept) :] == [""]:
         return
     if not kept and len(lines) > 1:
+        # A new run under the same name must not delete the numbers of an earlier one.
         os.replace(path, path.with_name(f"{path.name}.old"))
         return
     atomic_write(path, "".join(f"{text}\n" for text in (header, *kept)))
 
 
 def _samples_of(text: str) -> float:
-    """Where a line stands; infinity for one that is none."""
+    """Returns the samples of a line; infinity for a line without a number, so that it is cut."""
     try:
         return float(text.partition(",")[0])
     except ValueError:
@@ -145,43 +154,58 @@ def _samples_of(text: str) -> float:
 
 
 class JsonLines:
-    """A file with a JSON object a step, which `offload report` makes a page of."""
+    """Writer of a file with a JSON object for each step, from which `offload report` makes a page."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        """`about` the run goes into the first line of each process."""
+        """Prepares the writer.
+
+        Args:
+            path: the file.
+            about: facts about the run, written into the first line of each process.
+        """
         self._path, self._about = path, about
         self._last: int | None = None
 
     def write(self, record: Record) -> None:
+        """Writes a record. The first one, and one after a return to an earlier step, cuts the file first."""
+        # The facts may differ between the processes of a run, so each process writes them again.
         more: dict[str, Any] = {} if self._last is not None else {"about": self._about}
         if self._last is None or record.step <= self._last:
             cut_log(self._path, record.step - 1)
+        # Opened for each record, so that a kill loses at most one line.
         with self._path.open("a", encoding="utf-8") as file:
             head = {"step": record.step, "samples": record.samples, "time": time.time()}
             file.write(json_line({**head, **record.values, "drives": dict(record.drives), **more}) + "\n")
         self._last = record.step
 
     def close(self) -> None:
-        pass
+        """Does nothing: each record closes its file."""
 
 
 class Wandb:
-    """A run of Weights & Biases: the one that the user has begun, or one of our own, ended by `close`."""
+    """Writer to a run of Weights & Biases: the run that the user has begun, or one of our own, ended by `close`."""
 
     def __init__(self, **settings: str | None) -> None:
+        """Joins the run of the user, or begins one with `settings` of `wandb.init`.
+
+        Raises:
+            ConfigError: if wandb begins no run.
+        """
         wandb: Any = importlib.import_module("wandb")
         self._own = wandb.run is None
         try:
             self._run = wandb.init(**settings) if self._own else wandb.run
-        except Exception as error:  # classes of its own: no login, no server
+        except Exception as error:  # wandb raises classes of its own: no login, no server
             raise ConfigError(
                 f"wandb does not begin a run: {error}; log in (`wandb login`), set WANDB_MODE=offline, or leave the "
                 f'"wandb" block out'
             ) from error
 
     def write(self, record: Record) -> None:
-        self._run.log(events(record), step=record.samples)  # of a step that it has seen it takes nothing
+        """Writes a record at `step=samples`."""
+        self._run.log(events(record), step=record.samples)  # wandb ignores a step it has seen
 
     def close(self) -> None:
+        """Ends the run if we began it."""
         if self._own:
             self._run.finish()

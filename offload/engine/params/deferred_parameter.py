@@ -1,8 +1,9 @@
-"""Parameters whose values come later, one unit at a time: what `offload.init` and `load_pretrained` put into a model.
+"""Parameters whose values come later, one unit at a time, in models of `offload.init` and `load_pretrained`.
 
-An `DeferredParameter` is a parameter on the meta device. It answers questions about itself, and refuses to compute:
-on meta a forward would give a result of no values, an edit would be lost, and neither would be an error. Its `device`
-is the CPU, where its values will first be: who makes a module beside it, such as an adapter, makes it there.
+A `DeferredParameter` is a parameter on the meta device. It answers questions about itself and refuses to compute: on
+meta a forward would return a result without values and an edit would be lost, both without an error. Its `device` is
+the CPU, where its values will first be created. So code that makes a module beside it, such as an adapter, makes the
+module on the CPU as well.
 """
 
 from __future__ import annotations
@@ -24,25 +25,31 @@ from offload.torch_internals import SHALLOW_COPY_QUERY, plain_tensors
 
 
 class Origin(Protocol):
-    """Where the values of a parameter are read from."""
+    """Source from which the values of a parameter are read."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter."""
+        """Shape of the parameter."""
         ...
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The values, (n,) at a time on the CPU, each with the position of its first element; in order.
+        """Yields the values in order, (n,) at a time on the CPU, each with the position of its first element.
 
-        A piece is valid until the next one. Raises `IoError` and `StoreError`.
+        A yielded tensor is valid until the next one.
+
+        Raises:
+            IoError: if the source cannot be read.
+            StoreError: if the source is damaged.
         """
         ...
 
 
 class _Building(threading.local):
+    """State of the calling thread: the depth of `building` contexts, and `building_a_model`."""
+
     depth = 0
     model = False
-    """Whether a model is being built, so that what its code writes by hand is kept."""
+    """True while a model is under construction, so that values written by its own code are kept."""
 
 
 _building = _Building()
@@ -50,7 +57,10 @@ _building = _Building()
 
 @contextlib.contextmanager
 def building() -> Iterator[None]:
-    """Let absent parameters be computed with, on the meta device: constructors and initializers do, to no effect."""
+    """Allows computation with deferred parameters, on the meta device and without effect, inside of the context.
+
+    Constructors and initializers compute with their parameters.
+    """
     _building.depth += 1
     try:
         yield
@@ -60,7 +70,7 @@ def building() -> Iterator[None]:
 
 @contextlib.contextmanager
 def building_a_model() -> Iterator[None]:
-    """What `building` does; a parameter that is written by hand, outside of an initializer, has these values."""
+    """Extends `building`: a parameter that code writes by hand, outside of an initializer, keeps the written values."""
     outer, _building.model = _building.model, True
     try:
         with building():
@@ -70,25 +80,25 @@ def building_a_model() -> Iterator[None]:
 
 
 def is_building() -> bool:
-    """Whether this thread is inside of `building`."""
+    """Returns True if this thread is inside of `building`."""
     return _building.depth > 0
 
 
 class DeferredParameter(nn.Parameter):
-    """A parameter on meta that `initialize` gives its values: those of `origin`, or of its module's initialization."""
+    """A parameter on meta that `initialize` fills, from `origin` or by its module's own initialization."""
 
     origin: Origin | None = None
     whole: DeferredParameter | None = None
-    """Of an alias or a view: the parameter that a write to it is a write to."""
+    """For an alias or a view: the parameter that a write to it changes."""
     is_part = False
-    """Whether this is a view, which may have other elements, or another order of them."""
+    """True for a view, which may contain other elements than the parameter, or another order of them."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if not args and isinstance(kwargs.get("tensor"), DeferredParameter):  # functions of torch.nn.init
+        if not args and isinstance(kwargs.get("tensor"), DeferredParameter):  # as torch.nn.init passes it
             args = (kwargs.pop("tensor"),)
-        # Whatever torch.nn.init asks of a tensor, it sets all of it in the end.
+        # Whatever torch.nn.init asks of a tensor first, in the end it sets every element.
         if (
             _building.model
             and sys._getframe(1).f_code.co_filename == nn.init.__file__
@@ -96,9 +106,12 @@ class DeferredParameter(nn.Parameter):
         ):
             if by_hand := _writer():
                 return func(_real(args[0], "torch.nn.init", by_hand, all_of_it=True), *args[1:], **kwargs)
+        # Rules come before the general cases: `detach` and others must keep the link to the parameter's origin.
         rule = _RULES.get(func)
         if rule is not None and isinstance(args[0], DeferredParameter):
             return rule(func, *args, **kwargs)
+        # While a model is built, a write outside of an initializer cannot be repeated later. So the parameter becomes
+        # real now, if the write sets all of it.
         if is_building() or asks_for_no_element(func) or func in _ALLOWED:
             if (
                 _building.model
@@ -130,76 +143,88 @@ class DeferredParameter(nn.Parameter):
 
 
 def is_deferred(parameter: Any) -> bool:
-    """Whether this is a parameter that `initialize` will give its values."""
+    """Returns True if `initialize` will give this parameter its values."""
     return isinstance(parameter, DeferredParameter)
 
 
 def origin_of(parameter: Any) -> Origin | None:
-    """Where the values of a parameter are to be read from; None where it has them, or is initialized by its module."""
+    """Returns the source of a parameter's values; None if the parameter has values, or its module initializes it."""
     return parameter.origin if isinstance(parameter, DeferredParameter) else None
 
 
 def make_deferred(parameter: nn.Parameter, origin: Origin) -> None:
-    """Let go of a parameter's values: `origin` will give others. Identity and ties stay."""
+    """Drops a parameter's values, which `origin` will supply later. Identity and ties stay."""
     if not isinstance(parameter, DeferredParameter):
+        # Swapped and not replaced: every module that shares the parameter keeps the same Python object.
         torch.utils.swap_tensors(parameter, DeferredParameter(parameter.detach().to("meta"), parameter.requires_grad))
     assert isinstance(parameter, DeferredParameter)
     parameter.origin = origin
 
 
 def forget(parameter: nn.Parameter) -> None:
-    """Leave a parameter without values and memory, as who has copied them does. Identity and ties stay."""
+    """Leaves a parameter without values and memory, once they have been copied. Identity and ties stay."""
     if parameter.is_meta:
+        # Swapped, since `.data` of a deferred parameter cannot become a tensor of another shape.
         empty = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="cpu"), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, empty)
     else:
         parameter.data = parameter.data.new_empty(0)
 
 
-# -- what becomes of a call ------------------------------------------------------------------------------
+# -- dispatch of a torch function --------------------------------------------------------------------------
 
-_TENSOR: Any = torch.Tensor  # of which the stubs say that its properties are tensors
+_TENSOR: Any = torch.Tensor  # typed as Any: in the stubs its properties are tensors, on the class they are descriptors
 _ALLOWED = frozenset({_TENSOR.__repr__, _TENSOR.requires_grad_, SHALLOW_COPY_QUERY})
 
 
 _OVERWRITES = frozenset(
     "normal_ uniform_ fill_ zero_ copy_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_".split()
 )
-"""What gives every element of a tensor a value that does not depend on the one before."""
+"""Methods that give every element of a tensor a value independent of the previous one."""
 _INITIALIZERS = frozenset(
     "reset_parameters _reset_parameters _init_weights init_weights initialize_weights _initialize_weights".split()
 )
-"""What is called again, or stands for it, when a module makes its own values."""
+"""Functions by which a module makes its own values. They are called again later, so their writes need not be kept."""
 
 
 def _writes(func: Any) -> bool:
+    """Returns True if `func` changes its first argument in place, judged by torch's naming rule."""
     name: str = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__") and name != "requires_grad_") or name == "__setitem__"
 
 
 def _writer() -> str | None:
-    """Where a write comes from, "file:line"; None where an initializer makes it, which will be called again."""
+    """Returns the origin of a write as "file:line"; None if an initializer writes, which will be called again."""
     where = None
+    # Skips this function and its caller; further frames of this file are skipped below.
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
+        # An initializer anywhere on the stack counts, also if it writes through helpers.
         if code.co_name in _INITIALIZERS:
             return None
         if where is None and f"{os.sep}torch{os.sep}" not in code.co_filename and code.co_filename != __file__:
             where = f"{code.co_filename}:{frame.f_lineno}"
             if f"{os.sep}transformers{os.sep}" in where:
-                return None  # whose models write everything in _init_weights as well
+                return None  # models of transformers write everything again in _init_weights
         frame = frame.f_back
     return where or "torch"
 
 
 def _real(tensor: DeferredParameter, name: str, where: str, all_of_it: bool) -> Any:
-    """Make the parameter real that `name` is about to write at `where`; returns what to give it in place of `tensor`.
+    """Makes real the parameter that a function is about to write, and returns the tensor to pass instead of `tensor`.
 
-    Raises `ConfigError` where it does not set `all_of_it`, since what it would change is not there.
+    Args:
+        tensor: the parameter, an alias or a view of one.
+        name: name of the function that writes.
+        where: "file:line" of the write, for the error.
+        all_of_it: True if the function sets every element.
+
+    Raises:
+        ConfigError: if the write does not set the whole parameter, since the other values do not exist yet.
     """
     whole = _whole_of(tensor)
-    if not isinstance(whole, DeferredParameter):  # a write before has made it real
+    if not isinstance(whole, DeferredParameter):  # an earlier write has made it real
         if tensor.is_part:
             raise _refused_part(name, where)
         return whole.data
@@ -211,11 +236,12 @@ def _real(tensor: DeferredParameter, name: str, where: str, all_of_it: bool) -> 
 
 
 def _whole_of(tensor: DeferredParameter) -> Any:
-    """The parameter that an alias is one of, which may have become real; a parameter itself."""
+    """Returns the parameter that an alias belongs to, which may be real by now; a parameter itself."""
     return tensor if tensor.whole is None else tensor.whole
 
 
 def _refused_part(name: str, where: str) -> ConfigError:
+    """Returns the error for a write that depends on values that do not exist yet."""
     return ConfigError(
         f"{where} changes a weight by {name}, whose values offload.init leaves for later: write it in reset_parameters "
         f"(or _init_weights, in a model of transformers), or build this model outside of offload.init"
@@ -223,7 +249,7 @@ def _refused_part(name: str, where: str) -> ConfigError:
 
 
 def _as_part(result: Any, tensor: DeferredParameter) -> Any:
-    """A view of an absent parameter knows whose it is, so that no write to it is lost."""
+    """Links a view of a deferred parameter to that parameter, so that no write to the view is lost."""
     if type(result) is torch.Tensor and result.is_meta and result._base is not None and result.dtype == tensor.dtype:
         result = result.as_subclass(DeferredParameter)
         result.whole, result.is_part = _whole_of(tensor), True
@@ -231,11 +257,13 @@ def _as_part(result: Any, tensor: DeferredParameter) -> Any:
 
 
 def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls `func` without dispatch."""
     with plain_tensors():
         return func(*args, **kwargs)
 
 
 def _refusal(what: str) -> UsageError:
+    """Returns the error for a use that needs values."""
     return UsageError(
         f"{what} needs the values of a parameter that has none yet: in a model of offload.load_pretrained or "
         f"offload.init they are made by offload.initialize; call it first"
@@ -243,25 +271,27 @@ def _refusal(what: str) -> UsageError:
 
 
 def _like(tensor: DeferredParameter, meta: torch.Tensor, requires_grad: bool) -> DeferredParameter:
-    """Another absent tensor, of the same origin."""
+    """Returns another deferred tensor of the same origin."""
     new = DeferredParameter(meta, requires_grad)
     new.origin = tensor.origin
     return new
 
 
 def _alias(func: Any, tensor: DeferredParameter) -> DeferredParameter:
-    """`detach()` and `.data`: no elements are asked for yet."""
+    """Implements `detach()` and `.data`, which need no elements yet."""
     alias = _like(tensor, _plainly(_TENSOR.detach, tensor).as_subclass(torch.Tensor), False)
+    # So a write through the alias still makes the parameter real.
     alias.whole, alias.is_part = _whole_of(tensor), tensor.is_part
     return alias
 
 
 def _device(func: Any, tensor: DeferredParameter) -> torch.device:
+    """Implements `device`: the CPU, where the values will first be created."""
     return torch.device("cpu")
 
 
 def _set_data(func: Any, tensor: DeferredParameter, values: torch.Tensor) -> None:
-    """What conversions to another dtype do; a constructor that sets values keeps them."""
+    """Implements the assignment to `.data`, by which conversions change the dtype; a constructor's values are kept."""
     if isinstance(values, DeferredParameter) and values.shape == tensor.shape:
         _plainly(func, tensor, _plainly(values.detach).as_subclass(torch.Tensor))
     elif is_building() and values.is_meta:
@@ -273,6 +303,7 @@ def _set_data(func: Any, tensor: DeferredParameter, values: torch.Tensor) -> Non
 
 
 def _copy(func: Any, tensor: DeferredParameter, source: Any, *args: Any, **kwargs: Any) -> Any:
+    """Implements `copy_`: real values that a model's code writes by hand while it is built are kept."""
     if not is_building():
         raise _refusal("copy_")
     absent = isinstance(source, torch.Tensor) and source.is_meta
@@ -282,14 +313,16 @@ def _copy(func: Any, tensor: DeferredParameter, source: Any, *args: Any, **kwarg
 
 
 def _is_meta(func: Any, tensor: DeferredParameter) -> bool:
-    """`load_state_dict` warns that copying to a tensor on meta does nothing; to this one it does."""
+    """Implements `is_meta`: False for `load_state_dict`, which would warn that copying to meta has no effect."""
+    # For this class the copy has an effect: `_copy` makes the parameter real.
     if _building.model and sys._getframe(2).f_code.co_name == "_load_from_state_dict":
         return False
     return bool(_plainly(func, tensor))
 
 
 def _convert(func: Any, tensor: DeferredParameter, *args: Any, **kwargs: Any) -> Any:
-    """`to`, `half`, `cuda` …: another dtype may be said; the engine's config says the device."""
+    """Implements `to`, `half`, `cuda` …: the dtype may change; the device is set by the engine's config."""
+    # torch parses the many signatures of `to`: an element on the CPU shows the dtype and the device that result.
     probe = _plainly(func, torch.empty((), dtype=tensor.dtype, device="cpu"), *args, **kwargs)
     if probe.device.type not in ("cpu", "meta"):
         raise _refusal(f"moving a model to {probe.device}, which the engine's config says,")

@@ -1,4 +1,4 @@
-"""`gathered`: ordinary memory for parameters between steps."""
+"""Ordinary memory for parameters between steps: `offload.gathered`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,26 @@ from offload.errors import UsageError
 def gathered(
     params: Any, modify: bool = False, *, modifier_rank: int | None = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Give `params` (a parameter, several, or a module) ordinary memory inside of a `with` block.
+    """Gives parameters ordinary memory inside of a `with` block, between steps.
 
-    The memory is a copy on the compute device, outside of all budgets. With `modify`, what was changed is written to
-    the swap tiers at the end, also after an exception; without, a change raises `UsageError` at the end. Models may
-    not run on gathered parameters, nor may `step()` be called. Parameters of an ordinary model are left alone.
+    The memory is a copy on the compute device, outside of all budgets. The model must not run on gathered parameters,
+    and `step()` must not be called. Parameters of an ordinary model are left alone.
 
-    With several ranks and `modify`, all of them come here with the same parameters; of each unit, what the lowest rank
-    changed that changed any counts on all of them, so that `if rank == 0:` may stand inside. `modifier_rank=0` is how
-    DeepSpeed says `modify`; where it is not `enabled`, nothing is done.
+    On several ranks all of them enter with the same parameters if `modify` is set. For each unit, the changes of the
+    lowest rank that made any apply on all ranks, so `if rank == 0:` may be used inside.
+
+    Args:
+        params: a parameter, an iterable of parameters, or a module.
+        modify: True to write changes to the swap tiers at the end, also after an exception.
+        modifier_rank: DeepSpeed's name for `modify`; only rank 0.
+        enabled: False to do nothing.
+
+    Yields:
+        None, once, while the parameters are ordinary ones.
+
+    Raises:
+        UsageError: if called inside of a forward or a backward, or if a parameter changed shape or dtype, or changed at
+            all without `modify`; such changes are dropped.
     """
     refuse(modifier_rank=modifier_rank)
     if not enabled:
@@ -34,6 +45,7 @@ def gathered(
         return
     modify = modify or modifier_rank is not None
     places = _places_of(params)
+    # An owner that can fetch now runs a forward or a backward.
     for place in places:
         if place.engine.fetch(place.unit):
             raise UsageError("gathered() is for between forwards and backwards; inside of them parameters are there")
@@ -48,6 +60,7 @@ def gathered(
         given = [(place, place.let_go()) for place in taken]
         changed = [(place, values) for place, values in given if not _same_bits(values, place.read())]
         if modify:
+            # Also for units without a change: every rank must come to the same `end_edits`, in the same order.
             for unit in dict.fromkeys((place.engine, place.unit) for place in taken):
                 for place, values in changed:
                     if (place.engine, place.unit) == unit:
@@ -60,6 +73,7 @@ def gathered(
 
 
 def _places_of(params: Any) -> list[ParamHandle]:
+    """Returns the handles of all placeholders among `params`, without duplicates."""
     if isinstance(params, nn.Module):
         params = params.parameters()
     elif isinstance(params, torch.Tensor):
@@ -71,6 +85,7 @@ def _places_of(params: Any) -> list[ParamHandle]:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns True if two tensors are equal bit for bit, so that a NaN equals itself and -0 differs from 0."""
     if one.shape != other.shape or one.dtype != other.dtype:
         raise UsageError(
             f"a gathered parameter became {list(one.shape)} {one.dtype}, it was {list(other.shape)} {other.dtype}"

@@ -1,4 +1,4 @@
-"""Functions of torch that need no element of a parameter."""
+"""The functions of torch that need no element of a parameter."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 def asks_for_no_element(func: Any) -> bool:
-    """Whether a function of torch, given a parameter, needs none of its values."""
+    """Returns True if a function of torch, called with a parameter, needs none of its values."""
     return func in _HARMLESS or _is_harmless_property(func)
 
 
 TENSOR: Any = torch.Tensor
-"""Of which the stubs say that its properties are tensors; on the class they are descriptors."""
+"""`torch.Tensor`, typed as Any: in the stubs its properties are tensors, on the class they are descriptors."""
 
 
 _HARMLESS: frozenset[Any] = frozenset(
@@ -38,14 +38,15 @@ _HARMLESS: frozenset[Any] = frozenset(
         torch.autograd.backward,
     }
 )
-"""Functions that ask for no element; the gradients' functions know a parameter by its node alone."""
+"""Functions that need no element; `grad` and `backward` know a parameter by its autograd node alone."""
 
 
 _WITH_DATA = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
-"""Properties that give the elements themselves."""
+"""Properties that return the elements themselves."""
 
 
 def _is_harmless_property(func: Any) -> bool:
+    """Returns True for the getter, setter or deleter of a property that does not return the elements."""
     if getattr(func, "__name__", "") not in ("__get__", "__set__", "__delete__"):
         return False
     name = getattr(getattr(func, "__self__", None), "__name__", None)

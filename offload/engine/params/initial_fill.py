@@ -1,4 +1,4 @@
-"""Moving a model's weights into their homes, one unit at a time, and reading homes back on a resume."""
+"""Initial move of a model's weights into their tiers, one unit at a time, and the read-back on a resume."""
 
 from __future__ import annotations
 
@@ -26,7 +26,18 @@ from offload.swapper.modes import Mode
 def make_resident_shards(
     parts: Partitions, mode: Mode, placement: Placement, host: HostArena, device: DeviceArena
 ) -> dict[tuple[int, State], ResidentShard]:
-    """Memory for every state but weight and gradient whose home is not DISK; moments are zero."""
+    """Allocates every state except weight and gradient whose tier is not DISK. All values are zero, as moments must be.
+
+    Args:
+        parts: bytes of each state of each unit, for this rank.
+        mode: dtypes of the states.
+        placement: tier of each state, and the states promoted from DISK to spare host memory.
+        host: arena of the HOST tier; a promoted state takes a buffer of the weight cache.
+        device: arena of the DEVICE tier.
+
+    Returns:
+        The partition of each (unit, state).
+    """
     tiers = placement.tiers
     residents: dict[tuple[int, State], ResidentShard] = {}
     for unit, row in enumerate(parts.nbytes):
@@ -34,6 +45,8 @@ def make_resident_shards(
             if state in (State.WEIGHT, State.GRAD) or tiers[unit][state] is Tier.DISK:
                 continue
             if tiers[unit][state] is Tier.HOST:
+                # A promoted state may leave HOST between steps, so it takes a buffer of the cache and keeps that as
+                # `spare`.
                 promoted = (unit, state) in placement.promoted
                 lease = (host.weights if promoted else host.homes).take(nbytes)
                 assert lease is not None, "the class of homes was sized for every home, the cache for what was raised"
@@ -46,7 +59,7 @@ def make_resident_shards(
 
 
 def _values(parameter: nn.Parameter) -> Iterator[tuple[int, torch.Tensor]]:
-    """All of a parameter, (n,) at a time on the CPU, each with its position: from where it is read, or of its own."""
+    """Yields a parameter's values, (n,) at a time on the CPU, each with its position, from its origin or its memory."""
     origin = origin_of(parameter)
     if origin is None:
         yield 0, parameter.detach().to("cpu").contiguous().view(-1)
@@ -55,21 +68,38 @@ def _values(parameter: nn.Parameter) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 class InitialFill:
-    """Writes one unit after the other to its home and, where there is one, to the store.
+    """Writer of one unit after the other to its tier and, if the unit is kept on disk, to the store.
 
-    Holds the masters of the largest unit while it works; the host arena is still untouched then.
+    Its buffers are as large as the masters of the largest unit; the host arena is still untouched while it works.
     """
 
     def __init__(self, held: LocalShards, largest_unit: int, ranks: Ranks | None) -> None:
+        """Allocates the buffers.
+
+        Args:
+            held: the partitions of this rank.
+            largest_unit: bytes of the weights of the largest unit.
+            ranks: the ranks of the run; None for a single process.
+        """
         self._held, self._ranks, self._store = held, ranks, held.store
         numel = largest_unit // held.mode.weight_dtype.itemsize
         self._buffers = {state: aligned_empty(numel * dtype.itemsize) for state, dtype in held.mode.weights.items()}
 
     def fill(self, model: nn.Module, layouts: Sequence[UnitLayout], seed: int) -> None:
-        """Take the weights of `model`, or read them; each parameter is left empty as soon as it has been copied."""
+        """Moves the weights of `model` into their tiers. Each parameter is left empty as soon as it has been copied.
+
+        Args:
+            model: the model; deferred parameters are read from their origin, or initialized.
+            layouts: the segments of each unit.
+            seed: seed of the initialization. Each unit derives its own from it.
+
+        Raises:
+            ConfigError: if a deferred parameter has no initial value.
+        """
         for index, layout in enumerate(layouts):
             names = [segment.name for segment in layout.segments]
             given = any(not model.get_parameter(name).is_meta for name in names)
+            # Distinct for every pair of seed and unit, as no model has a million units, and within torch's 64 bits.
             materialize(model, names, (seed * 1_000_003 + index) % 2**63)
             flats = self._flats(index, layout.numel)
             for segment in layout.segments:
@@ -79,25 +109,26 @@ class InitialFill:
                     split(values, {state: flat[first : first + len(values)] for state, flat in flats.items()})
                 # The hooks give it a placeholder of its shape; until then it holds no memory.
                 forget(parameter)
-            if self._ranks is not None and given:  # others may have drawn other numbers; what we draw is the same
+            if self._ranks is not None and given:  # given weights may differ between ranks; drawn ones do not
                 for flat in flats.values():
                     self._ranks.broadcast(flat, 0)
             self._put(index, flats)
 
     def read_back(self, unit_count: int) -> None:
-        """Resume: fill the homes above DISK from the store's newest slots."""
+        """Resumes: fills the partitions above DISK from the store's newest slots."""
         assert self._store is not None
         for unit in range(unit_count):
             for state, nbytes in self._held.states(unit).items():
                 home = self._held.resident_of(unit, state)
                 if home is not None:
+                    # Reads go straight to the host arena; a partition on the device needs memory in between.
                     buffer = home.buffer or aligned_empty(nbytes)
                     self._store.read(unit, state, self._store.newest[unit], 0, buffer[:nbytes]).wait()
                     if home.buffer is None:
                         self._held.put(unit, state, 0, buffer[:nbytes])
 
     def _flats(self, unit: int, numel: int) -> dict[State, torch.Tensor]:
-        """Zeroed flat memory for the unit's weight and what its master has beside it."""
+        """Returns zeroed (numel,) memory for the weights of a unit and for each further state of its master."""
         flats: dict[State, torch.Tensor] = {}
         for state, dtype in self._held.mode.weights.items():
             flats[state] = torch.frombuffer(self._buffers[state], dtype=dtype)[:numel]
@@ -105,7 +136,7 @@ class InitialFill:
         return flats
 
     def _put(self, unit: int, flats: Mapping[State, torch.Tensor]) -> None:
-        """Copy this rank's share of a unit's masters home; moments are zero already, in new files too."""
+        """Copies this rank's partition of a unit's masters to its tier. Moments are zero already, in new files too."""
         writes: dict[State, list[tuple[int, Future]]] = {}
         trainable, frozen = self._held.shares[unit]
         for state, flat in flats.items():
@@ -121,6 +152,7 @@ class InitialFill:
                     buffer = self._buffers[state][first:last]
                     writes.setdefault(state, []).append((start, self._store.write(unit, state, 0, start, buffer)))
                 start = end
+        # All writes of the unit are in flight together; the buffers are reused for the next unit, so wait here.
         for write in [write for each in writes.values() for _, write in each]:
             write.wait()
         if self._store is not None and writes:

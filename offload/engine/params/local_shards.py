@@ -1,4 +1,4 @@
-"""What this rank holds of the model: its partition of every state of every unit, and where each one lies."""
+"""This rank's partition of every state of every unit, and the tier in which each partition is stored."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from offload.swapper.unit_table import UnitSize
 
 @dataclass(frozen=True, slots=True)
 class ResidentShard:
-    """A partition whose home is not DISK: (numel,) of its dtype, and its bytes where they lie in the host arena."""
+    """A partition on HOST or DEVICE: (numel,) of the state's dtype, and its bytes if they are in the host arena."""
 
     tensor: torch.Tensor
     buffer: memoryview | None
     spare: HostBuffer | None = None
-    """The lease of a partition that lies on DISK as well, and may be given back between steps."""
+    """The host buffer of a partition that is also stored on DISK; the buffer may be freed between steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,24 +37,24 @@ class LocalShards:
     shares: Sequence[tuple[range, range]]
     """This rank's trainable and frozen elements of each unit."""
     nbytes: Sequence[Mapping[State, int]]
-    """Bytes of each partition, gradients among them."""
+    """Bytes of each partition, including gradients, by unit and state."""
     sizes: Sequence[UnitSize]
     residents: dict[tuple[int, State], ResidentShard]
-    """States beside the weight whose home is above DISK; the update worker takes away what is spare."""
+    """Partitions other than weights whose tier is above DISK; the update worker removes those that are `spare`."""
     pager: Pager
     device: Device
     store: Store | None
 
     def states(self, unit: int) -> dict[State, int]:
-        """Bytes of each partition of `unit` that outlives a step."""
+        """Returns the bytes of each partition of `unit` that outlives a step."""
         return {state: nbytes for state, nbytes in self.nbytes[unit].items() if state is not State.GRAD}
 
     def stored(self, unit: int, state: State) -> bool:
-        """Whether the store keeps this partition."""
+        """Returns True if the store keeps this partition."""
         return self.store is not None and self.store.keeps(unit, state)
 
     def resident_of(self, unit: int, state: State) -> ResidentShard | None:
-        """A partition's memory where its home is above DISK."""
+        """Returns the memory of a partition whose tier is above DISK, or None for a partition on DISK."""
         if state is not State.WEIGHT:
             return self.residents.get((unit, state))
         if self.sizes[unit].tier is Tier.DEVICE:
@@ -65,10 +65,19 @@ class LocalShards:
         return None
 
     def read(self, unit: int, state: State, start: int, buffer: memoryview, compare: bool = True) -> list[Future]:
-        """Fill `buffer` from byte `start` of the newest copy: at once from its home, else when the future is done.
+        """Fills `buffer` with the newest bytes of a partition.
 
-        Who reads a partition in order can have it compared with its checksums; see `Store.read`.
+        Args:
+            unit: index of the unit.
+            state: state whose partition is read.
+            start: first byte within the partition.
+            buffer: destination, on the host.
+            compare: True to compare the bytes with their checksums, for a reader in order; see `Store.read`.
+
+        Returns:
+            Futures to wait for before `buffer` is read; none if the partition was copied from memory at once.
         """
+        # The store comes first, also for a promoted partition: its bytes are compared with their checksums.
         if self.store is not None and self.store.keeps(unit, state):
             return [self.store.read(unit, state, self.store.newest[unit], start, buffer, compare=compare)]
         home = self.resident_of(unit, state)
@@ -78,7 +87,7 @@ class LocalShards:
         return []
 
     def put(self, unit: int, state: State, start: int, buffer: memoryview) -> None:
-        """Copy `buffer` to byte `start` of the home, where it is above DISK."""
+        """Copies `buffer` to byte `start` of the partition, if its tier is above DISK."""
         home = self.resident_of(unit, state)
         if home is not None:
             part = home.tensor.view(torch.uint8)[start : start + len(buffer)]

@@ -1,8 +1,8 @@
-"""Building a model without its weights, and giving it weights one unit at a time.
+"""Construction of a model without its weights, and initialization of the weights one unit at a time.
 
 Inside of `deferring_weights`, parameters are registered on the meta device and buffers stay real. `materialize` then
-makes the parameters of one unit real, by the initialization of the modules that own them. The unit gives the seed, so
-the weights do not depend on budgets, placements or the number of ranks. Parameters that are read from files (see
+makes the parameters of one unit real, by the initialization of the modules that own them. The unit determines the seed,
+so the weights do not depend on budgets, placements or the number of ranks. Parameters that are read from files (see
 `pretrained`) stay as they are.
 """
 
@@ -31,12 +31,13 @@ def deferring_weights() -> Iterator[None]:
     """Registers parameters on the meta device, in this thread, while a model is built inside of the context.
 
     Raises:
-        ConfigError: if a constructor needs values that are not there, or changes them.
+        ConfigError: if a constructor needs values that do not exist yet, or changes them.
     """
     thread = threading.get_ident()
-    seen = WeakTensorKeyDictionary()  # what became of a parameter that is registered again: it stays tied
+    seen = WeakTensorKeyDictionary()  # a parameter registered twice is replaced by the same object: tied
 
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:  # torch's stub has it give None
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:  # torch's stub says None
+        """Returns the parameter to register: deferred if its module can make the values again later."""
         if parameter is None or threading.get_ident() != thread or type(parameter) is not nn.Parameter:
             return parameter
         if parameter not in seen:
@@ -52,6 +53,7 @@ def deferring_weights() -> Iterator[None]:
         with building_a_model():
             yield
     except (RuntimeError, NotImplementedError) as error:
+        # torch raises no class of its own for an operation without values: only the message shows the cause.
         if "meta" not in str(error).lower():
             raise
         raise ConfigError(
@@ -64,13 +66,19 @@ def deferring_weights() -> Iterator[None]:
 
 
 def _is_given(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Whether somebody gives this parameter its values, who is not the constructor of `module` making room for it."""
+    """Returns True if a parameter comes with values, and is not memory allocated by the constructor of `module`.
+
+    A tensor among the constructor's arguments that shares the parameter's memory is such a value. A parameter that
+    replaces another one, or is registered outside of the constructor, counts as given too.
+    """
     if module._parameters.get(name) is not None:
         return True
+    # Skips this function and `register`, and searches the stack for the constructor of `module`.
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         code, known = frame.f_code, frame.f_locals
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        # The first argument of a constructor is its module, whatever the argument's name.
         if code.co_name == "__init__" and names and known.get(names[0]) is module:
             return any(_same_memory(known.get(each), parameter) for each in names[1:])
         frame = frame.f_back
@@ -78,13 +86,14 @@ def _is_given(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
 
 
 def _same_memory(value: Any, parameter: nn.Parameter) -> bool:
+    """Returns True if `value` is a tensor over the parameter's storage."""
     if not isinstance(value, torch.Tensor) or value.is_meta:
         return False
     return value.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
 
 
 def _place_of(error: BaseException) -> str:
-    """Which model's code an error comes from, as far as frames tell: the innermost outside of torch."""
+    """Returns the model class and the line that an error comes from: the innermost module frame outside of torch."""
     found = "the model"
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, module = frame.f_code.co_filename, frame.f_locals.get("module", frame.f_locals.get("self"))
@@ -94,32 +103,42 @@ def _place_of(error: BaseException) -> str:
 
 
 def _can_initialize(module: nn.Module) -> bool:
-    """Whether the values of this module's parameters can be made again later."""
+    """Returns True if the values of this module's parameters can be made again later."""
     return _resetter(module) is not None or type(module).__module__.startswith("transformers.")
 
 
 def _resetter(module: nn.Module) -> Any:
+    """Returns the method by which a module initializes its parameters, or None."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
-    """Make the parameters `names` of `model` real, on the CPU, where they are on meta; identity and ties stay.
+    """Makes the deferred parameters `names` of `model` real, on the CPU, and initializes them. Identity and ties stay.
 
-    Those that will be read from an origin stay as they are. Raises `ConfigError` where the owning module cannot
-    initialize itself.
+    Parameters that will be read from an origin stay as they are.
+
+    Args:
+        model: the model.
+        names: names of the parameters of one unit.
+        seed: seed of torch's CPU generator for this unit; the generator's state is restored afterwards.
+
+    Raises:
+        ConfigError: if the owning module does not initialize a parameter.
     """
     parameters = {name: model.get_parameter(name) for name in names}
     absent = {name: each for name, each in parameters.items() if each.is_meta and origin_of(each) is None}
     if not absent:
         return
     made = {id(parameter) for parameter in absent.values()}
+    # NaN marks a value as not yet set, for the check at the end.
     for parameter in absent.values():
         real = nn.Parameter(torch.full_like(parameter, torch.nan, device="cpu"), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, real)
+    # Forked, so that making the weights leaves the user's random state as it was.
     with torch.random.fork_rng(devices=[]), torch.no_grad(), building():
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would set the GPU's as well, and leave it so
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would change the GPU's seed for good
         for module, initialize in _initializers(model, absent):
-            # A module sets all of its own parameters; those that have their values keep them.
+            # An initializer sets all parameters of its module, so those that have values already are restored.
             own = [each for each in module.parameters(recurse=False) if not each.is_meta and id(each) not in made]
             before = [each.clone() for each in own]
             initialize(module)
@@ -135,7 +154,10 @@ def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
 
 
 def _initializers(model: nn.Module, names: Mapping[str, nn.Parameter]) -> Iterator[tuple[nn.Module, Any]]:
-    """The modules that own `names`, and those between them, children first, each with what initializes it."""
+    """Yields the modules that own `names` and those between them, children first, each with its initializer.
+
+    The order is that of a construction: a parent's initializer may overwrite a child's values.
+    """
     paths: set[str] = set()
     shared = _common_prefix(list(names))
     for name in names:
@@ -147,6 +169,7 @@ def _initializers(model: nn.Module, names: Mapping[str, nn.Parameter]) -> Iterat
             path = path.rpartition(".")[0]
     modules = dict(model.named_modules(remove_duplicate=False))
     order = {path: position for position, path in enumerate(modules)}
+    # Deepest first, and equally deep modules in the order of construction.
     for path in sorted(paths, key=lambda path: (-path.count(".") - bool(path), order[path])):
         module = modules[path]
         reset = _resetter(module)
@@ -158,7 +181,7 @@ def _initializers(model: nn.Module, names: Mapping[str, nn.Parameter]) -> Iterat
 
 
 def _common_prefix(names: list[str]) -> str:
-    """The path of the deepest module that holds all `names`."""
+    """Returns the path of the deepest module that contains all `names`."""
     parts = [name.split(".")[:-1] for name in names]
     shared: list[str] = []
     for level in zip(*parts, strict=False):
@@ -169,7 +192,7 @@ def _common_prefix(names: list[str]) -> str:
 
 
 def _library_initializer(modules: Mapping[str, nn.Module], path: str) -> Any:
-    """`_init_weights` of the innermost transformers model round `path`."""
+    """Returns `_init_weights` of the innermost transformers model that contains `path`, or None."""
     while True:
         initializer = getattr(modules[path], "_init_weights", None)
         if initializer is not None:

@@ -1,17 +1,18 @@
-"""Hooks that bring a unit's weights when its modules run, take gradients as they come, and count backwards.
+"""Hooks that fetch a unit's weights when its modules run, take gradients as they arrive, and track backwards.
 
-    forward    a *site*'s pre-hook binds its units, its post-hook lets go of them. What else is asked for meanwhile (a
-               parameter of another module) is brought on demand, until the outermost site ends or its room is needed.
-    backward   unpacking a saved view brings its unit for as long as the view lives (`bindings`). What Python code of
-               a backward asks for by name stays until the backward ends or its room is needed.
+    forward    a *site* (a hooked module) binds its units in its pre-hook and releases them in its post-hook. Any other
+               parameter that is asked for meanwhile is fetched on demand, until the outermost site ends or the memory
+               is needed.
+    backward   unpacking a saved view fetches its unit for as long as the view lives (`unit_views`). A unit that Python
+               code of a backward asks for by name stays until the backward ends or the memory is needed.
 
-The outermost site pushes the saved-tensor hooks and pops them, so `model(...)` is as safe as `engine(...)`. Hooks
-act for the module they were installed on alone: a deep copy of it, which carries them along, is an ordinary module.
+The outermost site pushes the saved-tensor hooks and pops them, so `model(...)` is as safe as `engine(...)`. Hooks act
+only for the module on which they were installed: a deep copy, which carries them along, is an ordinary module.
 
 Threads. Forward hooks run on the caller's thread, all others on autograd's; one backward runs at a time.
 
-[Note: casts] Under autocast torch keeps the cast of each fp32 weight until the context ends: on the device, of all
-units together. So while a site runs it keeps none, and casts again what a forward uses twice.
+[Note: casts] Under autocast torch keeps the cast of each fp32 weight until the context ends: on the device, for all
+units together. So the cache is off while a site runs, and a weight that a forward uses twice is cast twice.
 """
 
 from __future__ import annotations
@@ -43,32 +44,32 @@ _EXTERNAL = "_offload_external_parameters"
 
 
 class _Frame(NamedTuple):
-    """A site that was entered and not left, and what it uses."""
+    """One site that was entered and not left, and the units that it uses."""
 
     module: nn.Module
     units: list[int]
     pushed: bool
-    """Whether saved-tensor hooks were pushed."""
+    """True if this site pushed the saved-tensor hooks."""
     in_backward: bool
-    """Whether that was inside of a backward: after an exception there, torch itself takes them away."""
+    """True if the site was entered inside of a backward: after an exception there, torch itself removes the hooks."""
     call: types.FrameType
-    """The call of the module, to tell a site that is running from one that an interrupt has ended."""
+    """The Python frame of the module's call, to tell a running site from one that an interrupt has ended."""
     casts_kept: bool
-    """Whether torch's autocast kept what it had cast; see [Note: casts]."""
+    """The state of torch's autocast cache before this site; see [Note: casts]."""
 
 
 class _Nesting(threading.local):
-    """Of the thread that runs a forward."""
+    """The sites entered by one thread."""
 
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
         """Sites that were entered and not left, outermost first."""
         self.casts_kept: bool | None = None
-        """Of the outermost frame, until its value is put back; an interrupt may come when the frame is gone already."""
+        """`casts_kept` of the outermost frame until restored, since an interrupt may arrive when the frame is gone."""
 
 
 class ModuleHooks:
-    """Installs all hooks on a model; `remove` takes them away. Parameters stay placeholders."""
+    """All hooks of an engine on a model; `remove` takes them away. Parameters stay placeholders."""
 
     def __init__(
         self,
@@ -84,7 +85,20 @@ class ModuleHooks:
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
-        """`timeline` is told of phases and gradients, `compute` shows forwards."""
+        """Installs the hooks.
+
+        Args:
+            model: the model.
+            sites: the units of each hooked module, by the module's name in the model.
+            places: the parameters of each unit.
+            bindings: materializes units.
+            saved: the hooks for tensors that autograd saves.
+            gradients: receives every gradient.
+            pager: is notified of the beginning and the end of each forward.
+            callbacks: the engine.
+            timeline: records phases and gradients.
+            compute: records the forwards of units.
+        """
         self._bindings, self._saved, self._gradients, self._pager = bindings, saved, gradients, pager
         self._timeline, self._compute = timeline, compute
         self._callbacks = callbacks
@@ -95,10 +109,10 @@ class ModuleHooks:
         self._in_backward = self._gradient_seen = False
         self._removers: list[Callable[[], None]] = []
         self._external: dict[int, list[int]] = {}
-        """For each module by id, units of which it uses parameters that are not its own, as the user has said."""
+        """For each module, by id: the units of foreign parameters that the user has registered with the module."""
         self._hooked: set[int] = set()
         modules = dict(model.named_modules())
-        # The root is a site even without units of its own: saved tensors of all of a forward are packed.
+        # The root is a site even without units of its own: the saved tensors of a whole forward must be packed.
         for name, units in ({"": ()} | sites).items():
             self._hook_module(modules[name], units)
         unit_of = {id(place.parameter): place.unit for unit in places for place in unit}
@@ -112,7 +126,7 @@ class ModuleHooks:
         compute.install(modules, {"": ()} | sites)
 
     def remove(self) -> None:
-        """Take every hook away."""
+        """Removes every hook."""
         self.leave_all()
         for remover in self._removers:
             remover()
@@ -120,43 +134,55 @@ class ModuleHooks:
         self._compute.remove()
 
     def reset_aborted(self) -> None:
-        """Release what an aborted forward or backward left behind. Does nothing inside of a backward."""
+        """Releases everything that an aborted forward or backward left behind. Does nothing inside of a backward.
+
+        Raises:
+            UsageError: if the model runs on another thread that is alive.
+        """
         if inside_backward():
             return
+        # The forward of another live thread is not aborted: a release of its weights would corrupt its results.
         if self._thread is not None and self._thread is not threading.current_thread() and self._thread.is_alive():
             raise UsageError(
                 f"the model runs on thread {self._thread.name}: until its forward ends, no other thread may use it or "
                 f"read its weights"
             )
         self.leave_all()
-        if self._in_backward:  # its end was never reached
+        if self._in_backward:  # the callback at its end never ran
             self._in_backward = self._gradient_seen = False
             self.forget_gradients()
         if not self._bindings.whole:
             self._bindings.reset()
 
     def leave_all(self) -> None:
-        """Leave every site that an interrupt has left open: torch calls no hooks after a `KeyboardInterrupt`."""
+        """Leaves every site that an interrupt left open: torch calls no hooks after a `KeyboardInterrupt`."""
         while self._local.frames:
             frame = self._local.frames.pop()
             if frame.pushed and not frame.in_backward:
                 self._saved.pop()
             self._thread = None
+        # An interrupt may have come between the push of the hooks and the storing of its frame.
         self._saved.pop_left()
-        if self._local.casts_kept:  # else a context round the outermost has put it back, such as a recomputation's
+        if self._local.casts_kept:  # otherwise an enclosing context restores the cache
             torch.set_autocast_cache_enabled(True)
         self._local.casts_kept = None
 
     def forget_gradients(self) -> None:
-        """Drop a gradient that an interrupt has left with its parameter, before the engine took it."""
+        """Drops gradients that an interrupt left in `.grad` before the engine took them."""
         for place in self._trainable:
             if place.parameter.grad is not None:
                 place.parameter.grad = None
 
     def fetch(self, unit: int, stays: bool = False) -> bool:
-        """Bind `unit` for the forward or the backward that runs now; False where neither does.
+        """Materializes `unit` for the forward or the backward that runs now.
 
-        With `stays` the innermost site holds it until it ends; else it goes where its room is needed.
+        Args:
+            unit: index of the unit.
+            stays: True to hold the unit until the innermost site ends; otherwise it may be released when memory is
+                needed.
+
+        Returns:
+            False if neither a forward nor a backward runs.
         """
         if not self.running:
             return False
@@ -170,26 +196,27 @@ class ModuleHooks:
         return True
 
     def use_in(self, module: nn.Module, unit: int) -> None:
-        """Bind `unit` as well whenever `module` runs."""
+        """Materializes `unit` as well whenever `module` runs."""
         if id(module) not in self._hooked:
             self._hook_module(module, ())
         self._external.setdefault(id(module), []).append(unit)
 
     def end_use_in(self, module: nn.Module, unit: int) -> None:
-        """Take one `use_in` back, if there was one."""
+        """Reverts one `use_in`, if there was one."""
         units = self._external.get(id(module), [])
         if unit in units:
             units.remove(unit)
 
     @property
     def running(self) -> bool:
-        """Whether a forward or a backward is under way on this thread."""
+        """True if a forward or a backward is under way on this thread."""
         return bool(self._local.frames) or inside_backward()
 
     # -- forward ------------------------------------------------------------------------------------
 
     def _hook_module(self, module: nn.Module, units: tuple[int, ...]) -> None:
-        self._hooked.add(id(module))  # which its hooks keep alive
+        """Makes `module` a site of `units`."""
+        self._hooked.add(id(module))  # the id stays valid: the hooks keep the module alive
 
         def before(called: nn.Module, args: tuple[Any, ...]) -> None:
             if called is module:
@@ -198,17 +225,21 @@ class ModuleHooks:
         def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             return self._leave(output) if self._is_innermost(called, module) else output
 
+        # The pre-hook runs before all others, so that hooks of the user see weights. The post-hook also runs after an
+        # exception, or a failed forward would leave its units pinned.
         self._removers.append(module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True).remove)
         self._removers.append(module.register_forward_hook(torch.compiler.disable(after), always_call=True).remove)
 
     def _is_innermost(self, called: nn.Module, module: nn.Module) -> bool:
-        """Whether `called` is the site to leave. After a pre-hook that raised, torch calls the post-hook even so."""
+        """Returns True if `called` is the site to leave. torch calls the post-hook even if a pre-hook raised."""
         frames = self._local.frames
         return called is module and bool(frames) and frames[-1].module is module
 
     def _enter(self, module: nn.Module, units: Sequence[int]) -> None:
+        """Enters a site: begins a pass at the outermost one, then materializes the site's units."""
         local = self._local
         again = module is self._root or any(frame.module is module for frame in local.frames)
+        # An interrupt has ended the outermost call without its post-hook: its frame is no longer on the stack.
         if again and local.frames and not _is_running(local.frames[0].call):
             self.reset_aborted()
         if not local.frames:
@@ -222,7 +253,9 @@ class ModuleHooks:
         if not local.frames:
             local.casts_kept = kept
         frame = _Frame(module, [], self._saved.push(), inside_backward(), _module_call(), kept)
+        # Stored before any unit is used: after an exception or an interrupt below, the frame lists what to undo.
         local.frames.append(frame)
+        # See [Note: casts]. `_let_go` restores the cache.
         torch.set_autocast_cache_enabled(False)
         try:
             for unit in units:
@@ -233,8 +266,10 @@ class ModuleHooks:
             raise
 
     def _leave(self, output: Any) -> Any:
+        """Leaves the innermost site, and returns the output without views of weights."""
         frame = self._local.frames[-1]
         try:
+            # Cloned while the units are still pinned.
             output = self._own_memory(output)
         finally:
             self._local.frames.pop()
@@ -244,6 +279,7 @@ class ModuleHooks:
         return output
 
     def _let_go(self, frame: _Frame) -> None:
+        """Restores the state from before a site, and releases the site's units; ends the pass at the outermost one."""
         torch.set_autocast_cache_enabled(frame.casts_kept)
         if frame.pushed:
             self._saved.pop()
@@ -258,12 +294,13 @@ class ModuleHooks:
                 self._timeline.end_phase(Phase.EVALUATION)
 
     def _own_memory(self, output: Any) -> Any:
-        """Clone what in a module's output is weights: a view would keep their slice for as long as it lives."""
+        """Clones the weights in a module's output: a view would pin their device buffer for as long as it lives."""
         if any(self._is_weights(leaf) for leaf in tree_leaves(output)):
             return tree_map(lambda leaf: leaf.clone() if self._is_weights(leaf) else leaf, output)
         return output
 
     def _is_weights(self, value: Any) -> bool:
+        """Returns True for a placeholder and for a view of a materialized unit."""
         if not isinstance(value, torch.Tensor):
             return False
         return handle_of(value) is not None or self._bindings.binding_at(storage_address(value)) is not None
@@ -271,19 +308,22 @@ class ModuleHooks:
     # -- backward -----------------------------------------------------------------------------------
 
     def _watch_outputs(self, output: Any) -> None:
-        """The outermost outputs' nodes run first in a backward: there it begins."""
+        """Makes the nodes of the outermost outputs report the begin of a backward, in which they run first."""
         for leaf in _tensors(output):
             if leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(lambda grads: self._begin_backward())
 
     def _begin_backward(self) -> None:
+        """Begins the backward at its first sign: an output's node, a gradient, or a request for weights."""
         if not self._in_backward:
             self._timeline.begin_phase(Phase.BACKWARD)
+            # If this raises, the backward has not started, and its next sign tries again.
             self._callbacks.begin_backward()
             self._in_backward = True
             call_after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
+        """Ends the outermost backward. torch calls this once the graph task has ended."""
         self._bindings.end_kept()
         self._gradients.end_backward()
         if self._gradient_seen:
@@ -291,8 +331,11 @@ class ModuleHooks:
         self._in_backward = self._gradient_seen = False
 
     def _gradient_hook(self, place: ParamHandle) -> Callable[[torch.Tensor], None]:
+        """Returns the hook that moves `.grad` of a parameter into the engine's gradients, on an autograd thread."""
+
         def hook(parameter: torch.Tensor) -> None:
             self._begin_backward()
+            # Taken from the parameter at once: a gradient left in `.grad` would occupy device memory until the step.
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
                 self._timeline.add_gradient(gradient.numel() * gradient.element_size())
@@ -303,17 +346,17 @@ class ModuleHooks:
 
 
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters of others that the user has registered with `module`."""
+    """Returns the foreign parameters that the user has registered with `module`."""
     return list(module.__dict__.get(_EXTERNAL, ()))
 
 
 def set_external_parameters(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """They are kept in the module: a deep copy of a model has its own."""
+    """Stores the list of foreign parameters in the module itself, so that a deep copy of a model has its own."""
     module.__dict__[_EXTERNAL] = list(parameters)
 
 
 def _module_call() -> types.FrameType:
-    """The frame in which torch calls the module whose hook runs now."""
+    """Returns the Python frame in which torch calls the module whose hook runs now."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename != module_file:
         frame = frame.f_back
@@ -321,7 +364,7 @@ def _module_call() -> types.FrameType:
 
 
 def _is_running(call: types.FrameType) -> bool:
-    """Whether `call` is on the calling thread's stack."""
+    """Returns True if `call` is on the calling thread's stack."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame is not call:
         frame = frame.f_back
@@ -329,7 +372,7 @@ def _is_running(call: types.FrameType) -> bool:
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors of a module's output, also in the fields of a dataclass."""
+    """Returns the tensors of a module's output, including those in the fields of a dataclass."""
     if dataclasses.is_dataclass(output) and not isinstance(output, type) and not isinstance(output, dict):
         output = [getattr(output, field.name) for field in dataclasses.fields(output)]
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]

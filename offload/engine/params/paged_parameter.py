@@ -1,17 +1,20 @@
-"""What a parameter is between its uses: right shape, dtype and device, no memory of its own, and no silent NaN.
+"""Placeholders for parameters whose weights are paged out, and the handle that materializes and releases them.
 
-A `PagedParameter` parameter answers questions about itself (shape, dtype, device, hooks, `zeros_like`). Any other
-function of torch that is given one comes here first, and there are four ways on:
+A `PagedParameter` answers questions about itself (shape, dtype, device, hooks, `zeros_like`) without its weights. It
+occupies no memory of its own: its storage is one NaN, expanded to the shape. Any other torch function that receives a
+placeholder is dispatched to this module:
 
-    a module that the engine hooked is running      the weights are brought, and stay while that module runs
-    a backward is running                           the same, until the backward ends
-    neither                                         the function gets a copy of the weights, whose gradient comes to the
-                                                    engine like any other; what it changed in place becomes an edit, an
-                                                    update without a gradient
-    neither, and a view of the copy would come out  `UsageError`, that names the parameter
+    a hooked module is running        the weights are fetched, and stay while that module runs
+    a backward is running             the weights are fetched, and stay until the backward ends
+    neither                           the function receives a copy of the weights. The copy's gradient reaches the
+                                      engine like any other. An in-place change of the copy becomes an edit, that is
+                                      an update without a gradient
+    neither, and the result would     `UsageError`, which names the parameter
+    be a view of the copy
 
-So `load_state_dict`, `copy.deepcopy`, an EMA, `parameter.norm()`, an L2 penalty give what they give with an ordinary
-model. A bound parameter has its own class again and costs nothing.
+So `load_state_dict`, `copy.deepcopy`, an EMA, `parameter.norm()` and an L2 penalty give the same result as with an
+ordinary model, and no NaN enters a result silently. A materialized parameter has its original class again and
+costs nothing per call.
 """
 
 from __future__ import annotations
@@ -29,32 +32,33 @@ from offload.torch_internals import make_subclass, plain_tensors, tree_leaves, t
 
 
 class ParamOwner(Protocol):
-    """Who brings, reads and edits the weights of the parameters of one model."""
+    """Interface of the object that fetches, reads and edits the weights of one model's parameters."""
 
     def fetch(self, unit: int, stays: bool = False) -> bool:
-        """Bind the parameters of `unit` if a hooked module or a backward is running; whether one is.
+        """Materializes `unit` if a hooked module or a backward is running, and returns True if one is.
 
-        They are bound until that ends or their room is needed; with `stays`, for as long as the innermost module runs.
+        With `stays` the unit remains for as long as the innermost module runs. Otherwise it is released when the
+        outermost module or the backward ends, or earlier if its memory is needed.
         """
 
     def read(self, unit: int, position: int) -> torch.Tensor:
-        """A copy of the newest weights of one parameter, on the compute device."""
+        """Returns a copy of the newest weights of one parameter, on the compute device."""
 
     def edit(self, unit: int, position: int, values: torch.Tensor) -> None:
-        """Make `values`, of the parameter's shape, its weights."""
+        """Replaces the weights of one parameter by `values`, which must have the parameter's shape."""
 
     def updates(self, unit: int) -> int:
-        """How often the weights of `unit` have changed."""
+        """Returns the number of times that the weights of `unit` have changed."""
 
     def end_edits(self, unit: int) -> None:
-        """Every rank has made the edits of `unit` that it makes, which may be none."""
+        """Ends this rank's edits of `unit`, if any. Every rank calls this, also a rank without edits."""
 
     def miss_gradient(self, name: str) -> None:
-        """Code of the user has read `.grad` of the parameter `name`, which is None."""
+        """Records that user code has read `.grad` of the parameter `name`, which is None."""
 
 
 class ParamHandle:
-    """One parameter of a model under an engine: whose it is, and how it comes and goes."""
+    """One parameter of a model under an engine, switched between placeholder and weights on behalf of its owner."""
 
     def __init__(
         self,
@@ -67,80 +71,80 @@ class ParamHandle:
         device: torch.device,
         rules: Mapping[Any, Callable[..., Any]],
     ) -> None:
-        """Describes a parameter that is still an ordinary one; `unbind` makes it a placeholder.
+        """Describes a parameter that is still an ordinary one; `release` makes it a placeholder.
 
         Args:
-            parameter: of the model.
-            name: in the model.
-            unit: the unit that it belongs to.
-            position: of its segment in the unit.
-            dtype: of the weights that the model computes with.
-            shape: of the parameter.
-            device: on which the model computes.
-            rules: for functions of torch, by function; see `torch_function_rules.RULES`.
+            parameter: the parameter of the model. Its identity never changes.
+            name: name of the parameter in the model.
+            unit: index of the unit that contains the parameter.
+            position: index of the parameter's segment in the unit.
+            dtype: dtype of the weights that the model computes with.
+            shape: shape of the parameter.
+            device: device on which the model computes.
+            rules: replacement for a torch function, by function; see `torch_function_rules.RULES`.
         """
         self.parameter, self.name, self.unit, self.position = parameter, name, unit, position
         self.owner: ParamOwner | None = None
-        """None before the engine is complete, and after it was destroyed; see `attach`."""
+        """The object that serves this parameter. None before the engine is complete and after its end; see `attach`."""
         self.trainable = parameter.requires_grad
         self.gradient_hook: Any = None
-        """The handle of the engine's own hook, which must stay the last."""
+        """torch's handle of the engine's gradient hook, which must remain the last hook of the parameter."""
         self.take_gradient: Callable[[torch.Tensor], None] | None = None
-        """That hook: adds `.grad` of the parameter, or of a copy of it, to the engine's gradients."""
+        """The engine's gradient hook: moves `.grad` of the parameter, or of a copy, into the engine's gradients."""
         self.gathered = False
-        """Whether `offload.gathered` has given the parameter memory of its own."""
+        """True while `offload.gathered` gives the parameter memory of its own."""
         self.device, self.rules = device, rules
         self._class = type(parameter)
         self._version = self._address = 0
         self._aliases: weakref.WeakValueDictionary[int, PagedParameterView] = weakref.WeakValueDictionary()
+        # One element for the whole shape; NaN makes any use of it visible.
         self._nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
         self.storage_address = self._nan.untyped_storage().data_ptr()
 
     def attach(self, owner: ParamOwner) -> None:
-        """Makes `owner` the one that brings, reads and edits this parameter."""
+        """Makes `owner` the object that fetches, reads and edits this parameter."""
         self.owner = owner
 
     def detach(self) -> None:
-        """Takes the keeper and the gradient hook away, at the end of the engine."""
+        """Removes the owner and the gradient hook, at the end of the engine."""
         self.owner = self.take_gradient = self.gradient_hook = None
 
     def hook_gradient(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """Registers the hook that moves `.grad` into the engine's gradients.
+        """Registers the hook that moves `.grad` into the engine's gradients, and returns torch's handle of the hook.
 
         Args:
-            hook: is called with this parameter, or with a copy of it, after `.grad` was accumulated.
-
-        Returns:
-            torch's handle of the hook.
+            hook: receives this parameter, or a copy of it, after `.grad` was accumulated. Runs on an autograd thread.
         """
         self.take_gradient = hook
         self.gradient_hook = self.parameter.register_post_accumulate_grad_hook(hook)
         return self.gradient_hook
 
     def materialize(self, values: torch.Tensor) -> None:
-        """Make the parameter an ordinary one, over the memory of `values`, of its shape."""
+        """Makes the parameter an ordinary one over the memory of `values`, which must have its shape."""
         with plain_tensors():
             self._version, self._address = self.parameter._version, values.data_ptr()
         self.parameter.__dict__.pop("offload_handle", None)
+        # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule. If an interrupt
+        # arrives between the two, the parameter counts as materialized over the NaN; `changed` allows for that.
         self.parameter.__class__ = self._class
         self.parameter.data = values
 
     @property
     def changed(self) -> bool:
-        """Whether the bound parameter was changed in place, or given other memory."""
+        """True if the materialized parameter was changed in place, or received other memory."""
         if (
             not self.materialized or self.parameter.data_ptr() == self._nan.data_ptr()
-        ):  # an interrupt came before `bind` ended
+        ):  # an interrupt came before `materialize` ended
             return False
         return (self.parameter._version, self.parameter.data_ptr()) != (self._version, self._address)
 
     @property
     def thawed(self) -> bool:
-        """Whether a parameter that was frozen was told to train while it was bound, when nobody could refuse it."""
+        """True if a frozen parameter was set to train while materialized, when no placeholder could refuse."""
         return not self.trainable and self.parameter.requires_grad
 
     def cannot_train(self) -> UsageError:
-        """What `requires_grad_(True)` of a frozen parameter raises."""
+        """Returns the error that `requires_grad_(True)` of a frozen parameter raises."""
         return UsageError(
             f"parameter {self.name} was frozen when offload.initialize took the model, so it has no optimizer states; "
             f"set requires_grad before. What is to train later may be frozen after offload.initialize until then, and "
@@ -148,44 +152,50 @@ class ParamHandle:
         )
 
     def release(self) -> None:
-        """Make the parameter a placeholder."""
+        """Makes the parameter a placeholder again. Does nothing if the parameter is one."""
         if not self.materialized:
             return
+        # The data comes first, while the parameter is still an ordinary one: see `materialize`.
         self.parameter.data = self._nan
         self.parameter.__class__ = PagedParameter
         self.parameter.__dict__["offload_handle"] = self
 
     @property
     def materialized(self) -> bool:
+        """True if the parameter is an ordinary one now, over real memory."""
         return not isinstance(self.parameter, PagedParameter)
 
     def gather(self, values: torch.Tensor) -> None:
-        """Give the parameter the memory of `values` until `let_go`; no module may use it meanwhile."""
+        """Gives the parameter the memory of `values` until `let_go`; no module may use the parameter meanwhile."""
         self.materialize(values)
         self.gathered = True
 
     def let_go(self) -> torch.Tensor:
-        """End `gather`: the memory with what was written to it."""
+        """Ends `gather` and returns its memory, with all changes that the user has written to it."""
         values = self.parameter.data
         self.gathered = False
         self.release()
         return values
 
     def alias(self) -> torch.Tensor:
-        """What `parameter.data` and `parameter.detach()` are: the same placeholder, outside of autograd."""
+        """Returns the result of `parameter.data` and `parameter.detach()`: a placeholder outside of autograd."""
         alias = make_subclass(PagedParameterView, self._nan, False)
         alias.__dict__["offload_handle"] = self
+        # Held weakly: only an alias that the user still holds needs its weights copied in `leave_aliases`.
         self._aliases[id(alias)] = alias
         return alias
 
     def leave_aliases(self) -> None:
-        """The parameter gets other memory: what its aliases show stays as it is, as it does in torch."""
+        """Detaches all aliases before the parameter receives other memory.
+
+        Each alias receives a copy of the present weights, because in torch an alias keeps the memory it was made of.
+        """
         for alias in list(self._aliases.values()):
             alias.own = self.read()
         self._aliases.clear()
 
     def copy(self, requires_grad: bool) -> torch.Tensor:
-        """An ordinary parameter with the same weights, that no engine knows."""
+        """Returns an ordinary parameter with the same weights, which belongs to no engine."""
         values = self.read()
         with plain_tensors():
             copy: torch.Tensor = nn.Parameter(values, requires_grad)
@@ -193,14 +203,16 @@ class ParamHandle:
         return copy
 
     def read(self) -> torch.Tensor:
-        """A copy of the newest weights, on the compute device."""
+        """Returns a copy of the newest weights, on the compute device."""
         return self.engine.read(self.unit, self.position)
 
     def read_with_gradient(self) -> torch.Tensor:
-        """The same as a leaf of a graph, whose gradient becomes the parameter's."""
+        """Returns a copy of the newest weights as an autograd leaf, whose gradient becomes the parameter's."""
         values, updates = self.read(), self.engine.updates(self.unit)
 
         def take(copy: torch.Tensor) -> None:
+            # Runs on an autograd thread, any time later. A step in between would make this gradient one of outdated
+            # weights.
             if self.engine.updates(self.unit) != updates:
                 raise UsageError(
                     f"backward through a graph made before step(): the weights of {self.name} have changed since"
@@ -213,11 +225,12 @@ class ParamHandle:
         return values
 
     def edit(self, values: torch.Tensor) -> None:
-        """Make `values`, of the parameter's shape, its weights."""
+        """Replaces the weights by `values`, which must have the parameter's shape."""
         self.engine.edit(self.unit, self.position, values)
 
     @property
     def engine(self) -> ParamOwner:
+        """The owner. Raises `UsageError` if the engine was destroyed."""
         if self.owner is None:
             raise UsageError(
                 f"parameter {self.name} has no weights: its engine was destroyed; ask for state_dict() before, or "
@@ -227,11 +240,11 @@ class ParamHandle:
 
 
 class PagedParameterView(torch.Tensor):
-    """A placeholder that autograd does not know: what `detach()` and `.data` of a paged parameter give."""
+    """A placeholder outside of autograd: the result of `detach()` and `.data` of a paged parameter."""
 
     offload_handle: ParamHandle
     own: torch.Tensor | None = None
-    """Its memory, once the parameter was given other."""
+    """Memory of this view's own, set once the parameter has received other memory."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -251,7 +264,7 @@ class PagedParameterView(torch.Tensor):
 
 
 class PagedParameter(nn.Parameter):
-    """A parameter whose weights are elsewhere; `ParamHandle.release` makes one of an ordinary parameter."""
+    """A parameter whose weights are paged out; `ParamHandle.release` makes one of an ordinary parameter."""
 
     offload_handle: ParamHandle
 
@@ -270,14 +283,15 @@ class PagedParameter(nn.Parameter):
 
 
 def handle_of(tensor: Any) -> ParamHandle | None:
-    """The place of a placeholder; None for any other object."""
+    """Returns the handle of a placeholder, or None for any other object."""
     return tensor.offload_handle if isinstance(tensor, PagedParameter | PagedParameterView) else None
 
 
-# -- what becomes of a call ------------------------------------------------------------------------------
+# -- dispatch of a torch function --------------------------------------------------------------------------
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Applies the rule of `func`, if there is one; otherwise calls `func` with weights if it needs any element."""
     place = next((found for value in (*args, *kwargs.values()) if (found := handle_of(value)) is not None), None)
     rule = None if place is None else place.rules.get(func)
     if rule is not None:
@@ -288,15 +302,24 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def call_plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls `func` on the placeholders as they are, without dispatch."""
     with plain_tensors():
         return func(*args, **kwargs)
 
 
 def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `func` with weights in the place of placeholders."""
+    """Calls `func` with weights in place of the placeholders among its arguments, which may be nested.
+
+    In a running module or backward the parameters are fetched and materialized. Otherwise `func` receives copies: an
+    in-place change of a copy is written back as an edit, and a result that is a copy is replaced by its placeholder.
+
+    Raises:
+        BudgetError: if the units of all arguments do not fit on the device together.
+        UsageError: if the result would be a view of a copy, or if an in-place change alters shape, dtype or device.
+    """
     given: dict[int, Any] = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if handle_of(leaf) is not None}
     places: dict[int, ParamHandle] = {key: leaf.offload_handle for key, leaf in given.items()}
-    # A parameter that is brought is an ordinary one from there on: the call does not come back here for it.
+    # A fetched parameter is an ordinary one from now on: torch does not dispatch to this module for it again.
     outside = [key for key, leaf in given.items() if getattr(leaf, "own", None) is None and not _fetch(places[key])]
     real: dict[int, torch.Tensor] = {}
     for key, leaf in given.items():
@@ -305,6 +328,7 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             real[key] = places[key].read_with_gradient() if with_gradient else places[key].read()
         elif isinstance(leaf, PagedParameterView):
             real[key] = places[key].parameter.detach() if leaf.own is None else leaf.own
+        # A later fetch has released the unit of an earlier one to make room.
         elif not places[key].materialized:
             raise BudgetError(
                 f"{_name(func)} needs {', '.join(place.name for place in places.values())} on the device at one time, "
@@ -314,6 +338,7 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     args, kwargs = tree_map(lambda value: real.get(id(value), value), (args, kwargs))
     result = func(*args, **kwargs)
     for key in outside:
+        # The version counter is torch's own record of in-place changes, so `func` needs no table of mutating functions.
         if real[key]._version != before[key]:
             check_kind(places[key], given[key], real[key])
             places[key].edit(real[key])
@@ -323,11 +348,17 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _fetch(place: ParamHandle) -> bool:
+    """Materializes the handle's unit if a hooked module or a backward is running, and returns True if one is."""
     return place.engine.fetch(place.unit)
 
 
 def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[int, Any]) -> Any:
-    """What comes back: a placeholder for itself; never memory that looks like the weights and is a copy of them."""
+    """Returns the result that the user receives for one leaf `value` of a result of `func`.
+
+    A copy of weights becomes its placeholder again (`originals`, by the copy's id). A view of a copy (`storages`, by
+    address) would look like the weights while writes to it were lost: such a tensor is refused, and such a numpy array
+    becomes read-only.
+    """
     if id(value) in originals:
         return originals[id(value)]
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
@@ -338,24 +369,23 @@ def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[i
                 f"what is written to the view would be lost. Use `with offload.gathered(parameter):`, or clone() first"
             )
     elif type(value).__module__ == "numpy" and hasattr(value, "flags"):
-        value.flags.writeable = False  # the same, for numpy() and asarray()
+        value.flags.writeable = False  # a view by numpy() or asarray()
     return value
 
 
 def _name(func: Any) -> str:
+    """Returns the name of a torch function for messages; for a property, the property's name."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         name = getattr(getattr(func, "__self__", None), "__name__", name)
     return name
 
 
-# -- what needs no weights -------------------------------------------------------------------------------
-
-
-# -- one kind of memory ------------------------------------------------------------------------------------
+# -- shape, dtype and device of a parameter are fixed ------------------------------------------------------
 
 
 def check_kind(place: ParamHandle, tensor: Any, values: Any) -> None:
+    """Raises `UsageError` unless `values` have the shape, dtype, memory order and device of `tensor`."""
     mine, given = _kind(tensor), _kind(values)
     if mine != given:
         raise UsageError(
@@ -365,5 +395,6 @@ def check_kind(place: ParamHandle, tensor: Any, values: Any) -> None:
 
 
 def _kind(tensor: Any) -> str:
+    """Returns shape, dtype, memory order and device of a tensor as text."""
     order = "" if handle_of(tensor) is not None or tensor.is_contiguous() else ", not contiguous,"
     return f"{list(tensor.shape)} {tensor.dtype}{order} on {tensor.device}"

@@ -1,9 +1,9 @@
-"""What autograd saves for a backward: views of weights as handles, anything else as it is.
+"""Saved-tensor hooks of the engine: a view of weights is saved as a handle, any other tensor as it is.
 
-A saved view of a slice is packed as (unit, update count, dtype, size, stride, offset) and made again from the unit's
-weights, wherever they then lie; so a graph holds no weights. Saved-tensor hooks switch off torch's own check for
-in-place changes, so any other tensor is packed with its version, which is compared at unpack. Where other hooks are
-active, of the user (`save_on_cpu`) or of checkpointing, these get it instead.
+A saved view of a device buffer is packed as (unit, update count, dtype, size, stride, offset). Unpacking makes the view
+again from the unit's weights, in whatever tier they are by then; so a graph contains no weights. Saved-tensor hooks
+disable torch's own check for in-place changes, so any other tensor is packed with its version, which is compared at
+unpack. If other hooks are active, of the user (`save_on_cpu`) or of checkpointing, other tensors are passed to those.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offload.torch_internals import (
 
 
 class _Handle(NamedTuple):
-    """A saved view of a slice."""
+    """Description of a saved view of a device buffer."""
 
     unit: int
     updates: int
@@ -39,21 +39,21 @@ class _Handle(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Any other saved tensor, detached (the graph must not hold itself), and its version."""
+    """Any other saved tensor with its version; detached, since the graph must not reference itself."""
 
     tensor: torch.Tensor
     version: int
 
 
 class _Packed(NamedTuple):
-    """What the user's own hook made of a tensor, and the hook that gives it back."""
+    """The result of an outer pack hook for a tensor, and the outer hook that unpacks it."""
 
     value: Any
     unpack: Callable[[Any], torch.Tensor]
 
 
 class _Pack:
-    """A pack hook: handles for views of weights, and for the rest what the hooks round it do."""
+    """A pack hook that makes handles of views of weights, and leaves other tensors to the enclosing hooks."""
 
     def __init__(self, saved: SavedTensors, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
         self.saved, self._outer = saved, outer
@@ -62,6 +62,7 @@ class _Pack:
         handle = self.saved.handle(tensor)
         if handle is not None:
             return handle
+        # Weights never reach the outer hooks: `save_on_cpu` would copy them to the host.
         if self._outer is None:
             return _Saved(tensor.detach(), tensor._version)
         pack, unpack = self._outer
@@ -69,7 +70,7 @@ class _Pack:
 
 
 class SavedTensors:
-    """Packs on the thread that runs a forward, unpacks on autograd's."""
+    """The saved-tensor hooks of one engine. Packs on the thread that runs a forward, unpacks on autograd's."""
 
     def __init__(
         self,
@@ -79,18 +80,28 @@ class SavedTensors:
         pager: Pager,
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
-        """`compute` shows of which unit a backward has asked for weights."""
+        """Prepares the hooks.
+
+        Args:
+            names: name of each unit, for messages.
+            places: the parameters of each unit.
+            bindings: makes views of weights.
+            pager: knows how often the weights of a unit have changed.
+            compute: records the unit whose weights a backward uses.
+        """
         self._names, self._bindings, self._pager, self._compute = names, bindings, pager, compute
+        # By address, since compiled code passes tensors of which the class is not known any more.
         self._placeholders = {place.storage_address: place.name for unit in places for place in unit}
 
     def push(self) -> bool:
-        """Push the hooks on the calling thread, round those that are active, unless ours are; whether that was done.
+        """Pushes the hooks on the calling thread, around the active ones. Returns False if ours are active already.
 
-        So checkpointing and hooks of the user, outside of the model or within it, see all that is no weight: in a
-        recomputation the same tensors as in the forward.
+        So hooks of checkpointing and of the user, outside of the model or within it, receive every tensor that is no
+        weight: in a recomputation the same ones as in the forward.
         """
         if self._active:
             return False
+        # torch calls the innermost hooks only, so these call the enclosing ones themselves.
         outer = top_saved_tensor_hooks()
         try:
             push_saved_tensor_hooks(_Pack(self, outer), self.unpack)
@@ -103,31 +114,38 @@ class SavedTensors:
 
     @property
     def _active(self) -> bool:
+        """True if the innermost hooks of the calling thread are this object's."""
         top = top_saved_tensor_hooks()
         return top is not None and isinstance(top[0], _Pack) and top[0].saved is self
 
     def pop_left(self) -> None:
-        """Pop what an interrupt has left, where no site runs."""
+        """Pops hooks that an interrupt has left behind. No site may be running."""
         while self._active:
             self.pop()
 
     @staticmethod
     def pop() -> None:
-        """Pop one pair of hooks, if there is one: torch has taken some away after an exception in a backward."""
+        """Pops one pair of hooks, if there is one: torch removes some itself after an exception in a backward."""
         if top_saved_tensor_hooks() is not None:
             pop_saved_tensor_hooks()
 
     def handle(self, tensor: torch.Tensor) -> _Handle | None:
-        """The handle of a view of weights; None for any other tensor."""
+        """Returns the handle of a view of weights, or None for any other tensor.
+
+        Raises:
+            UsageError: if compiled code uses a parameter while no module that owns it runs.
+        """
         place = handle_of(tensor)
         if place is not None and place.materialized and getattr(tensor, "own", None) is None:
-            tensor = place.parameter.detach()  # `.data` that was asked for before its weights were brought
+            tensor = place.parameter.detach()  # `.data` that was taken before the weights were fetched
         address = storage_address(tensor)
         binding = self._bindings.binding_at(address)
         if binding is not None:
             unit, shape, stride = binding.unit, tuple(tensor.shape), tuple(tensor.stride())
+            # In elements of the view's own dtype, in which `unpack` views the unit again.
             offset = int(tensor.storage_offset())
             return _Handle(unit, self._pager.updates(unit), tensor.dtype, shape, stride, offset)
+        # Compiled code calls no `__torch_function__`, so it can reach a placeholder's own memory, which is NaN.
         used = self._placeholders.get(address)
         if used is not None:
             raise UsageError(
@@ -138,7 +156,12 @@ class SavedTensors:
         return None
 
     def unpack(self, packed: _Handle | _Saved | _Packed) -> torch.Tensor:
-        """The saved tensor again."""
+        """Returns the saved tensor, for whose weights the calling thread may wait.
+
+        Raises:
+            RuntimeError: if a tensor was changed in place since it was saved, as torch raises it.
+            UsageError: if the weights have changed since the forward.
+        """
         if isinstance(packed, _Saved):
             if packed.tensor._version != packed.version:
                 raise RuntimeError(
@@ -148,25 +171,26 @@ class SavedTensors:
             return packed.tensor
         if isinstance(packed, _Packed):
             return packed.unpack(packed.value)
+        # A gradient of newer weights than the forward's would be wrong without an error.
         if self._pager.updates(packed.unit) != packed.updates:
             raise UsageError(
                 f"backward through a graph made before step(): the weights of {self._names[packed.unit]} have changed "
                 f"since"
             )
-        self._compute.leave_for(packed.unit)  # before the wait for the weights, which is no unit's compute
+        self._compute.leave_for(packed.unit)  # before the wait for weights, which is no compute
         view = self._bindings.view(packed.unit, packed.dtype, packed.size, packed.stride, packed.offset)
         self._compute.turn_to(packed.unit)
         return view
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Where the tensor's storage begins; 0 for one without memory of its own: sparse, of torch.func, a wrapper."""
+    """Returns the address of the tensor's storage; 0 without memory of its own: sparse, of torch.func, or a wrapper."""
     if tensor.layout is not torch.strided:
         return 0
-    with plain_tensors():  # a placeholder would bring its weights
+    with plain_tensors():  # otherwise a placeholder would fetch its weights
         if has_no_storage(tensor):
             return 0
         try:
             return tensor.untyped_storage().data_ptr()
-        except RuntimeError:  # a subclass that wraps other tensors (`_make_wrapper_subclass`) has none to ask
+        except RuntimeError:  # a wrapper of other tensors (`_make_wrapper_subclass`) has no storage
             return 0

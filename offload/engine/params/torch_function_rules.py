@@ -1,7 +1,10 @@
-"""Rules for the functions of torch that a placeholder answers in a way of its own.
+"""Rules for the torch functions that a placeholder answers in its own way.
 
-`placeholder` asks a rule first. Without a rule a function that needs no element is called as it is, and any other
-function gets the weights."""
+`paged_parameter` looks for a rule first. Without one, a function that needs no element is called as it is, and any
+other function receives the weights.
+
+Every rule takes the torch function and its arguments, and returns the result that the user receives.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ from offload.errors import UsageError
 from offload.torch_internals import SHALLOW_COPY_QUERY
 
 _DEPTH = 6
-"""Calls between who asks a function of torch and the rule for it."""
+"""Frames to search for a caller: a little more than lie between a call of a torch function and its rule."""
 
 
 _LIBRARIES = frozenset({"offload", "torch", "transformers", "accelerate", "peft", "trl"})
-"""Which look at `.grad` for themselves, and go on where it is None."""
+"""Libraries that read `.grad` for their own purposes and cope with None."""
 
 
 _DISPATCH = frozenset({__name__, placeholder.__name__})
@@ -40,7 +43,8 @@ _DISPATCH = frozenset({__name__, placeholder.__name__})
 
 
 def _alias(func: Any, tensor: Any) -> Any:
-    """`detach()` and `.data`: no elements are asked for yet."""
+    """Implements `detach()` and `.data`, which need no elements yet."""
+    # DistributedDataParallel detaches every parameter to broadcast it, in torch.distributed.utils.
     if _is_called_by(wrappers_file):
         raise UsageError(
             "DistributedDataParallel copies weights and sums gradients, which the engine does on several ranks itself: "
@@ -52,9 +56,11 @@ def _alias(func: Any, tensor: Any) -> Any:
 
 
 def _address(func: Any, tensor: Any) -> Any:
-    """`data_ptr()`, `untyped_storage()`: who asks while a module runs reads there, where no other function is called.
+    """Implements `data_ptr()` and `untyped_storage()`.
 
-    Otherwise an address only says whether two parameters are one.
+    A caller that asks while a module runs will read memory without calling another torch function, so the weights are
+    fetched and stay while the innermost module runs. Otherwise an address only tells whether two parameters are the
+    same.
     """
     place, own = tensor.offload_handle, getattr(tensor, "own", None)
     if own is not None:
@@ -64,21 +70,23 @@ def _address(func: Any, tensor: Any) -> Any:
 
 
 def _set_data(func: Any, tensor: Any, values: Any) -> None:
+    """Implements the assignment to `.data`: the values become an edit, since a placeholder has no memory to replace."""
     place = tensor.offload_handle
     if values is tensor or (handle_of(values) is place and getattr(values, "own", None) is None):
-        return  # its own memory
+        return  # the parameter's own memory
     check_kind(place, tensor, values)
     if not isinstance(tensor, PagedParameter):
         raise UsageError(f"`.data` of what `.data` or detach() of {place.name} gave cannot be set; set the parameter's")
     with torch.no_grad():
-        values = values.detach().clone()  # before the aliases change: it may be one
+        values = values.detach().clone()  # before the aliases receive copies: `values` may be one
+        # In a running module the weights are materialized, and an alias shares their memory, as in torch.
         if not place.engine.fetch(place.unit):
             place.leave_aliases()
         tensor.copy_(values)
 
 
 def _is_compatible(func: Any, tensor: Any, values: Any) -> bool:
-    """`nn.Module.to` and its like ask this before they replace a parameter."""
+    """Implements the query by which `nn.Module.to` and others decide how to replace a parameter."""
     place = handle_of(tensor)
     if place is not None:
         check_kind(place, tensor, values)
@@ -86,17 +94,19 @@ def _is_compatible(func: Any, tensor: Any, values: Any) -> bool:
 
 
 def _copy(func: Any, tensor: Any, source: Any, non_blocking: bool = False) -> Any:
-    """Values of a higher precision than the weights' are kept as they are: the master takes them."""
+    """Implements `copy_`. Values of a higher precision than the weights' are kept, since the master can store them."""
     place = handle_of(tensor)
     if place is None or handle_of(source) is not None or place.engine.fetch(place.unit):
         return call_with_weights(func, (tensor, source), {})
     if torch.is_grad_enabled() and tensor.requires_grad:
-        return call_with_weights(func, (tensor, source), {})  # torch's own error
+        return call_with_weights(func, (tensor, source), {})  # raises torch's own error: an in-place change of a leaf
+    # The edit sets every element, so the old weights are not read.
     place.edit(source.detach().expand(tensor.shape))
     return tensor
 
 
 def _set_requires_grad(func: Any, tensor: Any, value: bool = True) -> Any:
+    """Implements `requires_grad_()` and the assignment; refuses to train a parameter that has no optimizer states."""
     place = tensor.offload_handle
     if value and isinstance(tensor, PagedParameterView):
         raise UsageError(
@@ -109,6 +119,7 @@ def _set_requires_grad(func: Any, tensor: Any, value: bool = True) -> Any:
 
 
 def _set_grad(func: Any, tensor: Any, value: Any = None) -> None:
+    """Implements the assignment to `.grad`, which may only be None."""
     if value is not None:
         raise UsageError(
             f"the gradient of {tensor.offload_handle.name} cannot be set: gradients are in the engine, which "
@@ -118,7 +129,11 @@ def _set_grad(func: Any, tensor: Any, value: Any = None) -> None:
 
 
 def _get_grad(func: Any, tensor: Any) -> Any:
-    """None. Who clips by it would be told a norm of 0, and clip nothing."""
+    """Returns `.grad`, which is None between backwards, and reports user code that reads it.
+
+    Code of torch that clips by `.grad` would compute a norm of 0 and clip nothing, so it is refused.
+    """
+    # torch skips a parameter whose `.grad` is None, without an error.
     if _is_called_by(clip_grad_file):
         raise UsageError(
             "gradients are in the engine, where torch.nn.utils cannot clip them: step() clips by gradient_clipping "
@@ -134,15 +149,16 @@ def _get_grad(func: Any, tensor: Any) -> Any:
 
 
 def _is_asked_by_a_library() -> bool:
-    """Whether it is no code of the user's that has called a function of torch."""
+    """Returns True if the torch function was called by a library and not by code of the user."""
     frame: types.FrameType | None = sys._getframe()
+    # The first frame outside of the dispatch is the caller's.
     while frame is not None and frame.f_globals.get("__name__") in _DISPATCH:
         frame = frame.f_back
     return frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
 
 
 def _is_called_by(file: str) -> bool:
-    """Whether a function of torch was called in this file, or close below it."""
+    """Returns True if the torch function was called in `file`, directly or a few calls below."""
     frame: types.FrameType | None = sys._getframe()
     for _ in range(_DEPTH):
         frame = frame.f_back if frame is not None else None
@@ -152,14 +168,15 @@ def _is_called_by(file: str) -> bool:
 
 
 def _convert(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """`to`, `half`, `cuda` …: the same parameter where nothing would change, as torch has it; else a copy."""
+    """Implements `to`, `half`, `cuda` …: the same parameter if nothing would change, as in torch; otherwise a copy."""
     if handle_of(tensor) is None:
-        return call_plainly(func, tensor, *args, **kwargs)  # x.to(parameter) asks for its dtype and device
+        return call_plainly(func, tensor, *args, **kwargs)  # x.to(parameter) needs only dtype and device
     form = kwargs.pop("memory_format", None)
     if form not in (None, torch.preserve_format, torch.contiguous_format):
         raise UsageError(
             f"parameter {tensor.offload_handle.name} lies contiguously in the swap tiers, it cannot become {form}"
         )
+    # torch parses the many signatures of `to`: one element shows the dtype and the device that result.
     probe = call_plainly(func, torch.empty((), dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
     if (probe.dtype, probe.device) == (tensor.dtype, tensor.device) and not kwargs.get("copy", False):
         return tensor
@@ -167,15 +184,17 @@ def _convert(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _like(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """`view_as` and others whose second argument only gives a shape."""
+    """Implements `view_as` and others whose second argument only supplies a shape."""
     return (call_plainly if handle_of(tensor) is None else _call_with_weights_of)(func, tensor, *args, **kwargs)
 
 
 def _call_with_weights_of(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls `call_with_weights` with the signature of a rule."""
     return call_with_weights(func, args, kwargs)
 
 
 def _represent(func: Any, tensor: Any, *_: Any, **__: Any) -> str:
+    """Implements `repr()` and `format()`, without the values."""
     place = tensor.offload_handle
     return (
         f"Paged({place.name}, shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={tensor.device}, "
@@ -184,12 +203,13 @@ def _represent(func: Any, tensor: Any, *_: Any, **__: Any) -> str:
 
 
 def _register_after_gradient(func: Any, tensor: Any, hook: Callable[[torch.Tensor], None]) -> Any:
-    """The user's hook sees the gradient; the engine's own, which takes it away, comes after all of them."""
+    """Registers a hook of the user before the engine's own, which takes the gradient away and so must run last."""
     handle = call_plainly(func, tensor, hook)
     own = tensor.offload_handle.gradient_hook
     if own is not None:
+        # torch offers no public way to reorder these hooks.
         hooks = tensor._post_accumulate_grad_hooks
-        hooks[own.id] = hooks.pop(own.id)  # torch goes through them in the order of a plain dict
+        hooks[own.id] = hooks.pop(own.id)  # torch calls hooks in the order of this dict
     return handle
 
 
@@ -210,6 +230,7 @@ RULES: Mapping[Any, Callable[..., Any]] = {
     TENSOR.__format__: _represent,
     TENSOR.register_post_accumulate_grad_hook: _register_after_gradient,
     **{
+        # `cuda` and `xpu` do not exist in every build of torch.
         getattr(TENSOR, name): _convert
         for name in "to type_as half float double bfloat16 cpu cuda xpu".split()
         if hasattr(TENSOR, name)

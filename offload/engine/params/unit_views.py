@@ -1,17 +1,20 @@
-"""Which units' parameters are views of the device arena now, and which stretches of it somebody still looks at.
+"""Views of the device arena: the units whose parameters are materialized, and the device buffers still referenced.
 
-A *binding* is one use of a unit: one pin of the pager, and one storage laid over the unit's slice, so that torch
-itself counts who looks at it. A binding ends when nothing needs it any more **and** its storage is gone:
+A *binding* is one use of a unit: one pin of the pager, and one storage laid over the unit's device buffer. The
+storage's reference count tells whether a view is alive. A binding ends when nothing needs it any more **and** its
+storage is gone:
 
-    bound        a module of the unit runs (`uses`), or Python code asked for it by name (`kept`)
-    lingering    its parameters are placeholders again, but a view of the slice lives: what autograd has just
-                 unpacked, what a recomputed graph holds, what a user's function kept. Its slice is not used again
-    gone         the pager may have the slice
+    bound        a module of the unit runs (`uses`), or Python code asked for the unit by name (`kept`)
+    lingering    the parameters are placeholders again, but a view of the device buffer lives: one that autograd has
+                 just unpacked, that a recomputed graph holds, or that a user's function kept. The buffer is not reused
+    gone         the pager may reuse the device buffer
 
-[Note: lingering] So no view of weights ever shows other bytes than those it was made of: not in a region of
-non-reentrant checkpointing, whose recomputation keeps plain views; not in a user's own saved-tensor hooks; not in a
-`ctx` attribute of an `autograd.Function`. Such a view costs room on the device, and where that ends there is a
-`BudgetError`. Across `step()` it cannot live: the weights change.
+[Note: lingering] A live view pins its unit, so no view of weights ever shows other bytes than those it was made of.
+This holds in a region of non-reentrant checkpointing, whose recomputation keeps plain views; in a user's own
+saved-tensor hooks; and in a `ctx` attribute of an `autograd.Function`. Such a view occupies device memory; if the
+device has no more room, a `BudgetError` is raised. No view may live across `step()`, since the weights change.
+
+Threads. Forward hooks and autograd's threads call `UnitViews`, under its lock.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ _T = TypeVar("_T")
 
 
 def _without_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Our copies are no part of the user's computation: dispatch modes and torch.func must not see them."""
+    """Makes `function` run without dispatch modes and torch.func, which must not see the engine's own copies."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -50,11 +53,12 @@ def _without_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 class Binding:
-    """One pin of a unit, and the storage over its slice."""
+    """One pin of a unit, and the storage over the unit's device buffer."""
 
     def __init__(self, unit: int, memory: torch.Tensor) -> None:
+        """Lays a new storage over `memory`, the unit's device buffer."""
         self.unit = unit
-        # A storage of its own, which dies with its last view; the arena's own storage never does.
+        # DLPack gives the memory a second storage, which dies with its last view; the arena's own storage never dies.
         self.flat: torch.Tensor | None = from_dlpack(to_dlpack(memory))
         storage = self.flat.untyped_storage()
         self.address = storage.data_ptr()
@@ -62,43 +66,55 @@ class Binding:
 
     @property
     def alive(self) -> bool:
+        """True while a view of the storage exists."""
         return not self._storage.expired()
 
 
 class _Unit:
+    """State of one unit: its parameters, and the reasons for which they are materialized."""
+
     def __init__(self, layout: UnitLayout, places: Sequence[ParamHandle]) -> None:
         self.layout, self.places = layout, places
         self.views = [
             (segment.shape, torch.empty(segment.shape, device="meta").stride(), segment.start)
             for segment in layout.segments
         ]
-        """Size, stride and offset of each parameter."""
+        """Shape, stride and offset (in elements) of each parameter in the unit."""
         self.uses = 0
         self.kept = False
         self.binding: Binding | None = None
 
 
 class UnitViews:
-    """Binds and unbinds units. Forward hooks and autograd's threads call it, under its lock."""
+    """Materializes and releases the parameters of units, and pins units for as long as views of them live."""
 
     def __init__(
         self, layouts: Sequence[UnitLayout], places: Sequence[Sequence[ParamHandle]], pager: Pager, dtype: torch.dtype
     ) -> None:
+        """Makes every parameter a placeholder.
+
+        Args:
+            layouts: the segments of each unit.
+            places: the parameters of each unit.
+            pager: brings units to the device and pins them there.
+            dtype: dtype of the weights that the model computes with.
+        """
         self._pager, self._dtype = pager, dtype
+        # Forward hooks and autograd's threads bind and release units at the same time.
         self._lock = threading.RLock()
         self._units = [_Unit(layout, mine) for layout, mine in zip(layouts, places, strict=True)]
         self._live: list[Binding] = []
-        """Every binding whose pin was not given back, oldest first."""
+        """Every binding that still owns a pin of the pager, oldest first."""
         self._at: dict[int, Binding] = {}
         """The newest binding at each address."""
         self._recent: Binding | None = None
-        """The one of which a backward asked for a view last: it asks for several of each unit, one after the other."""
+        """The binding of the last view of a backward, which needs several views of a unit, one after the other."""
         for unit in self._units:
             self._unbind(unit)
 
     @_without_modes
     def use(self, index: int) -> None:
-        """Bind the parameters of a unit until `release_unit`, as often as it was used."""
+        """Materializes the parameters of a unit until `release_unit`, once for each call."""
         unit = self._units[index]
         with self._lock:
             self._bind(index)
@@ -106,24 +122,24 @@ class UnitViews:
 
     @_without_modes
     def release_unit(self, index: int) -> None:
-        """End one use."""
+        """Ends one use."""
         unit = self._units[index]
         with self._lock:
             if unit.uses == 0:
-                return  # reset() came in between
+                return  # reset() has ended this use already
             unit.uses -= 1
             self._unbind_idle(unit)
 
     @_without_modes
     def keep(self, index: int) -> None:
-        """Bind the parameters of a unit until `end_kept`, or until its room is needed."""
+        """Materializes the parameters of a unit until `end_kept`, or until the memory is needed."""
         with self._lock:
             self._bind(index)
             self._units[index].kept = True
 
     @_without_modes
     def end_kept(self) -> None:
-        """Let go of what `keep` has bound, and of what a backward has asked for."""
+        """Releases the units of `keep`, and the unit that a backward viewed last."""
         with self._lock:
             self._let_go_of_recent()
             for unit in self._units:
@@ -136,31 +152,40 @@ class UnitViews:
     def view(
         self, index: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
     ) -> torch.Tensor:
-        """A view of a unit's weights, `offset` in elements; its slice stays for as long as the view lives."""
+        """Returns a view of a unit's weights, which pins the unit for as long as the view lives.
+
+        Args:
+            index: index of the unit.
+            dtype: dtype of the view.
+            size: shape of the view.
+            stride: strides of the view, in elements.
+            offset: position of the view's first element in the unit, in elements.
+        """
         with self._lock:
             binding = self._units[index].binding
+            # A backward unpacks several views of one unit in a row: they share one pin.
             if binding is None and self._recent is not None and self._recent.unit == index:
                 binding = self._recent
             if binding is None:
                 self._let_go_of_recent()
                 binding = self._recent = self._take(index)
             else:
-                self._pager.hold(index)  # it may have been brought for another stream
+                self._pager.hold(index)  # the unit may have been fetched for another stream
             assert binding.flat is not None
             return torch.as_strided(binding.flat.view(dtype), size, stride, offset)
 
     def binding_at(self, address: int) -> Binding | None:
-        """The live binding whose storage begins at `address`."""
+        """Returns the live binding whose storage begins at `address`, if there is one."""
         binding = self._at.get(address)
         return binding if binding is not None and binding.alive else None
 
     def settle(self) -> None:
-        """Before weights change: raise `UsageError` where a view of some lives on."""
+        """Checks that weights may change: raises `UsageError` if a view of any weights is alive."""
         with self._lock:
             self.check_not_gathered("changed")
             self._sweep()
             if self._live:
-                gc.collect()  # a view in a cycle, such as an exception's frames
+                gc.collect()  # a dead cycle, such as an exception's frames, may hold one
                 self._sweep()
             if self._live:
                 names = ", ".join(sorted({self._units[binding.unit].layout.name for binding in self._live}))
@@ -171,14 +196,14 @@ class UnitViews:
                 )
 
     def check_not_gathered(self, what: str) -> None:
-        """Raise `UsageError` where a user has weights in memory of their own, so that they cannot be `what` now."""
+        """Raises `UsageError` if a parameter is gathered, so that weights cannot be `what` (a participle) now."""
         gathered = [place.name for unit in self._units for place in unit.places if place.gathered]
         if gathered:
             raise UsageError(f"weights cannot be {what} while {gathered[0]} is gathered: leave the `with` block first")
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is left of an aborted forward or backward."""
+        """True if nothing is left over from an aborted forward or backward."""
         with self._lock:
             self._sweep()
             idle = all(unit.binding is None and not unit.uses and not unit.kept for unit in self._units)
@@ -186,7 +211,7 @@ class UnitViews:
             return idle and lingering and self._pager.pins == len(self._live)
 
     def reset(self) -> None:
-        """Unbind all that an aborted forward or backward left behind."""
+        """Releases all parameters and pins that an aborted forward or backward left behind."""
         with self._lock:
             for unit in self._units:
                 unit.uses, unit.kept = 0, False
@@ -194,12 +219,15 @@ class UnitViews:
             self._recent = None
             for binding in self._live:
                 binding.flat = None
+            # A view that the user still holds keeps its pin: see [Note: lingering].
             self._live = [binding for binding in self._live if binding.alive]
+            # An interrupt between a pin and its record leaves the pager's counts wrong, so they are set anew.
             self._pager.set_pins([binding.unit for binding in self._live])
 
     # -- under the lock -----------------------------------------------------------------------------
 
     def _bind(self, index: int) -> None:
+        """Materializes a unit's parameters over a pinned device buffer, unless they are materialized already."""
         unit = self._units[index]
         if unit.binding is not None:
             self._pager.hold(index)
@@ -215,7 +243,7 @@ class UnitViews:
             place.materialize(torch.as_strided(flat, size, stride, start))
 
     def _take(self, index: int) -> Binding:
-        """Pin a unit; where there is no room, units that are only kept make some."""
+        """Pins a unit. If the device has no room, units that are only kept are released one by one."""
         self._sweep()
         while True:
             try:
@@ -225,23 +253,25 @@ class UnitViews:
                 if not self._give_way():
                     raise
         binding = Binding(index, memory)
+        # Listed before it is indexed: `whole` compares the list with the pager's pins after an interrupt.
         self._live.append(binding)
         self._at[binding.address] = binding
         return binding
 
     def _let_go_of_recent(self) -> None:
+        """Drops this object's reference to the storage of the last view of a backward."""
         if self._recent is not None:
             self._recent.flat = None
             self._recent = None
 
     def _give_way(self) -> bool:
-        """Unbind one unit that is only kept; whether there was one."""
+        """Releases one unit that is only kept, and returns True if there was one."""
         if self._recent is not None:
             self._let_go_of_recent()
             self._sweep()
             return True
         for unit in self._units:
-            # A recomputation may keep a frozen parameter itself, not a view of it: that must stay what it is.
+            # A recomputation may keep a frozen parameter itself, not a view: such a parameter must remain materialized.
             if unit.kept and not unit.uses and all(place.trainable for place in unit.places):
                 unit.kept = False
                 self._unbind_idle(unit)
@@ -249,11 +279,19 @@ class UnitViews:
         return False
 
     def _unbind_idle(self, unit: _Unit) -> None:
+        """Releases a unit that is neither used nor kept."""
         if not unit.uses and not unit.kept:
             self._unbind(unit)
             self._sweep()
 
     def _unbind(self, unit: _Unit) -> None:
+        """Makes a unit's parameters placeholders, and gives up the storage.
+
+        Raises:
+            UsageError: if a parameter was changed in place, or a frozen one set to train, while it was materialized. A
+                change in place also stops the engine: the device buffer and the stored weights disagree from then on.
+        """
+        # Collected before `release`, which replaces the parameter's data.
         changed = unit.binding is not None and [place.name for place in unit.places if place.changed]
         for place in unit.places:
             if not place.gathered:
@@ -262,6 +300,7 @@ class UnitViews:
             unit.binding.flat = None
             unit.binding = None
         thawed = [place for place in unit.places if place.thawed]
+        # Reverted before the error, or a parameter without optimizer states would go on training.
         for place in thawed:
             place.parameter.requires_grad = False
         if thawed:
@@ -275,9 +314,9 @@ class UnitViews:
             raise error
 
     def _sweep(self) -> None:
-        """Give back the pins of bindings that nobody looks at any more."""
+        """Returns the pins of bindings without a live view."""
         for binding in [binding for binding in self._live if not binding.alive]:
             if self._at.get(binding.address) is binding:
                 del self._at[binding.address]
-            self._live.remove(binding)  # before its pin: an interrupt in between is seen by `whole`
+            self._live.remove(binding)  # before the pin: `whole` detects an interrupt in between
             self._pager.release(binding.unit)

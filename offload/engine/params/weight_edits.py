@@ -1,11 +1,11 @@
-"""Reading and editing weights between steps: state dicts, copies, EMA, `load_state_dict`, `offload.gathered`.
+"""Reads and edits of weights between steps: state dicts, copies, EMA, `load_state_dict`, `offload.gathered`.
 
-What else there is of a parameter is read in `looking`, and edited here too.
+Other states of a parameter are read in `param_access`, and edited by `WeightEdits` too.
 
-A copy that is read is ordinary memory. An edit is an update without a gradient: it waits for the step before, goes
+A copy that is read is ordinary memory. An edit is an update without a gradient: it waits for the previous step, passes
 through the update worker to the slot that the last commit does not name, and is committed with the next step, or when
-the engine is destroyed. Edits of one unit are gathered and written together, when another unit is edited or the
-engine is called.
+the engine is destroyed. Edits of one unit are collected and written together, when another unit is edited or the engine
+is called.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.pager import Pager
 
 _MOST_GATHERED = GIB
-"""Bytes of edits that wait to be written together; a fixed number, so that all ranks write at the same place."""
+"""Most bytes of pending edits of a unit; a fixed number, so that all ranks write at the same point of the program."""
 
 
 class WeightEdits:
-    """The keeper of a model's placeholders. Belongs to the thread that runs the model."""
+    """The owner of a model's placeholders. Belongs to the thread that runs the model."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class WeightEdits:
         several_ranks: bool,
         callbacks: EngineCallbacks,
     ) -> None:
-        """Hooks the state dicts of `model` and becomes the keeper of its parameters.
+        """Hooks the state dicts of `model` and becomes the owner of its parameters.
 
         Args:
             model: the model.
@@ -57,10 +57,10 @@ class WeightEdits:
             places: the parameters of each unit.
             pager: reads the newest weights.
             hooks: know whether the model runs.
-            bindings: the parameters that lie over device memory now.
-            dtype: of the weights that the model computes with.
-            trains: whether anything trains; if not, every edit is refused.
-            several_ranks: whether other ranks must take part in every edit.
+            bindings: the parameters that are materialized now.
+            dtype: dtype of the weights that the model computes with.
+            trains: True if anything trains; otherwise every edit is refused.
+            several_ranks: True if other ranks must take part in every edit.
             callbacks: the engine.
         """
         self._pager, self._layouts, self._places, self._hooks, self._dtype = pager, layouts, places, hooks, dtype
@@ -71,9 +71,9 @@ class WeightEdits:
         self._bindings, self._trains, self._several_ranks = bindings, trains, several_ranks
         self._callbacks = callbacks
         self._without_frozen = False
-        """True while a state dict is made that leaves frozen parameters out."""
+        """True inside of `leaving_out_frozen`."""
         self._removers: list[Callable[[], None]] = [
-            # Functions, not methods: a deep copy of the model carries its hooks along, and would copy their object.
+            # Functions, not methods: a deep copy of the model copies its hooks, and with a method this object as well.
             model.register_state_dict_pre_hook(lambda *_: self._check_room()).remove,
             model.register_load_state_dict_post_hook(lambda *_: self.flush()).remove,
         ]
@@ -90,25 +90,25 @@ class WeightEdits:
                 place.attach(self)
 
     def remove(self) -> None:
-        """Take the hooks away: nobody brings the weights any more."""
+        """Removes the hooks. Afterwards the placeholders have no owner, and so no weights."""
         for remover in self._removers:
             remover()
         for unit in self._places:
             for place in unit:
                 place.detach()
 
-    # -- what a placeholder asks for ----------------------------------------------------------------
+    # -- requests of placeholders -------------------------------------------------------------------
 
     def fetch(self, unit: int, stays: bool = False) -> bool:
-        """Bind the parameters of `unit` if a hooked module or a backward is running; whether one is."""
+        """Materializes `unit` if a hooked module or a backward is running, and returns True if one is."""
         return self._hooks.fetch(unit, stays)
 
     def miss_gradient(self, name: str) -> None:
-        """Code of the user has read `.grad` of the parameter `name`, which is None."""
+        """Records that user code has read `.grad` of the parameter `name`, which is None."""
         self._callbacks.report_missed_gradient(name)
 
     def read(self, unit: int, position: int) -> torch.Tensor:
-        """A copy of the newest weights of one parameter, on the compute device."""
+        """Returns a copy of the newest weights of one parameter, on the compute device. Pending edits are included."""
         self._callbacks.enter_weights()
         segment = self._layouts[unit].segments[position]
         if self.waits(unit, position, State.WEIGHT):
@@ -116,6 +116,7 @@ class WeightEdits:
             if values.dtype == self._dtype:
                 return values.to(self._places[unit][position].device, copy=True).view(segment.shape)
             self.flush()
+        # Cloned inside of the callback: the pager's memory is valid only until the callback returns.
         copies: list[torch.Tensor] = []
 
         def receive(memory: torch.Tensor) -> None:
@@ -125,15 +126,27 @@ class WeightEdits:
         return copies[0]
 
     def waits(self, unit: int, position: int, state: State) -> bool:
-        """Whether an edit of this state of a parameter was not carried out yet."""
+        """Returns True if an edit of this state of a parameter is pending."""
         return self._pending_unit == unit and (position, state) in self._pending
 
     def edit(self, unit: int, position: int, values: torch.Tensor, state: State = State.WEIGHT) -> None:
-        """Make `values`, of the parameter's shape, its weights, or another state of it that outlives a step."""
+        """Replaces the weights of one parameter, or another state of it that outlives a step.
+
+        Args:
+            unit: index of the unit.
+            position: index of the parameter's segment in the unit.
+            values: new values, of the parameter's shape, in any dtype and on any device. They are copied.
+            state: the state to replace.
+
+        Raises:
+            UsageError: if the parameter is frozen and the values differ from its weights, or if a view of weights is
+                alive when pending edits must be written.
+        """
         self._callbacks.enter_weights()
         place = self._places[unit][position]
         values = values.detach()
         if not place.trainable or not self._trains:
+            # Equal values are allowed, since `load_state_dict` writes every parameter.
             if not torch.equal(self.read(unit, position), values.to(place.device, self._dtype)):
                 raise UsageError(
                     f"parameter {place.name} is frozen: its weights lie once in the store and are never written; "
@@ -142,7 +155,7 @@ class WeightEdits:
             return
         dtype = self._dtype if values.dtype == self._dtype and state is State.WEIGHT else torch.float32
         waiting = self._pending.get((position, state))
-        # Values in 16 bits keep what the master has beyond them: here that of an edit which is not carried out yet.
+        # An edit in 16 bits keeps the low bits of the master. If a pending fp32 edit defines them, flush that first.
         coarser = dtype is not torch.float32 and waiting is not None and waiting.dtype is torch.float32
         gathered = sum(pending.nbytes for pending in self._pending.values())
         if self._pending_unit != unit or gathered > _MOST_GATHERED or coarser:
@@ -152,20 +165,21 @@ class WeightEdits:
         self._pending_unit = unit
 
     def end_edits(self, unit: int) -> None:
-        """With several ranks: carry out the edits of `unit`, those of the lowest rank that has any."""
+        """Ends the edits of `unit` on several ranks: the edits of the lowest rank that has any are applied on all."""
         if not self._several_ranks or not self._trains:
             return
+        # A rank without edits of this unit still takes part in the others' edits.
         if self._pending_unit != unit:
             self.flush()
             self._callbacks.apply_edits(unit, [])
         self.flush()
 
     def updates(self, unit: int) -> int:
-        """How often the weights of `unit` have changed."""
+        """Returns the number of times that the weights of `unit` have changed."""
         return self._pager.updates(unit)
 
     def flush(self) -> None:
-        """Carry out the edits that were gathered."""
+        """Applies the pending edits."""
         if not self._pending:
             return
         unit, pending = self._pending_unit, self._pending
@@ -180,7 +194,7 @@ class WeightEdits:
             for position, state in sorted(pending, key=lambda key: (key[0], key[1].value))
         ]
         self._callbacks.apply_edits(unit, [edit for edit in edits if edit.start < edit.stop])
-        self._pending, self._pending_unit = {}, -1  # after: what was refused is not lost
+        self._pending, self._pending_unit = {}, -1  # last, so that edits refused by an exception stay pending
 
     # -- state dicts --------------------------------------------------------------------------------
 
@@ -194,20 +208,22 @@ class WeightEdits:
             self._without_frozen = False
 
     def weight(self, unit: int, position: int) -> torch.Tensor:
-        """A CPU copy of one parameter, in the mode's dtype; one tensor for as long as somebody holds it.
+        """Returns a CPU copy of one parameter, in the mode's dtype; the same tensor for as long as somebody holds it.
 
-        So copies of a tied parameter are tied, as in an ordinary model.
+        So the copies of a tied parameter are tied, as in an ordinary model.
         """
         if not self._hooks.running:
             self.flush()
         key = (unit, position, self._pager.updates(unit))
         held = self._copies.get(key)
+        # A nonzero version means that the user has changed the copy in place: it no longer shows the weights.
         if held is None or held._version:
             held = self.read(unit, position).to("cpu")
             self._copies[key] = held
         return held
 
     def _replace(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Replaces placeholders in a module's state dict by copies of the weights."""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             place = self.place(parameter)
             if place is None or prefix + name not in state:
@@ -218,11 +234,11 @@ class WeightEdits:
                 state[prefix + name] = self.weight(place.unit, place.position)
 
     def place(self, parameter: Any) -> ParamHandle | None:
-        """The place of `parameter`, also while it is bound; None where it is of a copy of the model."""
+        """Returns the handle of `parameter`, also while materialized; None for a parameter of a copy of the model."""
         return self._place_of.get(id(parameter))
 
     def _check_room(self) -> None:
-        """Raise `BudgetError` where a state dict of all would not fit into the RAM."""
+        """Raises `BudgetError` if a state dict of the whole model would not fit into RAM."""
         parameters = (place.parameter for unit in self._places for place in unit)
         wanted = sum(p.numel() for p in parameters if p.requires_grad or not self._without_frozen)
         need = wanted * self._dtype.itemsize
@@ -236,6 +252,7 @@ class WeightEdits:
 
 
 def _refuse_assign(module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+    """Raises `UsageError` for `load_state_dict(assign=True)`, which would replace the parameters."""
     if metadata.get("assign_to_params_buffers"):
         raise UsageError(
             "load_state_dict(assign=True) would put other parameters into the model, which the engine does not know; "
