@@ -56,7 +56,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 ADAM, LAMB, TORCH = "adam", "lamb", "torch"
 # States that hold the weights, by precision, and states that hold the moments, by optimizer. A mode is one of each.
 PRECISIONS: dict[str, dict[State, torch.dtype]] = {
-    # The bits of the fp32 master are those of the weight followed by the low bits: see kernels.split_master.
+    # Weight and low bits together give the fp32 master bit for bit: see kernels.split_master.
     "bf16": {State.WEIGHT: torch.bfloat16, State.MASTER_LOW_BITS: torch.int16},
     "fp16": {State.WEIGHT: torch.float16, State.MASTER: torch.float32},
     # The weight is its own master.

@@ -155,12 +155,11 @@ class UnitSize(NamedTuple):
     """Bytes of all weights of the unit, as laid out on the device."""
     tier: Tier
     share: tuple[range, ...]
-    """Byte ranges of the unit that form this rank's WEIGHT partition, in the order in which the partition stores them.
-    """
+    """Byte ranges of the unit that form this rank's WEIGHT partition, in the order of the partition's bytes."""
 
     @property
     def title(self) -> str:
-        """Returns the name for messages."""
+        """Returns the name for messages; the root module's unit has an empty name."""
         return self.name or "the root"
 
     @property
@@ -198,7 +197,10 @@ class UnitEntry:
     lease: HostBuffer | None = None
     slice: DeviceBuffer | None = None
     tier_buffer: DeviceBuffer | None = None
-    """Buffer of the partition if its tier is DEVICE and a unit in use has another buffer, gathered from all ranks."""
+    """Buffer of the partition if its tier is DEVICE.
+
+    With several ranks, the gathered unit has another buffer, `slice`.
+    """
     transfer: Transfer | None = None
     copied: Event = DONE
     """End of the last copy out of the host buffer, or out of `tier_buffer`."""
