@@ -73,7 +73,7 @@ def stream(
 
 
 def overlaps(share: Sequence[range], first: int, last: int) -> list[tuple[range, int]]:
-    """Returns the byte ranges of the unit that are bytes [first, last) of a partition, with their offsets from `first`."""
+    """Returns the byte ranges of the unit that are bytes [first, last) of a partition, with offsets from `first`."""
     found: list[tuple[range, int]] = []
     begin = 0
     for stretch in share:

@@ -89,8 +89,7 @@ class DeviceCache:
         self._floor: tuple[int, int] | None = None
         moving = [(entry.index, entry.size.nbytes) for entry in table.entries if not entry.size.stays]
         self._two_largest = sorted(moving, key=lambda each: -each[1])[:2]
-        """The two largest units that come and go, with their bytes: one of them is the largest unit beside a given one.
-        """
+        """The two largest units that come and go, and their bytes: one of them is the largest beside any given unit."""
         for entry in table.entries:
             if entry.size.tier is Tier.DEVICE:
                 entry.tier_buffer = arena.take(entry.size.part_nbytes)
@@ -225,8 +224,11 @@ class DeviceCache:
 
         Args:
             entry: a unit that is too large for a host buffer.
-            leases: host buffers, which are released when the copies are done.
+            leases: host buffers, released when the copies are done or if there is no room on the device.
             read: starts to read the partition from a byte offset into a buffer.
+
+        Raises:
+            BudgetError: if the units in use leave no room on the device.
         """
         try:
             piece = self.room_on_device(entry)

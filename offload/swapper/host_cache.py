@@ -83,7 +83,7 @@ class HostCache:
         ]
 
     def _may_take_lease_of(self, entry: UnitEntry) -> bool:
-        """Returns True if the store contains the bytes of the unit's host buffer and no thread writes them."""
+        """Returns True if the store contains the bytes of the unit's host buffer and no thread uses the buffer."""
         return (
             entry.lease is not None
             and entry.size.tier is Tier.DISK

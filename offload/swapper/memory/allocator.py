@@ -13,8 +13,7 @@ class Allocator:
     """Best-fit allocator of offsets within `nbytes` bytes, in steps of 4096 bytes. Free neighbours are merged.
 
     With `scatter`, each block is placed at a random end of a random hole that fits. Best fit returns to the same
-    address
-    so often that a stale view would go unnoticed in tests.
+    address so often that a stale view would go unnoticed.
     """
 
     def __init__(self, nbytes: int, scatter: random.Random | None = None) -> None:
