@@ -97,12 +97,9 @@ class Device:
         return torch.frombuffer(aligned_empty(nbytes), dtype=torch.uint8)
 
     def register(self, memory: torch.Tensor) -> int:
-        """Prepares host memory for fast copies, and returns the number of bytes, from its start, that are now pinned.
+        """Prepares `memory`, (nbytes,) uint8 of `aligned_empty` that was not written yet, for fast copies.
 
-        A CPU device pins nothing and needs nothing pinned.
-
-        Args:
-            memory: (nbytes,) uint8 of `aligned_empty` that was not written yet.
+        Returns the number of bytes, from its start, that are now pinned: 0 on a CPU, which needs none.
         """
         return 0
 
@@ -110,29 +107,21 @@ class Device:
         """Waits for copies in flight and undoes `register`, before the memory is freed."""
 
     def upload(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
-        """Starts destination[:] = source, (nbytes,) uint8 on device and host, once `after` are done.
-
-        Returns:
-            The event of the copy; both buffers must stay unchanged until then.
-        """
+        """Starts destination[:] = source, (nbytes,) uint8 of device and host, after `after`; returns its event."""
         for event in after:
             event.wait()
         destination.copy_(source)
         return DONE
 
     def download(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
-        """Starts destination[:] = source, (nbytes,) uint8 on host and device, once `after` are done.
-
-        Returns:
-            The event of the copy; both buffers must stay unchanged until then.
-        """
+        """Starts destination[:] = source, (nbytes,) uint8 of host and device, after `after`; returns its event."""
         for event in after:
             event.wait()
         destination.copy_(source)
         return DONE
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies (nbytes,) uint8 between any two sides and waits for the copy: for threads that may block."""
+        """Copies destination[:] = source, (nbytes,) uint8, either way, and waits: for threads that may block."""
         (self.upload if destination.device == self.torch else self.download)(destination, source).wait()
 
     def computed(self) -> Event:
@@ -140,7 +129,7 @@ class Device:
         return DONE
 
     def hold(self, event: Event) -> None:
-        """Makes compute that the calling thread starts from now on wait for `event`; on a GPU the thread does not block."""
+        """Makes compute that the calling thread starts from now on wait for `event`; on a GPU the thread continues."""
         event.wait()
 
     @contextlib.contextmanager
@@ -251,11 +240,7 @@ class CudaDevice(Device):
         return pinned
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Waits for copies in flight and unpins `memory`.
-
-        Raises:
-            RuntimeError: after a fault of the GPU, or if CUDA refuses to unpin a piece; all pieces are tried first.
-        """
+        """Waits for copies in flight and unpins all pieces. Raises `RuntimeError` last if the GPU or CUDA failed."""
         if not memory.numel():
             return
         refusals = []
@@ -303,15 +288,7 @@ class CudaDevice(Device):
         after: Sequence[Event],
         host: torch.Tensor,
     ) -> Event:
-        """Starts a copy on `stream` after the events `after`, and returns the copy's event.
-
-        Args:
-            stream: the upload or the download stream.
-            destination: (nbytes,) uint8.
-            source: (nbytes,) uint8.
-            after: events for which the stream waits.
-            host: the one of the two that is on the host.
-        """
+        """Starts a copy on `stream` after `after`; `host` is the one of the two (nbytes,) tensors in host memory."""
         address = host.data_ptr()
         with torch.cuda.stream(stream):
             for event in after:
@@ -367,13 +344,9 @@ def cut(start: int, stop: int, borders: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def memory_node(gpu: Any, folder: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """Returns the NUMA node next to a GPU.
+    """Returns the NUMA node next to the GPU with torch's properties `gpu`.
 
     None on a machine of one node, and if the system or an older torch does not report the node.
-
-    Args:
-        gpu: the GPU's properties, of `torch.cuda.get_device_properties`.
-        folder: the folder of PCI devices in sysfs.
     """
     place = pci_address(gpu)
     try:
@@ -392,9 +365,7 @@ def pci_address(gpu: Any) -> str | None:
 
 
 def compute_device(name: str, setting: str = '"device"') -> torch.device:
-    """Returns the device that this process computes on.
-
-    Of several GPUs, the GPU of LOCAL_RANK becomes the current one.
+    """Returns the device that this process computes on; of several GPUs, makes that of LOCAL_RANK the current one.
 
     Args:
         name: "auto", "cpu" or "cuda"; "auto" is a GPU if torch finds one.
