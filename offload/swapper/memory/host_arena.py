@@ -57,7 +57,10 @@ class Mapping:
         self.pinned_bytes = device.register(self.bytes)
 
     def give(self, start: int, nbytes: int) -> None:
-        """Frees a region. Pages that are not pinned go back to the system, so that its free memory counts them."""
+        """Frees a region.
+
+        If nothing of the mapping is pinned, the pages go back to the system, whose free memory counts them.
+        """
         self.space.give(start, nbytes)
         if not self.pinned_bytes:
             release_pages(self.memory[start : start + nbytes])
