@@ -41,8 +41,9 @@ class _Order:
 
     def use(self, unit: int) -> bool:
         """Records a use. Returns False if the order predicted another unit."""
+        # Consecutive uses of one unit count once: no other unit is needed between them.
         if self._recording and self._recording[-1] == unit:
-            return True  # a repeated use counts once
+            return True
         if len(self._recording) < _LONGEST:
             self._recording.append(unit)
         # A mispredicted use moves the cursor to the next recorded use of this unit, so that a skipped branch costs
@@ -72,6 +73,7 @@ class _Order:
         later = self._after_cursor(unit)
         if later is not None:
             return later - self.cursor
+        # No further use in this run: the next one is in the repeated run.
         positions = self._positions.get(unit)
         return len(self.uses) - self.cursor + positions[0] if positions else NEVER
 

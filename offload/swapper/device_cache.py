@@ -82,6 +82,14 @@ class DeviceCache:
     """
 
     def __init__(self, table: UnitTable, arena: DeviceArena, device: Device, peers: Peers | None) -> None:
+        """Allocates the permanent device buffers.
+
+        Args:
+            table: the table that all components of the pager share.
+            arena: the memory of all device buffers.
+            device: starts the copies.
+            peers: the other ranks; None for one rank.
+        """
         self._table = table
         self._arena = arena
         self._device = device
@@ -152,6 +160,7 @@ class DeviceCache:
         for each in kept:
             stop -= each
             pieces.append(self._arena.take_at(stop, each))
+        # Units come and go in the longest region only, so the new region takes over if it is longer.
         if self._floor is not None and stop - start > self._floor[1] - self._floor[0]:
             self._floor = start, stop
         return [self._arena.view(piece) for piece in pieces]
@@ -173,6 +182,8 @@ class DeviceCache:
         # The upload and the last compute may still be in flight: the next owner of the memory waits for both events.
         self._arena.give(entry.slice, entry.uploaded, entry.read)
         entry.slice = None
+        # A host buffer that is kept, or the partition's permanent device buffer, holds the newest copy. WRITING: the copy
+        # is still on its way to the store.
         if entry.lease is None and entry.tier_buffer is None:
             self._table.move(entry, Residency.DISK)
         else:
@@ -185,6 +196,8 @@ class DeviceCache:
         self._table.move(entry, Residency.UPLOADING)
         try:
             with self._table.timeline.span(Row.UPLOADS, entry.size.title, entry.size.part_nbytes):
+                # The copy blocks on a CPU, and on a GPU if the host memory is not pinned, so the lock is released.
+                # UPLOADING keeps other threads from this unit meanwhile.
                 self._table.changed.without_lock(lambda: self._copy_part(entry, piece))
             self.gather(entry, piece, entry.copied)
         except Exception as error:  # copies in flight may still write to the buffer, so it is never reused

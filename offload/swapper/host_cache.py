@@ -23,6 +23,13 @@ class HostCache:
     """
 
     def __init__(self, table: UnitTable, host: HostArena, store: Store | None) -> None:
+        """Allocates the permanent host buffers.
+
+        Args:
+            table: the table that all components of the pager share.
+            host: the memory of all host buffers.
+            store: the swap files; None if no unit's tier is DISK.
+        """
         self._table = table
         self._host = host
         self._store = store

@@ -127,6 +127,8 @@ def find_place(
             going = [b for b in inside if b.offset < offset + nbytes and offset < b.offset + align_up(b.nbytes)]
             nearest = min((trace.distance(block.unit) for block in going), default=NEVER + 1)
             if nearest > beyond:
+                # The largest region that stays free: elsewhere, before or behind the unit. `alone` is the same
+                # question for the time when nothing else is in use.
                 left = max(elsewhere, offset - start, stop - offset - nbytes)
                 alone = max(offset - floor.start, floor.stop - offset - nbytes) >= floor.largest
                 if alone or beyond < 0:

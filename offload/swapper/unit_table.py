@@ -62,7 +62,8 @@ class UnitTable:
             memory: counters to record at each change; None if nothing records them.
         """
         self.changed = InterruptibleLock()
-        self.version = 0  # counts changes, so that a waiter can tell whether it missed one
+        # Counts changes, so that a waiter can tell if it missed one.
+        self.version = 0
         self.entries = [UnitEntry(index, size, size.start) for index, size in enumerate(sizes)]
         self.access_order = AccessOrder()
         self.timeline = timeline
@@ -85,6 +86,7 @@ class UnitTable:
         if self._memory is not None:
             self._memory.count()
         self.version += 1
+        # One condition serves all kinds of waits, so each waiter checks again for its own.
         self.changed.notify_all()
 
     def wait(self, what: str) -> None:
@@ -115,6 +117,7 @@ class UnitTable:
         """
         if entry is not None and entry.residency is not Residency.FAILED:
             self.move(entry, Residency.FAILED)
+        # The first error is the cause; later ones are consequences.
         if self.failure is None:
             self.failure = error
         self.notify()
@@ -137,6 +140,7 @@ def _what_is_left(table: UnitTable, committed: bool) -> str:
             "load the checkpoint again"
         )
     error = table.failure
+    # A checksum that differs (EBADMSG) may be the cause of the error that arrived here.
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.EBADMSG:
             return (

@@ -309,6 +309,7 @@ class CudaDevice(Device):
     def _order(stream: torch.cuda.Stream, event: Event) -> None:
         """Makes `stream` wait for `event`: on the GPU for an event of CUDA, else by blocking the calling thread."""
         if isinstance(event, _CudaEvent):
+            # Ordered on the GPU: the host thread continues.
             stream.wait_event(event.event)
         else:
             event.wait()

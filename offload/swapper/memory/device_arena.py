@@ -87,6 +87,7 @@ class DeviceArena:
 
     def _slice(self, offset: int, nbytes: int) -> DeviceBuffer:
         """Returns the buffer, with the events in flight of all earlier owners of its bytes."""
+        # Events that are done need no wait, and dropping them keeps the list short.
         self._readers = [reader for reader in self._readers if not reader[2].done()]
         stop = offset + nbytes
         return DeviceBuffer(

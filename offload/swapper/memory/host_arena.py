@@ -62,6 +62,7 @@ class Mapping:
         If nothing of the mapping is pinned, the pages go back to the system, whose free memory counts them.
         """
         self.space.give(start, nbytes)
+        # Pinned pages cannot be given back.
         if not self.pinned_bytes:
             release_pages(self.memory[start : start + nbytes])
 
@@ -218,6 +219,8 @@ class HostMemory:
         The largest caches of other engines are dropped first if the budget requires it.
         """
         with self._lock:
+            # The largest cache goes first, so that few engines lose theirs. `give_cache` runs on this thread and
+            # acquires the lock of the other engine's pager: the order of locks is this lock, then a pager's.
             for other in sorted(self._arenas, key=lambda arena: -arena.classes.cache):
                 if budget is not None and self._taken_bytes + nbytes > align_up(budget):
                     if other.classes.cache and other.give_cache is not None:
@@ -230,6 +233,7 @@ class HostMemory:
                     f"{format_size(self._taken_bytes)}, and {format_size(nbytes)} are needed; call destroy() on "
                     f"engines that have failed or are not used any more"
                 )
+            # Memory that other engines have freed is reused before more is mapped.
             found = self._find(nbytes, device)
             if found is None:
                 mapping = Mapping(nbytes, device)
@@ -261,6 +265,7 @@ class HostMemory:
             mapping.give(start, nbytes)
             if mapping.space.used_bytes == 0:
                 self._mappings.remove(mapping)
+                # The last arena is gone. Unpinning waits for copies in flight; the last view of the memory unmaps it.
                 mapping.device.unregister(mapping.bytes)
             else:
                 # This engine may have copies in flight for which no thread waits; the region may be reused at once.

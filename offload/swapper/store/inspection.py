@@ -110,6 +110,7 @@ class Found(NamedTuple):
 def is_rank(folder: Path) -> bool:
     """Returns True if this is the folder of a run's rank; False as well if the folder cannot be read."""
     try:
+        # A lock file alone is no rank: a start that was killed early leaves one.
         named = folder.name[:4] == "rank" and folder.name[4:].isdigit()
         return named and any((folder / name).exists() for name in FILES if name != "lock")
     except OSError:
@@ -164,9 +165,11 @@ def _look(folder: Path) -> Found:
         made = about.get("offload", "unknown") if isinstance(about, dict) else "unknown"
         words = f"format {other}, made by offload {made}; this version reads format {FORMAT_VERSION}"
         return Found(folder, rank, (), None, 0, words, ())
+    # Only the first drive has a commit file. On another drive the manifest names the drive.
     drive = 0 if (folder / "commit").exists() else notes.get("drive", 0)
     commits, wrong = ((), []) if drive else _commits(folder)
     manifest: Manifest | None = None
+    # A blob is covered by its record's checksum, so its copy of the manifest is preferred to the file.
     for commit in commits:
         if commit.blob is not None and manifest is None:
             manifest = Manifest.unpack(commit.blob.manifest, f"{folder}/blob.{commit.record.blob}")
@@ -200,6 +203,7 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
         wrong.append(Wrong(str(path), f"it has {len(data)} bytes, not {2 * PAGE}"))
     elif found.in_critical_section:
         wrong.append(Wrong(str(path), "a record is torn: its checksum is not right; a commit was cut short, or damage"))
+    # Only a second commit writes blob 1: with a blob 1 and no record, records were lost.
     elif not commits and any((_bytes(folder / "blob.1") or b"")[:8]):
         wrong.append(Wrong(str(path), "it holds no record, and there were two commits"))
     # Only the newest blob must be intact: the next commit overwrites the other one, and may have been interrupted.
@@ -219,6 +223,7 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
 
 def read_blob(folder: Path, record: Record) -> Blob | None:
     """Returns the blob of a record; None if the file does not match the record's length and checksum."""
+    # The file may be longer than the blob, since room is reserved in advance.
     data = (_bytes(folder / f"blob.{record.blob}") or b"")[: record.blob_nbytes]
     if len(data) != record.blob_nbytes or crc32c(data) != record.blob_crc:
         return None
@@ -242,6 +247,7 @@ def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
         path = place / "manifest.json"
         try:
             mine, number = read_manifest(path), _notes(path).get("drive")
+            # Another store's drive, or drives in another order.
             if (mine.id, number) != (manifest.id, drive):
                 expected = f"expected drive {drive} of store {manifest.id}"
                 wrong.append(Wrong(str(path), f"it is of drive {number} of store {mine.id}, {expected}"))
@@ -273,8 +279,10 @@ def _reason(path: Path, error: StoreError) -> str:
 def place_of(folder: Path) -> tuple[str | None, int, Path | None]:
     """Returns the identity that a rank's folder, on any drive, claims in its manifest.
 
-    Returns: The id of the store, the index of the drive, and the rank's folder on the first drive. Without a readable
-    manifest: None, 0 and None.
+    Returns:
+        The id of the store, the index of the drive, and the rank's folder on the first drive. Without a readable
+        manifest:
+        None, 0 and None.
     """
     notes = _notes(folder / "manifest.json")
     drives = notes.get("drives") or [None]
@@ -309,5 +317,6 @@ def allocated_nbytes(folders: Sequence[Path]) -> int:
     total = 0
     for folder in folders:
         with contextlib.suppress(OSError):  # a live run may replace or remove a file meanwhile
+            # The system reports `st_blocks` in units of 512 bytes on every file system.
             total += sum(path.lstat().st_blocks * 512 for path in folder.iterdir())
     return total

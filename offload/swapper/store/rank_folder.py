@@ -108,6 +108,7 @@ def remove_files(folder: Path, names: Sequence[str] = FILES) -> None:
         path.unlink(missing_ok=True)
     sync_folder(folder)
     with contextlib.suppress(OSError):
+        # Fails if other files are in the folder, which then stays.
         folder.rmdir()
 
 
@@ -143,6 +144,7 @@ def write_in_place(path: Path, data: bytes, offset: int = 0) -> None:
     try:
         done = 0
         while done < len(data):
+            # The system may write fewer bytes than asked.
             done += os.pwrite(descriptor, memoryview(data)[done:], offset + done)
         os.fsync(descriptor)
     except OSError as error:

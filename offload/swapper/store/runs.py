@@ -176,6 +176,7 @@ def other_runs(paths: Sequence[str | Path], run: str) -> list[OtherRun]:
             if holder(folder) or (not (folder / "commit").exists() and _held_elsewhere(folder)):
                 held.add(name)
                 continue
+            # A run on several of these drives is one run, and its bytes are added up.
             before = sizes.get(name, OtherRun(folder.parent, 0))
             sizes[name] = before._replace(nbytes=before.nbytes + allocated_nbytes([folder]))
     return [each for name, each in sorted(sizes.items()) if name not in held]

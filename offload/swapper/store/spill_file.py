@@ -49,9 +49,12 @@ class SpillFile:
         self._files: list[DirectFile] = []
         ends = [0] * len(paths)
         for key, size in nbytes.items():
+            # Each key is stored on one drive, the one with the fewest bytes so far.
             drive = ends.index(min(ends))
             self._places[key] = (drive, ends[drive])
+            # Direct I/O needs aligned offsets.
             ends[drive] += align_up(size)
+        # Registered before the files are created, so that a fork at any time closes those that exist.
         close_in_children.add(self)
         try:
             for path, end in zip(paths, ends, strict=True):

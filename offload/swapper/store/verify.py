@@ -57,6 +57,7 @@ class _Comparison:
         slots: Sequence[int],
         title: Callable[[int], str],
     ) -> None:
+        """Prepares the comparison; see `damages` for the arguments."""
         self._file = file
         self._places = places
         self._slots = slots
@@ -89,8 +90,10 @@ class _Comparison:
             future.wait()
             crc = future.crc32c()
         except IoError as error:
+            # The checksum of this stretch cannot be completed any more; its later chunks report nothing.
             told, self._bad, self._known = self._bad is stretch, stretch, None
             return None if told else self._damage(chunk.key, chunk.start, chunk.nbytes, str(error))
+        # A chunk of another stretch than the one in progress begins a new checksum.
         before = self._known[1] if self._known is not None and self._known[0] is stretch else 0
         crc = crc32c_joined(before, crc, chunk.nbytes)
         # Only whole stretches have a checksum on record. Checksums of chunks are joined until the stretch is

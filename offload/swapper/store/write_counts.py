@@ -62,17 +62,20 @@ class Written:
         """Adds `nbytes` to the count of a drive."""
         with self._lock:
             self._run[drive] += nbytes
+        # Not under the lock: a handler of the log may block, and other threads add meanwhile.
         self._warn(drive)
 
     def drives(self) -> tuple[DriveWrites, ...]:
         """Returns the counts of each drive."""
         with self._lock:
+            # Under the lock, so that the counts of all drives are of one moment.
             each = zip(self._paths, self._run, self._before, strict=True)
             return tuple(DriveWrites(path, run, run + before) for path, run, before in each)
 
     def _warn(self, drive: int) -> None:
         """Logs a warning when a drive's count first exceeds the fraction in `rating`."""
         rating, life = self.rating, self._run[drive] + self._before[drive]
+        # `life` is the count of one rank; `used` multiplies by the ranks that write to the same drives.
         if rating is None or self._warned[drive] or rating.used(life) <= rating.share:
             return
         self._warned[drive] = True

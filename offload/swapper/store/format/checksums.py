@@ -101,6 +101,7 @@ def sum_of(slot: Sequence[Stretch], start: int, nbytes: int) -> int | None:
 def _border(slot: Sequence[Stretch], at: int) -> int | None:
     """Returns the number of stretches before byte `at`; None if `at` is inside a stretch."""
     before = bisect.bisect_left(slot, at, key=lambda stretch: stretch.start)
+    # The end of the last stretch is a border as well.
     ends = before == len(slot) and before and slot[-1].start + slot[-1].nbytes == at
     return before if ends or (before < len(slot) and slot[before].start == at) else None
 
@@ -156,6 +157,7 @@ class Passages:
             crc: CRC-32C of the bytes read.
         """
         with self._lock:
+            # A read that begins and ends at borders is compared at once.
             expected = sum_of(slot, start, nbytes)
             if expected is not None:
                 return crc == expected, range(start, start + nbytes)
@@ -165,10 +167,12 @@ class Passages:
             if of is not slot:
                 open_ = {}
                 self._open[key] = slot, open_
+            # A read that continues a passage takes it over. Two readers of the same bytes have a passage each.
             if start in open_:
                 passage = open_[start].pop()
                 if not open_[start]:
                     del open_[start]
+            # A read that begins at a border, and ends inside a stretch, begins a passage.
             elif _border(slot, start) is not None:
                 passage = _Passage(start, 0)
             else:

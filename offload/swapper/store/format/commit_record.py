@@ -42,6 +42,7 @@ class Record(NamedTuple):
 
     def pack(self) -> bytes:
         """Returns the record's page of the commit file, 4096 bytes."""
+        # One bit for each unit, the first unit in the lowest bit of the first byte.
         bitmap = bytearray((len(self.slots) + 7) // 8)
         for unit, slot in enumerate(self.slots):
             bitmap[unit // 8] |= slot << (unit % 8)
@@ -56,6 +57,7 @@ class Record(NamedTuple):
             self.blob_crc,
             len(self.slots),
         )
+        # The checksum covers the whole page, so a write that was cut short anywhere is noticed.
         body = (head + bytes(bitmap)).ljust(PAGE - _CRC.size, b"\0")
         return body + _CRC.pack(crc32c(body))
 
@@ -66,6 +68,7 @@ class Record(NamedTuple):
             return None
         body, crc = page[: -_CRC.size], _CRC.unpack(page[-_CRC.size :])[0]
         magic, version, blob, serial, epoch, time_ns, nbytes, blob_crc, units = _HEAD.unpack_from(body)
+        # Any mismatch means no record: the caller falls back to the other page.
         if magic != _MAGIC or version != FORMAT_VERSION or crc != crc32c(body) or units > MAX_UNITS:
             return None
         bitmap = body[_HEAD.size :]
@@ -112,7 +115,9 @@ def read_records(path: Path) -> Records:
     pages = [data[start : start + PAGE] for start in (0, PAGE)]
     found = [Record.unpack(page) for page in pages]
     valid = sorted((record for record in found if record is not None), key=lambda record: -record.serial)
+    # An empty page was never written. Any other page without a valid record is an interrupted commit, or damage.
     in_critical_section = tuple(which for which in (0, 1) if found[which] is None and any(pages[which]))
+    # A page of another version is invalid for this one, but must not pass as a commit that was interrupted.
     said = (page_version(pages[which]) for which in in_critical_section)
     other = next((version for version in said if version not in (None, FORMAT_VERSION)), None)
     return Records(tuple(valid), in_critical_section, other)

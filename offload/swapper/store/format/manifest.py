@@ -45,6 +45,7 @@ class Extents(NamedTuple):
             first, last = max(start, 0), min(start + nbytes, length)
             if first < last:
                 found.append(Extent(offset + first, last - first))
+            # From here on `start` is relative to the next extent.
             start -= length
         return found
 
@@ -56,10 +57,13 @@ class Extents(NamedTuple):
 class StoreSpec(NamedTuple):
     """Contents of a store, as planned. Two specs belong to one run if they are equal in all but `about`.
 
-    Attributes: partitions: for each unit, the bytes of each state that is kept on disk, multiples of 4096. slots: 2, or
-    1 without durability. fingerprint: JSON that names model, layout, mode and world size. about: JSON that is only
-    displayed. frozen: for each unit, the bytes at the end of its WEIGHT that no update writes, a multiple of 4096;
-    empty for none.
+    Attributes:
+        partitions: for each unit, the bytes of each state that is kept on disk, multiples of 4096.
+        slots: 2, or 1 without durability.
+        fingerprint: JSON that names model, layout, mode and world size.
+        about: JSON that is only displayed.
+        frozen: for each unit, the bytes at the end of its WEIGHT that no update writes, a multiple of 4096; empty for
+            none.
     """
 
     partitions: tuple[Mapping[State, int], ...]
@@ -98,8 +102,10 @@ class StoreSpec(NamedTuple):
             for state, nbytes in states.items():
                 shared = frozen if state is State.WEIGHT else 0
                 own = nbytes - shared
+                # The frozen bytes follow the last slot; every slot names them as its second extent.
                 behind = Extent(end + self.slots * own, shared)
                 slots = [(Extent(end + slot * own, own), behind) for slot in range(self.slots)]
+                # Empty extents are left out: most states have no frozen bytes, and a frozen unit has no others.
                 row[state] = tuple(Extents(tuple(each for each in slot if each.nbytes)) for slot in slots)
                 end = behind.offset + behind.nbytes
             table.append(row)
@@ -165,6 +171,7 @@ class Manifest:
                 f"choose another run name"
             )
         try:
+            # The file stores extents and no sizes: the size of a partition is the sum over its first slot.
             partitions = tuple(
                 {State(name): sum(int(nbytes) for _, nbytes in slots[0]) for name, slots in row.items()}
                 for row in content["extents"]
@@ -201,6 +208,7 @@ def _plain_places(spec: StoreSpec) -> list[dict[str, list[list[list[int]]]]]:
 
 def _in_all(slots: Sequence[Sequence[Sequence[int]]]) -> int:
     """Returns the bytes of the extents that both slots of a manifest name."""
+    # With one slot the bytes that are frozen are not recorded: nothing is shared.
     return sum(int(extent[1]) for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
 
 
@@ -222,11 +230,13 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
         folder: the rank's folder, for the message.
     """
     for name in ("fingerprint", "slots", "partitions", "shared"):
+        # The found spec was read from JSON, so the expected one takes the same way before the two are compared.
         expected, there = (json.loads(json.dumps(_plain(getattr(spec, name)))) for spec in (mine, found))
         difference = _difference(expected, there, "layout" if name == "fingerprint" else name)
         if difference is None:
             continue
         advice = f"choose another run name, or remove it with `offload rm {folder.parent}`"
+        # Differences that a setting of the user explains get advice of their own.
         if name == "slots":
             advice = "go on with the durability that it had, or leave it out"
             there, here = ("none" if spec.slots == 1 else "step, or every N" for spec in (found, mine))
