@@ -122,6 +122,7 @@ class AccessOrder:
 
     @property
     def _now(self) -> _Order:
+        """Returns the order of the current kind of run."""
         return self._orders[self.kind]
 
     def begin(self, kind: PassKind) -> None:

@@ -105,7 +105,7 @@ class DeviceCache:
                 if entry.size.stays:
                     entry.slice = entry.tier_buffer
 
-    # -- room ---------------------------------------------------------------------------------------
+    # -- allocation and eviction --------------------------------------------------------------------
 
     def room_on_device(self, entry: UnitEntry) -> DeviceBuffer:
         """Returns a device buffer for `entry`; raises `BudgetError` if the units in use leave no room."""
@@ -170,6 +170,7 @@ class DeviceCache:
         return [Block(e.index, e.slice.offset, e.slice.nbytes) for e in self._idle() if e.slice is not None]
 
     def _idle(self) -> Iterator[UnitEntry]:
+        """Yields the units that may be dropped."""
         return (entry for entry in self._table.entries if self.idle(entry))
 
     def idle(self, entry: UnitEntry) -> bool:
@@ -182,8 +183,8 @@ class DeviceCache:
         # The upload and the last compute may still be in flight: the next owner of the memory waits for both events.
         self._arena.give(entry.slice, entry.uploaded, entry.read)
         entry.slice = None
-        # A host buffer that is kept, or the partition's permanent device buffer, holds the newest copy. WRITING: the copy
-        # is still on its way to the store.
+        # A host buffer that is kept, or the permanent device buffer of the partition, holds the newest copy. WRITING
+        # means that the write of that copy to the store is still in flight.
         if entry.lease is None and entry.tier_buffer is None:
             self._table.move(entry, Residency.DISK)
         else:

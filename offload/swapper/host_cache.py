@@ -194,7 +194,7 @@ class HostCache:
 
         return read
 
-    # -- the end ------------------------------------------------------------------------------------
+    # -- shutdown -----------------------------------------------------------------------------------
 
     def give_cache(self, drop_spare: Callable[[], None]) -> None:
         """Evicts all host buffers of weights; see `Pager.give_cache`."""

@@ -20,7 +20,8 @@ class Allocator:
         self.nbytes = nbytes
         self.used_bytes = self.peak_bytes = 0
         self.scatter = scatter
-        self._holes: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # (start, stop), sorted
+        # (start, stop) of each free block, sorted and never adjacent: `give` merges neighbours.
+        self._holes: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []
         self._stop = nbytes
 
     def add(self, nbytes: int) -> int:

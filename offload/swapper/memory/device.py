@@ -191,7 +191,7 @@ class CudaDevice(Device):
     def room(self) -> DeviceRoom:
         free, total = torch.cuda.mem_get_info(self.torch)
         reserved = torch.cuda.memory_reserved(self.torch)
-        limit = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # torch 2.6 cannot say
+        limit = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # torch 2.6 lacks the getter
         free = min(free, int(limit(self.torch) * total) - reserved)
         return DeviceRoom(max(free, 0), reserved - torch.cuda.memory_allocated(self.torch))
 
@@ -272,6 +272,7 @@ class CudaDevice(Device):
         return f"{cudart.cudaGetErrorString(result)} (CUDA error {int(result)})"
 
     def _find_borders(self) -> None:
+        """Updates `_borders` after a change of the pinned pieces."""
         self._borders = tuple(sorted({end for pieces in self._pinned.values() for piece in pieces for end in piece}))
 
     def upload(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:

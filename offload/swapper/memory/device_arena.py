@@ -107,7 +107,7 @@ class DeviceArena:
             # threads.
             self._device.hold(written)
             self._device.hold(read)
-            self.view(piece).view(torch.int16).fill_(0x7FFF)  # a NaN as bf16, and pairwise as fp32
+            self.view(piece).view(torch.int16).fill_(0x7FFF)  # a NaN in bf16 and fp16, and pairwise in fp32
             read = self._device.computed()
         self._readers += [
             (piece.offset, piece.offset + piece.nbytes, event) for event in (written, read) if not event.done()

@@ -243,6 +243,7 @@ class HostMemory:
             return found
 
     def _join(self, arena: HostArena) -> None:
+        """Registers an arena, whose bytes count from now on."""
         with self._lock:
             self._arenas.append(arena)
 

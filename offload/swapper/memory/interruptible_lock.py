@@ -50,7 +50,7 @@ class InterruptibleLock:
         """Calls `act` without the lock, and holds the lock again however the call ends."""
         interrupt: BaseException | None = None
         try:
-            self.lock.release()  # nothing can come between this and `try`: CPython looks for signals after calls
+            self.lock.release()  # inside the `try`: CPython checks for signals after a call, so an interrupt may follow
             if self._owned:
                 self.lock.acquire()
                 raise AssertionError("the lock was taken twice: who shall make the change could never have it")
@@ -61,7 +61,7 @@ class InterruptibleLock:
                     if not self._owned:
                         self.lock.acquire()
                     break
-                except BaseException as error:  # Ctrl-C after one of these calls, or while the lock was waited for
+                except BaseException as error:  # Ctrl-C after one of these calls, or during the wait for the lock
                     interrupt = error
             if interrupt is not None:
                 raise interrupt
@@ -70,4 +70,4 @@ class InterruptibleLock:
     @property
     def _owned(self) -> bool:
         """True if this thread holds the lock."""
-        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # what threading.Condition asks too
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # threading.Condition calls it as well

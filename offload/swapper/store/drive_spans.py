@@ -48,6 +48,7 @@ class DriveSpans:
 
         # A thread of the queue runs this callback, while other threads may wait for the request: it must not block.
         def ended(request: Future) -> None:
+            """Adds the span of a request that has ended."""
             end, words = now(), title
             try:
                 request.wait()

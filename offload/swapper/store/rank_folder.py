@@ -207,7 +207,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 _FICLONERANGE = 0x4020940D
 
 
-_RANGE = struct.Struct("=qQQQ")  # descriptor, offset and bytes of what is cloned, offset in the clone
+_RANGE = struct.Struct("=qQQQ")  # source descriptor, source offset, bytes, destination offset
 
 
 def clone_range(source: int, start: int, nbytes: int, destination: int, offset: int) -> bool:

@@ -59,6 +59,7 @@ class Compared:
         self._compared = False
 
     def done(self) -> bool:
+        """Returns True if the read has ended; the bytes may not be compared yet."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> int:
@@ -70,6 +71,7 @@ class Compared:
         return nbytes
 
     def crc32c(self) -> int:
+        """Returns the CRC-32C of the bytes read."""
         return self._future.crc32c()
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:

@@ -123,7 +123,7 @@ def remove_run(path: Path) -> Removal:
         for file in removal.files:
             file.unlink(missing_ok=True)
         for run in dict.fromkeys((path, *(folder.parent for folder in removal.folders))):
-            with contextlib.suppress(OSError):  # not empty: other ranks, or strangers
+            with contextlib.suppress(OSError):  # not empty: other ranks, or files of others
                 run.rmdir()
     return removal
 

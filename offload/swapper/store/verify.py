@@ -140,6 +140,7 @@ def damages(
     reading: deque[tuple[_Chunk, Future]] = deque()
 
     def finish() -> Iterator[Damage]:
+        """Finishes the oldest chunk and yields its damage, if any."""
         # Popped only after the wait: the `finally` below waits for all that is left, whatever is raised.
         chunk, future = reading[0]
         if damage := comparison.finish(chunk, future):
