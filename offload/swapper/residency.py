@@ -23,8 +23,8 @@ The other states stay in their tier; an update streams them through tiles and wr
               start_read            finish_read             upload              upload
         DISK ────────────► READING ─────────────► HOST ───────────► UPLOADING ───────────► DEVICE
          ▲ │                                      ▲ ▲ │                  ▲                   │
-         │ │                              written │ │ │ publish          │ upload            │
-         │ │              publish                 │ │ ▼                  │                   │
+         │ │                              flushed │ │ │ weights_ready    │ upload            │
+         │ │           weights_ready              │ │ ▼                  │                   │
          │ └────────────────────────────────────► WRITING ───────────────┤                   │
          ├──────────────────────────── stream ───────────────────────────┘                   │
          ├──────────────── take_lease ────────────── HOST                                    │
@@ -63,15 +63,15 @@ ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
     (_R.DISK, _R.UPLOADING): "stream",
     (_R.UPLOADING, _R.DEVICE): "upload",
     (_R.HOST, _R.DISK): "take_lease",
-    (_R.WRITING, _R.HOST): "written",
+    (_R.WRITING, _R.HOST): "flushed",
     (_R.DEVICE, _R.DISK): "drop",
     (_R.DEVICE, _R.HOST): "drop",
     (_R.DEVICE, _R.WRITING): "drop",
-    # No transition leaves FAILED: the engine stops, and the next process opens the store at its last commit.
     # An update's result: the newest copy is in a new host buffer, or in the other slot if no buffer was free.
-    (_R.DISK, _R.WRITING): "publish",
-    (_R.HOST, _R.WRITING): "publish",
-    (_R.DISK, _R.HOST): "publish",
+    (_R.DISK, _R.WRITING): "weights_ready",
+    (_R.HOST, _R.WRITING): "weights_ready",
+    (_R.DISK, _R.HOST): "weights_ready",
+    # No transition leaves FAILED: the engine stops, and the next process opens the store at its last commit.
     **{(state, _R.FAILED): "fail" for state in _R if state is not _R.FAILED},
 }
 """Every allowed transition, with the function of the pager (or of its host or device side) that performs it."""

@@ -215,7 +215,7 @@ class UnitEntry:
     pins: int = 0
     """Number of open uses on the device. A pinned unit is never dropped."""
     updating: bool = False
-    """True while an update is scheduled and not published: no thread may read these weights."""
+    """True until the result of a scheduled update is ready: no thread may read these weights."""
     in_update: bool = False
     """True once the update worker has begun with the unit: the host buffer must stay."""
     unwritten: bool = False
