@@ -1,11 +1,11 @@
-"""The ordered uses of units in one run over the model, recorded, and what follows from them.
+"""The recorded order in which a run over the model uses its units, and queries about next uses.
 
     train    one optimizer step: the forwards and backwards of all of its micro-batches
-    eval     one forward without a graph: evaluation, a token of a generation
+    eval     one forward without a graph: evaluation, one token of a generation
 
-Each kind of run has an order of its own, so that an evaluation between two steps leaves the step's as it was. A use
-that was not foreseen is just a use now: the order is advice about what comes next, never a promise, so a model that
-branches stays right and only reads a little more.
+Each kind of run has an order of its own, so an evaluation between two steps does not disturb the order of the step.
+The order is advice about the next uses, never a promise. A mispredicted use is served like any other, so a model
+that branches stays correct and only reads a little more.
 """
 
 from __future__ import annotations
@@ -15,36 +15,39 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 NEVER = 1 << 62
-"""The distance of a unit that the trace does not use again."""
+"""Distance of a unit that the recorded order does not use again."""
 
 _LONGEST = 1 << 20
-"""Uses that are recorded at most: of a loop that never steps nothing is learned."""
+"""Limit on the number of recorded uses: a loop that never steps must not fill the memory."""
 
 
 class PassKind(enum.Enum):
-    """What is run, as far as the order of uses goes."""
+    """Kind of a run over the model; each kind has its own recorded order."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
 class _Order:
-    """One kind's recorded order, and where in it the run is."""
+    """Recorded order of one kind of run, and the current position of the run in that order."""
 
     def __init__(self, wraps: bool) -> None:
         self.uses: tuple[int, ...] = ()
         self.wraps = wraps
-        """Whether what comes after the last use is the first one, with the weights as they are now."""
+        """True if the first use follows the last one with the same weights (no update in between)."""
         self.cursor = 0
         self._recording: list[int] = []
         self._positions: dict[int, list[int]] = {}
 
     def use(self, unit: int) -> bool:
-        """Record a use; False where the order says that another one comes now."""
+        """Records a use. Returns False if the order predicted another unit."""
+        # Consecutive uses of one unit count once: no other unit is needed between them.
         if self._recording and self._recording[-1] == unit:
-            return True  # a repeated use counts once
+            return True
         if len(self._recording) < _LONGEST:
             self._recording.append(unit)
+        # A mispredicted use moves the cursor to the next recorded use of this unit, so that a skipped branch costs
+        # one misprediction and not one for each unit in the branch.
         foreseen = self.cursor < len(self.uses) and self.uses[self.cursor] == unit
         later = self._after_cursor(unit)
         if later is not None:
@@ -52,7 +55,7 @@ class _Order:
         return foreseen or not self.uses
 
     def finish(self) -> None:
-        """The run is over. An empty one leaves the order as it is."""
+        """Ends the run: the recording replaces the order. An empty recording leaves the order unchanged."""
         if self._recording:
             self.uses = tuple(self._recording)
             self._positions = {}
@@ -61,18 +64,21 @@ class _Order:
         self.restart()
 
     def restart(self) -> None:
-        """Begin again; what was recorded of a run that did not end is nothing to go by."""
+        """Restarts the run and discards its recording: an interrupted run predicts nothing."""
         self._recording = []
         self.cursor = 0
 
     def distance(self, unit: int) -> int:
+        """Returns the number of uses before the next use of `unit`, assuming that the run repeats; NEVER if unknown."""
         later = self._after_cursor(unit)
         if later is not None:
             return later - self.cursor
+        # No further use in this run: the next one is in the repeated run.
         positions = self._positions.get(unit)
         return len(self.uses) - self.cursor + positions[0] if positions else NEVER
 
     def upcoming(self) -> Iterator[int]:
+        """Yields the distinct units of the remaining uses, nearest first; an order that wraps adds the earlier uses."""
         seen: set[int] = set()
         for unit in self.uses[self.cursor :] + (self.uses[: self.cursor] if self.wraps else ()):
             if unit not in seen:
@@ -80,27 +86,28 @@ class _Order:
                 yield unit
 
     def _after_cursor(self, unit: int) -> int | None:
+        """Returns the position of the first use of `unit` at or after the cursor; None if there is none."""
         positions = self._positions.get(unit, ())
         index = bisect_left(positions, self.cursor)
         return positions[index] if index < len(positions) else None
 
 
 class AccessOrder:
-    """Uses of units, in the order in which a run makes them.
+    """Recorded orders of unit uses, one for each kind of run.
 
-    `use(unit)` tells of each; `finish()` ends the run and makes its order the prediction for the next of its kind. Not
-    thread-safe: the pager's lock guards it.
+    `use(unit)` records a use. `finish()` ends the run, whose order then predicts the next run of its kind. Not
+    thread-safe: the pager's lock guards every call.
     """
 
     def __init__(self) -> None:
         self._orders = {PassKind.TRAIN: _Order(wraps=False), PassKind.EVAL: _Order(wraps=True)}
         self.kind = PassKind.TRAIN
         self.unforeseen = 0
-        """Uses so far that came although the order said another."""
+        """Number of mispredicted uses so far."""
 
     @classmethod
     def of(cls, uses: Sequence[int], kind: PassKind = PassKind.TRAIN) -> AccessOrder:
-        """A trace that foresees `uses`."""
+        """Returns an access order that predicts `uses` for runs of `kind`."""
         trace = cls()
         trace.begin(kind)
         for unit in uses:
@@ -110,38 +117,40 @@ class AccessOrder:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The uses of the last run of this kind."""
+        """Returns the uses of the last finished run of the current kind."""
         return self._now.uses
 
     @property
     def _now(self) -> _Order:
+        """Returns the order of the current kind of run."""
         return self._orders[self.kind]
 
     def begin(self, kind: PassKind) -> None:
-        """What is used from now on belongs to a run of `kind`. A step goes on, also after an evaluation."""
+        """Assigns the next uses to a run of `kind`. A step resumes at its position, an evaluation starts over."""
         self.kind = kind
         if kind is PassKind.EVAL:
             self._now.restart()
 
     def use(self, unit: int) -> None:
-        """`unit` is used now."""
+        """Records a use of `unit` in the current run."""
         if not self._now.use(unit):
             self.unforeseen += 1
 
     def finish(self) -> None:
-        """The run is over."""
+        """Ends the current run; its order predicts the next run of this kind."""
         self._now.finish()
 
     def distance(self, unit: int) -> int:
-        """Uses between now and the next use of `unit`, where the run is repeated after its end. NEVER if unknown."""
+        """Returns the number of uses before the next use of `unit`, assuming that the run repeats; NEVER if unknown."""
         return self._now.distance(unit)
 
     def upcoming(self) -> Iterator[int]:
-        """The distinct units that are used from now on with the weights that there are now, nearest first."""
+        """Yields the distinct units that the run will use with their present weights, nearest first."""
         return self._now.upcoming()
 
     def until(self, unit: int) -> Iterator[int]:
-        """All uses between now and the next one of `unit`, which is in the order."""
+        """Yields every use before the next use of `unit`, which must be in the order; a unit may occur repeatedly."""
         order = self._now
+        # The modulo crosses the end of the run: after a step, the next step repeats the order.
         for distance in range(order.distance(unit)):
             yield order.uses[(order.cursor + distance) % len(order.uses)]

@@ -1,4 +1,4 @@
-"""A partition that is larger than any lease goes from DISK to the device piece by piece."""
+"""Chunked transfer of a partition that is larger than any host buffer, from DISK to the device."""
 
 from __future__ import annotations
 
@@ -20,10 +20,23 @@ def stream(
     device: Device,
     after: Sequence[Event],
 ) -> Event:
-    """Fill the stretches `share` of `whole`, (nbytes,) uint8 on the device, with a partition that `read` reads.
+    """Fills the byte ranges `share` of `whole` with a partition, chunk by chunk, and waits for the last copy.
 
-    One lease is filled while another is copied. The event ends the last copy; the leases are free then, and no read is
-    in flight any more however this ends.
+    One host buffer is filled while another is copied. No read is in flight when this returns or raises.
+
+    Args:
+        read: starts to read the partition from a byte offset into a buffer.
+        leases: host buffers of equal size, owned by the caller and free again on return.
+        whole: (nbytes,) uint8 on the device.
+        share: byte ranges of `whole`, in the order of the partition's bytes.
+        device: starts the copies.
+        after: events that must be done before `whole` is written.
+
+    Returns:
+        The event of the last copy, which is done.
+
+    Raises:
+        OSError: the first error of a read.
     """
     total = sum(len(stretch) for stretch in share)
     reading: deque[tuple[HostBuffer, int, Future]] = deque()
@@ -33,9 +46,11 @@ def stream(
     try:
         while start < total or reading:
             while start < total and len(reading) < len(leases):
+                # Chunks use the buffers in turn, so the buffer of this chunk is the one whose read was finished
+                # longest ago.
                 lease = leases[(start // leases[0].nbytes) % len(leases)]
                 if lease.offset in copied:
-                    copied[lease.offset].wait()  # blocks: the lease is read until then
+                    copied[lease.offset].wait()  # blocks: the copy to the device reads the buffer until then
                 nbytes = min(lease.nbytes, total - start)
                 reading.append((lease, start, read(start, lease.buffer[:nbytes])))
                 start += nbytes
@@ -51,14 +66,14 @@ def stream(
             try:
                 future.wait()
             except OSError:
-                pass  # what is told is the first error
+                pass  # the first error is the one raised
     assert last is not None, "a partition that has no bytes needs no lease"
-    last.wait()  # the leases go to others now
+    last.wait()  # the caller reuses the host buffers
     return last
 
 
 def overlaps(share: Sequence[range], first: int, last: int) -> list[tuple[range, int]]:
-    """What of `share` the bytes [first, last) of a partition are, each with its offset from `first`."""
+    """Returns the byte ranges of the unit that are bytes [first, last) of a partition, with offsets from `first`."""
     found: list[tuple[range, int]] = []
     begin = 0
     for stretch in share:

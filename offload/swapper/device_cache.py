@@ -1,4 +1,4 @@
-"""The pager's device side: where on the device a unit lies, what is copied there, and what leaves for it."""
+"""The pager's device side: device buffers of weights, copies and gathers into them, and their eviction."""
 
 from __future__ import annotations
 
@@ -22,52 +22,74 @@ from offload.timeline import Row
 
 
 class Having(NamedTuple):
-    """What a rank that uses a unit has on its device."""
+    """State of the device of a rank that uses a unit."""
 
     unit: bool
-    """That unit."""
+    """True if the unit is on this rank's device."""
     all: bool
-    """Every unit, until weights change."""
+    """True if every unit is on this rank's device, and stays until weights change."""
     ahead: int
-    """The unit that it could gather next; -1 where there is none to gather, or no room."""
+    """The unit that this rank could gather next; -1 if none is to be gathered, or none has room."""
 
 
 class Agreed(NamedTuple):
-    """What ranks do about a unit that one of them uses."""
+    """Joint decision of all ranks about a unit that one of them uses."""
 
     gather: bool
-    """Some that use it do not have it: all gather it."""
+    """True if a rank that uses the unit lacks it: all ranks gather it."""
     together: bool
-    """All have come to the same use."""
+    """True if all ranks have come to the same use."""
     all: bool = False
-    """Every rank has every unit: none needs the others until weights change."""
+    """True if every rank has every unit: no rank needs the others until weights change."""
     ahead: int = -1
-    """The unit that all gather as well, before it is used."""
+    """The unit that all ranks gather as well, before its use; -1 for none."""
 
 
 class Peers(Protocol):
-    """The other ranks, which hold what this one does not. Called by the thread that runs the model or its backward."""
+    """The other ranks, which hold the rest of each unit. Called by the thread that runs the model or its backward."""
 
     def agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
-        """Tell every rank that this one uses `unit`, and what all do for it; meanwhile this one serves them.
+        """Announces that this rank uses `unit`, and returns the decision of all ranks.
 
-        `having` says what this rank has; it is called without the table's lock.
+        Serves the gathers of other ranks while it waits. The caller must not hold the table's lock.
+
+        Args:
+            unit: the unit in use.
+            having: returns the state of this rank; called without the table's lock, once for each round.
         """
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
-        """After a gather to which all had come: the unit that every rank could gather next, or -1."""
+        """Returns the unit that every rank could gather next, or -1. Called after a gather to which all ranks had come.
+
+        Args:
+            ahead: returns the unit that this rank could gather next, or -1.
+        """
 
     def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
-        """Fill in what the other ranks have of `whole`, (nbytes,) uint8 on the device.
+        """Starts the gather of the other ranks' shards into `whole`, and returns the event after which it is complete.
 
-        `share`, this rank's part, is there once `uploaded` is done; all of it is, once what is returned is.
+        Args:
+            whole: (nbytes,) uint8 on the device, the unit.
+            share: byte ranges of this rank's shard in `whole`.
+            uploaded: event after which this rank's shard is in `whole`.
         """
 
 
 class DeviceCache:
-    """Slices of weights: homes on the device, and what comes and goes. The table's lock is held in every call."""
+    """Device buffers of weights: permanent ones of tier DEVICE, and ones that come and go.
+
+    The caller of every method holds the table's lock; copies and gathers release the lock meanwhile.
+    """
 
     def __init__(self, table: UnitTable, arena: DeviceArena, device: Device, peers: Peers | None) -> None:
+        """Allocates the permanent device buffers.
+
+        Args:
+            table: the table that all components of the pager share.
+            arena: the memory of all device buffers.
+            device: starts the copies.
+            peers: the other ranks; None for one rank.
+        """
         self._table = table
         self._arena = arena
         self._device = device
@@ -75,7 +97,7 @@ class DeviceCache:
         self._floor: tuple[int, int] | None = None
         moving = [(entry.index, entry.size.nbytes) for entry in table.entries if not entry.size.stays]
         self._two_largest = sorted(moving, key=lambda each: -each[1])[:2]
-        """Units that come and go, and their bytes: the largest beside any one of them."""
+        """The two largest units that come and go, and their bytes: one of them is the largest beside any given unit."""
         for entry in table.entries:
             if entry.size.tier is Tier.DEVICE:
                 entry.tier_buffer = arena.take(entry.size.part_nbytes)
@@ -83,10 +105,10 @@ class DeviceCache:
                 if entry.size.stays:
                     entry.slice = entry.tier_buffer
 
-    # -- room ---------------------------------------------------------------------------------------
+    # -- allocation and eviction --------------------------------------------------------------------
 
     def room_on_device(self, entry: UnitEntry) -> DeviceBuffer:
-        """A slice for `entry`; raises `BudgetError` where what is in use leaves none."""
+        """Returns a device buffer for `entry`; raises `BudgetError` if the units in use leave no room."""
         piece = self.take_slice(entry)
         if piece is None:
             held = [e.size.name or "the root" for e in self._table.entries if e.slice is not None and e is not entry]
@@ -100,7 +122,12 @@ class DeviceCache:
         return piece
 
     def take_slice(self, entry: UnitEntry, beyond: int = -1) -> DeviceBuffer | None:
-        """Room for `entry` on the device; drops released units for it that are next used after `beyond` uses."""
+        """Returns a device buffer for `entry`; None if there is no room. Drops released units to make room.
+
+        Args:
+            entry: the unit to be placed.
+            beyond: only units whose next use is more than `beyond` uses away may be dropped; -1 for a use on demand.
+        """
         place = self.find_place(entry, beyond)
         if place is None:
             return None
@@ -109,40 +136,55 @@ class DeviceCache:
         return self._arena.take_at(place.offset, entry.size.nbytes)
 
     def find_place(self, entry: UnitEntry, beyond: int) -> Eviction | None:
-        """Where `take_slice` would put it."""
+        """Returns the placement that `take_slice` would choose, without any change; see `policy.find_place`."""
         space = self._arena.space
-        if self._floor is None:  # all that stays on the device is there by now
+        # At the first call all permanent buffers are allocated, so the longest free region is the one that units share.
+        if self._floor is None:
             self._floor = max(space.stretches(), key=lambda stretch: stretch[1] - stretch[0], default=(0, 0))
         largest = next((nbytes for unit, nbytes in self._two_largest if unit != entry.index), 0)
         floor = Floor(*self._floor, largest)
         return find_place(space, entry.size.nbytes, self._droppable(), self._table.access_order, floor, beyond)
 
     def grow(self, nbytes: int, kept: Sequence[int]) -> list[torch.Tensor]:
-        """Have so much more room on the device; its end, in stretches of `kept` bytes each, is no unit's."""
+        """Adds `nbytes` of device memory to the arena, and returns the blocks at its end that belong to the caller.
+
+        Args:
+            nbytes: bytes to add.
+            kept: bytes of each block that no unit may use; the blocks are (bytes,) uint8 tensors.
+
+        Raises:
+            BudgetError: if the device has not `nbytes` free.
+        """
         start, stop = self._arena.grow(nbytes)
         pieces = []
         for each in kept:
             stop -= each
             pieces.append(self._arena.take_at(stop, each))
+        # Units come and go in the longest region only, so the new region takes over if it is longer.
         if self._floor is not None and stop - start > self._floor[1] - self._floor[0]:
             self._floor = start, stop
         return [self._arena.view(piece) for piece in pieces]
 
     def _droppable(self) -> list[Block]:
+        """Returns the blocks of all units that may be dropped."""
         return [Block(e.index, e.slice.offset, e.slice.nbytes) for e in self._idle() if e.slice is not None]
 
     def _idle(self) -> Iterator[UnitEntry]:
+        """Yields the units that may be dropped."""
         return (entry for entry in self._table.entries if self.idle(entry))
 
     def idle(self, entry: UnitEntry) -> bool:
-        """Whether it is on the device, nobody uses it, and it may leave."""
+        """Returns True if the unit is on the device, unpinned, and not permanent."""
         return entry.residency is Residency.DEVICE and not entry.pins and not entry.size.stays
 
     def drop(self, entry: UnitEntry) -> None:
-        """Leave the device; the copy there is clean, so nothing moves."""
+        """Drops the device copy of a unit. The copy is clean, so no bytes move."""
         assert entry.slice is not None and not entry.pins
+        # The upload and the last compute may still be in flight: the next owner of the memory waits for both events.
         self._arena.give(entry.slice, entry.uploaded, entry.read)
         entry.slice = None
+        # A host buffer that is kept, or the permanent device buffer of the partition, holds the newest copy. WRITING
+        # means that the write of that copy to the store is still in flight.
         if entry.lease is None and entry.tier_buffer is None:
             self._table.move(entry, Residency.DISK)
         else:
@@ -151,42 +193,57 @@ class DeviceCache:
     # -- copies -------------------------------------------------------------------------------------
 
     def upload(self, entry: UnitEntry, piece: DeviceBuffer) -> None:
-        """Start the copy of this rank's part into the slice, and the gather of the others'."""
+        """Starts the copy of this rank's partition into `piece`, and the gather of the other ranks' partitions."""
         self._table.move(entry, Residency.UPLOADING)
         try:
             with self._table.timeline.span(Row.UPLOADS, entry.size.title, entry.size.part_nbytes):
+                # The copy blocks on a CPU, and on a GPU if the host memory is not pinned, so the lock is released.
+                # UPLOADING keeps other threads from this unit meanwhile.
                 self._table.changed.without_lock(lambda: self._copy_part(entry, piece))
             self.gather(entry, piece, entry.copied)
-        except Exception as error:  # what is under way may still write there: the slice is not used again
+        except Exception as error:  # copies in flight may still write to the buffer, so it is never reused
             self._table.fail(error, entry)
             raise
         entry.slice = piece
         self._table.move(entry, Residency.DEVICE)
 
     def _copy_part(self, entry: UnitEntry, piece: DeviceBuffer) -> None:
+        """Starts the copies of this rank's shard into `piece`, and records the event of the last one. Needs no lock."""
         whole, start = self._arena.view(piece), 0
         part = self._part(entry)
         for stretch in entry.size.share:
             source = part[start : start + len(stretch)]
+            # All copies run on the upload stream in order, so the event of the last one covers the others.
             entry.copied = self._device.upload(whole[stretch.start : stretch.stop], source, piece.after)
             start += len(stretch)
         entry.uploaded = entry.copied
 
     def _part(self, entry: UnitEntry) -> torch.Tensor:
-        """(part_nbytes,) uint8: the partition, at home or in a lease."""
+        """Returns the partition, (part_nbytes,) uint8, in its permanent device buffer or in a host buffer."""
         if entry.tier_buffer is not None:
             return self._arena.view(entry.tier_buffer)
         assert entry.lease is not None
         return entry.lease.tensor(torch.uint8)
 
     def gather(self, entry: UnitEntry, piece: DeviceBuffer, copied: Event) -> None:
-        """Fill in what other ranks have, once `copied`, this rank's part, is there."""
+        """Starts the gather of the other ranks' shards, ordered after `copied`, the copy of this rank's shard."""
         if self._peers is not None:
+            # The lock is released: a gather may block until the other ranks join, and the update worker must not wait
+            # for them.
             peers, whole = self._peers, self._arena.view(piece)
             entry.uploaded = self._table.changed.without_lock(lambda: peers.gather(whole, entry.size.share, copied))
 
     def stream(self, entry: UnitEntry, leases: Sequence[HostBuffer], read: Callable[[int, memoryview], Future]) -> None:
-        """DISK to DEVICE in pieces that `read` reads into the `leases`, which are released."""
+        """Fills a device buffer from DISK in chunks, each through one of `leases`.
+
+        Args:
+            entry: a unit that is too large for a host buffer.
+            leases: host buffers, released when the copies are done or if there is no room on the device.
+            read: starts to read the partition from a byte offset into a buffer.
+
+        Raises:
+            BudgetError: if the units in use leave no room on the device.
+        """
         try:
             piece = self.room_on_device(entry)
         except BudgetError:
@@ -201,7 +258,7 @@ class DeviceCache:
                     lambda: stream(read, leases, whole, share, self._device, piece.after)
                 )
             self.gather(entry, piece, entry.uploaded)
-        except BaseException as error:  # what is under way may still write there: neither is used again
+        except BaseException as error:  # reads and copies in flight may still write to both, so neither is reused
             self._table.fail(error, entry)
             raise
         for each in leases:

@@ -1,4 +1,4 @@
-"""The pager's host side: which unit's weights have a lease, whose may be taken, and what is read into them."""
+"""The pager's host side: host buffers for weights, their eviction, and reads from the store into them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,38 @@ from offload.timeline import Row
 
 
 class HostCache:
-    """Leases of weights: homes in HOST, and those that go round. The table's lock is held in every call."""
+    """Host buffers of weights: permanent ones of units whose tier is HOST, and ones that units of tier DISK share.
+
+    The caller of every method holds the table's lock. Methods that wait release the lock meanwhile.
+    """
 
     def __init__(self, table: UnitTable, host: HostArena, store: Store | None) -> None:
+        """Allocates the permanent host buffers.
+
+        Args:
+            table: the table that all components of the pager share.
+            host: the memory of all host buffers.
+            store: the swap files; None if no unit's tier is DISK.
+        """
         self._table = table
         self._host = host
         self._store = store
         self.waiting_for_buffer = 0
-        """How many wait for a lease."""
+        """Number of threads that wait for a host buffer."""
         for entry in table.entries:
             if entry.size.tier is Tier.HOST:
                 entry.lease = host.homes.take(entry.size.part_nbytes)
                 assert entry.lease is not None, "the class of homes was sized for every home"
 
-    # -- who has one --------------------------------------------------------------------------------
+    # -- allocation and eviction --------------------------------------------------------------------
 
     def lease(self, nbytes: int, beyond: int = -1) -> HostBuffer | None:
-        """A weight lease: a free one, else of units that are next used after `beyond` uses."""
+        """Returns a host buffer for weights; None if too little memory is free or can be evicted.
+
+        Args:
+            nbytes: bytes of the buffer.
+            beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for any unit.
+        """
         going = victims(self._host.weights.space, nbytes, self._takeable(), self._distance, beyond)
         if going is None:
             return None
@@ -42,13 +57,17 @@ class HostCache:
         return self._host.weights.take(nbytes)
 
     def wait_for_lease(self, entry: UnitEntry) -> None:
-        """Let some weight lease become free for `entry`, or free to be taken."""
+        """Waits until a host buffer for `entry` may have become free or evictable. The caller tries again."""
         reading = [entry for entry in self._table.entries if entry.residency is Residency.READING]
-        if reading:  # ahead, they have taken the room; once one is delivered its lease is clean
+        # Prefetches in flight occupy the memory. A buffer can be evicted once its read has been delivered, so this
+        # thread delivers the read whose use is furthest away.
+        if reading:
             self.finish_read(
                 max(reading, key=lambda entry: (self._table.access_order.distance(entry.index), -entry.index))
             )
             return
+        # The update worker takes no buffer while this count is above 0, or freed memory might never reach this
+        # thread.
         self.waiting_for_buffer += 1
         self._table.notify()
         try:
@@ -57,11 +76,13 @@ class HostCache:
             self.waiting_for_buffer -= 1
 
     def _distance(self, unit: int) -> int:
-        """Uses between now and the next use; 0 of a unit that somebody is about to bring, whose use has been told."""
+        """Returns the number of uses before the next use of `unit`; 0 if a thread is about to fetch it."""
         entry = self._table.entries[unit]
+        # That thread has recorded its use already, so the access order reports the use after this one.
         return 0 if entry.pins and entry.residency is not Residency.DEVICE else self._table.access_order.distance(unit)
 
     def _takeable(self) -> list[Block]:
+        """Returns the blocks of all host buffers that may be evicted."""
         return [
             Block(e.index, e.lease.offset, e.lease.nbytes)
             for e in self._table.entries
@@ -69,7 +90,7 @@ class HostCache:
         ]
 
     def _may_take_lease_of(self, entry: UnitEntry) -> bool:
-        """Whether its bytes are in the store and nobody reads them from the lease now."""
+        """Returns True if the store contains the bytes of the unit's host buffer and no thread uses the buffer."""
         return (
             entry.lease is not None
             and entry.size.tier is Tier.DISK
@@ -79,21 +100,28 @@ class HostCache:
         )
 
     def _take_lease(self, entry: UnitEntry) -> None:
+        """Evicts the host buffer of `entry`, after the last copy out of it."""
         assert entry.lease is not None
-        entry.copied.wait()  # blocks only where a copy to the device is slower than all that came after it
+        # The buffer is reused at once, so the copy to the device must be over. The wait blocks only if the copy took
+        # longer than all work since.
+        entry.copied.wait()
         entry.lease.release()
         entry.lease = None
         if entry.residency is Residency.HOST:
             self._table.move(entry, Residency.DISK)
 
     def forget(self, entry: UnitEntry) -> None:
-        """Take the lease of a unit whose home is DISK, where it has one; nothing of it is in use or unwritten."""
+        """Evicts the host buffer of a unit whose tier is DISK, if any.
+
+        The buffer must be neither in use nor unwritten.
+        """
         if entry.lease is not None and entry.size.tier is Tier.DISK:
             self._take_lease(entry)
 
-    # -- what is read -------------------------------------------------------------------------------
+    # -- reads --------------------------------------------------------------------------------------
 
     def start_read(self, entry: UnitEntry, lease: HostBuffer, priority: Priority) -> None:
+        """Starts the read of the newest weights of `entry` into `lease`, which the transfer owns from now on."""
         assert self._store is not None
         slot = self._store.newest[entry.index]
         future = self._store.read(entry.index, State.WEIGHT, slot, 0, lease.buffer, priority)
@@ -101,24 +129,28 @@ class HostCache:
         self._table.move(entry, Residency.READING)
 
     def finish_read(self, entry: UnitEntry) -> None:
-        """Wait for the read without the lock; whoever comes first delivers it."""
+        """Waits for the read of `entry` without the lock, then delivers it.
+
+        The first of several waiting threads delivers.
+        """
         transfer = entry.transfer
         assert transfer is not None
         failure: Exception | None = None
         try:
             with self._table.whole(), self._table.timeline.span(Row.WAITS, f"waits for read of {entry.size.title}"):
                 self._table.changed.without_lock(transfer.future.wait)
-        except Exception as error:  # after a Ctrl-C the read goes on, and somebody else will deliver it
+        except Exception as error:  # not KeyboardInterrupt: the read continues, and a later call delivers it
             failure = error
         if failure is not None:
             self._table.fail(failure, entry)
             raise failure
+        # Another thread may have delivered this read, and even started the next one, while the lock was released.
         if entry.transfer is transfer:
             entry.transfer, entry.lease = None, transfer.lease
             self._table.move(entry, Residency.HOST)
 
     def read_ahead(self, limits: Limits) -> None:
-        """Begin to read what the trace says comes next, as far as leases go round that hold nothing used sooner."""
+        """Starts reads of upcoming units, as far as host buffers reach that hold nothing used sooner."""
         entries, trace = self._table.entries, self._table.access_order
 
         def wanting(unit: int) -> bool:
@@ -135,21 +167,24 @@ class HostCache:
                 return
             self.start_read(entries[unit], lease, Priority.NORMAL)
 
-    # -- units too large for a lease ----------------------------------------------------------------
+    # -- units too large for a host buffer ----------------------------------------------------------
 
     def streams(self, entry: UnitEntry) -> bool:
-        """Whether two leases of this unit have no room, so that it comes from DISK to the device piece by piece."""
+        """Returns True if two host buffers of this size do not fit, so that the unit is streamed in chunks."""
         size = entry.size
         return size.tier is Tier.DISK and 2 * align_up(size.part_nbytes) > self._host.weights.space.nbytes
 
     def lease_nbytes(self, entry: UnitEntry) -> int:
-        """Bytes of a lease for this unit, or for a piece of it where it streams."""
+        """Returns the bytes of a host buffer for this unit, or for a chunk of the unit if it is streamed."""
         if self.streams(entry):
             return self._host.weights.space.nbytes // 2 // PAGE * PAGE
         return entry.size.part_nbytes
 
     def reader(self, entry: UnitEntry) -> Callable[[int, memoryview], Future]:
-        """What begins to read the newest partition, from a byte on, into a buffer. Needs no lock."""
+        """Returns a function that starts to read the newest partition from a byte offset into a buffer.
+
+        The returned function needs no lock: the slot is looked up now.
+        """
         store = self._store
         assert store is not None
         slot = store.newest[entry.index]
@@ -159,10 +194,10 @@ class HostCache:
 
         return read
 
-    # -- the end ------------------------------------------------------------------------------------
+    # -- shutdown -----------------------------------------------------------------------------------
 
     def give_cache(self, drop_spare: Callable[[], None]) -> None:
-        """See `Pager.give_cache`."""
+        """Evicts all host buffers of weights; see `Pager.give_cache`."""
         self._table.in_critical_section = True
         drop_spare()
         while not self._table.failure and self._host.weights.space.used_bytes:
@@ -178,7 +213,10 @@ class HostCache:
         self._table.in_critical_section = False
 
     def close(self) -> None:
-        """Wait for reads in flight; nobody needs them any more, and their errors have no meaning now."""
+        """Waits for reads in flight and releases their buffers.
+
+        Errors of these reads are ignored: no one needs the bytes.
+        """
         for entry in self._table.entries:
             if entry.transfer is not None:
                 transfer, entry.transfer = entry.transfer, None

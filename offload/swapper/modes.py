@@ -1,4 +1,4 @@
-"""The bytes of each state of a parameter, by mode: a precision of the weights and an optimizer's moments."""
+"""Dtypes of each state of a parameter, by mode: a precision of the weights and the moments of an optimizer."""
 
 from __future__ import annotations
 
@@ -11,47 +11,52 @@ from offload.states import State
 
 
 class Mode(NamedTuple):
-    """The dtype of the weights, what beside them makes an fp32 master, and what the optimizer keeps."""
+    """Precision of the weights, the states that complete a weight to its fp32 master, and the optimizer's moments."""
 
     precision: str
     optimizer: str
     weights: Mapping[State, torch.dtype]
-    """WEIGHT, and RESIDUAL or MASTER where a weight is not its own master."""
+    """WEIGHT, and MASTER_LOW_BITS or MASTER if the weight is not its own master."""
     moments: tuple[State, ...]
-    """fp32, in the order in which the kernel takes them; of TORCH, which has no kernel, all in one."""
+    """States of the optimizer, fp32, in the kernel's order of arguments. TORCH has no kernel: one state holds all."""
 
     @property
     def name(self) -> str:
-        """As stores and checkpoints have it: "bf16", or "bf16 lion"."""
+        """Returns the name in stores and checkpoints: "bf16", or "bf16 lion"."""
         return self.precision if self.optimizer == ADAM else f"{self.precision} {self.optimizer}"
 
     @property
     def states(self) -> dict[State, torch.dtype]:
-        """All of them, in the order in which they lie in a tile."""
+        """Returns the dtype of every state, in the order of the states in a tile."""
         return {**self.weights, **dict.fromkeys(self.moments, torch.float32)}
 
     @property
     def weight_dtype(self) -> torch.dtype:
+        """Returns the dtype of the weights."""
         return self.weights[State.WEIGHT]
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of all states of one trainable element, but for PACKED: 12 with Adam in bf16 and fp32, 14 in fp16."""
+        """Returns the bytes of all states of one trainable element, without PACKED.
+
+        With Adam: 12 in bf16 and fp32, 14 in fp16.
+        """
         return sum(dtype.itemsize for state, dtype in self.states.items() if state is not State.PACKED)
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""Of weights, by the names that configs have."""
+"""Dtypes of weights, by their names in configs."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What configs call one of `DTYPES`."""
+    """Returns the name in configs of one of `DTYPES`."""
     return next(name for name, each in DTYPES.items() if each is dtype)
 
 
 ADAM, LAMB, TORCH = "adam", "lamb", "torch"
+# States that hold the weights, by precision, and states that hold the moments, by optimizer. A mode is one of each.
 PRECISIONS: dict[str, dict[State, torch.dtype]] = {
-    # The master is weight and residual together, bit for bit: see kernels.split_master.
+    # Weight and low bits together give the fp32 master bit for bit: see kernels.split_master.
     "bf16": {State.WEIGHT: torch.bfloat16, State.MASTER_LOW_BITS: torch.int16},
     "fp16": {State.WEIGHT: torch.float16, State.MASTER: torch.float32},
     # The weight is its own master.

@@ -1,10 +1,10 @@
-"""What to bring before it is used, and what must go for it: pure decisions over the order of next uses.
+"""Pure decisions of the pager: units to prefetch, units to evict, and offsets on the device.
 
-    reads     what is used next, nearest first, as far as leases go round that hold nothing used sooner
-    uploads   the same with slices of the device, placed so that what is in use leaves room for any other unit
-    victims   whose next use is furthest from now (Belady's choice), as few as make room in one piece
+    reads     the next uses, nearest first, as far as host buffers reach that hold nothing used sooner
+    uploads   the same for device buffers, at offsets that leave room for any other unit beside the pinned ones
+    victims   the units whose next use is furthest away (Belady's choice), as few as free one contiguous block
 
-The pager carries them out on memory, `simulate` on numbers.
+The pager applies the decisions to memory, `simulate` applies them to numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from offload.swapper.memory.allocator import Allocator
 
 
 class Block(NamedTuple):
-    """Memory of a unit that may be taken from it."""
+    """Memory of a unit that may be evicted."""
 
     unit: int
     offset: int
@@ -26,23 +26,23 @@ class Block(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a config may ask for beside the budgets; in bytes of weights, None for what memory allows."""
+    """Limits that a config may set beside the budgets, in bytes of weights; None for no limit but memory."""
 
     ahead: int | None = None
-    """How much of what comes next is brought before its use: one unit at least, 0 for none."""
+    """Bytes of upcoming units that are prefetched: at least one unit, or none if 0."""
     reuse: int | None = None
-    """A unit leaves the device at its release if more than this is used before it is used again."""
+    """Bytes used before a unit's next use, above which the unit is evicted at its release."""
 
 
 class Eviction(NamedTuple):
-    """Where a unit may lie once the blocks of `victims` are given back."""
+    """Offset for a unit, free once the blocks of `victims` are freed."""
 
     offset: int
     victims: tuple[int, ...]
 
 
 class Floor(NamedTuple):
-    """The stretch in which units come and go, and the bytes of the largest beside the one to be placed."""
+    """Region [start, stop) in which units come and go, and the bytes of the largest unit but the one to place."""
 
     start: int
     stop: int
@@ -52,10 +52,17 @@ class Floor(NamedTuple):
 def victims(
     space: Allocator, nbytes: int, takeable: Sequence[Block], distance: Callable[[int], int], beyond: int = -1
 ) -> tuple[int, ...] | None:
-    """Units that must give their blocks so that `nbytes` fit in one piece, of those next used after `beyond` uses.
+    """Returns the units to evict so that `nbytes` fit in one contiguous block; None if no eviction suffices.
 
-    `distance` says after how many uses that is, of each unit. As few as do, furthest next use first; ties go to the
-    lowest index, so that equal traces give equal choices. None where not even all of them would do.
+    The unit with the furthest next use goes first, and as few go as suffice. Ties go to the lowest index, so that
+    equal orders give equal choices.
+
+    Args:
+        space: the allocator of the memory.
+        nbytes: bytes to be allocated.
+        takeable: blocks of the units that may be evicted.
+        distance: returns the number of uses before the next use of a unit.
+        beyond: only units whose distance is larger may be evicted; -1 for all of `takeable`.
     """
     if space.could_take(nbytes, ()):
         return ()
@@ -69,7 +76,9 @@ def victims(
             break
     else:
         return None
-    for block in reversed(going[:-1]):  # what does not lie beside the others need not go
+    # Eviction by distance also picks blocks that do not border on the others. Those need not go. The last block
+    # chosen is never spared: without it the first loop found no room.
+    for block in reversed(going[:-1]):
         fewer = [other for other in going if other is not block]
         if space.could_take(nbytes, (piece[1:] for piece in fewer)):
             going = fewer
@@ -79,13 +88,26 @@ def victims(
 def find_place(
     space: Allocator, nbytes: int, takeable: Sequence[Block], trace: AccessOrder, floor: Floor, beyond: int = -1
 ) -> Eviction | None:
-    """Where `nbytes` may lie, at the cost of blocks whose next use is after `beyond` uses; None where nowhere.
+    """Returns the best offset for `nbytes` and the units to evict for it; None if no offset is allowed.
 
-    What is in use cannot be moved, so it should not lie in the middle. First comes a place that leaves room for the
-    largest other unit when nothing else is in use any more: so two units have room at a time in what the two largest
-    take, whatever came and went; nothing is brought ahead elsewhere. Then one that leaves it now; then, that what goes
-    is used late, and that little goes.
-    With `space.scatter`, one of the places that are best in the first two is chosen by chance.
+    A unit in use cannot be moved, so it should not be placed in the middle. Offsets are ranked by, in this order:
+
+    1. The largest other unit fits beside this one once nothing else is in use. Two units then always fit into the
+       bytes of the two largest, whatever came and went before. A prefetch uses no other offset.
+    2. The largest other unit fits now, without a further eviction.
+    3. The evicted units are used late.
+    4. Few bytes are evicted.
+
+    With `space.scatter`, one of the offsets that are best in the first two and evict the fewest units is drawn at
+    random.
+
+    Args:
+        space: the allocator of the device arena.
+        nbytes: bytes of the unit.
+        takeable: blocks of the units that may be evicted.
+        trace: the access order.
+        floor: the region of units that come and go.
+        beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for a use on demand.
     """
     nbytes = align_up(max(nbytes, 1))
     stretches = space.stretches(block[1:] for block in takeable)
@@ -96,6 +118,8 @@ def find_place(
             continue
         elsewhere = next((length for length in _without(lengths, stop - start)), 0)
         inside = [block for block in takeable if start <= block.offset < stop]
+        # Best offsets touch the border of a region or of an evictable block; offsets between two borders only split
+        # the room.
         ends = {start, stop, *(b.offset for b in inside), *(b.offset + align_up(b.nbytes) for b in inside)}
         for offset in sorted({*ends, *(end - nbytes for end in ends)}):
             if offset < start or offset + nbytes > stop:
@@ -103,6 +127,8 @@ def find_place(
             going = [b for b in inside if b.offset < offset + nbytes and offset < b.offset + align_up(b.nbytes)]
             nearest = min((trace.distance(block.unit) for block in going), default=NEVER + 1)
             if nearest > beyond:
+                # The largest region that stays free: elsewhere, before or behind the unit. `alone` is the same
+                # question for the time when nothing else is in use.
                 left = max(elsewhere, offset - start, stop - offset - nbytes)
                 alone = max(offset - floor.start, floor.stop - offset - nbytes) >= floor.largest
                 if alone or beyond < 0:
@@ -117,7 +143,7 @@ def find_place(
 
 
 def _without(lengths: Sequence[int], one: int) -> Iterator[int]:
-    """`lengths` without `one` of them, once."""
+    """Yields `lengths` without the first item that equals `one`."""
     skipped = False
     for length in lengths:
         if length == one and not skipped:
@@ -129,11 +155,19 @@ def _without(lengths: Sequence[int], one: int) -> Iterator[int]:
 def next_to_fetch(
     trace: AccessOrder, nbytes: Callable[[int], int], wanting: Callable[[int], bool], limits: Limits
 ) -> int | None:
-    """The nearest unit within the limit that is `wanting` where it should be brought."""
+    """Returns the nearest upcoming unit within `limits.ahead` that `wanting` accepts; None if there is none.
+
+    Args:
+        trace: the access order.
+        nbytes: returns the bytes of a unit, as `limits.ahead` counts them.
+        wanting: returns True for a unit that is not yet at its goal.
+        limits: limits of the config.
+    """
     total = 0
     for unit in trace.upcoming():
         if limits.ahead is not None:
             total += nbytes(unit)
+            # One unit is always allowed, even if it alone exceeds the limit; a limit of 0 allows none.
             if total > limits.ahead and (total > nbytes(unit) or not limits.ahead):
                 return None
         if wanting(unit):
@@ -142,7 +176,14 @@ def next_to_fetch(
 
 
 def keeps(trace: AccessOrder, unit: int, nbytes: Callable[[int], int], limits: Limits) -> bool:
-    """Whether a unit that is released now stays on the device until its room is needed."""
+    """Returns True if a unit that is released now stays on the device until its room is needed.
+
+    Args:
+        trace: the access order.
+        unit: the unit that is released.
+        nbytes: returns the bytes of a unit, as `limits.reuse` counts them.
+        limits: limits of the config.
+    """
     if limits.reuse is None:
         return True
     if trace.distance(unit) >= NEVER:

@@ -1,38 +1,38 @@
-"""Where bytes are, and every way in which they may move.
+"""States of a unit's weights, and the transitions between them.
 
-The pager keeps one residency for each unit: that of its WEIGHT partition, the only state that travels
-whole. The other states stay at home; an update streams them through tiles and puts them back.
+The pager keeps one residency for each unit: that of this rank's WEIGHT partition, the only state that moves as one.
+The other states stay in their tier; an update streams them through tiles and writes them back.
 
-    state       what is true in it
+    state       invariant
     ---------   ---------------------------------------------------------------------------------
     DISK        The newest copy is in the store's newest slot and nowhere else.
-    READING     A lease is being filled from that slot; the entry's transfer owns lease and read.
-    HOST        A lease holds the newest copy, and no write of it is in flight: it is in the store too,
-                or HOST is its home. Unless it is home, the lease may be taken away for another unit.
-                With several ranks, a partition at home on the DEVICE is here too: at hand, not gathered.
-    WRITING     A lease holds the newest copy; its write to the store is in flight. The lease stays.
-    UPLOADING   The copy of a lease into a slice of the device arena, and the gather of what other ranks hold
-                of the unit, are being started by the thread that acquires. Of a unit that is too large for a
-                lease, piece after piece is being read and copied.
-    DEVICE      A slice holds the newest copy, or will when the event `uploaded` is done, until when the lease
-                is read. A lease may hold it as well (`lease is not None`): the write of an update may still
-                be in flight (`unwritten`), or there was room to keep it.
+    READING     A host buffer is being filled from that slot; the entry's transfer owns buffer and read.
+    HOST        A host buffer holds the newest copy, and no write of that copy is in flight: the store contains
+                it as well, or the unit's tier is HOST. If the tier is DISK, the buffer may be evicted.
+                With several ranks, a partition whose tier is DEVICE is HOST as well: at hand, not gathered.
+    WRITING     A host buffer holds the newest copy, whose write to the store is in flight. The buffer stays.
+    UPLOADING   The thread that acquires the unit is starting the copy from a host buffer to a device buffer, and
+                the gather of the other ranks' partitions. A unit that is too large for a host buffer is being
+                read and copied chunk by chunk.
+    DEVICE      A device buffer holds the newest copy, or will once the event `uploaded` is done; the host buffer
+                is read until then. A host buffer may hold the copy as well (`lease is not None`): the write of an
+                update may still be in flight (`unwritten`), or there was room to keep the buffer.
     FAILED      A read, write or kernel failed on this unit. Memory and store may disagree; nothing is
-                read from it again, and the store opens at its last committed step.
+                read from the unit again, and the store opens at its last committed step.
 
               start_read            finish_read             upload              upload
         DISK ────────────► READING ─────────────► HOST ───────────► UPLOADING ───────────► DEVICE
          ▲ │                                      ▲ ▲ │                  ▲                   │
-         │ │                              written │ │ │ publish          │ upload            │
-         │ │              publish                 │ │ ▼                  │                   │
+         │ │                              flushed │ │ │ weights_ready    │ upload            │
+         │ │           weights_ready              │ │ ▼                  │                   │
          │ └────────────────────────────────────► WRITING ───────────────┤                   │
          ├──────────────────────────── stream ───────────────────────────┘                   │
          ├──────────────── take_lease ────────────── HOST                                    │
-         └──────────────────────────────── drop: to WRITING or HOST where the lease is kept ◄┘
+         └───────────────────── drop: to WRITING or HOST if the host buffer is kept ◄────────┘
 
-A device copy is always clean: only an update writes weights, and only in HOST. So leaving the device
-is a drop and never a copy. `Table.move` is the one place that assigns a residency; it refuses every
-arrow that `ARROWS` does not list.
+A device copy is always clean: only an update writes weights, and only in HOST. Leaving the device is therefore a drop
+and never a copy. `UnitTable.move` is the only code that assigns a residency, and refuses every arrow that `ARROWS`
+does not list.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from typing import Final
 
 
 class Residency(enum.Enum):
-    """Where the newest copy of a unit's weights is now; the module's docstring says what each means."""
+    """Location of the newest copy of a unit's weights; the module's docstring defines each value."""
 
     DISK = "disk"
     READING = "reading"
@@ -67,10 +67,11 @@ ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
     (_R.DEVICE, _R.DISK): "drop",
     (_R.DEVICE, _R.HOST): "drop",
     (_R.DEVICE, _R.WRITING): "drop",
-    # An update's result: the newest copy is a fresh lease, or the other slot where none was free.
+    # An update's result: the newest copy is in a new host buffer, or in the other slot if no buffer was free.
     (_R.DISK, _R.WRITING): "weights_ready",
     (_R.HOST, _R.WRITING): "weights_ready",
     (_R.DISK, _R.HOST): "weights_ready",
+    # No transition leaves FAILED: the engine stops, and the next process opens the store at its last commit.
     **{(state, _R.FAILED): "fail" for state in _R if state is not _R.FAILED},
 }
-"""Every arrow that is allowed, with the function of the pager, or of a part of it, that performs it."""
+"""Every allowed transition, with the function of the pager (or of its host or device side) that performs it."""

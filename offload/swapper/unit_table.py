@@ -1,9 +1,9 @@
-"""The pager's table: the entries of all units, the order of their uses, and the one lock that guards all of it.
+"""The pager's table: the entries of all units, the access order, and the one lock that guards both.
 
-[Note: torn] A Ctrl-C may come between any two lines of the thread that runs the model. While it waits, for a lock, a
-read or an update, all is whole, and the call can be given up; that is where nearly all of its time goes. In between,
-`in_critical_section` is set. Where it still is at the next call, `Pager.check_whole` stops the engine, and the last
-commit is intact.
+[Note: critical section] A Ctrl-C may come between any two lines of the thread that runs the model. While that thread
+waits for a lock, a read or an update, which takes nearly all of its time, the table is consistent and the call can be
+abandoned. Between waits `in_critical_section` is set. If the flag is still set at the next call, `Pager.check_whole`
+stops the engine; the last commit is intact.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from offload.timeline import OFF, Row, Timeline
 
 
 class MemoryCounters:
-    """Counters of the bytes in use: of the device arena, and of each class of the host's leases."""
+    """Counters of the bytes in use: of the device arena, and of each class of the host arena."""
 
     def __init__(self, host: HostArena, device: DeviceArena, timeline: Timeline) -> None:
         self._host, self._device, self._timeline = host, device, timeline
         self._titles = {name: f"leases of {name}" for name in host.regions}
 
     def count(self) -> None:
-        """Records the counters as they are now. The lock of the pager is held."""
-        for name, region in self._host.regions.items():  # anew each time: a region changes when the cache is dropped
+        """Records the present values. The caller holds the pager's lock."""
+        # The regions are looked up at each call: `drop_cache` replaces one.
+        for name, region in self._host.regions.items():
             if region.space.nbytes:
                 self._timeline.count(self._titles[name], region.space.used_bytes)
         self._timeline.count("device memory", self._device.used_bytes)
 
 
 class UnitTable:
-    """What all parts of the pager share. The methods are for the thread that holds the lock, but for `check`."""
+    """State that all components of the pager share. The caller of a method holds the lock, except for `check`."""
 
     def __init__(
         self,
@@ -52,67 +53,77 @@ class UnitTable:
         timeline: Timeline = OFF,
         memory: MemoryCounters | None = None,
     ) -> None:
-        """Makes an entry for each unit.
+        """Creates an entry for each unit.
 
         Args:
-            sizes: the units.
-            committed: returns whether the store holds a commit, for the text of an error.
-            timeline: shows the waits.
-            memory: is counted at each change; None where nothing records it.
+            sizes: sizes of the units, by index.
+            committed: returns True if the store holds a commit, for the text of an error.
+            timeline: records the waits.
+            memory: counters to record at each change; None if nothing records them.
         """
         self.changed = InterruptibleLock()
-        self.version = 0  # counts changes, so that a waiter can tell whether it missed one
+        # Counts changes, so that a waiter can tell if it missed one.
+        self.version = 0
         self.entries = [UnitEntry(index, size, size.start) for index, size in enumerate(sizes)]
         self.access_order = AccessOrder()
         self.timeline = timeline
         self._memory = memory
         self.failure: BaseException | None = None
         self.in_critical_section = False
-        """Whether the caller's thread is in the middle of a change; see [Note: torn]."""
+        """True while the caller's thread is in the middle of a change; see [Note: critical section]."""
         self._committed = committed
         self.rewritten = False
-        """Whether bytes that the last commit names were written over, by a load that is not committed yet."""
+        """True if a load that is not committed yet has overwritten bytes that the last commit names."""
 
     def move(self, entry: UnitEntry, to: Residency) -> None:
-        """The one place that assigns a residency."""
+        """Assigns a residency and notifies all waiters. No other code assigns one."""
         assert (entry.residency, to) in ARROWS, f"{entry.size.name}: {entry.residency} to {to}"
         entry.residency = to
         self.notify()
 
     def notify(self) -> None:
-        """Tell all waiters of a change."""
+        """Wakes all threads that wait for a change."""
         if self._memory is not None:
             self._memory.count()
         self.version += 1
+        # One condition serves all kinds of waits, so each waiter checks again for its own.
         self.changed.notify_all()
 
     def wait(self, what: str) -> None:
-        """Wait for a change; `what` is for the time line. What the lock guards is whole meanwhile."""
+        """Waits for a change without the lock. The table must be consistent; `what` is the title on the time line."""
+        # The flag is restored, not set: a thread that serves a gather of another rank waits here with the flag unset.
         in_critical_section, self.in_critical_section = (
             self.in_critical_section,
             False,
-        )  # whoever serves another rank may not be in the middle of anything
+        )
         with self.timeline.span(Row.WAITS, what):
             self.changed.wait()
         self.in_critical_section = in_critical_section
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """What the lock guards is whole in here: for a wait of another kind."""
+        """Clears `in_critical_section` for the body: a wait of another kind, during which the table is consistent."""
         in_critical_section, self.in_critical_section = self.in_critical_section, False
+        # No `finally`: after an exception the flag stays False, since the caller abandons the call during the wait.
         yield
         self.in_critical_section = in_critical_section
 
     def fail(self, error: BaseException, entry: UnitEntry | None = None) -> None:
-        """Stop: every waiter and every later `check` raises `EngineFailed` from the first such `error`."""
+        """Stops the engine: every waiter and every later `check` raises `EngineFailed` from the first `error`.
+
+        Args:
+            error: the cause.
+            entry: the unit that failed, whose residency becomes FAILED; None if no unit is involved.
+        """
         if entry is not None and entry.residency is not Residency.FAILED:
             self.move(entry, Residency.FAILED)
+        # The first error is the cause; later ones are consequences.
         if self.failure is None:
             self.failure = error
         self.notify()
 
     def check(self) -> None:
-        """Raise `EngineFailed`, with its cause, after `fail`."""
+        """Raises `EngineFailed`, with its cause, after `fail`. May be called without the lock."""
         if self.failure is not None:
             raise EngineFailed(
                 f"the engine stopped at an earlier error: {self.failure}; {_what_is_left(self, self._committed())}"
@@ -120,7 +131,7 @@ class UnitTable:
 
 
 def _what_is_left(table: UnitTable, committed: bool) -> str:
-    """What a later process can go on from, after the table's failure."""
+    """Returns a sentence about the state from which a later process can resume, after the table's failure."""
     if not committed:
         return "nothing was committed, so start again, or from a checkpoint"
     if table.rewritten:
@@ -129,6 +140,7 @@ def _what_is_left(table: UnitTable, committed: bool) -> str:
             "load the checkpoint again"
         )
     error = table.failure
+    # A checksum that differs (EBADMSG) may be the cause of the error that arrived here.
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.EBADMSG:
             return (
@@ -140,40 +152,40 @@ def _what_is_left(table: UnitTable, committed: bool) -> str:
 
 
 class UnitSize(NamedTuple):
-    """What the pager must know of a unit."""
+    """Sizes of a unit, and the tier of its WEIGHT partition."""
 
     name: str
     nbytes: int
-    """Bytes of all its weights, as they lie on the device."""
+    """Bytes of all weights of the unit, as laid out on the device."""
     tier: Tier
     share: tuple[range, ...]
-    """Which of these bytes are this rank's WEIGHT partition, in the order in which they lie there."""
+    """Byte ranges of the unit that form this rank's WEIGHT partition, in the order of the partition's bytes."""
 
     @property
     def title(self) -> str:
-        """The name, for words."""
+        """Returns the name for messages; the root module's unit has an empty name."""
         return self.name or "the root"
 
     @property
     def part_nbytes(self) -> int:
-        """Bytes of this rank's WEIGHT partition."""
+        """Returns the bytes of this rank's WEIGHT partition."""
         return sum(len(stretch) for stretch in self.share)
 
     @property
     def stays(self) -> bool:
-        """Whether the slice on the device is the home: one rank has the whole unit, and that is where it lives."""
+        """True if the unit never leaves the device: its tier is DEVICE, and this rank's partition is the whole unit."""
         return self.tier is Tier.DEVICE and self.part_nbytes == self.nbytes
 
     @property
     def start(self) -> Residency:
-        """Where the weights are before the first use."""
+        """Returns the residency before the first use."""
         if self.tier is Tier.DISK:
             return Residency.DISK
         return Residency.DEVICE if self.stays else Residency.HOST
 
 
 class Transfer(NamedTuple):
-    """A read in flight, with the lease that it fills."""
+    """A read in flight, with the host buffer that the read fills."""
 
     lease: HostBuffer
     future: Future
@@ -181,7 +193,7 @@ class Transfer(NamedTuple):
 
 @dataclass(eq=False)
 class UnitEntry:
-    """One unit's weights. Only the pager touches it, under the lock; only `UnitTable.move` assigns the residency."""
+    """Weights of one unit. Only the pager uses an entry, under the lock; `UnitTable.move` alone sets the residency."""
 
     index: int
     size: UnitSize
@@ -189,21 +201,24 @@ class UnitEntry:
     lease: HostBuffer | None = None
     slice: DeviceBuffer | None = None
     tier_buffer: DeviceBuffer | None = None
-    """The partition's home on the device, where a unit that is in use lies elsewhere, gathered from all ranks."""
+    """Buffer of the partition if its tier is DEVICE.
+
+    With several ranks, the gathered unit has another buffer, `slice`.
+    """
     transfer: Transfer | None = None
     copied: Event = DONE
-    """The end of the last copy out of the lease, or out of the home on the device."""
+    """End of the last copy out of the host buffer, or out of `tier_buffer`."""
     uploaded: Event = DONE
-    """When the slice is filled: after that copy, and with several ranks the gather."""
+    """Event after which the device buffer is filled: after `copied`, and with several ranks after the gather."""
     read: Event = DONE
-    """The last compute that was started on the slice."""
+    """End of the last compute that reads the device buffer."""
     pins: int = 0
-    """Uses on the device that have begun and not ended; a pinned unit is never dropped."""
+    """Number of open uses on the device. A pinned unit is never dropped."""
     updating: bool = False
-    """An update is scheduled and not delivered: nobody may read these weights."""
+    """True until the result of a scheduled update is ready: no thread may read these weights."""
     in_update: bool = False
-    """The update worker has begun with it: the lease must stay."""
+    """True once the update worker has begun with the unit: the host buffer must stay."""
     unwritten: bool = False
-    """The lease's write to the store is in flight: the lease must stay."""
+    """True while the write of the host buffer to the store is in flight: the host buffer must stay."""
     updates: int = 0
-    """How often the weights have changed; a view saved before a change must not be read after it."""
+    """Number of changes of the weights so far. A view saved before a change must not be read after the change."""

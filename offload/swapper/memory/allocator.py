@@ -1,4 +1,4 @@
-"""Offsets within a stretch of memory: what is free, what could be."""
+"""Allocator of offsets within a region of memory, and queries about its free blocks."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from offload.sizes import PAGE, align_up
 
 
 class Allocator:
-    """Offsets within `nbytes` bytes: best fit, neighbours coalesce, steps of 4096 bytes.
+    """Best-fit allocator of offsets within `nbytes` bytes, in steps of 4096 bytes. Free neighbours are merged.
 
-    With `scatter`, each block lies at a random end of a random hole that fits: first fit returns to the same address so
-    often that a stale view goes unseen.
+    With `scatter`, each block is placed at a random end of a random hole that fits. Best fit returns to the same
+    address so often that a stale view would go unnoticed.
     """
 
     def __init__(self, nbytes: int, scatter: random.Random | None = None) -> None:
         self.nbytes = nbytes
         self.used_bytes = self.peak_bytes = 0
         self.scatter = scatter
-        self._holes: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # (start, stop), sorted
+        # (start, stop) of each free block, sorted and never adjacent: `give` merges neighbours.
+        self._holes: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []
         self._stop = nbytes
 
     def add(self, nbytes: int) -> int:
-        """One more free stretch, behind all others and apart from them: no block lies in two. Where it starts."""
+        """Adds a free region behind all others and returns its start.
+
+        A gap keeps any block from spanning two regions.
+        """
         start = align_up(self._stop) + PAGE
         self._stop = start + nbytes
         self.nbytes += nbytes
@@ -32,7 +36,7 @@ class Allocator:
         return start
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of a free block, or None where no hole is large enough."""
+        """Allocates a block and returns its offset; None if no hole is large enough."""
         nbytes = align_up(max(nbytes, 1))
         fitting = [hole for hole in self._holes if hole[1] - hole[0] >= nbytes]
         if not fitting:
@@ -46,7 +50,7 @@ class Allocator:
         return offset
 
     def take_at(self, offset: int, nbytes: int) -> None:
-        """Take the block of `nbytes` at `offset`, which is free."""
+        """Allocates the block of `nbytes` at `offset`, which must be free."""
         nbytes = align_up(max(nbytes, 1))
         hole = next(hole for hole in self._holes if hole[0] <= offset and offset + nbytes <= hole[1])
         self._holes.remove(hole)
@@ -57,7 +61,7 @@ class Allocator:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def stretches(self, given: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
-        """What would be free, (start, stop), if the blocks `given`, (offset, nbytes), were returned."""
+        """Returns the free regions, (start, stop), as if the blocks `given`, (offset, nbytes), were freed."""
         found: list[tuple[int, int]] = []
         for start, stop in sorted([*self._holes, *((at, at + align_up(max(size, 1))) for at, size in given)]):
             if found and found[-1][1] == start:
@@ -67,17 +71,18 @@ class Allocator:
         return found
 
     def could_take(self, nbytes: int, given: Iterable[tuple[int, int]]) -> bool:
-        """Whether `take` would find a block if the blocks `given`, (offset, nbytes), were returned before."""
+        """Returns True if `take` would find a block after the blocks `given`, (offset, nbytes), were freed."""
         return any(stop - start >= align_up(max(nbytes, 1)) for start, stop in self.stretches(given))
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Return a block that `take` gave, with the same `nbytes`."""
+        """Frees a block that `take` returned, with the same `nbytes`."""
         nbytes = align_up(max(nbytes, 1))
         start, stop = offset, offset + nbytes
         position = bisect_left(self._holes, (start, stop))
         before = self._holes[position - 1] if position else (-1, -1)
         after = self._holes[position] if position < len(self._holes) else (-1, -1)
         assert before[1] <= start and (after[0] == -1 or stop <= after[0]), "a block was returned twice"
+        # The hole after the block is merged first: its index would shift if the hole before were removed first.
         if after[0] == stop:
             stop = after[1]
             del self._holes[position]

@@ -1,17 +1,18 @@
-"""The compute device: all of its streams, events and copies are in here.
+"""The compute device, with all of its streams, events and copies.
 
-Four streams run beside each other. *compute* is the stream on which the calling thread gives work to torch; *upload*
-brings weights, *download* takes gradients and updated states away, *update* has the optimizer's kernels where states
-live on the device. Work on one stream is ordered; between streams it is ordered by events alone:
+Four streams run concurrently. *compute* is the stream to which the calling thread submits work through torch. *upload*
+copies weights to the device, *download* copies gradients and updated states from the device, and *update* runs the
+optimizer's kernels for states on the device. Work on one stream is ordered. Work on two streams is ordered by events
+alone:
 
-    upload     waits for the last compute that read the place it writes to (`after`)
-    compute    waits for the upload of what it reads (`hold`)
-    download   waits for the compute that made what it reads (`after`)
-    update     waits for nothing: who gives it work knows that what it reads and writes is done
+    upload     waits for the last compute that reads the memory to be overwritten (`after`)
+    compute    waits for the upload of the bytes that it reads (`hold`)
+    download   waits for the compute that produces the bytes that it reads (`after`)
+    update     waits for nothing: the submitting thread knows that its operands are ready
     host       waits for a copy before it reads or reuses host memory, and for an update (`Event.wait`)
 
-Who starts a copy keeps both of its memories as they are until the copy's event is done. On a CPU device the same
-calls copy at once, and compute waits by blocking the thread that is about to start it.
+The caller that starts a copy keeps source and destination unchanged until the copy's event is done. On a CPU device
+the same calls copy at once, and compute waits by blocking the thread that is about to start it.
 """
 
 from __future__ import annotations
@@ -35,29 +36,31 @@ from offload.sizes import GIB, PAGE, align_up, count_of, format_size
 logger = logging.getLogger("offload")
 
 PIECE = GIB
-"""Bytes of host memory that CUDA is asked to pin at a time: where it refuses one, what it granted before stays."""
+"""Bytes of host memory that one call of CUDA pins: if CUDA refuses a call, the memory pinned before stays pinned."""
 
 
 class Event(Protocol):
     """A point in the work of a stream."""
 
     def done(self) -> bool:
-        """Whether everything before it has been carried out."""
+        """Returns True if all work before the event is complete."""
 
     def wait(self) -> None:
-        """Block the calling thread until then."""
+        """Blocks the calling thread until all work before the event is complete."""
 
 
 class DeviceRoom(NamedTuple):
     """Bytes of a device's memory that are not in use."""
 
     free: int
-    """Nobody has them, and this process may take them."""
+    """Unallocated bytes that this process may still allocate."""
     kept: int
-    """torch has them, for what was freed: after a step, what its activations took at most."""
+    """Bytes that torch caches of freed tensors: after a step, the peak of the step's activations."""
 
 
 class _Done:
+    """Event of work that was complete when the call returned."""
+
     def done(self) -> bool:
         return True
 
@@ -69,9 +72,9 @@ DONE: Event = _Done()
 
 
 class Device:
-    """A device on which compute is done by the time that torch returns: the CPU. Any thread may call it.
+    """A device that has completed its compute by the time that torch returns: the CPU. Any thread may call it.
 
-    "Device memory" is ordinary memory here, that kernels may work on in place (`host_addressable`).
+    "Device memory" is ordinary memory here, on which kernels may work in place (`host_addressable`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,84 +82,86 @@ class Device:
         self.host_addressable = True
 
     def free_bytes(self) -> int:
-        """What this process may still allocate of its memory: also what torch keeps for later."""
+        """Returns the bytes of device memory that this process may still allocate, with those that torch caches."""
         return sum(self.room())
 
     def room(self) -> DeviceRoom:
-        """What of its memory is not in use; nothing where it has none but the host's."""
+        """Returns the bytes of device memory that are not in use; zeros for a device without memory of its own."""
         return DeviceRoom(0, 0)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 of its memory. Raises torch's error, or `OSError`, where that is not free."""
-        # On 2 MiB pages, as the host arena: a step of 1B parameters that are all here takes an eighth less.
+        """Allocates (nbytes,) uint8 of device memory. Raises torch's error, or `OSError`, if not enough is free."""
+        # On pages of 2 MiB, as the host arena: a step of 1B parameters, all in this memory, takes an eighth less time.
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(aligned_empty(nbytes), dtype=torch.uint8)
 
     def register(self, memory: torch.Tensor) -> int:
-        """Prepare `memory`, (nbytes,) uint8 of `aligned_empty` that nobody has touched yet, for copies.
+        """Prepares `memory`, (nbytes,) uint8 of `aligned_empty` that was not written yet, for fast copies.
 
-        Returns how many bytes, from its start, are pinned now: on a CPU none, and none need to be.
+        Returns the number of bytes, from its start, that are now pinned: 0 on a CPU, which needs none.
         """
         return 0
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Wait for copies under way and undo `register`, before the memory is freed."""
+        """Waits for copies in flight and undoes `register`, before the memory is freed."""
 
     def upload(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
-        """destination[:] = source, (nbytes,) uint8 of device and host, once `after` are done."""
+        """Starts destination[:] = source, (nbytes,) uint8 of device and host, after `after`; returns its event."""
         for event in after:
             event.wait()
         destination.copy_(source)
         return DONE
 
     def download(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
-        """destination[:] = source, (nbytes,) uint8 of host and device, once `after` are done."""
+        """Starts destination[:] = source, (nbytes,) uint8 of host and device, after `after`; returns its event."""
         for event in after:
             event.wait()
         destination.copy_(source)
         return DONE
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """destination[:] = source, (nbytes,) uint8 on either side, at once: for threads that may block."""
+        """Copies destination[:] = source, (nbytes,) uint8, either way, and waits: for threads that may block."""
         (self.upload if destination.device == self.torch else self.download)(destination, source).wait()
 
     def computed(self) -> Event:
-        """All compute that the calling thread has started so far."""
+        """Returns the event of all compute that the calling thread has started so far."""
         return DONE
 
     def hold(self, event: Event) -> None:
-        """Compute that the calling thread starts from now on waits for `event`."""
+        """Makes compute that the calling thread starts from now on wait for `event`; on a GPU the thread continues."""
         event.wait()
 
     @contextlib.contextmanager
     def uploading(self) -> Iterator[None]:
-        """What torch is told to do in here is done on the upload stream."""
+        """Submits torch's work in the body to the upload stream."""
         yield
 
     def uploaded(self) -> Event:
-        """All work that was given to the upload stream so far."""
+        """Returns the event of all work submitted to the upload stream so far."""
         return DONE
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """Kernels that are started in here run on the update stream."""
+        """Submits kernels that the body starts to the update stream."""
         yield
 
     def updated(self) -> Event:
-        """All work that was given to the update stream so far."""
+        """Returns the event of all work submitted to the update stream so far."""
         return DONE
 
     def synchronize(self) -> None:
-        """Block until all streams are idle."""
+        """Blocks until all streams are idle."""
 
     def enter_thread(self) -> None:
-        """Called first by a thread of ours that copies."""
+        """Prepares the calling thread for copies. Each of the library's threads that copies calls this first."""
 
 
 class _CudaEvent:
+    """Event recorded at the present end of a CUDA stream."""
+
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        # Blocking: who waits for it sleeps, and leaves the cores to the kernels.
+        # Blocking: a thread that waits sleeps instead of spinning, and leaves its core to the update kernels.
         self.event = stream.record_event(torch.cuda.Event(blocking=True))
 
     def done(self) -> bool:
@@ -167,9 +172,9 @@ class _CudaEvent:
 
 
 class CudaDevice(Device):
-    """A CUDA GPU. Copies between it and host memory that `register` pinned go at the speed of the bus.
+    """A CUDA GPU. Copies between the GPU and host memory that `register` pinned run at the speed of the bus.
 
-    Copies of other host memory are right too; they take longer, and the thread that starts one may wait for it.
+    Copies of other host memory are correct as well, but slower, and the thread that starts one may block.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -179,14 +184,14 @@ class CudaDevice(Device):
         self._download = torch.cuda.Stream(device)
         self._update = torch.cuda.Stream(device)
         self._pinned: dict[int, list[tuple[int, int]]] = {}
-        """The pinned pieces, (first, last) address, of each registered memory by its address."""
+        """The pinned pieces, (first, last) address, of each registered memory, by the address of the memory."""
         self._borders: tuple[int, ...] = ()
-        """Addresses where a pinned piece begins or ends, ascending."""
+        """Addresses at which a pinned piece begins or ends, ascending."""
 
     def room(self) -> DeviceRoom:
         free, total = torch.cuda.mem_get_info(self.torch)
         reserved = torch.cuda.memory_reserved(self.torch)
-        limit = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # torch 2.6 cannot say
+        limit = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # torch 2.6 lacks the getter
         free = min(free, int(limit(self.torch) * total) - reserved)
         return DeviceRoom(max(free, 0), reserved - torch.cuda.memory_allocated(self.torch))
 
@@ -194,20 +199,23 @@ class CudaDevice(Device):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
 
     def register(self, memory: torch.Tensor) -> int:
-        """Lay `memory` on the NUMA node of the GPU and pin it; one warning where CUDA refuses a part of it."""
+        """Places `memory` on the NUMA node of the GPU and pins it; logs one warning if CUDA refuses a piece."""
         start, nbytes = memory.data_ptr(), memory.numel()
         if not nbytes:
             return 0
         assert start % PAGE == 0 and start not in self._pinned, "memory of whole pages is registered once"
+        # A copy from memory of another NUMA node crosses the link between the sockets.
         node = memory_node(torch.cuda.get_device_properties(self.torch))
         if node is not None:
-            prefer_node(memory.numpy().data, node)  # before pinning, which is the first touch
+            # Before pinning: the first touch allocates the pages, and pinning is the first touch.
+            prefer_node(memory.numpy().data, node)
         cudart: Any = torch.cuda.cudart()
         pieces = self._pinned[start] = []
         refusal = None
         try:
             for first, last in cut(start, start + align_up(nbytes), range(start, start + nbytes, PIECE)):
-                pieces.append((first, last))  # before it is pinned: Ctrl-C may come between any two lines
+                # Noted before the call: a Ctrl-C may come between any two lines, and a pinned piece must not be lost.
+                pieces.append((first, last))
                 refusal = self._refusal(cudart.cudaHostRegister(first, last - first, 0))
                 if refusal is not None:
                     pieces.pop()
@@ -232,12 +240,13 @@ class CudaDevice(Device):
         return pinned
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Raises `RuntimeError` after a fault of the GPU, or where CUDA refuses, when all pieces were tried."""
+        """Waits for copies in flight and unpins all pieces. Raises `RuntimeError` last if the GPU or CUDA failed."""
         if not memory.numel():
             return
         refusals = []
         try:
-            self.synchronize()  # the end of an engine: a copy that nobody waits for may still be under way
+            # At the end of an engine a copy may still be in flight for which no thread waits.
+            self.synchronize()
         finally:
             cudart: Any = torch.cuda.cudart()
             pieces = self._pinned.get(memory.data_ptr(), [])
@@ -252,17 +261,18 @@ class CudaDevice(Device):
             raise RuntimeError(f"CUDA does not unpin {len(refusals)} pieces of host memory: {refusals[0]}")
 
     def _refusal(self, result: Any) -> str | None:
-        """CUDA's words for the `result` of a call of its runtime; None where it did what it was asked."""
+        """Returns CUDA's message for the `result` of a call of its runtime; None if the call succeeded."""
         if int(result) == 0:
             return None
-        # CUDA keeps the error for whoever asks next for the last one: torch after its next kernel, which would seem to
-        # have failed. So that kernel is one of no use.
+        # CUDA also stores the error as its last one. Torch asks for the last error after its next kernel, which would
+        # then seem to have failed. A kernel without use takes that error here.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self.torch)
         cudart: Any = torch.cuda.cudart()
         return f"{cudart.cudaGetErrorString(result)} (CUDA error {int(result)})"
 
     def _find_borders(self) -> None:
+        """Updates `_borders` after a change of the pinned pieces."""
         self._borders = tuple(sorted({end for pieces in self._pinned.values() for piece in pieces for end in piece}))
 
     def upload(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
@@ -279,11 +289,12 @@ class CudaDevice(Device):
         after: Sequence[Event],
         host: torch.Tensor,
     ) -> Event:
+        """Starts a copy on `stream` after `after`; `host` is the one of the two (nbytes,) tensors in host memory."""
         address = host.data_ptr()
         with torch.cuda.stream(stream):
             for event in after:
                 self._order(stream, event)
-            # CUDA refuses a copy whose host memory lies in two pinned pieces, or in one and beside it.
+            # CUDA refuses a copy whose host memory spans two pinned pieces, or a pinned piece and unpinned memory.
             for first, last in cut(address, address + host.nbytes, self._borders):
                 part = slice(first - address, last - address)
                 destination.view(torch.uint8)[part].copy_(source.view(torch.uint8)[part], non_blocking=True)
@@ -297,7 +308,9 @@ class CudaDevice(Device):
 
     @staticmethod
     def _order(stream: torch.cuda.Stream, event: Event) -> None:
+        """Makes `stream` wait for `event`: on the GPU for an event of CUDA, else by blocking the calling thread."""
         if isinstance(event, _CudaEvent):
+            # Ordered on the GPU: the host thread continues.
             stream.wait_event(event.event)
         else:
             event.wait()
@@ -322,19 +335,20 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch)
 
     def enter_thread(self) -> None:
-        torch.cuda.set_device(self.torch)  # else the thread is on the first GPU, and makes a context there
+        # The current GPU is a setting of each thread. Without this call the thread would create a context on GPU 0.
+        torch.cuda.set_device(self.torch)
 
 
 def cut(start: int, stop: int, borders: Sequence[int]) -> list[tuple[int, int]]:
-    """The stretches that make up [start, stop), none of which has one of `borders`, ascending, inside of it."""
+    """Returns [start, stop) cut at all `borders`, ascending, that are inside."""
     inside = borders[bisect_right(borders, start) : bisect_left(borders, stop)]
     return list(pairwise((start, *inside, stop)))
 
 
 def memory_node(gpu: Any, folder: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The NUMA node that is next to a GPU, of which torch's properties are given.
+    """Returns the NUMA node next to the GPU with torch's properties `gpu`.
 
-    None on a machine of one node, and where the system or an older torch does not say.
+    None on a machine of one node, and if the system or an older torch does not report the node.
     """
     place = pci_address(gpu)
     try:
@@ -345,7 +359,7 @@ def memory_node(gpu: Any, folder: Path = Path("/sys/bus/pci/devices")) -> int | 
 
 
 def pci_address(gpu: Any) -> str | None:
-    """Where a GPU, of which torch's properties are given, is on the bus; None of an older torch."""
+    """Returns the PCI address of the GPU with torch's properties `gpu`; None if torch is too old to report it."""
     try:
         return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     except AttributeError:
@@ -353,14 +367,14 @@ def pci_address(gpu: Any) -> str | None:
 
 
 def compute_device(name: str, setting: str = '"device"') -> torch.device:
-    """Returns the device that this process computes on; of several GPUs the one of its LOCAL_RANK, made the current.
+    """Returns the device that this process computes on; of several GPUs, makes that of LOCAL_RANK the current one.
 
     Args:
-        name: "auto", "cpu" or "cuda"; "auto" is a GPU where torch finds one.
-        setting: what the user gave the name to, for the message of an error.
+        name: "auto", "cpu" or "cuda"; "auto" is a GPU if torch finds one.
+        setting: the user's name for the setting, for error messages.
 
     Raises:
-        ConfigError: where there is no such device.
+        ConfigError: if the name is unknown, or if the device does not exist.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"there is no device {name!r}: expected auto, cpu, cuda")
@@ -369,7 +383,8 @@ def compute_device(name: str, setting: str = '"device"') -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if count > 1 and torch.cuda.current_device() == 0:  # torchrun shows all to each; other launchers show one
+    # torchrun shows all GPUs to each process, other launchers show one. A current device other than 0 is the user's.
+    if count > 1 and torch.cuda.current_device() == 0:
         if local >= count:
             raise ConfigError(
                 f"LOCAL_RANK is {local}, but torch finds {count_of(count, 'CUDA device')}; start as many processes"
@@ -380,5 +395,5 @@ def compute_device(name: str, setting: str = '"device"') -> torch.device:
 
 @functools.cache
 def open_device(device: torch.device) -> Device:
-    """The device object of a torch device, the same one for all engines of a process."""
+    """Returns the device object of a torch device, the same one for all engines of a process."""
     return CudaDevice(device) if device.type == "cuda" else Device(device)

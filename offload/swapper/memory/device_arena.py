@@ -1,4 +1,4 @@
-"""Device memory of fixed size, cut into slices. Not thread-safe: the pager's lock guards every call."""
+"""Device memory of fixed size, divided into device buffers. Not thread-safe: the pager's lock guards every call."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from offload.swapper.memory.device import Device, Event
 
 
 class DeviceBuffer(NamedTuple):
-    """A stretch of the device arena that holds one unit's weights."""
+    """A block of the device arena that holds one unit's weights."""
 
     offset: int
     nbytes: int
     after: tuple[Event, ...]
-    """What must be done before it is written."""
+    """Events that must be done before the block is written."""
 
 
 class DeviceArena:
-    """One allocation on the compute device, or two once it has grown, within which every unit's weights come and go.
+    """Device memory of all weights: one allocation, or several once the arena has grown, in which units come and go.
 
-    A slice may be given back while compute that reads it is still under way: who takes its place next writes there
-    after the events in `DeviceBuffer.after`. With `poison`, freed slices are filled with NaN and slices lie at random
-    places, so that a stale view shows itself.
+    A buffer may be freed while compute that reads the buffer is in flight: the next owner of the memory writes after
+    the events in `DeviceBuffer.after`. With `poison`, freed buffers are filled with NaN and buffers are placed at
+    random offsets, so that a use of a stale view is noticed.
     """
 
     def __init__(self, nbytes: int, device: Device, poison: bool = False) -> None:
@@ -36,11 +36,12 @@ class DeviceArena:
         self._device = device
         self.space = Allocator(nbytes, random.Random(0) if poison else None)
         self._readers: list[tuple[int, int, Event]] = []
-        """Stretches that were given back, and when the last compute that reads them is done."""
+        """Freed byte ranges, and the event after which no upload writes and no compute reads them."""
         self.pieces = [(0, self._allocate(nbytes))]
-        """Where each allocation starts among the offsets, and its (nbytes,) uint8; ascending."""
+        """Start offset of each allocation and its (nbytes,) uint8, ascending."""
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
+        """Allocates device memory; raises `BudgetError` if the device has not enough."""
         try:
             return self._device.allocate(nbytes)
         except (torch.OutOfMemoryError, OSError) as error:
@@ -50,36 +51,43 @@ class DeviceArena:
             ) from error
 
     def grow(self, nbytes: int) -> tuple[int, int]:
-        """Have `nbytes` more, in one piece: where they start and end. Raises `BudgetError` where they are not free."""
+        """Adds `nbytes` in one piece and returns their start and end.
+
+        Raises `BudgetError` if the device has not enough.
+        """
         memory = self._allocate(nbytes)
         start = self.space.add(nbytes)
         self.pieces.append((start, memory))
-        # torch may give memory that compute under way still uses: for torch that is in order, for an upload it is not.
+        # Torch may reuse memory that compute in flight still reads. That is safe on the compute stream, but not for an
+        # upload, whose stream must first wait for that compute.
         self._readers.append((start, start + nbytes, self._device.computed()))
         self.nbytes += nbytes
         return start, start + nbytes
 
     @property
     def used_bytes(self) -> int:
+        """Returns the bytes of all allocated buffers."""
         return self.space.used_bytes
 
     def take(self, nbytes: int) -> DeviceBuffer | None:
-        """A slice, or None where no hole is large enough."""
+        """Allocates a buffer; None if no hole is large enough."""
         offset = self.space.take(nbytes)
         return None if offset is None else self._slice(offset, nbytes)
 
     def keep(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 that stays taken; the arena was sized for it."""
+        """Allocates (nbytes,) uint8 that are never freed; the arena was sized for them."""
         piece = self.take(nbytes)
         assert piece is not None, "the device arena was sized for what stays there"
         return self.view(piece)
 
     def take_at(self, offset: int, nbytes: int) -> DeviceBuffer:
-        """The slice at `offset`, which is free."""
+        """Allocates the buffer at `offset`, which must be free."""
         self.space.take_at(offset, nbytes)
         return self._slice(offset, nbytes)
 
     def _slice(self, offset: int, nbytes: int) -> DeviceBuffer:
+        """Returns the buffer, with the events in flight of all earlier owners of its bytes."""
+        # Events that are done need no wait, and dropping them keeps the list short.
         self._readers = [reader for reader in self._readers if not reader[2].done()]
         stop = offset + nbytes
         return DeviceBuffer(
@@ -87,11 +95,19 @@ class DeviceArena:
         )
 
     def give(self, piece: DeviceBuffer, written: Event, read: Event) -> None:
-        """Return a slice; `written` and `read` end the last upload into it and the last compute that reads it."""
+        """Frees a buffer.
+
+        Args:
+            piece: the buffer.
+            written: the event of the last upload into the buffer.
+            read: the event of the last compute that reads the buffer.
+        """
         if self.poison:
+            # The fill runs on the compute stream, so it must come after the upload and after compute of other
+            # threads.
             self._device.hold(written)
             self._device.hold(read)
-            self.view(piece).view(torch.int16).fill_(0x7FFF)  # a NaN as bf16, and pairwise as fp32
+            self.view(piece).view(torch.int16).fill_(0x7FFF)  # a NaN in bf16 and fp16, and pairwise in fp32
             read = self._device.computed()
         self._readers += [
             (piece.offset, piece.offset + piece.nbytes, event) for event in (written, read) if not event.done()
@@ -99,13 +115,20 @@ class DeviceArena:
         self.space.give(piece.offset, piece.nbytes)
 
     def view(self, piece: DeviceBuffer) -> torch.Tensor:
-        """(nbytes,) uint8, the slice's own memory."""
+        """Returns the buffer's own memory, (nbytes,) uint8."""
         start, memory = next(each for each in reversed(self.pieces) if each[0] <= piece.offset)
         return memory[piece.offset - start : piece.offset - start + piece.nbytes]
 
 
 def check_budget(what: str, have: int, need: int, advice: str) -> None:
-    """Raise `BudgetError` with both numbers where `have` bytes cannot hold `need`."""
+    """Raises `BudgetError` with both numbers if `have` bytes cannot hold `need`.
+
+    Args:
+        what: name of the budget, for the message.
+        have: bytes of the budget.
+        need: bytes that are needed.
+        advice: next step for the user, for the message.
+    """
     if have < need:
         raise BudgetError(
             f"{what} is {format_size(have)} ({have} bytes), the least that works is "

@@ -1,12 +1,12 @@
-"""Host memory of fixed size, cut into leases; what the engines of one process share of it.
+"""Host memory of fixed size, divided into host buffers, and the budget that the engines of one process share.
 
-    HostMemory   all that the engines of a process have mapped, and their one budget
-    HostArena    one engine's part of it, cut into classes that do not lend to each other
-    Lease        a stretch of one class, for a transfer or for as long as the engine lives
+    HostMemory   all mappings of the process, and the budget of all engines
+    HostArena    the memory of one engine, divided into classes that do not lend to each other
+    HostBuffer   a block of one class, for one transfer or for the life of the engine
 
-A mapping is made when an engine starts and never grows. Where the budget has no room for an engine that starts beside
-others, their caches of weights give it. `HostMemory` has a lock of its own; of an arena, the pager's lock guards every
-call.
+A mapping is made when an engine starts, and never grows. If the budget has no room for a further engine, the earlier
+engines give up their caches of weights. `HostMemory` has a lock of its own. The pager's lock guards every call of a
+`HostArena`.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from offload.swapper.memory.allocator import Allocator
 from offload.swapper.memory.device import Device
 
 TILE_BUFFERS = 8
-"""Tiles of an update that are read, computed or written at a time: so many keep a drive busy both ways."""
+"""Number of tiles of an update that are read, computed or written at a time: enough to keep a drive busy both ways."""
 
 
 class Classes(NamedTuple):
-    """Bytes of each class of host leases; their sum is an engine's part of the host budget."""
+    """Bytes of each class of host buffers; their sum is the engine's bytes of the host budget."""
 
     tiles: int
-    """The update pipeline: `TILE_BUFFERS` tiles of all states."""
+    """Tiles of the update pipeline: `TILE_BUFFERS` tiles of all states."""
     weights: int
-    """Two leases of the largest unit's weights, or of pieces of them where it is too large."""
+    """Two buffers of the largest unit's weights, or of chunks of them if the unit is streamed."""
     gradients: int
-    """Windows of gradients that spill."""
+    """Windows of gradients that are spilled to disk."""
     homes: int
-    """Partitions whose home is HOST, gradients among them."""
+    """Partitions whose tier is HOST, gradients among them."""
     staging: int = 0
     """Gradients on their way from a device whose memory the host cannot address."""
     cache: int = 0
-    """More leases of weights. Another engine of the process that starts later may have this memory."""
+    """Further buffers of weights. An engine of the process that starts later may take this memory."""
 
 
 class Mapping:
-    """Host memory that was mapped at once, on 2 MiB pages where the system grants them, and known to a device."""
+    """Host memory of one mmap, on pages of 2 MiB if the system grants them, registered with a device."""
 
     def __init__(self, nbytes: int, device: Device) -> None:
         self.memory = aligned_empty(max(nbytes, 1))
@@ -57,34 +57,38 @@ class Mapping:
         self.pinned_bytes = device.register(self.bytes)
 
     def give(self, start: int, nbytes: int) -> None:
-        """Return a stretch. Where it is not pinned the system has its pages again, so that what is taken counts."""
+        """Frees a region.
+
+        If nothing of the mapping is pinned, the pages go back to the system, whose free memory counts them.
+        """
         self.space.give(start, nbytes)
+        # Pinned pages cannot be given back.
         if not self.pinned_bytes:
             release_pages(self.memory[start : start + nbytes])
 
 
 class HostBuffer:
-    """Host memory borrowed from an arena; whoever holds it returns it exactly once.
+    """Host memory borrowed from an arena; its owner releases it exactly once.
 
-    `buffer` is its bytes for I/O; `tensor(dtype)` the same bytes as a one-dimensional tensor. Contents are
-    undefined when taken.
+    `buffer` holds the bytes for I/O, `tensor(dtype)` the same bytes as a one-dimensional tensor. The contents are
+    undefined at first.
     """
 
     def __init__(self, region: Region, offset: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self.offset = offset
-        """Within its class."""
+        """Offset within the class, in bytes."""
         self._region: Region | None = region
         start = region.start + offset
         self.buffer: memoryview = region.mapping.memory[start : start + nbytes]
         self._bytes: torch.Tensor = region.mapping.bytes[start : start + nbytes]
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """(nbytes / itemsize,) of `dtype`, the lease's own memory."""
+        """Returns the buffer's own memory, (nbytes / itemsize,) of `dtype`."""
         return self._bytes.view(dtype)
 
     def release(self) -> None:
-        """Return the memory. A second call is a fault of ours, not of the user."""
+        """Frees the memory. A second call is a bug of this library, not of the user."""
         assert self._region is not None, "a lease was returned twice"
         self._region.space.give(self.offset, self.nbytes)
         self._region = None
@@ -99,7 +103,7 @@ class HostBuffer:
 
 
 class Region:
-    """One class of leases: a fixed stretch of a mapping that lends to no other class."""
+    """One class of host buffers: a fixed region of a mapping."""
 
     def __init__(self, mapping: Mapping, start: int, nbytes: int) -> None:
         self.mapping = mapping
@@ -107,13 +111,13 @@ class Region:
         self.space = Allocator(nbytes)
 
     def take(self, nbytes: int) -> HostBuffer | None:
-        """A lease of `nbytes`, or None where no hole of this class is large enough."""
+        """Allocates a buffer of `nbytes`; None if no hole of this class is large enough."""
         offset = self.space.take(nbytes)
         return None if offset is None else HostBuffer(self, offset, nbytes)
 
 
 class HostArena:
-    """The host memory of one engine. Weights and their cache are one class, the last in its stretch."""
+    """Host memory of one engine. Weights and their cache are one class, the last one in the arena's region."""
 
     def __init__(
         self,
@@ -123,17 +127,17 @@ class HostArena:
         budget: int | None = None,
         give_cache: Callable[[], None] | None = None,
     ) -> None:
-        """Maps the memory, or takes room in a mapping of another engine.
+        """Maps the memory, or takes a free region of an existing mapping.
 
         Args:
             classes: bytes of each class.
-            device: registers the memory, so that copies to it are fast.
-            memory: that of all engines of the process; by default one of its own.
-            budget: bytes that all engines of `memory` may have together; None for no limit.
-            give_cache: empties the class of weights and calls `drop_cache`. The thread of another engine calls it.
+            device: registers the memory, so that copies to the device are fast.
+            memory: the memory of all engines of the process; None for a memory of its own.
+            budget: bytes that all engines of `memory` may take together; None for no limit.
+            give_cache: evicts all buffers of weights and calls `drop_cache`. The thread of another engine calls it.
 
         Raises:
-            BudgetError: if all engines of `memory` would have more than `budget`.
+            BudgetError: if all engines of `memory` would take more than `budget`.
         """
         self.classes, self.give_cache = classes, give_cache
         self._memory = HostMemory() if memory is None else memory
@@ -143,35 +147,38 @@ class HostArena:
         self.tiles, self.gradients, self.homes, self.staging, self.weights = (
             Region(self._mapping, start, nbytes) for start, nbytes in zip(starts, sizes, strict=True)
         )
-        self._memory._join(self)  # last: what Ctrl-C leaves unfinished is none that others count on
+        # Last: an arena that a Ctrl-C left unfinished must not count for the other engines.
+        self._memory._join(self)
 
     @property
     def nbytes(self) -> int:
-        """What this engine has of the host budget."""
+        """Returns this engine's bytes of the host budget."""
         return sum(self.classes)
 
     @property
     def _taken_bytes(self) -> int:
+        """Returns the bytes that the arena takes of its mapping: whole pages."""
         return align_up(max(self.nbytes, 1))
 
     @property
     def address(self) -> int:
-        """Where its memory begins; it is all in one piece."""
+        """Returns the address of the first byte; the arena is contiguous."""
         return self._mapping.bytes.data_ptr() + self._start
 
     @property
     def regions(self) -> dict[str, Region]:
-        """Its classes by name; weights and their cache are one."""
+        """Returns the classes by name; weights and their cache are one."""
         return {name: getattr(self, name) for name in ("tiles", "weights", "gradients", "homes", "staging")}
 
     @property
     def pinned_bytes(self) -> int:
-        """Of the whole mapping that the arena lies in; see `Device.register`."""
+        """Returns the pinned bytes of the whole mapping that contains the arena; see `Device.register`."""
         return self._mapping.pinned_bytes
 
     def drop_cache(self) -> None:
-        """Give the cache of weights back to the process. No lease of weights may be out."""
+        """Returns the cache of weights to the process. No buffer of weights may be in use."""
         assert self.weights.space.used_bytes == 0, "a lease of weights is out"
+        # Weights and cache are the last class, so dropping the cache shortens the arena and moves no other class.
         before = self._taken_bytes
         self.classes = self.classes._replace(cache=0)
         self.weights = Region(self._mapping, self.weights.start, self.classes.weights)
@@ -179,12 +186,15 @@ class HostArena:
             self._mapping.give(self._start + self._taken_bytes, before - self._taken_bytes)
 
     def close(self) -> None:
-        """Give all of it back, copies in flight awaited; leases that are out stay mapped until nobody has them."""
+        """Waits for copies in flight and frees the arena.
+
+        The memory of buffers in use stays mapped until their owners drop them.
+        """
         self._memory._give(self, self._mapping, self._start, self._taken_bytes)
 
 
 class HostMemory:
-    """The host memory of all engines of a process. Methods may be called by any thread."""
+    """Host memory of all engines of a process. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -193,29 +203,37 @@ class HostMemory:
 
     @property
     def needed_bytes(self) -> int:
-        """What the engines that are there cannot do without: their parts of the budget less their caches."""
+        """Returns the bytes that the present engines cannot do without: their arenas without their caches."""
         with self._lock:
             return sum(arena.nbytes - arena.classes.cache for arena in self._arenas)
 
     @property
     def arenas(self) -> tuple[HostArena, ...]:
-        """Those of the engines that are there."""
+        """Returns the arenas of the present engines."""
         with self._lock:
             return tuple(self._arenas)
 
     def _take(self, nbytes: int, device: Device, budget: int | None) -> tuple[Mapping, int]:
-        """Room for an arena: in what is mapped and free, else newly mapped. Caches of others give what is needed."""
+        """Returns a region for an arena, as mapping and offset: in a free region of a mapping, else in a new mapping.
+
+        The largest caches of other engines are dropped first if the budget requires it.
+        """
         with self._lock:
+            # The largest cache goes first, so that few engines lose theirs. `give_cache` runs on this thread and
+            # acquires the lock of the other engine's pager: the order of locks is this lock, then a pager's.
             for other in sorted(self._arenas, key=lambda arena: -arena.classes.cache):
                 if budget is not None and self._taken_bytes + nbytes > align_up(budget):
                     if other.classes.cache and other.give_cache is not None:
                         other.give_cache()
+            # The budget counts bytes, an arena takes whole pages: each arena may exceed its bytes by less than a
+            # page.
             if budget is not None and self._taken_bytes + nbytes > align_up(budget) + PAGE * len(self._arenas):
                 raise BudgetError(
                     f'"host_memory" is {format_size(budget)}, of which engines of this process hold '
                     f"{format_size(self._taken_bytes)}, and {format_size(nbytes)} are needed; call destroy() on "
                     f"engines that have failed or are not used any more"
                 )
+            # Memory that other engines have freed is reused before more is mapped.
             found = self._find(nbytes, device)
             if found is None:
                 mapping = Mapping(nbytes, device)
@@ -225,6 +243,7 @@ class HostMemory:
             return found
 
     def _join(self, arena: HostArena) -> None:
+        """Registers an arena, whose bytes count from now on."""
         with self._lock:
             self._arenas.append(arena)
 
@@ -233,33 +252,37 @@ class HostMemory:
         return sum(arena._taken_bytes for arena in self._arenas)
 
     def _find(self, nbytes: int, device: Device) -> tuple[Mapping, int] | None:
+        """Returns a free region in a mapping that is registered with `device`; None if there is none."""
         for mapping in self._mappings:
             if mapping.device is device and (offset := mapping.space.take(nbytes)) is not None:
                 return mapping, offset
         return None
 
     def _give(self, arena: HostArena, mapping: Mapping, start: int, nbytes: int) -> None:
+        """Frees an arena's region, and unmaps a mapping without arenas once no buffer refers to it."""
         with self._lock:
             if arena in self._arenas:
                 self._arenas.remove(arena)
             mapping.give(start, nbytes)
             if mapping.space.used_bytes == 0:
                 self._mappings.remove(mapping)
+                # The last arena is gone. Unpinning waits for copies in flight; the last view of the memory unmaps it.
                 mapping.device.unregister(mapping.bytes)
             else:
-                mapping.device.synchronize()  # copies of this engine's that nobody waits for
+                # This engine may have copies in flight for which no thread waits; the region may be reused at once.
+                mapping.device.synchronize()
 
 
 _memory = HostMemory()
 
 
 def process_memory() -> HostMemory:
-    """The host memory of all engines of this process."""
+    """Returns the host memory of all engines of this process."""
     return _memory
 
 
 def _forget() -> None:
-    """A forked child has none of it: the mappings are not there."""
+    """Resets the memory in a forked child, which does not inherit the mappings (MADV_DONTFORK)."""
     global _memory
     _memory = HostMemory()
 

@@ -1,8 +1,8 @@
-"""A lock with a wait for changes, which a Ctrl-C on the main thread neither leaves locked nor gives to somebody else.
+"""A lock with a wait for changes that survives a Ctrl-C on the main thread.
 
-`threading.Condition` is written in Python: an interrupt between two of its lines can leave its lock released inside of
-a `with` block, whose end then releases the lock of another thread. Here the lock is one that knows its owner, and
-every way out of a wait takes it again.
+`threading.Condition` is written in Python: an interrupt between two of its lines can leave its lock released inside a
+`with` block, whose end then releases the lock of another thread. The lock of this module knows its owner, and every
+exit from a wait acquires the lock again.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ _T = TypeVar("_T")
 
 
 class InterruptibleLock:
-    """Take `lock` by `with monitor.lock:`, once; all methods are for the thread that holds it."""
+    """A lock and its condition. Acquire with `with monitor.lock:`, once; the caller of every method holds the lock."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._waiters: list[threading.Lock] = []
 
     def wait(self) -> None:
-        """Wait without the lock until `notify_all`, or until an exception ends it; the lock is held again then."""
+        """Waits without the lock until `notify_all`, or until an exception; holds the lock again on return."""
+        # Each waiter has a lock of its own, acquired here and released by `notify_all`: to acquire it again is the
+        # wait.
         waiter = threading.Lock()
         waiter.acquire()
         self._waiters.append(waiter)
@@ -33,17 +35,22 @@ class InterruptibleLock:
                 self._waiters.remove(waiter)
 
     def notify_all(self) -> None:
-        """Wake every thread that waits. After an interrupt in here, the next call wakes who is left."""
+        """Wakes every waiting thread.
+
+        If an interrupt ends this call early, the next call wakes the remaining threads.
+        """
         while self._waiters:
+            # Popped after the release: an interrupt between the two leaves a waiter that was woken already, and
+            # `locked` avoids the error of a second release. The other order could lose a waiter.
             if self._waiters[-1].locked():
                 self._waiters[-1].release()
             self._waiters.pop()
 
     def without_lock(self, act: Callable[[], _T]) -> _T:
-        """Call `act` without the lock, and hold it again however that ends."""
+        """Calls `act` without the lock, and holds the lock again however the call ends."""
         interrupt: BaseException | None = None
         try:
-            self.lock.release()  # nothing can come between this and `try`: CPython looks for signals after calls
+            self.lock.release()  # inside the `try`: CPython checks for signals after a call, so an interrupt may follow
             if self._owned:
                 self.lock.acquire()
                 raise AssertionError("the lock was taken twice: who shall make the change could never have it")
@@ -54,7 +61,7 @@ class InterruptibleLock:
                     if not self._owned:
                         self.lock.acquire()
                     break
-                except BaseException as error:  # Ctrl-C after one of these calls, or while the lock was waited for
+                except BaseException as error:  # Ctrl-C after one of these calls, or during the wait for the lock
                     interrupt = error
             if interrupt is not None:
                 raise interrupt
@@ -62,5 +69,5 @@ class InterruptibleLock:
 
     @property
     def _owned(self) -> bool:
-        """Whether this thread holds the lock."""
-        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # what threading.Condition asks too
+        """True if this thread holds the lock."""
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # threading.Condition calls it as well

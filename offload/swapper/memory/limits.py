@@ -1,4 +1,4 @@
-"""Host memory that this process may still take: the machine's, within the limits of its cgroups."""
+"""Host memory that this process may still allocate, within the limits of the machine and of its cgroups."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import psutil
 
 
 def free_host_memory() -> int:
-    """Returns the bytes that this process may still take: available memory, within the limits of its cgroups."""
+    """Returns the bytes that this process may still allocate: available memory, within the limits of its cgroups."""
     free = int(psutil.virtual_memory().available)
     return min([free, *(max(0, limit - used) for limit, used in memory_limits())])
 
 
 def memory_limits() -> Iterator[tuple[int, int]]:
-    """Yields the limit of each of this process's cgroups and what that cgroup has used, in bytes."""
+    """Yields the limit of each of this process's cgroups and the bytes that the cgroup uses."""
     for line in _read("/proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
@@ -25,7 +25,7 @@ def memory_limits() -> Iterator[tuple[int, int]]:
             limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        # Inside of a container the path may be that of the host: then the mount itself is our cgroup.
+        # Inside a container the path may be the one on the host: then the mount itself is the cgroup of this process.
         for place in (folder, folder[: -len(path)]):
             limit, used = _read(f"{place}/{limit_name}").strip(), _read(f"{place}/{used_name}").strip()
             if limit.isdigit() and used.isdigit():
@@ -33,6 +33,7 @@ def memory_limits() -> Iterator[tuple[int, int]]:
 
 
 def _read(path: str) -> str:
+    """Returns the text of a file; an empty string if the file cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Spans of what goes to the drives: requests, from their submission to their end, and commits.
+"""Spans on the time line for the work of the drives: requests, from submission to completion, and commits.
 
 submit ── began = now() ──► the queue ──► the request ends, on the queue's thread ──► show: one span
 """
@@ -18,31 +18,37 @@ if TYPE_CHECKING:
 
 
 class DriveSpans:
-    """Records requests by unit and state, and commits. One object serves the store and the scratch files."""
+    """Recorder of requests, by unit and state, and of commits. One object serves the store and the spill files."""
 
     def __init__(self, timeline: Timeline, names: Sequence[str]) -> None:
-        """`names` has the name of each unit, as it is shown."""
+        """Creates the titles of all spans.
+
+        Args:
+            timeline: receives the spans.
+            names: the displayed name of each unit.
+        """
         self._timeline = timeline
         self._recorded = timeline.recorded
         self._titles = [{state: f"{name} {state.value}" for state in State} for name in names]
 
     def show(self, row: Row, unit: int, state: State, began: int, nbytes: int, future: Future) -> Future:
-        """Records the request of `future` when it has ended, and returns `future`.
+        """Records the request of `future` when the request has ended, and returns `future`.
 
         Args:
             row: `Row.READS` or `Row.WRITES`.
-            unit: The unit whose bytes are moved.
-            state: The state of the unit.
-            began: The moment before the submission, of `now`.
-            nbytes: The bytes that are moved.
-            future: The request. A request that fails is recorded with its error.
+            unit: the unit whose bytes are moved.
+            state: the state of the unit.
+            began: the time before the submission, of `now`.
+            nbytes: number of bytes moved.
+            future: the request. A request that fails is recorded with its error.
         """
-        if not self._recorded.started:  # nor will it be, where nobody records
+        if not self._recorded.started:  # spans that begin before the start are dropped, and `OFF` never starts
             return future
         title = self._titles[unit][state]
 
-        # A thread of the queue runs this, beside the waiters of the request, so it must not block.
+        # A thread of the queue runs this callback, while other threads may wait for the request: it must not block.
         def ended(request: Future) -> None:
+            """Adds the span of a request that has ended."""
             end, words = now(), title
             try:
                 request.wait()
@@ -59,4 +65,4 @@ class DriveSpans:
 
 
 NO_SPANS = DriveSpans(OFF, ())
-"""Records nothing."""
+"""Recorder that records nothing."""

@@ -1,4 +1,4 @@
-"""How much of a store each drive takes: in proportion to how fast it is, as far as its room goes."""
+"""Distribution of a store over drives: in proportion to their speeds, within their free space."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Shortage(NamedTuple):
-    """File systems that have not the room for what would be put there."""
+    """File systems without enough free space: their paths, the bytes needed and the bytes free."""
 
     path: str
     need: int
@@ -18,7 +18,8 @@ class Shortage(NamedTuple):
 
 
 def find_shortage(paths: Sequence[str | Path], need: int) -> Shortage | None:
-    """Where the file systems of `paths` together have not `need` bytes free: what they have, or None."""
+    """Returns the shortage if the file systems of `paths` together have less than `need` bytes free; else None."""
+    # Paths on one file system report the same free bytes, so each device counts once.
     free = {device: nbytes for device, nbytes in _free_bytes(paths)}
     if sum(free.values()) >= need:
         return None
@@ -26,9 +27,14 @@ def find_shortage(paths: Sequence[str | Path], need: int) -> Shortage | None:
 
 
 def shares(paths: Sequence[str | Path], speeds: Sequence[float], need: int) -> list[float]:
-    """Bytes of `need` for each of `paths`, in proportion to `speeds`, none more than its file system has free.
+    """Returns the bytes of `need` for each of `paths`, in proportion to `speeds` and within each one's free space.
 
-    Paths may be folders of one file system, which then share its room. The room must be enough for all.
+    Paths on one file system use the same free space. All free space together must suffice for `need`.
+
+    Args:
+        paths: a folder on each drive.
+        speeds: speed of each drive, in any one unit.
+        need: bytes to distribute.
     """
     found = _free_bytes(paths)
     room: dict[int, float] = dict(found)
@@ -36,7 +42,8 @@ def shares(paths: Sequence[str | Path], speeds: Sequence[float], need: int) -> l
     given = [0.0] * len(paths)
     open_ = set(range(len(paths)))
     while left > 0.5 and open_:
-        # Fill all in proportion until the first file system is full, then go on with the others.
+        # Fill all drives in proportion until the first file system is full, then continue with the others. The limit
+        # of half a byte ends the loop in spite of rounding.
         rate: dict[int, float] = {}
         for drive in open_:
             device = found[drive][0]
@@ -52,7 +59,7 @@ def shares(paths: Sequence[str | Path], speeds: Sequence[float], need: int) -> l
 
 
 def _free_bytes(paths: Sequence[str | Path]) -> list[tuple[int, int]]:
-    """The file system of each path, or of the first folder above that is there, and what it has free."""
+    """Returns the device number and free bytes of each path's file system; of the nearest parent of a missing path."""
     found: list[tuple[int, int]] = []
     for path in paths:
         place = Path(path).absolute()

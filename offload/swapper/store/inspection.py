@@ -1,6 +1,6 @@
-"""A rank's store as it lies there, whoever has it: nothing is taken, nothing is changed, and what is wrong is said.
+"""Inspection of a rank's store without a lock: nothing is changed, and damage is reported.
 
-`Store.open` refuses what it cannot go on with; this tells of whatever there is.
+`Store.open` refuses a store that cannot be resumed; inspection describes any state of the folder.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     import torch
 
 _TRIES = 3
-"""A commit that is made while a live store is looked at makes its parts differ: then it is looked at again."""
+"""Number of attempts to read a live store: a commit between two reads makes the results inconsistent."""
 
 
 class Wrong(NamedTuple):
-    """A file that is not what was written."""
+    """A file that is missing or differs from the bytes written."""
 
     path: str
     reason: str
@@ -41,60 +41,63 @@ class Wrong(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """A commit record whose checksum is right, and its blob."""
+    """A commit record whose checksum is correct, and its blob."""
 
     record: Record
     blob: Blob | None
-    """None where it is not the one that the record means."""
+    """The blob; None if the file does not match the record."""
 
     @property
     def contents(self) -> dict[str, torch.Tensor]:
-        """What was committed, without what the store adds."""
+        """Returns the engine's tensors, without those of the store."""
         return {} if self.blob is None else self.blob.contents()
 
     @property
     def table(self) -> dict[Key, Slot]:
-        """The checksums of the slots that it names."""
+        """Returns the checksums of the slots that the commit names."""
         return {} if self.blob is None else sums.unpack(self.blob.sums)
 
     @property
     def written(self) -> tuple[list[int], float | None]:
-        """Bytes written to each drive up to it, and what a drive is rated for; none where they were not counted."""
+        """Returns the bytes written to each drive up to the commit, and a drive's rated endurance in bytes or None.
+
+        The list is empty if the commit holds no counts.
+        """
         return read_written(None if self.blob is None else self.blob.written)
 
 
 class Found(NamedTuple):
-    """What there is in a rank's folder."""
+    """Contents of a rank's folder."""
 
     folder: Path
     rank: int
     commits: tuple[Commit, ...]
-    """Newest first."""
+    """The valid commits, newest first."""
     manifest: Manifest | None
-    """The copy that the newest commit holds, else the file."""
+    """The manifest in the newest commit whose blob is intact, else that of the file."""
     drive: int
-    """Which of its drives the folder lies on. Records and blobs lie on the first, 0."""
+    """Index of the drive that holds the folder. Records and blobs are stored on drive 0."""
     other_format: str | None
-    """What to say of a store that this version does not read."""
+    """Description of a store whose format this version does not read, else None."""
     wrong: tuple[Wrong, ...]
-    """What is damaged or missing, as far as it shows without reading the states."""
+    """Damaged or missing files, as far as known without reading the states."""
 
     @property
     def whole(self) -> tuple[Commit, ...]:
-        """The commits whose blob is right, newest first: of others nothing can be read."""
+        """Returns the commits whose blob is intact, newest first; the others cannot be read."""
         return tuple(commit for commit in self.commits if commit.blob is not None)
 
     def commit(self, serial: int) -> Commit | None:
-        """The whole commit of that number, if it is there."""
+        """Returns the intact commit with this serial; None if there is none."""
         return next((commit for commit in self.whole if commit.record.serial == serial), None)
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """The rank's folder on each drive."""
+        """Returns the rank's folder on each drive."""
         return _folders(self.folder, self.manifest)
 
     def open_states(self) -> StripedFile:
-        """The states over all drives, to be read. Raises `IoError`."""
+        """Opens the states over all drives for reading. Raises `IoError`."""
         assert self.manifest is not None
         return StripedFile(
             [folder / "states" for folder in self.folders],
@@ -105,8 +108,9 @@ class Found(NamedTuple):
 
 
 def is_rank(folder: Path) -> bool:
-    """Whether this is the folder of a rank of a run, as far as it may be looked into."""
+    """Returns True if this is the folder of a run's rank; False as well if the folder cannot be read."""
     try:
+        # A lock file alone is no rank: a start that was killed early leaves one.
         named = folder.name[:4] == "rank" and folder.name[4:].isdigit()
         return named and any((folder / name).exists() for name in FILES if name != "lock")
     except OSError:
@@ -114,12 +118,12 @@ def is_rank(folder: Path) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether this is the folder of a run, on any of its drives, or of one that ended."""
+    """Returns True if this is the folder of a run, on any of its drives, or of a run that ended."""
     return any(is_rank(each) for each in folder.glob("rank*")) or _is_note(folder / "finished.json")
 
 
 def _is_note(path: Path) -> bool:
-    """Whether this is what a run leaves at its end; one that cannot be read may be."""
+    """Returns True if this is the note of a run's end. A file that cannot be parsed may be one."""
     try:
         if not path.is_file():
             return False
@@ -130,7 +134,7 @@ def _is_note(path: Path) -> bool:
 
 
 def leftovers(run: Path, found: Sequence[Found]) -> list[str]:
-    """Files and folders of a run that nothing reads: replacements that a kill cut short, ranks beyond its number."""
+    """Returns files and folders of a run that nothing reads: interrupted replacements, ranks beyond the world size."""
     places = {run, *(folder for each in found for folder in each.folders)}
     left = [str(path) for place in places for path in place.glob("*.tmp")]
     sizes = [each.manifest.spec.fingerprint.get("world_size", 1) for each in found if each.manifest is not None]
@@ -140,16 +144,19 @@ def leftovers(run: Path, found: Sequence[Found]) -> list[str]:
 
 
 def look(folder: Path) -> Found:
-    """All of a rank's folder but the states themselves, which may be those of a live run."""
+    """Returns everything in a rank's folder but the states. The store may be in use by a live run."""
     for _ in range(_TRIES):
         before = _bytes(folder / "commit")
         found = _look(folder)
+        # A commit in between changes the commit file, and the manifest or blob may be of another commit than the
+        # records.
         if _bytes(folder / "commit") == before:
             break
     return found
 
 
 def _look(folder: Path) -> Found:
+    """Reads the folder once, without protection against a concurrent commit."""
     rank = int(folder.name[4:])
     notes = _notes(folder / "manifest.json")
     other = _other_format(folder, notes)
@@ -158,14 +165,16 @@ def _look(folder: Path) -> Found:
         made = about.get("offload", "unknown") if isinstance(about, dict) else "unknown"
         words = f"format {other}, made by offload {made}; this version reads format {FORMAT_VERSION}"
         return Found(folder, rank, (), None, 0, words, ())
+    # Only the first drive has a commit file. On another drive the manifest names the drive.
     drive = 0 if (folder / "commit").exists() else notes.get("drive", 0)
     commits, wrong = ((), []) if drive else _commits(folder)
     manifest: Manifest | None = None
+    # A blob is covered by its record's checksum, so its copy of the manifest is preferred to the file.
     for commit in commits:
         if commit.blob is not None and manifest is None:
             manifest = Manifest.unpack(commit.blob.manifest, f"{folder}/blob.{commit.record.blob}")
     if manifest is None:
-        with contextlib.suppress(StoreError):  # said below, with those of the other drives
+        with contextlib.suppress(StoreError):  # reported below, with the manifests of the other drives
             manifest = read_manifest(folder / "manifest.json")
     if not drive:
         wrong += _wrong_drives(folder, manifest)
@@ -173,7 +182,7 @@ def _look(folder: Path) -> Found:
 
 
 def _other_format(folder: Path, notes: Mapping[str, Any]) -> int | None:
-    """The format of a store that is not of this one; None where there is a record of this one, whatever else."""
+    """Returns the format of a store of another format; None if any record has this version's format."""
     found = read_records(folder / "commit")
     if found.valid:
         return None
@@ -182,6 +191,7 @@ def _other_format(folder: Path, notes: Mapping[str, Any]) -> int | None:
 
 
 def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
+    """Returns the valid commits, newest first, and the damage of records and of the newest blob."""
     path = folder / "commit"
     found = read_records(path)
     commits = tuple(Commit(record, read_blob(folder, record)) for record in found.valid)
@@ -193,9 +203,10 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
         wrong.append(Wrong(str(path), f"it has {len(data)} bytes, not {2 * PAGE}"))
     elif found.in_critical_section:
         wrong.append(Wrong(str(path), "a record is torn: its checksum is not right; a commit was cut short, or damage"))
+    # Only a second commit writes blob 1: with a blob 1 and no record, records were lost.
     elif not commits and any((_bytes(folder / "blob.1") or b"")[:8]):
         wrong.append(Wrong(str(path), "it holds no record, and there were two commits"))
-    # The blob of the commit before is what the next commit writes over.
+    # Only the newest blob must be intact: the next commit overwrites the other one, and may have been interrupted.
     if commits and commits[0].blob is None:
         record = commits[0].record
         blob = folder / f"blob.{record.blob}"
@@ -211,7 +222,8 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
 
 
 def read_blob(folder: Path, record: Record) -> Blob | None:
-    """What a record's blob holds; None where it is not the one that the record means."""
+    """Returns the blob of a record; None if the file does not match the record's length and checksum."""
+    # The file may be longer than the blob, since room is reserved in advance.
     data = (_bytes(folder / f"blob.{record.blob}") or b"")[: record.blob_nbytes]
     if len(data) != record.blob_nbytes or crc32c(data) != record.blob_crc:
         return None
@@ -219,7 +231,7 @@ def read_blob(folder: Path, record: Record) -> Blob | None:
 
 
 def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
-    """Manifests and states of all drives that are missing, of another store, or cut short."""
+    """Returns the manifests and states of all drives that are missing, cut short, or of another store."""
     if manifest is None:
         path = folder / "manifest.json"
         try:
@@ -235,6 +247,7 @@ def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
         path = place / "manifest.json"
         try:
             mine, number = read_manifest(path), _notes(path).get("drive")
+            # Another store's drive, or drives in another order.
             if (mine.id, number) != (manifest.id, drive):
                 expected = f"expected drive {drive} of store {manifest.id}"
                 wrong.append(Wrong(str(path), f"it is of drive {number} of store {mine.id}, {expected}"))
@@ -244,7 +257,7 @@ def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
             wrong.append(Wrong(str(path), _reason(path, error)))
         states = place / "states"
         if manifest.spec.slots == 1:
-            continue  # they have no name, and are there for as long as their process
+            continue  # a store with one slot unlinks its states: they exist only as long as their process
         if not states.is_file():
             wrong.append(Wrong(str(states), "it is missing"))
         elif (have := states.stat().st_size) < nbytes:
@@ -253,17 +266,24 @@ def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
 
 
 def _folders(folder: Path, manifest: Manifest | None) -> tuple[Path, ...]:
+    """Returns the rank's folder on each drive, `folder` being the one on the first."""
     others = () if manifest is None else manifest.drives[1:]
     return (folder, *(Path(drive) / folder.parent.name / folder.name for drive in others))
 
 
 def _reason(path: Path, error: StoreError) -> str:
+    """Returns the reason why a manifest cannot be read, without its path."""
     return "it is missing" if not path.exists() else str(error).removeprefix(f"cannot read {path}: ")
 
 
 def place_of(folder: Path) -> tuple[str | None, int, Path | None]:
-    """What a rank's folder on any drive says of itself: the id of its store, which of its drives it lies on, and the
-    rank's folder on the first. Without a manifest that can be read there is none of it."""
+    """Returns the identity that a rank's folder, on any drive, claims in its manifest.
+
+    Returns:
+        The id of the store, the index of the drive, and the rank's folder on the first drive. Without a readable
+        manifest:
+        None, 0 and None.
+    """
     notes = _notes(folder / "manifest.json")
     drives = notes.get("drives") or [None]
     first = None if not isinstance(drives[0], str) else Path(drives[0]) / folder.parent.name / folder.name
@@ -271,7 +291,7 @@ def place_of(folder: Path) -> tuple[str | None, int, Path | None]:
 
 
 def _notes(path: Path) -> dict[str, Any]:
-    """What a manifest says, as far as it is JSON."""
+    """Returns the JSON object in a file; empty if the file cannot be read or holds no object."""
     try:
         notes = json.loads(read_whole(path))
     except (OSError, ValueError):
@@ -280,11 +300,12 @@ def _notes(path: Path) -> dict[str, Any]:
 
 
 def store_id(folder: Path) -> str | None:
-    """Of the store that a rank's folder on any drive is part of; None where that cannot be read."""
+    """Returns the id of the store to which a rank's folder on any drive belongs; None if it cannot be read."""
     return _notes(folder / "manifest.json").get("id")
 
 
 def _bytes(path: Path) -> bytes | None:
+    """Returns the bytes of a file; None if it cannot be read."""
     try:
         return read_whole(path)
     except OSError:
@@ -292,9 +313,10 @@ def _bytes(path: Path) -> bytes | None:
 
 
 def allocated_nbytes(folders: Sequence[Path]) -> int:
-    """Bytes that the files in `folders` take on their drives."""
+    """Returns the bytes that the files in `folders` take on their drives."""
     total = 0
     for folder in folders:
-        with contextlib.suppress(OSError):  # a live run has just replaced or removed something
+        with contextlib.suppress(OSError):  # a live run may replace or remove a file meanwhile
+            # The system reports `st_blocks` in units of 512 bytes on every file system.
             total += sum(path.lstat().st_blocks * 512 for path in folder.iterdir())
     return total

@@ -1,4 +1,4 @@
-"""The folder of a rank on a drive: private, locked by one process, its small files replaced whole or not at all."""
+"""The folder of a rank on one drive: private, locked by one process, with small files that are replaced atomically."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from offload.errors import IoError, StoreError
 from offload.fileio import DirLock, LockHeldError, holder_of, replace_durably, sync_folder, this_process
 
 FILES = ("commit", "manifest.json", "states", "blob.0", "blob.1", "suspect", "lock")
-"""Everything that a rank's folder may hold, beside what replaces one of them (`*.tmp`)."""
+"""Names of all files that a rank's folder may hold, beside temporary files that replace one of them (`*.tmp`)."""
 
 
 class Lock:
-    """The one process that may touch a rank's folder.
+    """Exclusive lock of this process on a rank's folder.
 
-    Raises `StoreError` that names who has it, `FileNotFoundError` where the folder is not there (any more).
+    Raises:
+        StoreError: with the name of the holder, if another process or engine holds the folder.
+        FileNotFoundError: if the folder does not exist (any more).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,10 +39,11 @@ class Lock:
 
     @property
     def held(self) -> bool:
+        """True until `release`."""
         return self._lock.held
 
     def release(self) -> None:
-        """Give it back; idempotent."""
+        """Releases the lock; idempotent."""
         self._lock.close()
 
     def __enter__(self) -> Lock:
@@ -51,12 +54,13 @@ class Lock:
 
 
 def _in_use(folder: Path, who: str) -> StoreError:
+    """Returns the error for a folder that `who` holds."""
     end = "an engine of this process has it: destroy() it" if who == this_process() else "end it"
     return StoreError(f"{folder} is in use by {who}; {end}, or choose another run name")
 
 
 def holder(folder: Path) -> str | None:
-    """Returns who holds the rank's folder, as it has written itself down; None where nobody does. Keeps nothing."""
+    """Returns the holder of the rank's folder as recorded in its lock file; None if nobody holds it. Takes no lock."""
     return holder_of(folder / "lock")
 
 
@@ -64,7 +68,11 @@ def holder(folder: Path) -> str | None:
 
 
 def make_folders(folders: Sequence[Path]) -> None:
-    """Make the folder of a rank on each drive, mode 0700; raises `StoreError` that says what to do."""
+    """Creates the folder of a rank on each drive, mode 0700.
+
+    Raises:
+        StoreError: with advice, if a folder cannot be created or written.
+    """
     for folder in folders:
         try:
             _make_folder(folder)
@@ -78,26 +86,29 @@ def make_folders(folders: Sequence[Path]) -> None:
 
 
 def _make_folder(folder: Path) -> None:
+    """Creates one rank's folder and its missing parents, durably."""
     while True:
         new = [each for each in folder.parents if not each.exists()]
         folder.parent.parent.mkdir(parents=True, exist_ok=True)
         try:
             folder.parent.mkdir(mode=0o700, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
-            for each in new:  # a power cut must not lose the folders themselves
+            # An entry is durable once its parent is synced: a power cut must not lose the folders of a durable commit.
+            for each in new:
                 sync_folder(each.parent)
             return
         except (FileNotFoundError, FileExistsError):
             if folder.parent.exists() and not folder.parent.is_dir():
-                raise  # else another rank has just removed the empty folder of the run before
+                raise  # otherwise another rank has just removed the empty folder of an earlier run: try again
 
 
 def remove_files(folder: Path, names: Sequence[str] = FILES) -> None:
-    """Delete what is a store's in a rank's folder, and the folder itself unless something else is in it."""
+    """Deletes a store's files in a rank's folder, and the folder itself unless other files are in it."""
     for path in (*(folder / name for name in names), *folder.glob("*.tmp")):
         path.unlink(missing_ok=True)
     sync_folder(folder)
     with contextlib.suppress(OSError):
+        # Fails if other files are in the folder, which then stays.
         folder.rmdir()
 
 
@@ -105,7 +116,11 @@ def remove_files(folder: Path, names: Sequence[str] = FILES) -> None:
 
 
 def read_whole(path: Path) -> bytes:
-    """The bytes of a regular file; raises `OSError` for anything else, a link too, and never waits."""
+    """Returns the bytes of a regular file; raises `OSError` for anything else, symbolic links included.
+
+    Never blocks.
+    """
+    # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -117,27 +132,36 @@ def read_whole(path: Path) -> bytes:
 
 
 def write_in_place(path: Path, data: bytes, offset: int = 0) -> None:
-    """Write `data` at `offset` of `path`, whatever lies there, and make it durable.
+    """Writes `data` at byte `offset` of `path` and makes them durable. Creates the file if need be.
 
-    A tear is found by the checksum that the reader compares.
+    The write is not atomic: the reader detects an incomplete write by a checksum.
+
+    Raises:
+        IoError: if the write fails.
     """
     new = not path.exists()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         done = 0
         while done < len(data):
+            # The system may write fewer bytes than asked.
             done += os.pwrite(descriptor, memoryview(data)[done:], offset + done)
         os.fsync(descriptor)
     except OSError as error:
         raise IoError(str(path), offset, len(data), error.errno or errno.EIO, "write") from error
     finally:
         os.close(descriptor)
+    # The name of a new file is durable only once its folder is synced.
     if new:
         sync_folder(path.parent)
 
 
 def reserve(path: Path, nbytes: int) -> None:
-    """Make room for `nbytes` bytes of `path`, so that a disk that is full later is no obstacle."""
+    """Allocates `nbytes` bytes of `path` on the drive, so that a disk that fills up later does not fail the write.
+
+    Raises:
+        IoError: if there is not enough room.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
@@ -149,7 +173,7 @@ def reserve(path: Path, nbytes: int) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`, whole or not at all."""
+    """Replaces `path` by `data`, atomically and durably."""
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
     write_in_place(temporary, data)
@@ -160,15 +184,17 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 class Closable(Protocol):
-    """What has open files that a forked child must not keep."""
+    """Owner of open files that a forked child must not keep."""
 
     def close_in_child(self) -> None: ...
 
 
 close_in_children: weakref.WeakSet[Closable] = weakref.WeakSet()
+"""Objects whose files are closed in every forked child."""
 
 
 def _close_in_child() -> None:
+    """Closes the files of all registered objects, in a forked child."""
     for each in list(close_in_children):
         with contextlib.suppress(OSError):
             each.close_in_child()
@@ -177,19 +203,26 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
+# FICLONERANGE of linux/fs.h: _IOW(0x94, 13, struct file_clone_range), see ioctl_ficlonerange(2).
 _FICLONERANGE = 0x4020940D
 
 
-_RANGE = struct.Struct("=qQQQ")  # descriptor, offset and bytes of what is cloned, offset in the clone
+_RANGE = struct.Struct("=qQQQ")  # source descriptor, source offset, bytes, destination offset
 
 
 def clone_range(source: int, start: int, nbytes: int, destination: int, offset: int) -> bool:
-    """Let bytes of `destination` be those of `source`, without a copy; False where the file systems cannot.
+    """Lets `destination` share bytes of `source` without a copy. Returns False if the file systems cannot.
 
-    Both are open descriptors; offsets and `nbytes`, which is above 0, are multiples of 4096.
+    Args:
+        source: open descriptor to read.
+        start: offset in `source`, a multiple of 4096.
+        nbytes: number of bytes, a positive multiple of 4096.
+        destination: open descriptor to write.
+        offset: offset in `destination`, a multiple of 4096.
     """
     try:
         fcntl.ioctl(destination, _FICLONERANGE, _RANGE.pack(source, start, nbytes, offset))
     except OSError:
-        return False  # another file system, or one that does not share: whoever asks copies, and meets real errors then
+        # Another file system, or one that cannot share. The caller copies instead, and that reports a real error.
+        return False
     return True

@@ -1,4 +1,4 @@
-"""What a store needs of an I/O queue, what it asks for, and a read that is compared when it is waited for."""
+"""Requests of a store to an I/O queue: slots in several extents, and reads that are compared with checksums."""
 
 from __future__ import annotations
 
@@ -12,43 +12,58 @@ from offload.swapper.store.format.manifest import Extent, Extents
 
 
 class Joined:
-    """Stretches of a file, one behind the other, as a file of their own, so that one request moves all of them."""
+    """Byte ranges of a file, presented as one contiguous file, so that one request moves all of them."""
 
     def __init__(self, file: File, stretches: Sequence[Extent]) -> None:
         self._file, self._place = file, Extents(tuple(stretches))
 
     @property
     def path(self) -> str:
+        """Returns the path of the underlying file."""
         return self._file.path
 
     @property
     def closed(self) -> bool:
+        """True if the underlying file is closed."""
         return self._file.closed
 
     def pieces(self, offset: int, nbytes: int) -> list[Piece]:
+        """Returns the requests of the native queue for `nbytes` bytes from `offset` on."""
         return [piece for each in self._place.stretches(offset, nbytes) for piece in self._file.pieces(*each)]
 
     def parts(self) -> list[DirectFile]:
+        """Returns the files of the single drives."""
         return self._file.parts()
 
 
 def bytes_of(file: File, place: Extents, start: int, nbytes: int) -> tuple[File, int]:
-    """The file and the offset by which a queue is asked for bytes of a slot."""
+    """Returns the file and the offset at which a queue finds bytes of a slot.
+
+    Args:
+        file: the states file over all drives.
+        place: the extents of the slot.
+        start: first byte, from the start of the slot.
+        nbytes: number of bytes.
+    """
     stretches = place.stretches(start, nbytes)
+    # Most requests lie in one extent and need no `Joined`; a weight crosses into the frozen bytes, which both slots
+    # name.
     return (file, stretches[0].offset) if len(stretches) == 1 else (Joined(file, stretches), 0)
 
 
 class Compared:
-    """A read whose bytes are compared when it is waited for."""
+    """A read whose bytes are compared with their checksum by the first `wait`."""
 
     def __init__(self, future: Future, compare: Callable[[int, int], None]) -> None:
         self._future, self._compare = future, compare
         self._compared = False
 
     def done(self) -> bool:
+        """Returns True if the read has ended; the bytes may not be compared yet."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> int:
+        """Waits for the read, compares its bytes, and returns their number; raises if they differ."""
         nbytes = self._future.wait(timeout)
         if not self._compared:
             self._compare(nbytes, self._future.crc32c())
@@ -56,7 +71,9 @@ class Compared:
         return nbytes
 
     def crc32c(self) -> int:
+        """Returns the CRC-32C of the bytes read."""
         return self._future.crc32c()
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
+        """Calls `function` with this request once the read has ended. The callback may run before any comparison."""
         self._future.add_done_callback(lambda _: function(self))

@@ -1,4 +1,4 @@
-"""A run's folder from outside: whether there is one and how it ended; removed, or opened to be read."""
+"""Runs seen from outside: whether a run exists and how it ended, its removal, and read access to a rank."""
 
 from __future__ import annotations
 
@@ -21,61 +21,73 @@ if TYPE_CHECKING:
 
 
 class RunStatus(NamedTuple):
-    """What lies under a run's name: whether anything can be resumed, and how it ended if it did."""
+    """Status of a run folder."""
 
     exists: bool
+    """True if the run holds a commit, or must have held one, and has not finished."""
     finished: dict[str, Any] | None
+    """Contents of `finished.json` if the run ended, else None."""
     closed: bool = False
-    """Whether it was closed at its end, and nobody asked to keep it."""
+    """True if the run was closed at its end without a request to keep it: a new start may replace it."""
 
 
 def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
-    """Look at `run` under the drives `paths` (the first holds manifest and records) without locking it."""
+    """Returns the status of `run` without locking it.
+
+    Args:
+        paths: folders of the drives; the first one holds records and notes.
+        run: name of the run.
+    """
     folder = Path(paths[0]) / run
     finished = folder / "finished.json"
     if not finished.is_file():
-        # Where a commit was made of which no record is left, it must not be started over in silence: `open` says what.
+        # A run whose commit records are all lost counts as existing: a start must not overwrite it silently, and
+        # `Store.open` reports the damage.
         exists = any(was_committed(rank) for rank in rank_folders(folder))
         return RunStatus(exists, None, exists and (folder / "closed.json").is_file())
-    # The note is the first thing that a removal does, and a start takes it away: what lies beside it is a remainder.
+    # A run that ends writes the note before it deletes its files, and a start deletes the note. Files beside the note
+    # are leftovers.
     try:
         note = json.loads(read_whole(finished))
         return RunStatus(False, note if isinstance(note, dict) else {})
     except (OSError, ValueError):
-        return RunStatus(False, {})  # it ended; when and how cannot be read any more
+        return RunStatus(False, {})  # the run ended; the details cannot be read
 
 
 def rank_folders(run: Path) -> list[Path]:
-    """The folders of a run's ranks on its first drive, in order."""
+    """Returns the folders of a run's ranks on its first drive, in order of the ranks."""
     found = [folder for folder in run.glob("rank*") if folder.name[4:].isdigit()]
     return sorted(found, key=lambda folder: int(folder.name[4:]))
 
 
 class Removal(NamedTuple):
-    """What makes up a run: the folders of its ranks on all drives, and what else it has left."""
+    """All files of a run: the folders of its ranks on all drives, and its notes."""
 
     path: Path
     ranks: tuple[Path, ...]
-    """Those that are locked while a process has the run."""
+    """The ranks' folders on the drive of `path`, locked while a process uses the run."""
     folders: tuple[Path, ...]
+    """The ranks' folders on all drives."""
     files: tuple[Path, ...]
-    """finished.json, closed.json and what a kill cut short."""
+    """`finished.json`, `closed.json` and temporary files of interrupted writes."""
     strangers: tuple[str, ...]
-    """Names beside them that are not of the run: they stay."""
+    """Names in these folders that do not belong to the run, and stay."""
     nbytes: int
-    """That its files take."""
+    """Bytes that the run's files take on their drives."""
     finished: bool
+    """True if the run has ended."""
 
 
 def find_removal(path: Path) -> Removal:
-    """Everything of the run at `path`, on this and every other drive that its manifests name.
+    """Returns everything that belongs to the run at `path`, on each drive that its manifests name.
 
-    Raises `StoreError` where it is no run folder.
+    Raises:
+        StoreError: if `path` is not a run folder, or is a later drive of a run whose first drive is present.
     """
     note = path / "finished.json"
     ranks = rank_folders(path)
     found = [look(rank) for rank in ranks]
-    # A start that a kill cut short has left at least a lock.
+    # A start that was killed has left at least a lock.
     remains = any(is_rank(rank) or set(_names(rank)) <= {"lock"} for rank in ranks)
     if not path.is_dir() or not (note.is_file() or remains):
         raise StoreError(f"{path} is not a run folder: it has neither rank<r> folders nor finished.json")
@@ -92,15 +104,17 @@ def find_removal(path: Path) -> Removal:
 
 
 def remove_run(path: Path) -> Removal:
-    """Delete the run at `path`, on all of its drives; what is not of it stays.
+    """Deletes the run at `path` on all of its drives, and returns what was deleted. Files of others stay.
 
-    Raises `StoreError` where it is no run folder, or while a process holds it.
+    Raises:
+        StoreError: if `path` is not a run folder, or while a process uses the run.
     """
     with contextlib.ExitStack() as locks:
         ranks = [rank for rank in rank_folders(path) if is_rank(rank)]
         for rank in ranks:
             locks.enter_context(Lock(rank))
         removal = find_removal(path)
+        # The folders on other drives are locked as well: a process may be starting a store in one of them.
         for folder in removal.folders:
             if folder not in ranks and folder.is_dir() and is_rank(folder):
                 locks.enter_context(Lock(folder))
@@ -109,13 +123,13 @@ def remove_run(path: Path) -> Removal:
         for file in removal.files:
             file.unlink(missing_ok=True)
         for run in dict.fromkeys((path, *(folder.parent for folder in removal.folders))):
-            with contextlib.suppress(OSError):  # not empty: other ranks, or strangers
+            with contextlib.suppress(OSError):  # not empty: other ranks, or files of others
                 run.rmdir()
     return removal
 
 
 def _check_drive(found: Found) -> None:
-    """Raise `StoreError` where this is a later drive of a run whose first is there: that one has the lock."""
+    """Raises `StoreError` if this is a later drive of a run whose first drive, which holds the lock, is present."""
     if found.drive and found.manifest is not None:
         first = Path(found.manifest.drives[0]) / found.folder.parent.name
         if store_id(first / found.folder.name) == found.manifest.id:
@@ -123,12 +137,12 @@ def _check_drive(found: Found) -> None:
 
 
 def _mine(found: Found) -> tuple[Path, ...]:
-    """The rank's folders on its other drives, unless another store has taken their place."""
+    """Returns the rank's folders on its other drives, except folders that another store has taken over."""
     if found.drive or found.manifest is None:
         return ()
     first = Path(found.manifest.drives[0]) / found.folder.parent.name / found.folder.name
     if not first.exists() or not found.folder.samefile(first):
-        return ()  # this is a copy, the other drives are the original's
+        return ()  # this folder is a copy: the other drives belong to the original
     there = [folder for folder in found.folders[1:] if folder.is_dir()]
     return tuple(
         folder
@@ -138,19 +152,20 @@ def _mine(found: Found) -> tuple[Path, ...]:
 
 
 def _names(folder: Path) -> list[str]:
+    """Returns the names in a folder, sorted; none if the folder does not exist."""
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 class OtherRun(NamedTuple):
-    """A run's folder that nobody holds."""
+    """A run folder that no process uses."""
 
     path: Path
     nbytes: int
-    """On the drives that were looked at."""
+    """Bytes on the drives that were searched."""
 
 
 def other_runs(paths: Sequence[str | Path], run: str) -> list[OtherRun]:
-    """Runs under the drives `paths` beside `run` that have swap files and that no process holds."""
+    """Returns the runs under the drives `paths`, other than `run`, that have swap files and that no process uses."""
     sizes: dict[str, OtherRun] = {}
     held = {run}
     for path in paths:
@@ -161,13 +176,14 @@ def other_runs(paths: Sequence[str | Path], run: str) -> list[OtherRun]:
             if holder(folder) or (not (folder / "commit").exists() and _held_elsewhere(folder)):
                 held.add(name)
                 continue
+            # A run on several of these drives is one run, and its bytes are added up.
             before = sizes.get(name, OtherRun(folder.parent, 0))
             sizes[name] = before._replace(nbytes=before.nbytes + allocated_nbytes([folder]))
     return [each for name, each in sorted(sizes.items()) if name not in held]
 
 
 def _held_elsewhere(folder: Path) -> bool:
-    """Whether somebody holds the store of which this is a later drive: the lock lies on the first."""
+    """True if a process holds the store of which this folder is a later drive: the lock is on the first drive."""
     try:
         first = read_manifest(folder / "manifest.json").drives[0]
     except (StoreError, IndexError):
@@ -176,9 +192,17 @@ def _held_elsewhere(folder: Path) -> bool:
 
 
 def open_rank(folder: Path, queue: Queue) -> tuple[Store, dict[str, torch.Tensor]]:
-    """Open one rank's store at its last commit by its own manifest, and what that commit holds. Close it after use.
+    """Opens one rank's store at its last commit, by its own manifest. The caller closes the store.
 
-    Raises `StoreError` while a process holds it, and where it is damaged.
+    Args:
+        folder: the rank's folder on the first drive.
+        queue: reads the states.
+
+    Returns:
+        The store, and the tensors of its last commit.
+
+    Raises:
+        StoreError: while a process holds the store, or if the store is damaged.
     """
     manifest = read_manifest(folder / "manifest.json")
     drives = [folder.parent.parent, *(Path(drive) for drive in manifest.drives[1:])]

@@ -1,4 +1,4 @@
-"""Room on the drives for bytes that need not outlive the process: files without a name, gone when they are closed."""
+"""Room on the drives for bytes that need not outlive the process: unlinked files, freed when they are closed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from offload.timeline import Row, now
 
 
 class SpillFile:
-    """A stretch of bytes for each key of `nbytes`, each on the drive that holds the least so far.
+    """Reserved bytes for each key of `nbytes`, each key on the drive with the fewest bytes so far.
 
-    Raises `StoreError` where there is no room: all of it is reserved. `read` and `write` may be called by any thread;
-    their futures are the caller's to wait for, all of them before `close`.
+    Any thread may call `read` and `write`. The caller waits for their futures, for all of them before `close`.
     """
 
     def __init__(
@@ -32,16 +31,30 @@ class SpillFile:
         written: Written | None = None,
         spans: DriveSpans = NO_SPANS,
     ) -> None:
-        """`spans` shows each request as one of the gradient of a unit, which is the key."""
+        """Creates and reserves the files.
+
+        Args:
+            paths: a folder on each drive.
+            nbytes: number of bytes for each key, a unit.
+            queue: reads and writes the files.
+            written: counts the bytes written to each drive; None for a count of its own.
+            spans: records each request as one of a unit's gradient.
+
+        Raises:
+            StoreError: if a file cannot be created, or there is not enough room.
+        """
         self._queue, self._spans = queue, spans
         self._written = Written(paths) if written is None else written
         self._places: dict[int, tuple[int, int]] = {}
         self._files: list[DirectFile] = []
         ends = [0] * len(paths)
         for key, size in nbytes.items():
+            # Each key is stored on one drive, the one with the fewest bytes so far.
             drive = ends.index(min(ends))
             self._places[key] = (drive, ends[drive])
+            # Direct I/O needs aligned offsets.
             ends[drive] += align_up(size)
+        # Registered before the files are created, so that a fork at any time closes those that exist.
         close_in_children.add(self)
         try:
             for path, end in zip(paths, ends, strict=True):
@@ -51,14 +64,14 @@ class SpillFile:
             raise
 
     def read(self, key: int, start: int, buffer: memoryview) -> Future:
-        """Fill `buffer` from byte `start` of a stretch."""
+        """Starts to fill `buffer` from byte `start` of the key's bytes."""
         began = now()
         drive, offset = self._places[key]
         future = self._queue.read(self._files[drive], offset + start, buffer)
         return self._spans.show(Row.READS, key, State.GRAD, began, len(buffer), future)
 
     def write(self, key: int, start: int, buffer: memoryview) -> Future:
-        """Write `buffer` at byte `start` of a stretch; it must stay unchanged until the future is done."""
+        """Starts to write `buffer` at byte `start` of the key's bytes; it must not change until the future is done."""
         began = now()
         drive, offset = self._places[key]
         self._written.add(drive, len(buffer))
@@ -66,19 +79,19 @@ class SpillFile:
         return self._spans.show(Row.WRITES, key, State.GRAD, began, len(buffer), future)
 
     def close(self) -> None:
-        """Give the room back; idempotent."""
+        """Closes the files, which frees their room; idempotent."""
         for file in self._files:
             file.close()
         self._files = []
 
     def close_in_child(self) -> None:
-        """A forked child must not keep the room of a file that its parent has closed."""
+        """Closes the descriptors in a forked child, which would keep the room of files that the parent has closed."""
         for file in self._files:
             file.descriptors.close()
 
 
 def _nameless(folder: Path, nbytes: int) -> DirectFile:
-    """A file of `nbytes` in `folder` that has lost its name, so that no end of this process leaves it behind."""
+    """Returns an unlinked file of `nbytes` in `folder`, which no end of this process leaves behind."""
     name = folder / f".offload-spill-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,6 +102,7 @@ def _nameless(folder: Path, nbytes: int) -> DirectFile:
             f"you may write"
         ) from error
     try:
+        # Unlinked before the room is reserved: from here on a kill frees the file.
         name.unlink()
         file.reserve(nbytes)
     except IoError as error:

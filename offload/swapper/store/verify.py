@@ -1,4 +1,4 @@
-"""Reads all that a commit names and compares it with the checksums that the commit holds."""
+"""Verification of a commit: reads every slot that the commit names and compares it with the commit's checksums."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from offload.swapper.store.requests import bytes_of
 
 _CHUNK_NBYTES = 8 * MIB
 _CHUNKS = 4
-"""Buffers: one is waited for while the others are read."""
+"""Number of buffers: one chunk is compared while the others are read."""
 
 
 class Damage(NamedTuple):
-    """Bytes of a slot that are not what was written, or cannot be read."""
+    """Bytes of a slot that differ from the bytes written, or cannot be read."""
 
     state: str
     unit: str
@@ -29,7 +29,7 @@ class Damage(NamedTuple):
     """A or B."""
     path: str
     offset: int
-    """In the states file over all drives."""
+    """Byte offset in the states file over all drives."""
     nbytes: int
     reason: str
 
@@ -39,6 +39,8 @@ class Damage(NamedTuple):
 
 
 class _Chunk(NamedTuple):
+    """Bytes of one stretch that one request reads."""
+
     key: Key
     stretch: Stretch
     start: int
@@ -46,7 +48,7 @@ class _Chunk(NamedTuple):
 
 
 class _Comparison:
-    """The comparison of a commit's stretches with their checksums, chunk after chunk in the order of the table."""
+    """Comparison of a commit's slots with their checksums, chunk by chunk in the order of the table."""
 
     def __init__(
         self,
@@ -55,20 +57,22 @@ class _Comparison:
         slots: Sequence[int],
         title: Callable[[int], str],
     ) -> None:
+        """Prepares the comparison; see `damages` for the arguments."""
         self._file = file
         self._places = places
         self._slots = slots
         self._title = title
         self._known: tuple[Stretch, int] | None = None
-        """The stretch under way and its sum so far."""
+        """The stretch in progress and the checksum of its bytes so far."""
         self._bad: Stretch | None = None
-        """The last stretch that was reported."""
+        """The last stretch reported as damaged: each stretch is reported once."""
 
     def place(self, key: Key) -> Extents:
+        """Returns the extents of the slot that the commit names for a unit and state."""
         return self._places[key[0]][key[1]][self._slots[key[0]]]
 
     def uncovered(self, table: Mapping[Key, Slot]) -> Iterator[Damage]:
-        """Yields the slots of which `table` does not hold the sums of all bytes."""
+        """Yields the slots of which `table` does not contain the checksums of all bytes."""
         for unit, row in enumerate(self._places):
             for state in row:
                 key = (unit, state)
@@ -77,16 +81,23 @@ class _Comparison:
                     yield self._damage(key, 0, nbytes, f"sums are known of {covered} bytes only")
 
     def finish(self, chunk: _Chunk, future: Future) -> Damage | None:
-        """Waits for a chunk and returns what is wrong with it, or with its stretch that it ends; once a stretch."""
+        """Waits for a chunk and returns its damage, or that of the stretch that the chunk completes; None if intact.
+
+        A damaged stretch is reported once.
+        """
         stretch = chunk.stretch
         try:
             future.wait()
             crc = future.crc32c()
         except IoError as error:
+            # The checksum of this stretch cannot be completed any more; its later chunks report nothing.
             told, self._bad, self._known = self._bad is stretch, stretch, None
             return None if told else self._damage(chunk.key, chunk.start, chunk.nbytes, str(error))
+        # A chunk of another stretch than the one in progress begins a new checksum.
         before = self._known[1] if self._known is not None and self._known[0] is stretch else 0
         crc = crc32c_joined(before, crc, chunk.nbytes)
+        # Only whole stretches have a checksum on record. Checksums of chunks are joined until the stretch is
+        # complete.
         self._known = (stretch, crc)
         last = chunk.start + chunk.nbytes == stretch.start + stretch.nbytes
         if last and crc != stretch.crc and self._bad is not stretch:
@@ -94,6 +105,7 @@ class _Comparison:
         return None
 
     def _damage(self, key: Key, start: int, nbytes: int, reason: str) -> Damage:
+        """Returns the damage of `nbytes` bytes of a slot, from byte `start` on."""
         unit, state = key
         slot = "AB"[self._slots[unit]]
         offset = self.place(key).offset(start)
@@ -111,14 +123,16 @@ def damages(
 ) -> Generator[Damage]:
     """Yields each damaged stretch of the slots that a commit names; takes 32 MiB of memory.
 
+    Close the generator, or exhaust it, before the file is closed: reads are in flight between two results.
+
     Args:
         file: the states file over all drives.
         queue: reads the file.
-        places: of each unit and state, all slots.
-        slots: of each unit, the slot that the commit names.
-        table: of each unit and state, the checksums of its stretches.
-        title: from a unit to its name for people.
-        progress: receives bytes as they are compared.
+        places: for each unit and state, the extents of each slot.
+        slots: for each unit, the slot that the commit names.
+        table: for each unit and state, the checksums of its stretches.
+        title: returns the name of a unit for messages.
+        progress: receives the number of bytes of each chunk compared.
     """
     comparison = _Comparison(file, places, slots, title)
     yield from comparison.uncovered(table)
@@ -126,7 +140,9 @@ def damages(
     reading: deque[tuple[_Chunk, Future]] = deque()
 
     def finish() -> Iterator[Damage]:
-        chunk, future = reading[0]  # it stays there until it was waited for, whatever is raised
+        """Finishes the oldest chunk and yields its damage, if any."""
+        # Popped only after the wait: the `finally` below waits for all that is left, whatever is raised.
+        chunk, future = reading[0]
         if damage := comparison.finish(chunk, future):
             yield damage
         reading.popleft()
@@ -136,6 +152,7 @@ def damages(
         for count, chunk in enumerate(_chunks(table)):
             if len(reading) == _CHUNKS:
                 yield from finish()
+            # The buffers are used in turn. The oldest chunk was finished above, so its buffer is free.
             buffer = buffers[count % _CHUNKS][: chunk.nbytes]
             of, at = bytes_of(file, comparison.place(chunk.key), chunk.start, chunk.nbytes)
             reading.append((chunk, queue.read(of, at, buffer, checksum=True)))
@@ -146,7 +163,7 @@ def damages(
             try:
                 future.wait()
             except OSError:
-                pass  # whoever stops looking has found enough
+                pass  # the caller has stopped the verification, so further errors have no reader
 
 
 def first_damage(
@@ -157,15 +174,16 @@ def first_damage(
     table: Mapping[Key, Slot],
     title: Callable[[int], str],
 ) -> Damage | None:
-    """The first of `damages`."""
+    """Returns the first of `damages`, or None; takes the same arguments."""
     found = damages(file, queue, places, slots, table, title)
     try:
         return next(found, None)
     finally:
-        found.close()  # what it reads ahead ends before the file is closed
+        found.close()  # waits for the reads in flight: the caller closes the file next
 
 
 def _chunks(table: Mapping[Key, Slot]) -> Iterator[_Chunk]:
+    """Yields the chunks of all stretches, in the order of the table."""
     for key, slot in table.items():
         for stretch in slot:
             end = stretch.start + stretch.nbytes

@@ -1,7 +1,7 @@
-"""How much was written to each drive, which is what wears a drive out: of this process, and of its run before that.
+"""Bytes written to each drive, which wear the drive out: by this process, and by its run before.
 
-What is counted is what we ask the system to write: states, gradients that wait on a drive, commits. A drive writes more
-than that (it erases larger blocks), a file system a little more; checkpoints and exports are files of their own.
+The counts are the bytes that the process asks the system to write: states, spilled gradients, commits. A drive writes
+more than that (it erases larger blocks), a file system slightly more. Checkpoints and exports are not counted.
 """
 
 from __future__ import annotations
@@ -22,30 +22,33 @@ class DriveWrites(NamedTuple):
     """Bytes written to one drive by one rank."""
 
     path: str
-    """The folder for swap files that was given."""
+    """The user's folder for swap files."""
     run_bytes: int
-    """By this process."""
+    """Bytes written by this process."""
     life_bytes: int
-    """By it and by those whose run it goes on with, up to the commit that it was resumed from."""
+    """Bytes written by this process and by earlier processes of the run, up to the commit from which each resumed."""
 
 
 class Rating(NamedTuple):
-    """What a drive is sold to bear."""
+    """Rated endurance of a drive, and the fraction at which a run warns."""
 
     nbytes: float
-    """The least of the drives', in bytes: its TBW."""
+    """The lowest endurance of all drives (TBW), in bytes."""
     share: float = 0.1
-    """Of that, from which on a run is warned of."""
+    """Fraction of `nbytes` above which a run warns."""
     ranks: int = 1
-    """That write to the same drives, each as much."""
+    """Number of ranks that write to the same drives, each as much as the others."""
 
     def used(self, nbytes: float) -> float:
-        """The share of a drive's life that is used up where one rank writes so much."""
+        """Returns the fraction of a drive's endurance that is used if each rank writes `nbytes`."""
         return nbytes * self.ranks / self.nbytes
 
 
 class Written:
-    """Bytes by drive, in the order of `paths`. Any thread may add; warns once for each drive, by `rating`."""
+    """Bytes written to each drive, in the order of `paths`.
+
+    Any thread may add. Warns once for each drive, by `rating`.
+    """
 
     def __init__(self, paths: Sequence[str | Path], rating: Rating | None = None) -> None:
         self.rating = rating
@@ -56,19 +59,23 @@ class Written:
         self._warned = [False] * len(paths)
 
     def add(self, drive: int, nbytes: int) -> None:
-        """So much goes to a drive."""
+        """Adds `nbytes` to the count of a drive."""
         with self._lock:
             self._run[drive] += nbytes
+        # Not under the lock: a handler of the log may block, and other threads add meanwhile.
         self._warn(drive)
 
     def drives(self) -> tuple[DriveWrites, ...]:
-        """What there is of each."""
+        """Returns the counts of each drive."""
         with self._lock:
+            # Under the lock, so that the counts of all drives are of one moment.
             each = zip(self._paths, self._run, self._before, strict=True)
             return tuple(DriveWrites(path, run, run + before) for path, run, before in each)
 
     def _warn(self, drive: int) -> None:
+        """Logs a warning when a drive's count first exceeds the fraction in `rating`."""
         rating, life = self.rating, self._run[drive] + self._before[drive]
+        # `life` is the count of one rank; `used` multiplies by the ranks that write to the same drives.
         if rating is None or self._warned[drive] or rating.used(life) <= rating.share:
             return
         self._warned[drive] = True
@@ -85,20 +92,21 @@ class Written:
     # -- in a commit --------------------------------------------------------------------------------
 
     def pack(self) -> bytes:
-        """What a blob holds of it."""
+        """Returns the counts as JSON, for the blob of a commit."""
         rated = None if self.rating is None else self.rating.nbytes
         facts = {"bytes": [each.life_bytes for each in self.drives()], "rated_bytes": rated}
         return json.dumps(facts).encode()
 
     def go_on(self, packed: bytes | None) -> None:
-        """Go on from what a commit holds; from nothing where it is older than these counts."""
+        """Resumes the counts of a commit; a commit older than these counts leaves them at zero."""
         before = read_written(packed)[0]
+        # A run on another number of drives has counts that no drive of this store can continue.
         if len(before) == len(self._before):
             self._before = before
 
 
 def read_written(packed: bytes | None) -> tuple[list[int], float | None]:
-    """What `pack` gave: bytes by drive, and what each is rated for, if that was said."""
+    """Returns the counts that `pack` stored: bytes by drive, and the rated endurance in bytes or None."""
     if packed is None:
         return [], None
     facts = json.loads(packed)

@@ -1,6 +1,6 @@
-"""What a commit holds beside the states: a file in the safetensors format, of the engine's tensors and of the store's.
+"""The blob of a commit: a safetensors file with the engine's tensors and three tensors of the store.
 
-Who looks at a run from outside needs some of its bytes and no tensor, so torch is imported where tensors are asked for.
+Inspection of a run reads some bytes and no tensor, so torch is imported only when tensors are requested.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     import torch
 
 SUMS, MANIFEST, WRITTEN = "store.sums", "store.manifest", "store.written"
-"""What the store adds to the engine's tensors."""
+"""Names of the tensors that the store adds to the engine's."""
 _LENGTH_NBYTES = 8
 
 
 class Blob:
-    """The bytes of a blob whose checksum was right."""
+    """Bytes of a blob whose checksum was correct."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -27,33 +27,41 @@ class Blob:
 
     @property
     def sums(self) -> bytes:
-        """See `sums.unpack`."""
+        """Returns the packed checksums; see `checksums.unpack`."""
         return self._bytes(SUMS)
 
     @property
     def manifest(self) -> bytes:
-        """See `Manifest.unpack`."""
+        """Returns the packed manifest; see `Manifest.unpack`."""
         return self._bytes(MANIFEST)
 
     @property
     def written(self) -> bytes | None:
-        """See `written.read_written`; None where the commit is older than these counts."""
+        """Returns the packed write counts, see `write_counts.read_written`; None if the commit is older than them."""
         return self._bytes(WRITTEN) if WRITTEN in self._header else None
 
     def contents(self) -> dict[str, torch.Tensor]:
-        """What was committed, without what the store adds."""
+        """Returns the engine's tensors, without those of the store."""
         import safetensors.torch
 
         tensors = safetensors.torch.load(self._data)
         return {name: value for name, value in tensors.items() if name not in (SUMS, MANIFEST, WRITTEN)}
 
     def _bytes(self, name: str) -> bytes:
+        """Returns the bytes of one tensor."""
         start, end = self._header[name]["data_offsets"]
         return self._data[self._start + start : self._start + end]
 
 
 def pack(contents: Mapping[str, torch.Tensor], table: torch.Tensor, manifest: bytes, written: bytes) -> bytes:
-    """The file of a commit's `contents`, with the checksums `table` that `sums.pack` made."""
+    """Returns the bytes of a commit's blob.
+
+    Args:
+        contents: the engine's tensors.
+        table: the checksums, of `checksums.pack`.
+        manifest: the manifest, of `Manifest.pack`.
+        written: the write counts, of `Written.pack`.
+    """
     import safetensors.torch
     import torch
 

@@ -1,8 +1,8 @@
-"""The checksums of a slot: a CRC-32C for each stretch that was written by one request.
+"""Checksums of slots: a CRC-32C for each stretch, the bytes written by one request.
 
-An update writes a partition tile by tile, so a stretch is a tile; what one run wrote in tiles of one size another reads
-in tiles of another, or all at once. Sums of neighbours add up to the sum of both, so whatever is read is compared as
-soon as it reaches a border of what was written.
+An update writes a partition tile by tile, so a stretch is a tile. A later process may read in tiles of another size, or
+everything at once. The checksums of neighbours can be joined to the checksum of both, so the bytes read are compared
+as soon as they reach a border between two stretches.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     import torch
 
 STATES = tuple(state for state in State if state is not State.GRAD)
-"""A row of a packed table names a state by its place here."""
+"""States with checksums; a row of a packed table names a state by its index in this tuple."""
 
 
 _ROW = struct.Struct("<5q")
 ROW_NBYTES = _ROW.size
+"""Bytes of one row of a packed table."""
 
 
 class Stretch(NamedTuple):
-    """Bytes of a slot, from its start on, and their CRC-32C."""
+    """Bytes of a slot, offset from the slot's start, and their CRC-32C."""
 
     start: int
     nbytes: int
@@ -38,12 +39,13 @@ class Stretch(NamedTuple):
 
 
 Slot = tuple[Stretch, ...]
-"""The stretches of one state of one unit, one behind the other."""
+"""The stretches of one state of one unit, in order and without gaps."""
 Key = tuple[int, State]
+"""A unit and a state."""
 
 
 def of_zeros(place: Extents) -> Slot:
-    """A slot that was never written, in a file whose room was reserved: a stretch for each of its extents."""
+    """Returns the checksums of a slot that was never written, in a reserved file: a stretch for each of its extents."""
     starts = itertools.accumulate((extent.nbytes for extent in place.extents), initial=0)
     return tuple(
         Stretch(start, extent.nbytes, crc32c_of_zeros(extent.nbytes))
@@ -52,14 +54,22 @@ def of_zeros(place: Extents) -> Slot:
 
 
 def renewed(old: Slot, new: Iterable[Stretch]) -> Slot:
-    """`old` after `new`, which begins at 0, was written over it: frozen weights lie behind and stay."""
+    """Returns the stretches of a slot after `new` was written over `old`.
+
+    `new` begins at byte 0. Frozen weights behind `new` keep their checksums.
+    """
     written = tuple(new)
     end = written[-1].start + written[-1].nbytes
     return (*written, *(stretch for stretch in old if stretch.start >= end))
 
 
 def joined(stretches: Iterable[Stretch], least: int) -> list[Stretch]:
-    """Neighbours that follow each other, put together until each but the last has `least` bytes."""
+    """Returns the stretches with neighbours joined until each but the last has at least `least` bytes.
+
+    Args:
+        stretches: neighbours in order, without gaps.
+        least: bytes.
+    """
     found: list[Stretch] = []
     for each in stretches:
         if found and found[-1].nbytes < least:
@@ -70,7 +80,13 @@ def joined(stretches: Iterable[Stretch], least: int) -> list[Stretch]:
 
 
 def sum_of(slot: Sequence[Stretch], start: int, nbytes: int) -> int | None:
-    """The CRC-32C of these bytes; None where they do not begin and end where stretches do."""
+    """Returns the CRC-32C of bytes of a slot; None if they do not begin and end at borders of stretches.
+
+    Args:
+        slot: the stretches of the slot.
+        start: first byte, from the start of the slot.
+        nbytes: number of bytes.
+    """
     first, last = _border(slot, start), _border(slot, start + nbytes)
     if first is None or last is None:
         return None
@@ -83,14 +99,15 @@ def sum_of(slot: Sequence[Stretch], start: int, nbytes: int) -> int | None:
 
 
 def _border(slot: Sequence[Stretch], at: int) -> int | None:
-    """How many stretches lie before byte `at`; None where it lies inside of one."""
+    """Returns the number of stretches before byte `at`; None if `at` is inside a stretch."""
     before = bisect.bisect_left(slot, at, key=lambda stretch: stretch.start)
+    # The end of the last stretch is a border as well.
     ends = before == len(slot) and before and slot[-1].start + slot[-1].nbytes == at
     return before if ends or (before < len(slot) and slot[before].start == at) else None
 
 
 def pack(table: Mapping[Key, Slot]) -> torch.Tensor:
-    """(stretches, 5) int64: unit, place of the state in `STATES`, start, nbytes, crc."""
+    """Returns the table as (stretches, 5) int64: unit, index of the state in `STATES`, start, nbytes, crc."""
     import torch
 
     rows = [(unit, STATES.index(state), *stretch) for (unit, state), slot in table.items() for stretch in slot]
@@ -98,7 +115,7 @@ def pack(table: Mapping[Key, Slot]) -> torch.Tensor:
 
 
 def unpack(rows: bytes) -> dict[Key, Slot]:
-    """The table whose bytes were packed."""
+    """Returns the table that `pack` packed."""
     table: dict[Key, list[Stretch]] = {}
     for unit, state, start, nbytes, crc in _ROW.iter_unpack(rows):
         table.setdefault((unit, STATES[state]), []).append(Stretch(start, nbytes, crc))
@@ -106,42 +123,60 @@ def unpack(rows: bytes) -> dict[Key, Slot]:
 
 
 class _Passage(NamedTuple):
-    """Somebody has read a slot in order, from the border `since` on: the sum of that."""
+    """A read of a slot in order, from the border `since` on, with the checksum of the bytes read so far."""
 
     since: int
     crc: int
 
 
 class Passages:
-    """Compares what is read, piece by piece, with what was written. Any thread may add a piece."""
+    """Comparison of sequential reads with the checksums of stretches. Any thread may add a read.
+
+    A read that ends inside a stretch stays open, and the read that follows is compared together with it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[Key, tuple[Slot, dict[int, list[_Passage]]]] = {}
-        """By where they have come to, all within the stretches of one slot: others have other bytes."""
+        """Open reads of each slot, by the byte at which they end.
+
+        They apply to one `Slot` value: another has other bytes.
+        """
 
     def compare(self, key: Key, slot: Slot, start: int, nbytes: int, crc: int) -> tuple[bool, range]:
-        """Whether these bytes are what was written, and of which bytes that is known now.
+        """Returns True if the bytes read are those written, and the range of bytes that is now verified.
 
-        They are compared together with those before them that could not be yet. Where none can be yet, what is right is
-        not known: pieces must come in order, the last one tells.
+        The bytes are compared together with earlier bytes that could not be compared yet. If no comparison is possible
+        yet, the result is True with an empty range: requests must come in order, and the last one decides.
+
+        Args:
+            key: the unit and the state.
+            slot: the stretches of the slot at the time of the request.
+            start: first byte read, from the start of the slot.
+            nbytes: number of bytes read.
+            crc: CRC-32C of the bytes read.
         """
         with self._lock:
+            # A read that begins and ends at borders is compared at once.
             expected = sum_of(slot, start, nbytes)
             if expected is not None:
                 return crc == expected, range(start, start + nbytes)
             of, open_ = self._open.get(key, ((), {}))
+            # Compared by identity: an update replaces the tuple, and open reads of the old bytes must not be joined
+            # with new ones.
             if of is not slot:
                 open_ = {}
                 self._open[key] = slot, open_
+            # A read that continues a passage takes it over. Two readers of the same bytes have a passage each.
             if start in open_:
                 passage = open_[start].pop()
                 if not open_[start]:
                     del open_[start]
+            # A read that begins at a border, and ends inside a stretch, begins a passage.
             elif _border(slot, start) is not None:
                 passage = _Passage(start, 0)
             else:
-                return True, range(0)  # somebody reads here and there: nothing to compare with
+                return True, range(0)  # a read in the middle of a stretch: there is no checksum to compare with
             end, crc = start + nbytes, crc32c_joined(passage.crc, crc, nbytes)
             expected = sum_of(slot, passage.since, end - passage.since)
             if expected is not None:

@@ -1,7 +1,7 @@
-"""A commit record: 4096 bytes that say which slots are the last committed step. Two of them alternate.
+"""The commit record: 4096 bytes that name the slots of the last committed step. Two records alternate.
 
-A record counts where its checksum is right; of two, the one with the higher serial. A torn one is as if it had never
-been written.
+A record is valid if its checksum is correct. Of two valid records, the one with the higher serial is the newest. An
+incomplete record counts as never written.
 """
 
 from __future__ import annotations
@@ -16,31 +16,33 @@ from offload.sizes import PAGE
 from offload.swapper.store.rank_folder import read_whole
 
 FORMAT_VERSION = 3
-"""Of record, manifest and blob together: docs/store-format.md."""
+"""Version of record, manifest and blob together: see docs/store-format.md."""
 
 _MAGIC = b"OFFLDREC"
 _HEAD = struct.Struct("<8sIIQQQQII")  # magic, version, which blob, serial, epoch, ns since 1970, blob bytes, crc, units
 _CRC = struct.Struct("<I")
 MAX_UNITS = (PAGE - _HEAD.size - _CRC.size) * 8
+"""Number of units whose slots fit into the record's bitmap, one bit each."""
 
 
 class Record(NamedTuple):
-    """What one commit record says."""
+    """Contents of one commit record."""
 
     serial: int
-    """Counts commits from 1. An epoch may be committed again, where weights were edited after its step."""
+    """Number of the commit, from 1. An epoch may be committed again, if weights were edited after its step."""
     epoch: int
     slots: tuple[int, ...]
     """The newest slot of each unit: 0 or 1."""
     blob: int
-    """The number of the blob, which is also the page of the commit file that the record lies in: 0 or 1."""
+    """Index of the blob, and of the page of the commit file that holds the record: 0 or 1."""
     blob_nbytes: int
     blob_crc: int
     time_ns: int = 0
-    """When it was made, since 1970."""
+    """Time of the commit, in nanoseconds since 1970."""
 
     def pack(self) -> bytes:
-        """The page."""
+        """Returns the record's page of the commit file, 4096 bytes."""
+        # One bit for each unit, the first unit in the lowest bit of the first byte.
         bitmap = bytearray((len(self.slots) + 7) // 8)
         for unit, slot in enumerate(self.slots):
             bitmap[unit // 8] |= slot << (unit % 8)
@@ -55,16 +57,18 @@ class Record(NamedTuple):
             self.blob_crc,
             len(self.slots),
         )
+        # The checksum covers the whole page, so a write that was cut short anywhere is noticed.
         body = (head + bytes(bitmap)).ljust(PAGE - _CRC.size, b"\0")
         return body + _CRC.pack(crc32c(body))
 
     @classmethod
     def unpack(cls, page: bytes) -> Record | None:
-        """The record in `page`, or None where it is torn, empty or of another format."""
+        """Returns the record in `page`; None if the page is incomplete, empty or of another format."""
         if len(page) != PAGE:
             return None
         body, crc = page[: -_CRC.size], _CRC.unpack(page[-_CRC.size :])[0]
         magic, version, blob, serial, epoch, time_ns, nbytes, blob_crc, units = _HEAD.unpack_from(body)
+        # Any mismatch means no record: the caller falls back to the other page.
         if magic != _MAGIC or version != FORMAT_VERSION or crc != crc32c(body) or units > MAX_UNITS:
             return None
         bitmap = body[_HEAD.size :]
@@ -73,34 +77,37 @@ class Record(NamedTuple):
 
 
 def page_version(page: bytes) -> int | None:
-    """The format of the record that a page says it holds; None where it says nothing."""
+    """Returns the format version that a page claims for its record; None if the page contains no record's head."""
     if len(page) < _HEAD.size or page[: len(_MAGIC)] != _MAGIC:
         return None
     return int(_HEAD.unpack_from(page)[1])
 
 
 class Records(NamedTuple):
-    """The commit file as it was found."""
+    """Contents of a commit file."""
 
     valid: tuple[Record, ...]
-    """Newest first."""
+    """The valid records, newest first."""
     in_critical_section: tuple[int, ...]
-    """The pages that hold something that is no record: a commit that was interrupted, or damage."""
+    """Indices of pages that are neither empty nor valid: interrupted commits, or damage."""
     other_format: int | None = None
-    """What pages say of themselves that are torn for this version, because another one made them."""
+    """The format version that such a page claims, if another version of the library wrote it."""
 
 
 def last_of_all(newest: Iterable[int | None]) -> int | None:
-    """The serial of the last commit that every rank holds, from that of each rank's newest; None where there is none.
+    """Returns the serial of the last commit that every rank holds; None if there is none.
 
-    Each rank commits by itself, and overwrites nothing of the commit before until all have met in the next step with
-    theirs: so a rank that was killed is one commit behind others at most, and these still have what it has.
+    Each rank commits on its own, and overwrites nothing of the commit before until all ranks have met in the next step.
+    A rank that was killed is therefore at most one commit behind the others, and the others still hold its commit.
+
+    Args:
+        newest: the serial of each rank's newest commit, None for a rank without one.
     """
     return min((serial for serial in newest if serial is not None), default=None)
 
 
 def read_records(path: Path) -> Records:
-    """Read a commit file; one that is missing or short holds nothing but what it has."""
+    """Reads a commit file. A missing file has no records; of a short file, the pages that are complete count."""
     try:
         data = read_whole(path)
     except OSError:
@@ -108,17 +115,20 @@ def read_records(path: Path) -> Records:
     pages = [data[start : start + PAGE] for start in (0, PAGE)]
     found = [Record.unpack(page) for page in pages]
     valid = sorted((record for record in found if record is not None), key=lambda record: -record.serial)
+    # An empty page was never written. Any other page without a valid record is an interrupted commit, or damage.
     in_critical_section = tuple(which for which in (0, 1) if found[which] is None and any(pages[which]))
+    # A page of another version is invalid for this one, but must not pass as a commit that was interrupted.
     said = (page_version(pages[which]) for which in in_critical_section)
     other = next((version for version in said if version not in (None, FORMAT_VERSION)), None)
     return Records(tuple(valid), in_critical_section, other)
 
 
 def was_committed(folder: Path) -> bool:
-    """Whether there is, or must have been, a commit in a rank's folder; with none, a start was interrupted at most.
+    """Returns True if a rank's folder holds, or must have held, a commit; False if at most a start was interrupted.
 
-    The second commit begins with blob 1 and ends with page 1, and the first has ended by then. A torn page 0 with
-    neither is the first commit, interrupted: nothing was trained yet. A page of another format is a commit as well.
+    The second commit begins with blob 1 and ends with page 1, and the first commit is complete by then. If page 0 is
+    invalid and neither exists, the first commit was interrupted and nothing was trained. A page of another format is a
+    commit as well.
     """
     found = read_records(folder / "commit")
     if found.valid or 1 in found.in_critical_section or found.other_format is not None:

@@ -1,10 +1,10 @@
-"""What a store holds and where: the layout of its extents, and the manifest that says so.
+"""Layout of a store's extents, and the manifest that records the layout.
 
     states file, over all drives:  [ unit 0: weight A, weight B, frozen, exp_avg A, … ][ unit 1: … ] …
 
-A slot of a weight is what trains of it, A or B, and behind that what is frozen, which both slots share.
+A slot of a weight is its trainable bytes, A or B, followed by its frozen bytes, which both slots share.
 
-Pure. The manifest is JSON; it lies on every drive, and a copy in each blob.
+The layout is pure arithmetic. The manifest is JSON; each drive stores it, and each blob holds a copy.
 """
 
 from __future__ import annotations
@@ -22,42 +22,48 @@ from offload.swapper.store.rank_folder import read_whole
 
 
 class Extent(NamedTuple):
-    """Bytes of the states file: both are multiples of 4096."""
+    """A byte range of the states file; offset and length are multiples of 4096."""
 
     offset: int
     nbytes: int
 
 
 class Extents(NamedTuple):
-    """Where a slot of a partition lies: its extents, one behind the other, two at most."""
+    """Location of a slot of a partition: at most two extents, in the order of the slot's bytes."""
 
     extents: tuple[Extent, ...]
 
     @property
     def nbytes(self) -> int:
+        """Returns the bytes of the slot."""
         return sum(extent.nbytes for extent in self.extents)
 
     def stretches(self, start: int, nbytes: int) -> list[Extent]:
-        """Where `nbytes` bytes of the slot lie in the file, from its byte `start` on; of any size."""
+        """Returns the byte ranges of the file that hold `nbytes` bytes of the slot, from byte `start` on."""
         found: list[Extent] = []
         for offset, length in self.extents:
             first, last = max(start, 0), min(start + nbytes, length)
             if first < last:
                 found.append(Extent(offset + first, last - first))
+            # From here on `start` is relative to the next extent.
             start -= length
         return found
 
     def offset(self, start: int) -> int:
-        """Where byte `start` of the slot lies in the file."""
+        """Returns the offset in the file of byte `start` of the slot."""
         return self.stretches(start, 1)[0].offset
 
 
 class StoreSpec(NamedTuple):
-    """What a store must hold; two specs are of the same run when all but `about` are equal.
+    """Contents of a store, as planned. Two specs belong to one run if they are equal in all but `about`.
 
-    `partitions[unit]` gives the bytes of each state of that unit that is kept on disk, each a multiple of 4096;
-    `fingerprint` is JSON that names model, layout, mode and world size; `about` is JSON that is only told.
-    `frozen[unit]` are the bytes at the end of its WEIGHT that no update writes, a multiple of 4096; empty is none.
+    Attributes:
+        partitions: for each unit, the bytes of each state that is kept on disk, multiples of 4096.
+        slots: 2, or 1 without durability.
+        fingerprint: JSON that names model, layout, mode and world size.
+        about: JSON that is only displayed.
+        frozen: for each unit, the bytes at the end of its WEIGHT that no update writes, a multiple of 4096; empty for
+            none.
     """
 
     partitions: tuple[Mapping[State, int], ...]
@@ -68,21 +74,27 @@ class StoreSpec(NamedTuple):
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """Bytes at the end of each unit's WEIGHT that lie once and both slots name; none where there is one slot."""
+        """Returns for each unit the bytes at the end of WEIGHT that are stored once and named by both slots.
+
+        All are 0 in a store with one slot.
+        """
         return self.frozen if self.frozen and self.slots == 2 else (0,) * len(self.partitions)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states file."""
+        """Returns the bytes of the states file."""
         return sum(map(self.nbytes_of, State))
 
     def nbytes_of(self, state: State) -> int:
-        """Bytes that the slots of one state take, of all units."""
+        """Returns the bytes of all slots of one state, of all units."""
         rows = [row.get(state, 0) * self.slots for row in self.partitions]
         return sum(rows) - (sum(self.shared) if state is State.WEIGHT else 0)
 
     def places(self) -> list[dict[State, tuple[Extents, ...]]]:
-        """For each unit and state its slots, one behind the other; what they share lies behind the last."""
+        """Returns for each unit and state the extents of its slots.
+
+        The slots of a state follow each other; the bytes that both share come after the last one.
+        """
         end = 0
         table: list[dict[State, tuple[Extents, ...]]] = []
         for states, frozen in zip(self.partitions, self.shared, strict=True):
@@ -90,37 +102,39 @@ class StoreSpec(NamedTuple):
             for state, nbytes in states.items():
                 shared = frozen if state is State.WEIGHT else 0
                 own = nbytes - shared
+                # The frozen bytes follow the last slot; every slot names them as its second extent.
                 behind = Extent(end + self.slots * own, shared)
                 slots = [(Extent(end + slot * own, own), behind) for slot in range(self.slots)]
+                # Empty extents are left out: most states have no frozen bytes, and a frozen unit has no others.
                 row[state] = tuple(Extents(tuple(each for each in slot if each.nbytes)) for slot in slots)
                 end = behind.offset + behind.nbytes
             table.append(row)
         return table
 
     def title(self, unit: int) -> str:
-        """The unit in words."""
+        """Returns the name of a unit for messages."""
         units = self.fingerprint.get("units", ())
         return str(units[unit]["name"] or "the root") if unit < len(units) else f"unit {unit}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What `manifest.json` says; see docs/store-format.md."""
+    """Contents of `manifest.json`; see docs/store-format.md."""
 
     id: str
-    """Of this store, the same on each of its drives, and of no other."""
+    """Random id of this store, the same on each of its drives."""
     run: str
     rank: int
     created: str
     drives: tuple[str, ...]
-    """The folders that the drives were when the store was made."""
+    """Folders of the drives when the store was created."""
     weights: tuple[int, ...]
-    """How many stripes of a row lie on each drive."""
+    """Number of stripes of each row that each drive holds."""
     stripe_bytes: int
     spec: StoreSpec
 
     def pack(self, drive: int = 0) -> bytes:
-        """The file on one drive."""
+        """Returns the bytes of the manifest on one drive."""
         content = {
             "format": FORMAT_VERSION,
             "id": self.id,
@@ -139,7 +153,11 @@ class Manifest:
 
     @classmethod
     def unpack(cls, data: bytes, where: str) -> Manifest:
-        """Read a manifest; raises `StoreError` that names `where` it lies and what is wrong with it."""
+        """Returns the manifest in `data`.
+
+        Raises:
+            StoreError: with `where`, the location of the data, and the reason.
+        """
         try:
             content = json.loads(data)
             if not isinstance(content, dict):
@@ -153,6 +171,7 @@ class Manifest:
                 f"choose another run name"
             )
         try:
+            # The file stores extents and no sizes: the size of a partition is the sum over its first slot.
             partitions = tuple(
                 {State(name): sum(int(nbytes) for _, nbytes in slots[0]) for name, slots in row.items()}
                 for row in content["extents"]
@@ -170,6 +189,8 @@ class Manifest:
                 stripe_bytes=stripes["bytes"],
                 spec=spec,
             )
+            # The layout is recomputed from the sizes. Extents that differ were not written by this format, or are
+            # damaged.
             if _plain_places(spec) != content["extents"]:
                 raise ValueError("its extents do not lie as its format says")
             return found
@@ -178,7 +199,7 @@ class Manifest:
 
 
 def _plain_places(spec: StoreSpec) -> list[dict[str, list[list[list[int]]]]]:
-    """As the manifest has them: state to slots, each a list of extents."""
+    """Returns the extents as JSON stores them: for each unit, state to slots, each a list of extents."""
     return [
         {state.value: [[list(extent) for extent in place.extents] for place in slots] for state, slots in row.items()}
         for row in spec.places()
@@ -186,12 +207,13 @@ def _plain_places(spec: StoreSpec) -> list[dict[str, list[list[list[int]]]]]:
 
 
 def _in_all(slots: Sequence[Sequence[Sequence[int]]]) -> int:
-    """Bytes of the extents that both slots of a manifest name."""
+    """Returns the bytes of the extents that both slots of a manifest name."""
+    # With one slot the bytes that are frozen are not recorded: nothing is shared.
     return sum(int(extent[1]) for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest in a file; raises `StoreError` where there is none that can be read."""
+    """Returns the manifest in a file; raises `StoreError` if there is none that can be read."""
     try:
         data = read_whole(path)
     except OSError as error:
@@ -200,13 +222,21 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
-    """Raise `StoreError` that names the first difference between what is expected and what lies in `folder`."""
+    """Raises `StoreError` with the first difference between two specs, and advice.
+
+    Args:
+        mine: the spec of this run.
+        found: the spec of the store in `folder`.
+        folder: the rank's folder, for the message.
+    """
     for name in ("fingerprint", "slots", "partitions", "shared"):
+        # The found spec was read from JSON, so the expected one takes the same way before the two are compared.
         expected, there = (json.loads(json.dumps(_plain(getattr(spec, name)))) for spec in (mine, found))
         difference = _difference(expected, there, "layout" if name == "fingerprint" else name)
         if difference is None:
             continue
         advice = f"choose another run name, or remove it with `offload rm {folder.parent}`"
+        # Differences that a setting of the user explains get advice of their own.
         if name == "slots":
             advice = "go on with the durability that it had, or leave it out"
             there, here = ("none" if spec.slots == 1 else "step, or every N" for spec in (found, mine))
@@ -222,7 +252,7 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
 
 
 def _advice_of_modes(there: str, here: str) -> str:
-    """What to go on with: modes are named by a dtype, and by an optimizer behind it where that is not Adam."""
+    """Returns advice for two different modes, whose names are a dtype and an optimizer (left out if Adam)."""
     (dtype, _, optimizer), (other_dtype, _, other_optimizer) = there.partition(" "), here.partition(" ")
     if dtype == other_dtype:
         return "go on with the optimizer that it had (change the config, or optimizer=)"
@@ -231,6 +261,7 @@ def _advice_of_modes(there: str, here: str) -> str:
 
 
 def _plain(value: Any) -> Any:
+    """Returns a value with tuples as lists and states as strings, as JSON has them."""
     if isinstance(value, tuple):
         return [_plain(each) for each in value]
     if isinstance(value, Mapping):
@@ -239,6 +270,7 @@ def _plain(value: Any) -> Any:
 
 
 def _difference(expected: Any, found: Any, where: str) -> str | None:
+    """Returns the first difference between two values of JSON at the path `where`; None if they are equal."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in sorted(expected.keys() ^ found.keys()):
             return f"{where}/{key} is in only one of the two"
@@ -256,5 +288,6 @@ def _difference(expected: Any, found: Any, where: str) -> str | None:
 
 
 def _short(value: Any) -> str:
+    """Returns a value as JSON, shortened to fit a message."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:60]}… ({len(value)} entries)"
