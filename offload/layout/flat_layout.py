@@ -51,6 +51,7 @@ class Segment(NamedTuple):
     @property
     def packed(self) -> range:
         """Words of the unit's PACKED partition that belong to this parameter."""
+        # Packed states are padded to 64 bytes, so the division leaves no remainder.
         return range(self.packed_start, self.packed_start + packed_nbytes(self.kept) // WORD)
 
     @property
@@ -102,12 +103,14 @@ def lay_out(name: str, parameters: Iterable[tuple[str, nn.Parameter]], world_siz
     given = list(parameters)
     end = trainable_stop = 0
     segments: list[Segment] = []
+    # Two passes: parameters keep the model's order within each region.
     for trainable in (True, False):
         for parameter_name, parameter in given:
             if parameter.requires_grad is trainable:
                 numel = parameter.numel()
                 segments.append(Segment(parameter_name, tuple(parameter.shape), end, numel, trainable))
                 end = align_up(end + numel, _ALIGNMENT)
+        # Each region ends at a multiple of the alignment of all ranks, so that `_cut` divides it evenly.
         end = align_up(end, step)
         if trainable:
             trainable_stop = end
@@ -125,6 +128,7 @@ def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]]) ->
     segments: list[Segment] = []
     end = 0
     for segment in layout.segments:
+        # The end of a segment's packed range follows from its start, so the start is set first.
         segments.append(segment._replace(kept=kept.get(segment.name, ()), packed_start=end))
         end = segments[-1].packed.stop
     return layout._replace(segments=tuple(segments))
@@ -176,6 +180,7 @@ def pieces(
     first = segment.start + start
     last = segment.stop if stop is None else segment.start + stop
     while first < last:
+        # Both regions are divided evenly, so the rank follows from the position alone.
         rank, within = divmod(first - stretch.start, share)
         numel = min(last - first, share - within)
         yield Piece(rank, first - segment.start, before + within, numel)

@@ -105,6 +105,7 @@ def wanted_slots(placed: PlacedStates, *, on_disk: bool, resume: bool = False) -
         ConfigError: the config asks for a store but names no drive for it.
     """
     config, trains = placed.request.config, any(placed.parts.trainable_numel)
+    # Without durability a store exists only for partitions whose tier is DISK.
     if config.offload.durability == "none" or not trains:
         return WantedSlots(count=1 if on_disk else 0, must=True)
     if config.offload.wants_store:
@@ -113,6 +114,7 @@ def wanted_slots(placed: PlacedStates, *, on_disk: bool, resume: bool = False) -
                 '"durability" asks for a store, but no nvme_path is given; set one in the "offload" block'
             )
         return WantedSlots(count=2, must=True)
+    # The store of a resumed run is durable, and must not become one that is written in place.
     if resume:
         return WantedSlots(count=2, must=True)
     # Nobody asked for durability explicitly, so a drive without room for two slots is no error.
@@ -135,6 +137,7 @@ def plan_memory(placed: PlacedStates, wanted: WantedSlots, no_room: str | None =
     if slots < 2:
         placement = placement.settled(placed.parts)
         slots = slots if placement.on_disk else 0
+    # Only two slots leave the last commit intact while the next one is written.
     return MemoryPlan(
         mode=placed.mode,
         parts=placed.parts,

@@ -58,6 +58,7 @@ def describe_state(state: Mapping[str, Any]) -> tuple[StateField, ...]:
             found.append(StateField(name, str(value.dtype).removeprefix("torch."), tuple(value.shape)))
         elif type(value) in _NUMBERS.values():
             found.append(StateField(name, type(value).__name__))
+        # None is the absence of a state, which the presence byte represents.
         elif value is not None:
             raise TypeError(f"{name} is a {type(value).__name__}, neither a tensor nor a number")
     return tuple(found)
@@ -88,6 +89,7 @@ def pack(kept: Sequence[StateField], state: Mapping[str, Any], memory: torch.Ten
     Raises:
         TypeError: the state contains an entry that the dry run did not find, or one of another kind or shape.
     """
+    # All fields are checked before the first byte is written.
     expected = {each.name: each for each in kept}
     other = next((each for each in describe_state(state) if expected.get(each.name) != each), None)
     if other is not None:
@@ -110,6 +112,7 @@ def _places(
     """Yields the presence byte, the description and the memory of each state."""
     start = align_up(len(kept), ALIGNMENT)
     for number, each in enumerate(kept):
+        # Each field starts at a multiple of 64 bytes, so its view is aligned for any dtype.
         place = memory[start : start + each.nbytes].view(each.dtype).view(each.shape)
         yield memory[number], each, place
         start += align_up(each.nbytes, ALIGNMENT)

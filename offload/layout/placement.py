@@ -1,7 +1,6 @@
 """Placement of one rank's partitions, and the memory that they and the work on them take, decided from sizes alone.
 
-Pure functions; `initialize` carries out their decisions. The host budget is filled in this order: the least that every
-class needs, double-buffered weights of the largest unit, tiles, the cache of weights, states promoted from DISK.
+Pure functions; `initialize` carries out their decisions.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ STAGING_BUFFERS = 3
 WINDOWS = 3
 """Host buffers of gradients that spill to disk: one is filled while the others are written."""
 CHUNK = 1 << 22
-"""Elements of a gradient that are accumulated, and whose squares are summed, at a time.
-
-The number is the same everywhere, because the order of a sum determines its bits.
-"""
+"""Elements of a gradient that are added, and whose squares are summed, at a time: everywhere equal, for equal bits."""
 
 _STREAM_NBYTES = 16 * MIB
 """Bytes of a host buffer of weights if there is no room for two of the largest unit, which is then read in chunks."""
@@ -80,7 +76,7 @@ class Placement:
 
     tiers: TierMap
     promoted: tuple[tuple[int, State], ...]
-    """Partitions promoted from DISK to HOST, into memory of the cache; they leave if another engine needs the memory."""
+    """Partitions promoted from DISK to HOST, in memory of the cache; they leave if another engine needs the memory."""
     classes: Classes
     device_nbytes: int
     device_need: DeviceNeed
@@ -90,10 +86,7 @@ class Placement:
     tile_buffers: int
     """Tiles that are read, computed or written at a time."""
     scratch_nbytes: int
-    """Bytes of the class of tiles that an optimizer of torch works in.
-
-    They hold a master and a gradient, both in fp32, of the largest parameter.
-    """
+    """Bytes of the class of tiles for an optimizer of torch: fp32 master and gradient of the largest parameter."""
     window_numel: int
     """Elements of a spilling gradient that are in HOST at a time; 0 if no gradient spills."""
     notices: tuple[str, ...]
@@ -126,9 +119,8 @@ class Placement:
         )
 
     def settled(self, parts: Partitions) -> Placement:
-        """Returns the placement for a store that keeps only partitions whose tier is DISK.
-
-        Promoted partitions stay in HOST for good, so their memory is no longer part of the cache.
+        """Returns the placement for a store that keeps only states on DISK: promoted ones stay in HOST, outside the
+        cache.
         """
         nbytes = sum(align_up(parts.nbytes[unit][state]) for unit, state in self.promoted)
         classes = self.classes._replace(homes=self.classes.homes + nbytes, cache=self.classes.cache - nbytes)
@@ -155,14 +147,7 @@ class Placement:
     def store(
         self, parts: Partitions, slots: int, fingerprint: Mapping[str, Any] = {}, about: Mapping[str, Any] = {}
     ) -> StoreSpec:
-        """Returns the specification of a store.
-
-        Args:
-            parts: this rank's partitions.
-            slots: slots of each partition, as in `stored`.
-            fingerprint: facts that must be equal when a run resumes; see `fingerprint.describe`.
-            about: facts for people; see `fingerprint.about`.
-        """
+        """Returns the specification of a store; `slots` as in `stored`, the other arguments as in `fingerprint`."""
         return StoreSpec(self.stored(parts, slots), slots, fingerprint, about, parts.frozen if slots else ())
 
 
@@ -175,12 +160,6 @@ class _Need(NamedTuple):
 
 def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine) -> Placement:
     """Returns a placement of every byte within both budgets, or within their defaults.
-
-    Args:
-        parts: this rank's partitions.
-        mode: the states and their dtypes.
-        wish: the config's request.
-        machine: free memory and devices.
 
     Raises:
         BudgetError: a budget is too small; the message names the smallest that works.
@@ -242,10 +221,7 @@ def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machin
 
 
 def least_host(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine) -> Classes:
-    """Returns the smallest classes of host buffers that work.
-
-    All partitions that may move to DISK are there, and the largest unit is read in chunks.
-    """
+    """Returns the smallest classes of host buffers that work: movable partitions on DISK, the largest unit in chunks."""
     asked = configured(parts, wish, mode.weight_dtype.itemsize)
     ways = ways_down(asked) if machine.drives else iter((asked,))
     return min((_needs(parts, mode, wish, machine, tiers).least for tiers in ways), key=sum)
@@ -256,8 +232,6 @@ def _that_fit(
 ) -> TierMap:
     """Returns `asked`, or the first of the tier maps below it that fits into `budget` bytes of host memory.
 
-    A map under which the largest unit fits twice is preferred; units are read in chunks only if there is none.
-
     Raises:
         BudgetError: no tier map fits.
     """
@@ -267,6 +241,7 @@ def _that_fit(
         if sum(need.least._replace(weights=need.most.weights)) <= budget:
             return tiers
         tried.append((tiers, need.least))
+    # Reading the largest unit in chunks is slow, so it is the last resort, after all moves to DISK.
     for tiers, least in tried:
         if sum(least) <= budget:
             return tiers
@@ -316,11 +291,9 @@ def _needs(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machi
 
 
 def _cut(parts: Partitions, wish: PlacementRequest, mode: Mode, tiers: TierMap, need: _Need, budget: int) -> Classes:
-    """Returns the classes of host buffers within `budget`, which must hold at least `need.least`.
-
-    Spare memory goes first to weights, up to two buffers of the largest unit, then to tiles, then to the cache.
-    """
+    """Returns the classes of host buffers within `budget`, which must hold at least `need.least`."""
     least, most = need
+    # Spare memory goes first to weights, up to two buffers of the largest unit, then to tiles, then to the cache.
     room = budget - sum(least)
     weights = min(most.weights, (least.weights + room) // (2 * PAGE) * (2 * PAGE))
     room -= weights - least.weights
@@ -393,10 +366,7 @@ def _cut_device(
 
 
 def _device_spare(parts: Partitions, wish: PlacementRequest, machine: Machine, tiers: TierMap) -> int:
-    """Returns the bytes of the device that gradients may take.
-
-    An explicit budget leaves the rest beyond resident states and one unit; otherwise most of the free memory counts.
-    """
+    """Returns the bytes of the device for gradients: the rest of an explicit budget, or most of what is free."""
     fixed, largest = _device_fixed(parts, tiers), _largest_moving(parts, tiers)
     if wish.device_memory is not None:
         return wish.device_memory // PAGE * PAGE - fixed - largest

@@ -91,8 +91,10 @@ def partitions(
         row = {State.WEIGHT: weights * mode.weight_dtype.itemsize}
         if numel:
             row |= {state: numel * dtype.itemsize for state, dtype in mode.states.items() if state is not State.WEIGHT}
+            # PACKED is sized by its fields; every other state has one value for each element.
             if State.PACKED in row:
                 row[State.PACKED] = layout.packed_numel * WORD
+            # PACKED is empty if the optimizer of torch keeps nothing of the unit's parameters.
             row = {state: nbytes for state, nbytes in row.items() if nbytes}
             row[State.GRAD] = numel * gradient_dtype.itemsize
         rows.append(row)
@@ -127,6 +129,7 @@ def configured(parts: Partitions, wish: PlacementRequest, weight_itemsize: int) 
         passed += numel
         tiers = dict.fromkeys(row, states)
         tiers[State.WEIGHT] = Tier.DEVICE if small else wish.weights
+        # Later decisions may move gradients from HOST to the device or to disk.
         if State.GRAD in row:
             tiers[State.GRAD] = Tier.HOST
         rows.append(tiers)
@@ -141,6 +144,7 @@ def gradients_on_device(parts: Partitions, tiers: TierMap, room: int) -> TierMap
     """
     found: list[tuple[int, State]] = []
     for unit, (row, nbytes) in enumerate(zip(tiers, parts.nbytes, strict=True)):
+        # The device's kernel needs all states of the unit in device memory.
         alone = State.GRAD in row and all(row[state] is Tier.DEVICE for state in row if state is not State.GRAD)
         if alone and align_up(nbytes[State.GRAD]) <= room:
             found.append((unit, State.GRAD))
@@ -154,6 +158,7 @@ def to_add_up(parts: Partitions, tiers: TierMap) -> tuple[tuple[int, int], ...]:
     Gradients that spill come first: each micro-batch would read and write them again.
     """
     units = [unit for unit, row in enumerate(tiers) if row.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE]
+    # The sort is stable: within both groups units keep the model's order.
     units.sort(key=lambda unit: tiers[unit][State.GRAD] is not Tier.DISK)
     return tuple((unit, align_up(parts.nbytes[unit][State.GRAD])) for unit in units)
 
@@ -162,6 +167,7 @@ def that_fit(totals: Iterable[tuple[int, int]], room: int) -> tuple[tuple[int, i
     """Returns those of `totals`, (unit, bytes) each, for which `room` bytes suffice, taken greedily in order."""
     found: list[tuple[int, int]] = []
     for unit, nbytes in totals:
+        # A unit that does not fit is skipped, because a smaller one after it may.
         if nbytes <= room:
             found.append((unit, nbytes))
             room -= nbytes
@@ -190,6 +196,7 @@ def ways_down(tiers: TierMap) -> Iterator[TierMap]:
     """
     yield tiers
     for order in (_DOWN, _DOWN[1:]):
+        # The second series starts from the configured tiers, not from the end of the first.
         rows = [dict(row) for row in tiers]
         for state in order:
             for row in reversed(rows):
@@ -203,6 +210,7 @@ def to_raise(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, S
     found: list[tuple[int, State]] = []
     for unit, (row, nbytes) in enumerate(zip(tiers, parts.nbytes, strict=True)):
         for state in nbytes:
+            # The pager's cache serves weights, and gradients do not outlive a step: only optimizer states are promoted.
             if state in (State.WEIGHT, State.GRAD):
                 continue
             if row[state] is Tier.DISK and align_up(nbytes[state]) <= room:
@@ -213,6 +221,7 @@ def to_raise(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, S
 
 def with_home(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tier) -> TierMap:
     """Returns `tiers` with the tier of the given partitions replaced by `tier`."""
+    # Rows are copied, because plans share their tier maps.
     rows = [dict(row) for row in tiers]
     for unit, state in partitions:
         rows[unit][state] = tier

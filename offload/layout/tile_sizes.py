@@ -35,10 +35,12 @@ def pipeline(parts: Partitions, mode: Mode, wish: PlacementRequest, tiers: TierM
     if not numel:
         return 0, 0
     step = tile_growth(parts, mode, tiers)
+    # An optimizer of torch needs all elements of a parameter at once, so its tiles are entire units.
     if mode.optimizer == TORCH:
         return _scratch_nbytes(parts, mode) + step, _scratch_nbytes(parts, mode) + _WHOLE_UNITS * step
     element_bytes = _tile_element_bytes(parts, mode, tiers)
     if wish.tile is not None:
+        # A tile holds at least one step, however small the config's limit is.
         numel = min(numel, max(wish.tile, _tile_step(mode)))
     small, large = (
         align_up(TILE_BUFFERS * min(numel * element_bytes, nbytes), step) or step
@@ -62,6 +64,7 @@ def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[i
         scratch = _scratch_nbytes(parts, mode) if nbytes else 0
         buffers = (nbytes - scratch) // max(_whole_unit_nbytes(parts, tiers), 1)
         return max(parts.trainable_numel, default=0), buffers, scratch
+    # Elements are rounded down to steps, so that every state of every tile begins at a page of its partition.
     step, element_bytes = _tile_step(mode), _tile_element_bytes(parts, mode, tiers)
     return nbytes // TILE_BUFFERS // element_bytes // step * step, TILE_BUFFERS, 0
 

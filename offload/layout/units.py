@@ -96,6 +96,7 @@ def _join_small(owners: dict[str, str | None], numel: dict[str, int]) -> dict[st
     for name, candidate in owners.items():
         if candidate is not None:
             sizes[candidate] = sizes.get(candidate, 0) + numel[name]
+    # The bound is relative, so that the division does not depend on the size of the model.
     least = max(sizes.values(), default=0) / _SMALLEST_SHARE
     large = [name for name, size in sizes.items() if size >= least]
     return {
@@ -121,6 +122,7 @@ def _sites(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit
     unit_of = {id(model.get_parameter(name)): i for i, unit in enumerate(units) for name in unit.parameters}
     every = dict(model.named_modules(remove_duplicate=False))  # a module may be in two places
     first_name = {id(module): name for name, module in reversed(modules.items())}
+    # A unit is a site under its own name too: its parameters may all belong to modules inside of it.
     needs: dict[str, set[int]] = {}
     for index, unit in enumerate(units):
         needs.setdefault(unit.name, set()).add(index)
@@ -141,6 +143,7 @@ def _is_compiled_into(
     outer = name
     while outer:
         outer = outer.rpartition(".")[0]
+        # The outer module's hooks fetch a superset of the units, so they suffice.
         if is_compiled(modules[outer]) and outer in sites and set(needed) <= set(sites[outer]):
             return True
     return False
