@@ -119,9 +119,7 @@ class Placement:
         )
 
     def settled(self, parts: Partitions) -> Placement:
-        """Returns the placement for a store that keeps only states on DISK: promoted ones stay in HOST, outside the
-        cache.
-        """
+        """Returns the placement for a store that keeps only states on DISK: promoted ones stay in HOST for good."""
         nbytes = sum(align_up(parts.nbytes[unit][state]) for unit, state in self.promoted)
         classes = self.classes._replace(homes=self.classes.homes + nbytes, cache=self.classes.cache - nbytes)
         return replace(self, classes=classes, promoted=())
@@ -221,7 +219,7 @@ def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machin
 
 
 def least_host(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine) -> Classes:
-    """Returns the smallest classes of host buffers that work: movable partitions on DISK, the largest unit in chunks."""
+    """Returns the smallest classes of host buffers that work: all that may move on DISK, the largest unit in chunks."""
     asked = configured(parts, wish, mode.weight_dtype.itemsize)
     ways = ways_down(asked) if machine.drives else iter((asked,))
     return min((_needs(parts, mode, wish, machine, tiers).least for tiers in ways), key=sum)
