@@ -57,13 +57,13 @@ def test_the_lease_of_an_update_that_has_begun_stays() -> None:
     pager.acquire(0)
     pager.release(0)
     pager.begin_updates([0])
-    lease = pager.lease_for_update(0)
-    assert lease is not None and pager.holds_weights(0)
+    lease = pager.weight_updates.buffer_for(0)
+    assert lease is not None and pager.weight_updates.holds_weights(0)
     for unit in (1, 2, 1, 2):
         assert bool((pager.acquire(unit) == unit + 1).all())
         pager.release(unit)
     assert pager._entries[0].lease is lease
-    pager.publish(0, True, False)
+    pager.weight_updates.weights_ready(0, True, False)
     pager.acquire(0)
     assert [unit for unit, _ in store.reads].count(0) == 1
 
@@ -77,9 +77,9 @@ def test_the_lease_of_an_update_that_has_not_begun_may_go() -> None:
     pager.end_step()
     pager.table.access_order = AccessOrder.of([0, 1, 2, 2, 1, 0])
     pager.begin_updates([0, 1, 2])
-    assert pager.lease_for_update(0) is not None
+    assert pager.weight_updates.buffer_for(0) is not None
     assert pager.residency(2) is Residency.DISK, "used last"
-    assert pager.holds_weights(1)
+    assert pager.weight_updates.holds_weights(1)
 
 
 def test_a_unit_that_somebody_is_about_to_use_keeps_its_lease() -> None:
@@ -91,20 +91,20 @@ def test_a_unit_that_somebody_is_about_to_use_keeps_its_lease() -> None:
     pager.table.access_order = AccessOrder.of([0, 1, 2, 1, 2, 0])
     pager.begin_updates([0, 1, 2])
     for unit in (0, 1):
-        assert pager.lease_for_update(unit) is not None
-        pager.publish(unit, True, False)
+        assert pager.weight_updates.buffer_for(unit) is not None
+        pager.weight_updates.weights_ready(unit, True, False)
     entry = pager._entries[0]
     entry.pins += 1  # a thread waits in `acquire`, and has not gone on yet
     pager.table.access_order.use(0)
     assert pager.table.access_order.distance(0) > pager.table.access_order.distance(2), "the trace alone would take it"
-    assert pager.lease_for_update(2) is None
+    assert pager.weight_updates.buffer_for(2) is None
     assert entry.lease is not None
     entry.pins -= 1
 
 
 def test_a_unit_larger_than_a_lease_comes_in_pieces() -> None:
     pager, store = pager_of([7, 1], weights=4, device=8)
-    assert pager.streams(0) and not pager.streams(1) and not pager.delivers(0)
+    assert pager.streams(0) and not pager.streams(1) and not pager.weight_updates.delivers(0)
     assert bool((pager.acquire(0) == 1).all())
     assert store.reads == [(0, start * PAGE) for start in (0, 2, 4, 6)]
     assert pager.host.weights.space.used_bytes == 0

@@ -20,6 +20,7 @@ from offload.swapper.pager import Pager
 from offload.swapper.policy import Limits
 from offload.swapper.residency import ARROWS, Residency
 from offload.swapper.unit_table import UnitSize, UnitTable
+from offload.swapper.weight_updates import WeightUpdates
 
 PACKAGE = Path(offload.__file__).parent
 
@@ -42,7 +43,7 @@ def test_every_pair(start: Residency, end: Residency) -> None:
 
 
 def test_the_functions_that_the_table_names_exist() -> None:
-    parts = (Pager, HostCache, DeviceCache, UnitTable)
+    parts = (Pager, WeightUpdates, HostCache, DeviceCache, UnitTable)
     for function in set(ARROWS.values()):
         assert any(hasattr(part, name) for part in parts for name in (function, f"_{function}")), function
 

@@ -1,29 +1,30 @@
-"""The pager: brings a unit's weights to the device before use and keeps both budgets.
+"""The pager: fetches the weights of a unit before use, and keeps the budgets of host and device.
 
-    Pager ──► Leases     host side: who has a lease of weights, whose may be taken, reads
-      │  └──► Slices     device side: where a unit lies, copies, what leaves for it
-      └─────► Table      the entries of all units, the order of their uses, the lock; Leases and Slices have it too
+    Pager ──► HostCache       host buffers of weights, reads, eviction
+      │  ├──► DeviceCache     device buffers of weights, uploads, gathers, eviction
+      │  ├──► Prefetcher      reads and uploads ahead of use
+      │  ├──► WeightUpdates   the update worker's side
+      └──┴──► UnitTable       the entries of all units, their access order, and the lock that all of these share
 
-Threads. `acquire`, `release`, `hold` and `serve_gather` are called by the thread that runs the model and by autograd's
-threads; `lease_for_update`, `publish`, `written` by the update worker alone. One lock guards all (`lock`,
-of the monitor `changed`): nobody holds it while bytes move or a kernel runs, and whoever changes an entry wakes all
-waiters.
+Threads. The thread that runs the model and autograd's threads call `acquire`, `release`, `hold` and `serve_gather`.
+The update worker calls `weight_updates`. One lock guards everything (`lock`, of the monitor `changed`). No thread
+holds the lock while bytes move or a kernel runs, and every change of an entry wakes all waiters.
 
-[Note: nobody waits in a circle] The update worker needs only its own tiles: where it can get no weight
-lease it either waits, when nobody waits for anything of it, or goes on without delivering. A thread that
-acquires may take any lease that is clean and not being copied, and delivers the reads ahead that it finds
-in its way. The leases that are left then belong to writes and updates in progress, which end by
-themselves. While such a thread waits for a lease the worker takes none (`waiting_for_buffer`), so that freed memory
-is not taken from under it. Device slices are held only by pinned units: if those fill the arena, that is a
-`BudgetError`, since waiting cannot help. Where there are other ranks, they are waited for without the lock, and what
-they need is done meanwhile (`Peers.agree` calls `serve_gather`): no rank's worker, lease or slice waits for another
+[Note: nobody waits in a circle] The update worker needs only its own tiles. If it gets no host buffer for fresh
+weights it waits as long as no thread waits for the worker; otherwise it updates the unit without delivering its
+weights. A thread that acquires a unit may evict any host buffer that is clean and not being copied, and finishes
+prefetched reads that are in its way. The remaining buffers belong to writes and updates in progress, which end by
+themselves. While such a thread waits for a host buffer the worker allocates none (`waiting_for_buffer`), so that the
+worker does not take freed memory from under the thread. Only pinned units hold device buffers: if they fill the arena,
+waiting cannot help, and the pager raises `BudgetError`. A thread waits for other ranks without the lock, and serves
+what they need meanwhile (`Peers.agree` calls `serve_gather`), so no worker and no buffer of any rank waits for another
 rank.
 
-[Note: every use is a round] Which units lie on the device is another thing on each rank: it depends on when gradients
-gave their room back. If only a rank that lacks a unit asked for it, one that has all it needs would run ahead into a
-collective of the user's own (a loss over the batches of all ranks, say), and both would wait for ever. So every use
-asks, of a unit that is there too, and what follows from the answer follows on all ranks alike. Once every rank has
-every unit, none asks until weights change, which they do on all.
+[Note: every use is a round] Ranks differ in the units that are on their devices, since memory of gradients is freed at
+different times. Suppose a rank asked the others only about units that it lacks. A rank that has all units would then
+run ahead into a collective of the user's own (such as a loss over the batches of all ranks), and both would wait
+forever. So every use asks the other ranks, also for a unit that is on the device, and every rank acts on the same
+answer. Once every rank has every unit, no rank asks until weights change, which they do on all ranks at once.
 """
 
 from __future__ import annotations
@@ -35,34 +36,35 @@ import torch
 
 from offload.aio import Priority
 from offload.errors import EngineFailed
-from offload.states import Tier
 from offload.swapper.access_order import PassKind
 from offload.swapper.device_cache import DeviceCache, Having, Peers
 from offload.swapper.host_cache import HostCache
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
-from offload.swapper.policy import Limits, keeps, next_to_fetch
+from offload.swapper.policy import Limits, keeps
+from offload.swapper.prefetch import Prefetcher
 from offload.swapper.residency import Residency
 from offload.swapper.store import Store
 from offload.swapper.unit_table import MemoryCounters, UnitEntry, UnitSize, UnitTable
-from offload.timeline import OFF, Row, Timeline
+from offload.swapper.weight_updates import WeightUpdates
+from offload.timeline import OFF, Timeline
 
 _T = TypeVar("_T")
 
 
 class PrefetchStats(NamedTuple):
-    """What the uses of units came to."""
+    """Counts of uses of units."""
 
     uses: int
     on_device: int
-    """Those that found the unit there."""
+    """Uses that found the unit on the device."""
     unforeseen: int
-    """Those that came although the recorded order said another."""
+    """Uses that the access order did not predict."""
 
 
 class Pager:
-    """Weights of all units, between DISK, HOST and DEVICE. Close it after the update worker has ended."""
+    """The weights of all units, between DISK, HOST and DEVICE. The update worker must end before `close`."""
 
     def __init__(
         self,
@@ -91,25 +93,33 @@ class Pager:
         self._entries = self.table.entries
         self._leases = HostCache(self.table, host, store)
         self._slices = DeviceCache(self.table, arena, device, peers)
+        self._prefetcher = Prefetcher(self.table, self._leases, self._slices, limits)
+        self.weight_updates = WeightUpdates(self.table, self._leases, self._slices, arena)
         self._device = device
         self._limits = limits
         self._peers = peers
-        self._all_stay = all(size.stays for size in sizes)
-        self._any_on_disk = any(size.tier is Tier.DISK for size in sizes)
         self._uses = self._hits = 0
         self._all_have_all = False
-        """Whether every rank is known to have every unit on its device."""
-        self._wanted: list[int] = []
+        """True if every rank is known to have every unit on its device."""
 
     # -- the thread that runs the model -------------------------------------------------------------
 
     def acquire(self, unit: int, ahead: bool = True) -> torch.Tensor:
-        """Pin `unit` on the device and return its slice: (nbytes,) uint8, valid until `release`.
+        """Pins `unit` on the device and returns its weights.
 
-        Compute that the calling thread starts from now on finds the weights there, also where they are still on their
-        way. With `ahead`, what the trace says comes next is begun as well. Waits for the unit's update and its read,
-        and for the other ranks. Raises `BudgetError` where what is pinned leaves no room, and `EngineFailed` after an
-        error on a background thread.
+        Compute that the calling thread starts from now on is ordered after the upload, also if it is in flight. Waits
+        for the update of the unit, for its read, and for the other ranks.
+
+        Args:
+            unit: the unit.
+            ahead: whether to prefetch what the access order predicts next.
+
+        Returns:
+            (nbytes,) uint8 on the device: the pager's memory, valid until `release`.
+
+        Raises:
+            BudgetError: if pinned units leave no room.
+            EngineFailed: after an error on a background thread.
         """
         entry = self._entries[unit]
         with self.lock:
@@ -125,7 +135,7 @@ class Pager:
                 else:
                     self._fetch(entry)
                     if ahead:
-                        self._prefetch()
+                        self._prefetcher.run()
             except Exception:
                 entry.pins -= 1
                 self.table.in_critical_section = False
@@ -141,25 +151,27 @@ class Pager:
         return view
 
     def release(self, unit: int) -> None:
-        """End one use. The slice stays where it is until its room is needed."""
+        """Ends one use. The device buffer stays allocated until its memory is needed."""
         with self.lock:
             entry = self._entries[unit]
             assert entry.pins > 0, f"unit {entry.size.name} was released more often than acquired"
             self._device.hold(entry.read)  # of another stream, if there are several: the last read is after all of them
             entry.read = self._device.computed()
             entry.pins -= 1
-            if not keeps(self.table.access_order, unit, self._nbytes, self._limits) and self._slices.idle(entry):
+            if not keeps(
+                self.table.access_order, unit, lambda each: self._entries[each].size.nbytes, self._limits
+            ) and self._slices.idle(entry):
                 self._slices.drop(entry)
             self.notify()  # an interrupt in here is seen by the count of pins
 
     def hold(self, unit: int) -> None:
-        """Let compute that the calling thread starts from now on wait for the weights of `unit`, which is pinned."""
+        """Orders compute that the calling thread starts from now on after the upload of `unit`, which is pinned."""
         with self.lock:
             uploaded = self._entries[unit].uploaded
         self._device.hold(uploaded)
 
     def serve_gather(self, unit: int) -> None:
-        """Another rank gathers `unit`, which this one may not need: give it this rank's part of it."""
+        """Takes part in a gather of `unit` that another rank needs, with this rank's shard of the unit."""
         with self.lock:
             self._serve_gather(self._entries[unit])
 
@@ -170,17 +182,17 @@ class Pager:
             self._slices.gather(entry, entry.slice, entry.copied)
 
     def updates(self, unit: int) -> int:
-        """How many updates this unit has had; see `UnitEntry.updates`."""
+        """Returns the number of updates of a unit; see `UnitEntry.updates`."""
         return self._entries[unit].updates
 
     @property
     def pins(self) -> int:
-        """Open uses of all units."""
+        """The number of open uses of all units."""
         with self.lock:
             return sum(entry.pins for entry in self._entries)
 
     def set_pins(self, units: Sequence[int]) -> None:
-        """End every open use but one for each entry of `units`: an aborted forward or backward left some behind."""
+        """Ends the uses that an aborted forward or backward left open; one stays for each entry of `units`."""
         with self.lock:
             for entry in self._entries:
                 if entry.pins:
@@ -189,7 +201,7 @@ class Pager:
             self.notify()
 
     def read_weights(self, unit: int, receive: Callable[[torch.Tensor], None]) -> None:
-        """Call `receive` with the newest weights, (nbytes,) uint8 on the device, pinned meanwhile."""
+        """Calls `receive` with the newest weights of `unit`, (nbytes,) uint8 on the device, pinned meanwhile."""
         weights = self.acquire(unit, ahead=False)
         try:
             receive(weights)
@@ -197,11 +209,11 @@ class Pager:
             self.release(unit)
 
     def _fetch(self, entry: UnitEntry) -> None:
-        """Move `entry` towards DEVICE, one arrow at a time, until it is there. The lock is held."""
+        """Moves a unit to DEVICE, one arrow of the residency table at a time. The caller holds the lock."""
         while entry.updating or entry.residency is not Residency.DEVICE:
             self.check()
             if entry.updating:
-                self._wait_for_update(entry)
+                self.weight_updates.wait(entry)
             elif entry.residency is Residency.DISK:
                 if (lease := self._leases.lease(self._leases.lease_nbytes(entry))) is None:
                     self._leases.wait_for_lease(entry)
@@ -217,58 +229,18 @@ class Pager:
                 self.table.wait(f"waits for upload of {entry.size.title}")
         self.check()
 
-    def _wait_for_update(self, entry: UnitEntry) -> None:
-        self._wanted.append(entry.index)
-        self.notify()
-        try:
-            self.table.wait(f"waits for update of {entry.size.title}")
-        finally:
-            self._wanted.remove(entry.index)
-
     def _stream(self, entry: UnitEntry, lease: HostBuffer) -> None:
-        """DISK to DEVICE in pieces, through `lease` and a second one where there is room."""
+        """Moves a unit from DISK to DEVICE in chunks, through `lease` and a second buffer if memory is free."""
         second = self._leases.lease(lease.nbytes)
         leases = [lease] if second is None else [lease, second]
         self._slices.stream(entry, leases, self._leases.reader(entry))
 
     def streams(self, unit: int) -> bool:
-        """Whether two leases of this unit have no room, so that it comes from DISK to the device piece by piece."""
+        """Returns whether `unit` comes from DISK to the device in chunks, since two host buffers of it do not fit."""
         return self._leases.streams(self._entries[unit])
 
-    def _prefetch(self) -> None:
-        """Begin to bring what the trace says comes next: reads first, then uploads of what is at hand."""
-        if self._all_stay:
-            return
-        self._prefetch_reads()
-        while (unit := self._next_upload()) is not None:
-            entry = self._entries[unit]
-            piece = (
-                self._slices.take_slice(entry, self.table.access_order.distance(unit)) if self._at_hand(entry) else None
-            )
-            if piece is None:
-                return
-            self._slices.upload(entry, piece)
-
-    def _next_upload(self) -> int | None:
-        def wanting(unit: int) -> bool:
-            return self._entries[unit].residency is not Residency.DEVICE
-
-        return next_to_fetch(self.table.access_order, self._nbytes, wanting, self._limits)
-
-    def _at_hand(self, entry: UnitEntry) -> bool:
-        return entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
-
-    def _prefetch_reads(self) -> None:
-        """Take what has been read, and begin to read what comes next."""
-        if not self._any_on_disk:
-            return
-        for entry in self._entries:
-            if entry.transfer is not None and entry.transfer.future.done():
-                self._leases.finish_read(entry)
-        self._leases.read_ahead(self._limits)
-
     def _fetch_with(self, peers: Peers, entry: UnitEntry, ahead: bool) -> None:
-        """Bring `entry` where there are other ranks, and with `ahead` the very next, if all have room for it.
+        """Fetches `entry` together with the other ranks; with `ahead` also the very next unit if all ranks have room.
 
         See [Note: every use is a round].
         """
@@ -277,19 +249,19 @@ class Pager:
             with self.lock:
                 if entry.residency is not Residency.DEVICE:
                     return Having(unit=False, all=False, ahead=-1)
-                return Having(unit=True, all=self._has_all(), ahead=self._next_with_room() if ahead else -1)
+                return Having(unit=True, all=self._has_all(), ahead=self._prefetcher.next_with_room() if ahead else -1)
 
         self.check()
         if self._all_have_all:
             return
         if ahead and entry.residency is Residency.DEVICE:
-            self._prefetch_reads()
+            self._prefetcher.read()
         agreed = self._with_ranks(lambda: peers.agree(entry.index, having))
         unit, self._all_have_all = agreed.ahead, agreed.all
         if agreed.gather:
             self._serve_gather(entry)
             if ahead:
-                self._prefetch_reads()
+                self._prefetcher.read()
             if agreed.together:
                 unit = self._with_ranks(lambda: peers.agree_ahead(lambda: having().ahead))
         self.check()
@@ -297,160 +269,69 @@ class Pager:
             self._serve_gather(self._entries[unit])
 
     def _with_ranks(self, ask: Callable[[], _T]) -> _T:
-        """Wait for the other ranks without the lock, and serve them meanwhile."""
+        """Waits for the other ranks without the lock, and serves them meanwhile."""
         with self.table.whole():
             return self.changed.without_lock(ask)
 
     def _has_all(self) -> bool:
-        """Whether every unit is on the device and stays there until weights change."""
+        """Returns whether every unit is on the device and stays there until weights change."""
         return self._limits.reuse is None and all(entry.residency is Residency.DEVICE for entry in self._entries)
 
-    def _next_with_room(self) -> int:
-        """The very next unit, if it is to be brought, is at hand and has room; else -1."""
-        unit = next(self.table.access_order.upcoming(), None)
-        if unit is None or unit != self._next_upload():
-            return -1
-        entry = self._entries[unit]
-        place = self._slices.find_place(entry, self.table.access_order.distance(unit)) if self._at_hand(entry) else None
-        return -1 if place is None else unit
-
-    def _nbytes(self, unit: int) -> int:
-        return self._entries[unit].size.nbytes
-
     def grow_device(self, nbytes: int, kept: Sequence[int] = ()) -> list[torch.Tensor]:
-        """Have `nbytes` more of device memory. Between steps; raises `BudgetError` where they are not free.
+        """Grows the device arena, between steps.
 
-        Of them stretches of `kept` bytes each are for the caller alone: returns these, uint8.
+        Args:
+            nbytes: bytes to add.
+            kept: sizes in bytes of buffers in the new memory that belong to the caller for good.
+
+        Returns:
+            Those buffers, each (nbytes,) uint8.
+
+        Raises:
+            BudgetError: if the device has not as much free memory.
         """
         with self.lock:
             return self._slices.grow(nbytes, kept)
 
     def begin(self, kind: PassKind) -> None:
-        """A forward begins: one of a step, or one by itself."""
+        """Starts the access order of a forward: of a training step, or of an evaluation."""
         with self.lock:
             self.table.access_order.begin(kind)
 
     def end_forward(self) -> None:
-        """The outermost forward is over. Of an evaluation that was all; what comes next is a step again."""
+        """Ends the outermost forward, and with it an evaluation; the next pass is one of training again."""
         with self.lock:
             if self.table.access_order.kind is PassKind.EVAL:
                 self.table.access_order.finish()
                 self.table.access_order.begin(PassKind.TRAIN)
 
     def end_step(self) -> tuple[int, ...]:
-        """The step's uses are over: their order is the prediction for the next, and returned."""
+        """Ends the uses of a step and returns their order, which predicts the next step."""
         with self.lock:
             self.table.access_order.begin(PassKind.TRAIN)  # an evaluation that was interrupted did not end
             self.table.access_order.finish()
             return self.table.access_order.order
 
     def counts(self) -> PrefetchStats:
-        """What the uses so far came to."""
+        """Returns the counts of uses so far."""
         with self.lock:
             return PrefetchStats(self._uses, self._hits, self.table.access_order.unforeseen)
 
-    # -- the update worker --------------------------------------------------------------------------
+    # -- updates and loads --------------------------------------------------------------------------
 
     def begin_updates(self, units: Sequence[int]) -> None:
-        """From now until `publish`, nobody may read these units. No use of them may be open."""
+        """Forbids every read of `units` until their weights are ready. No use of them may be open."""
         with self.lock:
-            for unit in units:
-                entry = self._entries[unit]
-                assert not entry.pins, f"unit {entry.size.name} is in use during step()"
-                entry.updating = True
-                entry.updates += 1
+            if units:
                 self._all_have_all = False
-                if entry.residency is Residency.DEVICE and not entry.size.stays:
-                    self._slices.drop(entry)
-
-    def lease_for_update(self, unit: int) -> HostBuffer | None:
-        """The lease in which the fresh weights of `unit` will lie, or None where there is none to have now.
-
-        `holds_weights` says whether the old ones lie in it already. A home in HOST is its own lease; a unit
-        whose home is DEVICE has none, and its update works on `device_tier`.
-        """
-        entry = self._entries[unit]
-        assert entry.size.tier is not Tier.DEVICE
-        entry.copied.wait()  # the worker is about to write where an upload may still read
-        with self.lock:
-            while entry.residency is Residency.READING:  # a read ahead from before step()
-                self.check()
-                self._leases.finish_read(entry)
-            if entry.lease is None and not self._leases.waiting_for_buffer:
-                beyond = -1 if unit in self._wanted else self.table.access_order.distance(unit)
-                entry.lease = self._leases.lease(entry.size.part_nbytes, beyond)
-            entry.in_update = entry.lease is not None
-            return entry.lease
-
-    def delivers(self, unit: int) -> bool:
-        """Whether the fresh weights of `unit` lie in a lease when it is updated: a part of it, where it streams, helps
-        nobody."""
-        return self._entries[unit].size.tier is not Tier.DEVICE and not self.streams(unit)
-
-    def publish(self, unit: int, delivered: bool, unwritten: bool) -> None:
-        """The update of `unit` is computed: its fresh weights lie in its lease (or home) if `delivered`.
-
-        `unwritten` says that writes of them to the store are in flight. An update that is not delivered is
-        published when these are done.
-        """
-        with self.lock:
-            entry = self._entries[unit]
-            if delivered and entry.size.tier is not Tier.DEVICE:
-                entry.unwritten = unwritten
-                fresh = Residency.WRITING if unwritten else Residency.HOST
-                if entry.residency is not fresh:
-                    self.table.move(entry, fresh)
-            entry.updating = entry.in_update = False
-            self.table.timeline.end(Row.UPDATES, entry.size.title)
-            self.notify()
-
-    def written(self, unit: int) -> None:
-        """The last write of the update of `unit` is done: its lease is clean."""
-        with self.lock:
-            entry = self._entries[unit]
-            entry.unwritten = False
-            if entry.residency is Residency.WRITING:
-                self.table.move(entry, Residency.HOST)
-            self.notify()
-
-    def device_tier(self, unit: int) -> torch.Tensor:
-        """(part_nbytes,) uint8: the partition of a unit whose home is DEVICE, for its update. Nothing reads it now."""
-        entry = self._entries[unit]
-        assert entry.tier_buffer is not None
-        entry.copied.wait()
-        entry.read.wait()
-        return self.arena.view(entry.tier_buffer)
-
-    def tier_buffer(self, unit: int) -> HostBuffer:
-        """The lease of a unit whose home is HOST."""
-        lease = self._entries[unit].lease
-        assert lease is not None and self._entries[unit].size.tier is Tier.HOST
-        return lease
-
-    def holds_weights(self, unit: int) -> bool:
-        """Whether the lease of `unit` holds its weights as they are before the update."""
-        return self._entries[unit].residency is Residency.HOST
-
-    def wanted(self) -> int | None:
-        """A unit whose update somebody waits for, if any. The lock is held by the caller."""
-        return next((unit for unit in self._wanted if self._entries[unit].updating), None)
-
-    @property
-    def waiting_for_buffer(self) -> bool:
-        """Whether somebody waits for a weight lease. The lock is held by the caller."""
-        return self._leases.waiting_for_buffer > 0
-
-    # -- a load of all weights ----------------------------------------------------------------------
+            self.weight_updates.begin(units)
 
     def mark_rewritten(self, rewritten: bool) -> None:
         """Notes whether bytes that the last commit names were written over, by a load that is not committed yet."""
         self.table.rewritten = rewritten
 
     def begin_load(self) -> None:
-        """From now until `end_load`, nobody may read any unit; what lay in leases and slices beside homes is dropped.
-
-        Called by the thread that runs the model. No use may be open, and no update under way.
-        """
+        """Forbids reads of weights until `end_load`, and frees buffers that are no unit's tier; no use may be open."""
         self.begin_updates(range(len(self._entries)))
         with self.lock:
             for entry in self._entries:
@@ -459,7 +340,7 @@ class Pager:
                 self._leases.forget(entry)
 
     def end_load(self) -> None:
-        """All weights are new, at home and in the store's newest slots."""
+        """Ends a load: all weights are new, in their tiers and in the newest slots of the store."""
         with self.lock:
             for entry in self._entries:
                 entry.updating = False
@@ -469,11 +350,11 @@ class Pager:
 
     @property
     def version(self) -> int:
-        """Goes up with every change. The lock is held by the caller."""
+        """A number that every change increments. The caller holds the lock."""
         return self.table.version
 
     def notify(self) -> None:
-        """Tell all waiters of a change. The lock is held by the caller."""
+        """Wakes all waiters after a change. The caller holds the lock."""
         self.table.notify()
 
     def residency(self, unit: int) -> Residency:
@@ -481,34 +362,37 @@ class Pager:
 
     @property
     def failed(self) -> bool:
-        """Whether an error has stopped this engine."""
+        """True if an error has stopped this engine."""
         return self.table.failure is not None
 
     def check(self) -> None:
-        """Raise `EngineFailed`, with its cause, after an error on a background thread."""
+        """Raises `EngineFailed`, with its cause, after an error on a background thread."""
         self.table.check()
 
     def check_whole(self) -> None:
-        """Stop where a Ctrl-C came in the middle of a change. For the thread that runs the model, between its calls."""
+        """Stops the engine if a Ctrl-C came in the middle of a change; for the thread that runs the model."""
         with self.lock:
             if self.table.in_critical_section and self.table.failure is None:
                 self.table.fail(KeyboardInterrupt("in the middle of a change of the pager"))
 
     def fail(self, error: BaseException) -> None:
-        """Stop: every waiter and every later call raises `EngineFailed` from `error`."""
+        """Stops the engine: every waiter and every later call raises `EngineFailed` from `error`."""
         with self.lock:
             self.table.fail(error)
 
     def give_cache(self, drop_spare: Callable[[], None]) -> None:
-        """Take every lease of weights away, for another engine of the process. No update may be under way.
+        """Frees every host buffer of weights, for another engine of the process. No update may be under way.
 
-        `drop_spare` gives back what else lies in their class. Called by the thread that starts the other engine.
+        The thread that starts the other engine calls it.
+
+        Args:
+            drop_spare: frees the other buffers of that class.
         """
         with self.lock:
             self._leases.give_cache(drop_spare)
 
     def close(self) -> None:
-        """Wait for reads in flight and give everything back. The update worker must have ended."""
+        """Waits for reads in flight and frees all buffers. The update worker must have ended."""
         with self.lock:
             self._leases.close()
             self.table.failure = self.table.failure or EngineFailed("the engine was destroyed")

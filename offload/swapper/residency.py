@@ -63,14 +63,14 @@ ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
     (_R.DISK, _R.UPLOADING): "stream",
     (_R.UPLOADING, _R.DEVICE): "upload",
     (_R.HOST, _R.DISK): "take_lease",
-    (_R.WRITING, _R.HOST): "written",
+    (_R.WRITING, _R.HOST): "flushed",
     (_R.DEVICE, _R.DISK): "drop",
     (_R.DEVICE, _R.HOST): "drop",
     (_R.DEVICE, _R.WRITING): "drop",
     # An update's result: the newest copy is a fresh lease, or the other slot where none was free.
-    (_R.DISK, _R.WRITING): "publish",
-    (_R.HOST, _R.WRITING): "publish",
-    (_R.DISK, _R.HOST): "publish",
+    (_R.DISK, _R.WRITING): "weights_ready",
+    (_R.HOST, _R.WRITING): "weights_ready",
+    (_R.DISK, _R.HOST): "weights_ready",
     **{(state, _R.FAILED): "fail" for state in _R if state is not _R.FAILED},
 }
 """Every arrow that is allowed, with the function of the pager, or of a part of it, that performs it."""

@@ -175,7 +175,7 @@ class TileReader:
         first, last = part.start * dtype.itemsize, part.stop * dtype.itemsize
         if state is State.WEIGHT and job.lease is not None:
             work, memory = job.lease.tensor(dtype)[part.start : part.stop], job.lease.buffer[first:last]
-            there = cut.passed > 0 or held.pager.holds_weights(unit)
+            there = cut.passed > 0 or held.pager.weight_updates.holds_weights(unit)
         else:
             work, memory, there = room.tensor(dtype), room.memory, False
         if not there:
@@ -189,7 +189,7 @@ class TileReader:
         if state is not State.WEIGHT:
             return held.residents.get((unit, state))
         if held.sizes[unit].tier is Tier.DEVICE:
-            return ResidentShard(held.pager.device_tier(unit).view(held.mode.weight_dtype), None)
+            return ResidentShard(held.pager.weight_updates.device_tier(unit).view(held.mode.weight_dtype), None)
         if held.sizes[unit].tier is Tier.HOST:
             assert job.lease is not None
             return ResidentShard(job.lease.tensor(held.mode.weight_dtype), job.lease.buffer)
@@ -203,7 +203,7 @@ class TileReader:
             job.lease is not None
             and first < job.lease.nbytes
             and held.sizes[unit].tier is Tier.DISK
-            and not held.pager.holds_weights(unit)
+            and not held.pager.weight_updates.holds_weights(unit)
         ):
             assert held.store is not None
             memory = job.lease.buffer[first:]

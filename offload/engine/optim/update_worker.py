@@ -90,7 +90,7 @@ class UpdateWorker:
         self._gradients.give([update.unit for update in mine if update.segments])
         for update in updates:
             if not update.segments and not update.edits:  # all that changes of it is on other ranks
-                self._pager.publish(update.unit, False, False)
+                self._pager.weight_updates.weights_ready(update.unit, False, False)
         with self._pager.lock:
             assert not self._queue and self._commit_epoch is None, "one step in flight at most"
             self._queue.extend(mine)
@@ -209,11 +209,11 @@ class UpdateWorker:
         with self._pager.lock:
             if not self._queue:
                 return None
-            wanted = self._pager.wanted()
+            wanted = self._pager.weight_updates.awaited_unit()
             update = next((u for u in self._queue if u.unit == wanted), self._queue[0])
         lease = None
-        if self._pager.delivers(update.unit):
-            lease = self._pager.lease_for_update(update.unit)
+        if self._pager.weight_updates.delivers(update.unit):
+            lease = self._pager.weight_updates.buffer_for(update.unit)
             if lease is None and (self._reading or self._writing or not self._goes_on_without()):
                 return None  # what is in flight ends by itself and may free a lease
         self._queue.remove(update)
@@ -244,7 +244,10 @@ class UpdateWorker:
         """Whether somebody waits for this worker, who must then not wait for a lease."""
         with self._pager.lock:
             return bool(
-                self._flushing or self._closing or self._pager.waiting_for_buffer or self._pager.wanted() is not None
+                self._flushing
+                or self._closing
+                or self._pager.weight_updates.waiting_for_buffer
+                or self._pager.weight_updates.awaited_unit() is not None
             )
 
     def _compute(self, tile: Tile) -> None:
@@ -277,7 +280,9 @@ class UpdateWorker:
             self._gradients.free(job.unit)
         job.mark_computed()
         if job.delivered:
-            self._pager.publish(job.unit, True, any(t.job is job and t.writes for t in self._writing))
+            self._pager.weight_updates.weights_ready(
+                job.unit, True, any(t.job is job and t.writes for t in self._writing)
+            )
 
     def _write(self, unit: int, piece: Piece, buffer: memoryview) -> Future:
         assert self._store is not None
@@ -309,8 +314,8 @@ class UpdateWorker:
         if self._store is not None and self._writes(job.unit):
             self._store.wrote(job.unit, self._store.target(job.unit), job.writes)
         if not job.delivered:
-            self._pager.publish(job.unit, False, False)
-        self._pager.written(job.unit)
+            self._pager.weight_updates.weights_ready(job.unit, False, False)
+        self._pager.weight_updates.flushed(job.unit)
 
     def _commit(self) -> bool:
         """Make the step durable if all of it is written and its blob is there; whether it was done."""

@@ -58,9 +58,9 @@ class LocalShards:
         if state is not State.WEIGHT:
             return self.residents.get((unit, state))
         if self.sizes[unit].tier is Tier.DEVICE:
-            return ResidentShard(self.pager.device_tier(unit), None)
+            return ResidentShard(self.pager.weight_updates.device_tier(unit), None)
         if self.sizes[unit].tier is Tier.HOST:
-            lease: HostBuffer = self.pager.tier_buffer(unit)
+            lease: HostBuffer = self.pager.weight_updates.tier_buffer(unit)
             return ResidentShard(lease.tensor(torch.uint8), lease.buffer)
         return None
 
