@@ -165,7 +165,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def _by_itself(optimizer: torch.optim.Optimizer) -> Rule:
-    """Returns the rule of an optimizer without a kernel, of which every number in some group may change between steps."""
+    """Returns the rule of an optimizer without a kernel; any number of a group may change between steps."""
     scheduled = sorted(
         {key for group in optimizer.param_groups for key, value in group.items() if _is_number_of(key, value)}
     )

@@ -38,6 +38,7 @@ class LambUpdates:
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
         """Returns the steps of a unit: two passes, unless the ratios are known or one tile holds the entire unit."""
+        # One tile is computed at once, so its weights can follow its norms without a second read.
         return _LambSteps(update, self._mode, 1 if update.ratios or update.numel <= tile_numel else 2)
 
 
@@ -111,6 +112,7 @@ class Trust:
 
     def _ratio(self, number: int, segment: kernels.Segment) -> float:
         """Returns the trust ratio of a segment."""
+        # The ratios of several ranks win: this rank's own sums lack the shards of the others.
         return self._ratios[number] if self._ratios else kernels.lamb_ratio(_step(segment), self._sums[number])
 
 
