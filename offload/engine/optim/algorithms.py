@@ -174,6 +174,7 @@ def _by_itself(optimizer: torch.optim.Optimizer) -> Rule:
 
 def _by_torch(group: Mapping[str, Any], count: int, grad_scale: float) -> TorchStep:
     """Returns the arguments of a step by torch's own code; the parameter's attributes are added later."""
+    # A copy of the numbers: the user may change the group while the update is in flight.
     return TorchStep({key: value for key, value in group.items() if key != "params"}, grad_scale, {})
 
 

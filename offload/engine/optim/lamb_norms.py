@@ -47,8 +47,7 @@ def with_ratios(
     updater: UpdateWorker,
     rounds: Agreement,
 ) -> list[UnitUpdate]:
-    """Returns the updates with the trust ratio of each segment. Collective: every rank passes updates of the same
-    units.
+    """Returns the updates with the trust ratio of each segment. Collective: every rank updates the same units.
 
     No update may be in flight: the tiles of the update worker serve as buffers here.
 

@@ -90,9 +90,7 @@ class Optimizer(torch.optim.Optimizer):
             self._replace(self.replaced)
 
     def _replace(self, replaced: torch.optim.Optimizer) -> None:
-        """Redirects `step` and `zero_grad` of the torch optimizer that the user passed, as loops call them, to this
-        one.
-        """
+        """Redirects `step` and `zero_grad` of the torch optimizer that the user passed to this optimizer."""
         replaced.state.clear()  # Adagrad's constructor has made its sums
 
         def step(_: torch.optim.Optimizer, closure: Any = None) -> None:
@@ -177,8 +175,7 @@ class Optimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this optimizer, or of torch's optimizer of the same kind. Collective: every rank calls
-        it.
+        """Loads a state dict of this optimizer, or of torch's of the same kind. Collective: every rank calls it.
 
         The group objects stay the same.
 
@@ -188,6 +185,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             UsageError: the state dict does not fit; nothing has changed.
         """
+        # Without an engine no states exist, so only torch's own bookkeeping is needed.
         if self.states is None:
             super().load_state_dict(state_dict)
             return
@@ -242,6 +240,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that were accumulated since the last optimizer step."""
+        # Without an engine nothing has accumulated gradients yet.
         if self._engine_zero_grad is not None:
             self._engine_zero_grad()
 
@@ -272,6 +271,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def settings(self) -> dict[int, Mapping[str, Any]]:
         """Returns the group of each parameter, by the parameter's id."""
+        # Keys are ids: tensors compare by value, and a user's subclass may hash as it likes.
         return {id(parameter): group for group in self.param_groups for parameter in group["params"]}
 
 
@@ -319,6 +319,7 @@ def _checked(state_dict: Any, sizes: Sequence[int]) -> tuple[list[dict[str, Any]
 def check_numbers(groups: Iterable[Mapping[str, Any]], rule: Rule) -> None:
     """Raises `UsageError` if a group lacks numbers for a step, or asks for more than its kernel implements."""
     for number, group in enumerate(groups):
+        # A NaN in a group would reach every weight with the next update, and no later check would find its cause.
         for key in (key for key in rule.scheduled if key in group):
             value = group[key]
             items = list(value) if isinstance(value, list | tuple) else [value]
