@@ -271,7 +271,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def settings(self) -> dict[int, Mapping[str, Any]]:
         """Returns the group of each parameter, by the parameter's id."""
-        # Keys are ids: tensors compare by value, and a user's subclass may hash as it likes.
+        # Keys are ids, because tensors compare element by element.
         return {id(parameter): group for group in self.param_groups for parameter in group["params"]}
 
 
@@ -319,7 +319,7 @@ def _checked(state_dict: Any, sizes: Sequence[int]) -> tuple[list[dict[str, Any]
 def check_numbers(groups: Iterable[Mapping[str, Any]], rule: Rule) -> None:
     """Raises `UsageError` if a group lacks numbers for a step, or asks for more than its kernel implements."""
     for number, group in enumerate(groups):
-        # A NaN in a group would reach every weight with the next update, and no later check would find its cause.
+        # A NaN in a group would reach every weight of the group with the next update.
         for key in (key for key in rule.scheduled if key in group):
             value = group[key]
             items = list(value) if isinstance(value, list | tuple) else [value]

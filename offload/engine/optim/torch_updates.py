@@ -64,7 +64,7 @@ class TorchUpdates:
         segment = self._layouts[unit].segments[position]
         mine = {state: memory[segment.start : segment.stop] for state, memory in states.items()}
         packed = states.get(State.PACKED, gradient)[segment.packed.start : segment.packed.stop].view(torch.uint8)
-        # The optimizer receives a copy of the gradient, because it may write into it. In fp32 the master is the weight itself.
+        # A copy of the gradient, because an optimizer may write into it. In fp32 the master is the weight itself.
         grad = self._gradient[: segment.numel].copy_(gradient).mul_(step.grad_scale)
         master = join(mine, self._master[: segment.numel])
         parameter = nn.Parameter(master.view(segment.shape))
@@ -79,7 +79,7 @@ class TorchUpdates:
                 f"the step of {type(self._optimizer).__name__} failed for {segment.name}: {cause(error)}"
             ) from error
         after = parameter.detach().reshape(-1)
-        # An optimizer may also replace `parameter.data`, so the address decides and not the mode.
+        # An fp32 weight that was changed in place is stored already. An optimizer may also replace `parameter.data`.
         if after.data_ptr() != mine[State.WEIGHT].data_ptr():
             split(after, mine)
 
