@@ -372,7 +372,7 @@ class UpdateWorker:
 
     def _drain(self) -> None:
         """Waits for every request after an error, so that no buffer is freed while a request uses it."""
-        # The buffers are freed once this thread has ended, and the kernel may write into them until then.
+        # The buffers are freed once this thread has ended, but the I/O queue would still write into them.
         for tile in [*self._reading, *self._writing]:
             for future in [*tile.reads, *(write for _, write in tile.writes.values())]:
                 try:

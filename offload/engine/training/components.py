@@ -43,7 +43,7 @@ class EngineComponents(NamedTuple):
     """Elements of each unit that this rank updates."""
     shards: LocalShards
     written: Written
-    """Bytes written to each drive."""
+    """Counter of the bytes that go to each drive."""
     timeline: Timeline = OFF
     meter: StepMeter | None = None
     """None if no metrics are recorded."""

@@ -44,7 +44,7 @@ class InputCast:
     def explain(self, error: RuntimeError, inputs: Any) -> UsageError | None:
         """Returns an error to raise in place of torch's if the dtype of an input is the cause, else None."""
         other = other_dtype(inputs, self._dtype) if self._dtype is not torch.float32 else None
-        # torch's errors about dtypes have no class of their own, but all of them contain the word.
+        # torch has no class of its own for errors about dtypes, so the message must tell.
         if other is None or "dtype" not in str(error):
             return None
         name = dtype_name(self._dtype)
