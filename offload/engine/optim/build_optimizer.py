@@ -33,6 +33,7 @@ def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_par
         ConfigError: no optimizer is given or configured, or it does not cover exactly the trainable parameters.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # DeepSpeed accepts a function of the parameters in place of an optimizer. A torch optimizer may be callable too.
     if callable(given) and not isinstance(given, torch.optim.Optimizer):
         given = given(list(model_parameters) if model_parameters is not None else trainable)
     if given is not None:

@@ -120,6 +120,7 @@ class Optimizer(torch.optim.Optimizer):
             raise UsageError(f'a group of parameters is a dict with "params", got {type(param_group).__name__}')
         given = param_group["params"]
         moved = [given] if isinstance(given, torch.Tensor) else list(given)
+        # Other parameters have no states in the store, whose layout is fixed.
         if {id(parameter) for parameter in moved} - self._taken:
             raise UsageError(_OTHER_GROUPS)
         before = [(group, group["params"]) for group in self.param_groups]
@@ -265,6 +266,7 @@ class Optimizer(torch.optim.Optimizer):
     def configured(self) -> list[dict[str, Any]]:
         """Returns `values`, with learning rates as they were before a schedule moved them, if torch has noted them."""
         return [
+            # torch's schedules store the learning rate under "initial_lr" before they change it.
             {**values, "lr": plain(group.get("initial_lr", group["lr"]))} if "lr" in values else values
             for values, group in zip(self.values(), self.param_groups, strict=True)
         ]

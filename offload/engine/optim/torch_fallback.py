@@ -157,6 +157,7 @@ def _check_apart(
     values = [torch.linspace(-1, 1, math.prod(shape), device="cpu").reshape(shape) * factor for factor in (1.0, 0.1)]
     both = _steps(optimizer, options, values, attributes)
     for value, (together, _) in zip(values, both, strict=True):
+        # Bits are compared: parameters that step together must give exactly what each gives alone.
         alone, _ = _steps(optimizer, options, [value], attributes)[0]
         if not torch.equal(alone, together):
             raise ValueError("what a parameter becomes depends on others, or on random numbers")
@@ -165,6 +166,7 @@ def _check_apart(
         others = _steps(optimizer, options, [value], attributes, _other_groups(optimizer))[0][0]
         if not torch.equal(others, alone):
             raise ValueError("what a parameter becomes depends on the number of its group, or on other groups")
+    # The memory of the states is laid out once, so no state may appear after the second step.
     early, late = (
         {each.name for each in describe_state(_steps(optimizer, options, values[:1], attributes, count=count)[0][1])}
         for count in (2, _MANY)
@@ -216,6 +218,7 @@ def _steps(
     sizes = {key: len(value) for key, value in mine.items() if key != "state" and isinstance(value, added)}
     for number in range(count):
         for parameter, value in zip(parameters, values, strict=True):
+            # Gradients of several sizes and signs, because some optimizers react to a change of sign.
             parameter.grad = value * (1.0, 0.5, -0.25)[number % 3]
         type(optimizer).step(alone)
     others = [key for key, value in group.items() if key != "params" and _differs(value, then.get(key))]

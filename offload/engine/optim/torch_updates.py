@@ -35,6 +35,7 @@ class TorchUpdates:
         """
         self._optimizer, self._layouts = optimizer, layouts
         self.scratch_nbytes = scratch.nbytes
+        # One buffer for all parameters: the gradient is at its start, the master at its end.
         largest = max(s.numel for layout in layouts for s in layout.segments if s.trainable)
         self._gradient, self._master = scratch[:largest], scratch[len(scratch) - largest :]
 
@@ -68,6 +69,7 @@ class TorchUpdates:
         grad = self._gradient[: segment.numel].copy_(gradient).mul_(step.grad_scale)
         master = join(mine, self._master[: segment.numel])
         parameter = nn.Parameter(master.view(segment.shape))
+        # Optimizers may read such attributes, for example a learning-rate factor for each layer.
         parameter.__dict__.update(step.attributes)
         parameter.grad = grad.view(segment.shape)
         alone = likeness(self._optimizer, step.options, {parameter: unpack(segment.kept, packed)})

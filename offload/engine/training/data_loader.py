@@ -111,7 +111,7 @@ class Loader(DataLoader[Any]):
         self.restored = False
         """True if the generators passed to `go_on` were restored, because a batch was loaded since."""
         self.before_next: Mapping[str, torch.Tensor] | None = None
-        """States of the generators before the first batch since the last step was loaded; None if none was loaded yet."""
+        """States of the generators before the first batch since the last step was loaded; None if none was."""
 
     @property
     def epoch(self) -> int:
@@ -153,7 +153,7 @@ class Loader(DataLoader[Any]):
                 self.restored = True
             begins = False
             noted = self.before_next is None
-            # Only before the first batch since the last step: a commit of that step repeats all batches after it.
+            # Only before the first batch since the last step: a run resumed from that step loads all later batches again.
             if noted:
                 self.before_next = read_generators(self._device)
             try:

@@ -96,6 +96,7 @@ class GradientAccumulation:
             UsageError: several backwards ran since the last call, which may be one micro-batch or several.
         """
         since = self._backwards - self._at_step
+        # With an accumulation of 1, several backwards before a step are one micro-batch with several losses.
         if since > 1 and accumulation > 1 and self._told is None and not self._no_sync:
             raise UsageError(
                 f"{count_of(since, 'backward')} ran since the last step(), gradient_accumulation_steps is "
@@ -117,6 +118,8 @@ class GradientAccumulation:
                     else "no backward ran since the last"
                 )
                 raise UsageError(f"this is no boundary: {why}")
+        # Too many backwards are an error as well: the loss would be divided by another number than that of
+        # micro-batches.
         elif count < accumulation or (count > accumulation and accumulation > 1):
             raise UsageError(
                 f"{count_of(count, 'backward')} ran since the last boundary, gradient_accumulation_steps is "

@@ -55,6 +55,7 @@ class RegisteredObjects:
         """
         for thing, held in zip(self._objects, states, strict=False):
             thing.load_state_dict(from_plain(held["state"]))
+        # Objects without a state show that the user knows of more objects than the checkpoint, so others may follow.
         more = max(0, len(self._objects) - len(states))
         self._waiting, self._may_grow = list(states[len(self._objects) :]), may_grow or more > 0
         return more
@@ -67,6 +68,7 @@ class RegisteredObjects:
     @property
     def schedules(self) -> bool:
         """True if any object can be stepped, as a learning-rate schedule can."""
+        # Any object with `step` counts: schedules have no base class in common.
         return any(hasattr(thing, "step") for thing in self._objects)
 
     def add(self, objects: Sequence[Any]) -> None:
@@ -85,6 +87,7 @@ class RegisteredObjects:
                 )
             # Fails now, at the call that the user can change, and not at the first commit.
             _state(thing, position)
+        # Before the first step of a resumed run an extra object is more likely a changed order than a new object.
         if not self._may_grow and len(objects) > len(self._waiting):
             raise UsageError(
                 f"the commit or checkpoint that this run goes on from holds "

@@ -31,9 +31,11 @@ class Snapshot(NamedTuple):
     """Content of a blob, taken at the entry of the first engine call after a step."""
 
     facts: Mapping[str, Any]
-    """JSON with the keys global_steps, skipped_steps, micro_steps, global_samples, parameter_steps (by unit),
-    scheduler, loss_scale, registered, client_state, data (position of the loader), groups (their values), configured
-    (these values at `initialize`), settings.
+    """Facts as JSON.
+
+    The keys are global_steps, skipped_steps, micro_steps, global_samples, parameter_steps (by unit), scheduler,
+    loss_scale, registered, client_state, data (position of the loader), groups (their values), configured (these values
+    at `initialize`) and settings.
     """
     generators: Mapping[str, torch.Tensor]
     """State of each random generator, as bytes."""
@@ -78,6 +80,7 @@ def write_generators(states: Mapping[str, torch.Tensor], device: torch.device) -
     torch.set_rng_state(states["torch"])
     version, internal, gauss = json.loads(bytes(states["python"].numpy()))
     random.setstate((version, tuple(internal), gauss))
+    # Imported here, because numpy is optional and the run may not need it.
     if "numpy" in states:
         import numpy
 
@@ -93,6 +96,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
+            # torch keeps the names of buffers that are excluded from `state_dict` in this private set.
             if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
                 found[f"{prefix}.{name}" if prefix else name] = buffer
