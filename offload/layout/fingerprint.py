@@ -56,10 +56,12 @@ def described_layouts(description: Mapping[str, Any]) -> tuple[UnitLayout, ...]:
 
 
 def _kept(parameter: Mapping[str, Any]) -> tuple[StateField, ...]:
+    """Returns the states that `_described` has stored of a parameter under "packed"."""
     return tuple(StateField(name, kind, tuple(shape)) for name, kind, shape in parameter.get("packed", ()))
 
 
 def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
+    """Returns the layout of a unit, without the states that an optimizer of torch keeps."""
     return UnitLayout(
         unit["name"],
         tuple(

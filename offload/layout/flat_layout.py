@@ -56,6 +56,7 @@ class Segment(NamedTuple):
 
     @property
     def stop(self) -> int:
+        """End of the parameter's elements in the unit."""
         return self.start + self.numel
 
 

@@ -59,7 +59,14 @@ def tile_growth(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
 
 
 def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[int, int, int]:
-    """Returns the elements of a tile, the number of tiles and the scratch bytes, for a class of `nbytes`."""
+    """Returns the elements of a tile, the number of tiles and the scratch bytes, for a class of `nbytes`.
+
+    Args:
+        parts: this rank's partitions.
+        mode: the states and their dtypes.
+        tiers: the tiers of the partitions.
+        nbytes: bytes of the class; 0 if nothing trains.
+    """
     if mode.optimizer == TORCH:
         scratch = _scratch_nbytes(parts, mode) if nbytes else 0
         buffers = (nbytes - scratch) // max(_whole_unit_nbytes(parts, tiers), 1)

@@ -120,8 +120,8 @@ def from_config(params: Iterable[Any], block: OptimizerBlock) -> Optimizer:
 def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
     """Returns an optimizer that takes over from a torch optimizer that has not stepped.
 
-    Both share their groups, so schedules and users that hold the torch optimizer still act on the engine. Without a
-    suitable kernel the torch optimizer's own code runs (see `torch_fallback`).
+    Both contain the same groups, so schedules and users that hold the torch optimizer still act on the engine. Without
+    a suitable kernel the torch optimizer's own code runs (see `torch_fallback`).
 
     Raises:
         ConfigError: the argument is no optimizer, or has stepped already.

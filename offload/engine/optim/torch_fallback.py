@@ -126,7 +126,7 @@ def _explained(optimizer: torch.optim.Optimizer, name: str) -> Iterator[None]:
 
 
 def cause(error: Exception) -> str:
-    """Returns the message of an error, as part of a message of ours; a KeyError's own message is a bare key."""
+    """Returns the message of an error, for use in a message of ours; a KeyError's own message is a bare key."""
     return f"KeyError: {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
 
 

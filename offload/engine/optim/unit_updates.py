@@ -66,6 +66,14 @@ class UpdateBuilder:
     def __init__(
         self, layouts: Sequence[UnitLayout], trainable: Sequence[range], module: nn.Module, optimizer: Optimizer
     ) -> None:
+        """Looks up the parameters of each unit.
+
+        Args:
+            layouts: the layout of each unit.
+            trainable: elements of each unit that this rank updates.
+            module: the model.
+            optimizer: its groups give the numbers of each step.
+        """
         self._layouts, self._trainable, self._optimizer = layouts, trainable, optimizer
         self._parameters = [[module.get_parameter(s.name) for s in layout.segments] for layout in layouts]
 

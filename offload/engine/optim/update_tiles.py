@@ -138,6 +138,13 @@ class TileReader:
     """Factory of tiles: finds the memory of each state, and starts the reads of states on disk."""
 
     def __init__(self, *, held: LocalShards, gradients: GradientAccumulator, strategy: UpdateStrategy) -> None:
+        """Stores the owners of states and gradients.
+
+        Args:
+            held: this rank's partitions.
+            gradients: the gradients of the units.
+            strategy: decides which elements of a state a tile contains.
+        """
         self._held, self._gradients, self._strategy = held, gradients, strategy
 
     def begin(self, job: Job, cut: Cut, buffer: HostBuffer) -> Tile:
@@ -177,7 +184,15 @@ class TileReader:
         return Tile(job=job, cut=cut, last=last, buffer=buffer, pieces=pieces, gradient=gradient, reads=reads)
 
     def _at_home(self, job: Job, state: State, part: range, room: _Room, resident: ResidentShard) -> Piece:
-        """Returns the memory for the kernel of a state whose tier is above DISK."""
+        """Returns the memory for the kernel of a state whose tier is above DISK.
+
+        Args:
+            job: the update of the unit.
+            state: the state.
+            part: elements of the state in the tile.
+            room: bytes of the tile's buffer for a copy.
+            resident: memory of the partition.
+        """
         dtype = self._held.mode.states[state]
         first, last = part.start * dtype.itemsize, part.stop * dtype.itemsize
         home, slots = resident.tensor[part.start : part.stop], self._held.stored(job.unit, state)
@@ -197,9 +212,17 @@ class TileReader:
         return Piece(state=state, first=first, work=work, away=away, buffer=buffer)
 
     def _moved(self, job: Job, cut: Cut, state: State, part: range, room: _Room, reads: list[Future]) -> Piece:
-        """Returns the memory for the kernel of a state on DISK, and adds the read to `reads`.
+        """Returns the memory for the kernel of a state on DISK, and starts the read.
 
         Weights are read into the unit's host buffer if it has one; all other states are read into the tile.
+
+        Args:
+            job: the update of the unit.
+            cut: elements and pass of the tile.
+            state: the state.
+            part: elements of the state in the tile.
+            room: bytes of the tile's buffer for the state.
+            reads: receives the future of the read.
         """
         held, unit, dtype = self._held, job.unit, self._held.mode.states[state]
         first, last = part.start * dtype.itemsize, part.stop * dtype.itemsize

@@ -153,7 +153,7 @@ class Loader(DataLoader[Any]):
                 self.restored = True
             begins = False
             noted = self.before_next is None
-            # Only before the first batch since the last step: a run resumed from that step loads all later batches again.
+            # Only before the first batch since the last step: a run resumed from there loads all later batches again.
             if noted:
                 self.before_next = read_generators(self._device)
             try:
