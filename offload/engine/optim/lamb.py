@@ -1,9 +1,9 @@
 """LAMB over tiles: a parameter's step depends on the ratio of two norms over all of it, which one tile does not know.
 
-    a unit of one tile       moments and norms ─► weights
-    a larger unit            pass 1: moments and norms of every tile, moments dropped ─► pass 2: moments again ─►
-    weights
-    several ranks            the norms are known before (see `lamb_norms`): moments ─► weights
+    a unit of one tile    moments and norms ─► weights
+    a larger unit         first pass: moments and norms of every tile, moments dropped
+                          second pass: moments again ─► weights
+    several ranks         the norms are known before (see `lamb_norms`): moments ─► weights
 
 Sums of squares are taken over blocks whose borders do not depend on the tiles, and are added in order. The bits
 therefore do not depend on the division into tiles.

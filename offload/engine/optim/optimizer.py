@@ -103,8 +103,8 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Moves parameters of the engine into a new group, out of the groups that contained them.
 
-        Parameters that were frozen for a while can so train on with other numbers. If the call raises, nothing has
-        changed. Before `attach` it acts as torch's.
+        Parameters that were frozen for a while can thus train on with other numbers. If the call raises, nothing has
+        changed. Before `attach` the call acts as torch's.
 
         Args:
             param_group: a dict with "params", parameters that the engine trains, and numbers; those that are missing

@@ -3,7 +3,7 @@
     states of a unit, read as one tile ─► each parameter: master, gradient, states ─► step() ─► packed again
 
 `step` runs on a clone of the user's optimizer that contains one parameter, with the numbers of its group at the time of
-the optimizer step. A dry run finds the states that it keeps of a parameter; `opaque_state` packs them. An optimizer
+the optimizer step. A dry run finds the states of a parameter, and `opaque_state` packs them. An optimizer
 whose parameters depend on each other, or that keeps numbers elsewhere, would give other results this way, and is
 refused. The steps of a unit are in `torch_updates`.
 """

@@ -4,8 +4,8 @@ The order of a pass over the data is a function of the seed and the pass's numbe
 and a resumed run continues after the last trained batch without loading the earlier ones.
 
     a new run        each `iter` begins the next pass, as with any DataLoader
-    a resumed run    until its first step, each `iter` continues the interrupted pass, so that a loop which looks at a
-    batch and stops changes nothing
+    a resumed run    until the first step, each `iter` continues the interrupted pass: a loop that looks at a batch and
+                     stops changes nothing
     a load           as a resumed run; an iteration in progress continues from the checkpoint's position too
 """
 

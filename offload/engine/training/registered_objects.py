@@ -2,9 +2,9 @@
 
 a new run        objects may be registered at any time; each commit after that contains them
 a resumed run    as many objects as the commit contains must be registered before the first step, of the same types and
-in the same order; each receives its state at once. After that step more may be registered
-a load           each registered object receives its state at once. Objects that the checkpoint contains beyond them
-must follow as in a resumed run; objects that it lacks stay as they are
+                 in the same order; each receives its state at once. After that step more may be registered
+a load           each registered object receives its state at once. Further objects of the checkpoint must be registered
+                 as in a resumed run; objects that the checkpoint lacks stay as they are
 """
 
 from __future__ import annotations
