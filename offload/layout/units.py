@@ -89,9 +89,7 @@ def _owner(parameter: str, candidates: Sequence[str]) -> str | None:
 
 
 def _join_small(owners: dict[str, str | None], numel: dict[str, int]) -> dict[str, str | None]:
-    """Returns `owners`, with each candidate below 1/64 of the largest replaced by a large one that contains it, or
-    None.
-    """
+    """Returns `owners` without small candidates: the next large one that contains them, or None, takes their place."""
     sizes: dict[str, int] = {}
     for name, candidate in owners.items():
         if candidate is not None:

@@ -139,7 +139,14 @@ def _read(held: LocalShards, stretch: _Stretch, state: State, memory: memoryview
 def _sums(
     held: LocalShards, gradients: GradientAccumulator, stretch: _Stretch, found: dict[State, memoryview]
 ) -> list[tuple[float, float]]:
-    """Returns the sums of squares of weight and direction, one pair for each block of the chunk."""
+    """Returns the sums of squares of weight and direction, one pair for each block of the chunk.
+
+    Args:
+        held: this rank's partitions.
+        gradients: the gradients of the step.
+        stretch: the chunk.
+        found: memory of each state, filled by `_read`; its moments are overwritten.
+    """
     unit, parameter, start, stop = stretch.unit, stretch.parameter, stretch.start, stretch.stop
     states = {state: torch.frombuffer(found[state], dtype=dtype) for state, dtype in held.mode.states.items()}
     gradient = torch.empty(stop - start, dtype=torch.float32, device="cpu")

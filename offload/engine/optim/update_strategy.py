@@ -109,7 +109,15 @@ class EditSteps:
                 self._set(tile, start, stop, edit.state, edit.values[start - edit.start : stop - edit.start])
 
     def _set(self, tile: TileContent, start: int, stop: int, state: State, values: torch.Tensor) -> None:
-        """Writes the values of an edit to elements [start, stop) of a state; see `Edit.values`."""
+        """Writes the values of an edit to elements [start, stop) of a state; see `Edit.values`.
+
+        Args:
+            tile: the memory of the states.
+            start: first element, in the trainable shard and inside of the tile.
+            stop: end of the elements.
+            state: the state to set; WEIGHT sets the master too.
+            values: (stop - start,), in fp32 or the state's dtype.
+        """
         part = slice(start - tile.start, stop - tile.start)
         if state is not State.WEIGHT:
             tile.states[state][part].copy_(values)

@@ -100,6 +100,14 @@ class Loader(DataLoader[Any]):
         collate_fn: Callable[[list[Any]], Any] | None,
         device: torch.device,
     ) -> None:
+        """Starts at the first pass.
+
+        Args:
+            data: the samples.
+            batches: the order, and this rank's rows.
+            collate_fn: makes a batch of a list of samples; None stands for torch's.
+            device: device of the batches.
+        """
         self._draws = torch.Generator()  # otherwise each new iterator would draw from torch's global generator
         super().__init__(data, batch_sampler=batches, generator=self._draws, collate_fn=collate_fn)
         self._device, self._batches = device, batches

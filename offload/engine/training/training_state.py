@@ -234,9 +234,7 @@ class TrainingState:
             self._generators = None  # the next entry must not restore them again
 
     def ended(self) -> None:
-        """Reads the generators at the end of a step, because a resumed run repeats all later draws of the user's
-        loader.
-        """
+        """Reads the generators at the end of a step: a resumed run repeats all later draws of the user's loader."""
         if self.loader is None and self.after_step_is_due:
             self._at_end = read_generators(self._device)
 
