@@ -150,7 +150,12 @@ class Optimizer(torch.optim.Optimizer):
         self.overflow, self.loss_scale = overflow, loss_scale
 
     def check_groups(self) -> None:
-        """Raises `UsageError` if no step is possible with the groups, which a replaced optimizer shares."""
+        """Checks that a step is possible with the groups, which a replaced optimizer shares.
+
+        Raises:
+            UsageError: parameters were added or removed, a number is missing, or the replaced optimizer has other
+                groups.
+        """
         # torch's `load_state_dict` replaces the list of groups, after which changes would act on one optimizer only.
         if self.replaced is not None and self.replaced.param_groups is not self.param_groups:
             raise UsageError(
@@ -227,6 +232,9 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         """Applies the gradients of this optimizer step. Call `engine.step()` instead, which also counts micro-batches.
 
+        Args:
+            closure: must be None; the parameter exists for torch's signature.
+
         Raises:
             UsageError: a closure is given, or no engine has this optimizer.
         """
@@ -240,13 +248,21 @@ class Optimizer(torch.optim.Optimizer):
             vars(self.replaced)["_opt_called"] = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients that were accumulated since the last optimizer step."""
+        """Drops the gradients that were accumulated since the last optimizer step.
+
+        Args:
+            set_to_none: has no effect; the parameter exists for torch's signature.
+        """
         # Without an engine nothing has accumulated gradients yet.
         if self._engine_zero_grad is not None:
             self._engine_zero_grad()
 
     def checksum(self, clip: float) -> int:
-        """Returns a checksum of all groups' settings and of `clip`, the largest norm, for comparison between ranks."""
+        """Returns a checksum of all groups' settings, for comparison between ranks.
+
+        Args:
+            clip: the largest norm of the gradient, which the checksum includes.
+        """
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return zlib.crc32(repr([clip, *(sorted(group.items()) for group in groups)]).encode())
 
