@@ -1,6 +1,6 @@
-"""What a config asks for, in the terms of the memory plan: mode, tiers, budgets, slots of the store.
+"""The config's placement settings in the terms of the memory plan: mode, tiers, budgets, slots of the store.
 
-Pure functions of the config. `memory_plan` decides by them, for a run and for the planner alike.
+Pure functions of the config. `memory_plan` decides by them, both for a run and for the planner.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 def wish_of(config: Config, accumulation: int = 1) -> PlacementRequest:
-    """Returns what the config asks of homes and memory.
+    """Returns the placement that the config asks for: tiers, memory budgets and limits.
 
     Args:
-        config: the whole config.
-        accumulation: micro-batches of a step.
+        config: the full config.
+        accumulation: micro-batches of an optimizer step.
     """
     zero, offload = config.zero_optimization, config.offload
     param, optimizer = zero.offload_param, zero.offload_optimizer
@@ -42,36 +42,43 @@ def wish_of(config: Config, accumulation: int = 1) -> PlacementRequest:
 
 
 def _cached_weights(config: Config) -> int | None:
-    """Returns the elements of weights in host memory that DeepSpeed's keys ask for, or None.
+    """Returns the number of weight elements that DeepSpeed's keys want cached in host memory, or None if none is set.
 
-    Where one of `buffer_count` and `buffer_size` is given, the other has DeepSpeed's default.
+    If only one of `buffer_count` and `buffer_size` is set, the other takes DeepSpeed's default.
     """
     param = config.zero_optimization.offload_param
     buffers = None
     if param.buffer_count is not None or param.buffer_size is not None:
+        # DeepSpeed's defaults: 5 buffers of 1e8 elements each.
         buffers = (param.buffer_count or 5) * (param.buffer_size or 10**8)
     given = [count for count in (param.max_in_cpu, buffers) if count is not None]
     return max(given) if given else None
 
 
 def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)) -> str:
-    """Returns the name of the rule by which the config's optimizer block updates `groups`."""
+    """Returns the name of the update rule that the config's optimizer block selects.
+
+    Args:
+        block: the config's optimizer block.
+        groups: the parameter groups, whose settings override those of the block.
+    """
     name = {"Adam": ADAM, "AdamW": ADAM}.get(block.type, block.type.lower())
+    # One group with momentum is enough: the mode, and so the set of states, is the same for all units.
     if name == "sgd" and any({**block.settings, **group}["momentum"] for group in groups):
         return "momentum"
     return name
 
 
 def mode_of(config: Config, optimizer: str) -> Mode:
-    """Returns the states that there are; `optimizer` is the name of its rule."""
+    """Returns the mode, which fixes the set of states and their dtypes; `optimizer` is the name of the rule."""
     return Mode(config.dtype, optimizer, PRECISIONS[config.dtype], MOMENTS[optimizer])
 
 
 def gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype:
-    """Returns the dtype in which a gradient waits for its update.
+    """Returns the dtype in which a gradient is stored until its update.
 
-    It is `grad_accum_dtype` where the config has one; else fp32 where several micro-batches are added up, and the dtype
-    of the weights where a gradient is stored once.
+    The config's `grad_accum_dtype` wins if set. Otherwise gradients are fp32 if several micro-batches accumulate into
+    them, and of the weights' dtype if each gradient is stored once.
     """
     named = config.data_types.grad_accum_dtype
     if named is not None:
@@ -80,6 +87,6 @@ def gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype
 
 
 def buffer_dtype(config: Config) -> torch.dtype | None:
-    """Returns the dtype of the model's floating-point buffers; None leaves them as they are."""
+    """Returns the dtype of the model's floating-point buffers; None keeps the dtypes that the model gives them."""
     named = config.data_types.buffer_dtype
     return DTYPES[named] if named else None

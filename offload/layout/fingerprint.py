@@ -1,4 +1,4 @@
-"""What a store or a checkpoint says of its model: enough to find every parameter in it without the model."""
+"""Description of a model in a store or checkpoint, sufficient to find every parameter without the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload.swapper.modes import Mode
 
 
 def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> dict[str, Any]:
-    """JSON of all that must be equal where a run goes on: mode, ranks, and where each parameter lies in its unit."""
+    """Returns, as JSON, all facts that must be equal when a run resumes: mode, ranks and the layout of every unit."""
     return {
         "mode": mode.name,
         "world_size": world_size,
@@ -34,19 +34,21 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> dict
 
 
 def _described(segment: Segment) -> dict[str, Any]:
+    """Returns one parameter's segment as JSON."""
     found = {
         "name": segment.name,
         "shape": list(segment.shape),
         "start": segment.start,
         "trainable": segment.trainable,
     }
+    # Written for optimizers of torch alone: descriptions of other stores have no such key.
     if segment.kept:
         found["packed"] = [[each.name, each.kind, list(each.shape)] for each in segment.kept]
     return found
 
 
 def described_layouts(description: Mapping[str, Any]) -> tuple[UnitLayout, ...]:
-    """The layouts that `describe` was given."""
+    """Returns the layouts from which `describe` made `description`."""
     return tuple(
         with_kept(_described_layout(unit), {each["name"]: _kept(each) for each in unit["parameters"]})
         for unit in description["units"]
@@ -54,10 +56,12 @@ def described_layouts(description: Mapping[str, Any]) -> tuple[UnitLayout, ...]:
 
 
 def _kept(parameter: Mapping[str, Any]) -> tuple[StateField, ...]:
+    """Returns the states that `_described` has stored of a parameter under "packed"."""
     return tuple(StateField(name, kind, tuple(shape)) for name, kind, shape in parameter.get("packed", ()))
 
 
 def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
+    """Returns the layout of a unit, without the states that an optimizer of torch keeps."""
     return UnitLayout(
         unit["name"],
         tuple(
@@ -70,7 +74,8 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
 
 
 def about(model: nn.Module) -> dict[str, Any]:
-    """JSON for people and for `offload export`: what made the store, the model's class, its config, tied names."""
+    """Returns descriptive JSON for people and for `offload export`: version, model class, model config, tied names."""
+    # A source checkout that was never installed has no metadata, hence no version to record.
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("offload")
         return {"offload": version, **_of_model(model)}
@@ -78,10 +83,13 @@ def about(model: nn.Module) -> dict[str, Any]:
 
 
 def _of_model(model: nn.Module) -> dict[str, Any]:
+    """Returns class, config, tied names and generation config of `model` as JSON."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)
+        # Only the first name of a tied parameter has a segment in the store; export writes the other names from this
+        # table.
         if other != name:
             tied[name] = other
     config: Any = getattr(model, "config", None)

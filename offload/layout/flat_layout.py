@@ -1,10 +1,10 @@
-"""How a unit's parameters lie in one flat stretch of elements, and which part of it each rank holds.
+"""Flat layout of a unit's parameters in one range of elements, and the partition of each rank.
 
     [ trainable segments, padding | frozen segments, padding ]
       rank 0 │ rank 1 │ …           rank 0 │ rank 1 │ …
 
-Both stretches are cut evenly, so that each rank has its share of the states and of the bytes to be read. A rank's
-partition is its part of the first followed by its part of the second.
+Both regions are divided evenly, so that every rank holds equally many state elements and reads equally many bytes. A
+rank's partition is its shard of the trainable region followed by its shard of the frozen region.
 """
 
 from __future__ import annotations
@@ -19,18 +19,24 @@ from offload.layout.units import Units
 from offload.sizes import PAGE, align_up
 
 _ALIGNMENT = 32
-"""Elements: 64 bytes in 16 bits, 128 in fp32. A misaligned fp32 `F.linear` was seen to change bits."""
+"""Alignment of segments in elements: 64 bytes in 16 bits, 128 in fp32.
+
+A misaligned fp32 `F.linear` was seen to change bits.
+"""
 
 _PARTITION_ALIGNMENT = 2048
-"""Elements: 4096 bytes of the smallest state, so that every state of every partition is an extent."""
+"""Alignment of partitions in elements: 4096 bytes of the smallest state.
+
+Every state of every partition is therefore an extent.
+"""
 
 
 WORD = 4
-"""Bytes of which a PACKED partition has a whole number."""
+"""Bytes of a word; the size of a PACKED partition is a multiple of words."""
 
 
 class Segment(NamedTuple):
-    """One parameter's place in its unit, in elements."""
+    """Position of one parameter in its unit, in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,74 +44,92 @@ class Segment(NamedTuple):
     numel: int
     trainable: bool
     kept: tuple[StateField, ...] = ()
-    """What an optimizer of torch keeps of it."""
+    """States that an optimizer of torch keeps for the parameter."""
     packed_start: int = 0
-    """Where that begins in the unit's PACKED partition, in words of four bytes."""
+    """Start of those states in the unit's PACKED partition, in words of four bytes."""
 
     @property
     def packed(self) -> range:
-        """The words of the unit's PACKED partition that are this parameter's."""
+        """Words of the unit's PACKED partition that belong to this parameter."""
+        # Packed states are padded to 64 bytes, so the division leaves no remainder.
         return range(self.packed_start, self.packed_start + packed_nbytes(self.kept) // WORD)
 
     @property
     def stop(self) -> int:
+        """End of the parameter's elements in the unit."""
         return self.start + self.numel
 
 
 class UnitLayout(NamedTuple):
-    """A unit's flat layout: trainable segments first, then frozen ones.
+    """Flat layout of a unit: trainable segments first, then frozen ones.
 
-    What lies between segments and after them is padding: zero at the start, never read.
+    The elements between and after the segments are padding: zero at the start, and never read.
     """
 
     name: str
     segments: tuple[Segment, ...]
     numel: int
     trainable_stop: int
-    """Where the trainable stretch ends. Both stretches are padded to a multiple of world size times 2048."""
+    """End of the trainable region. Both regions are padded to a multiple of world size times 2048."""
 
     @property
     def packed_numel(self) -> int:
-        """Words of the PACKED partition, which is of whole pages."""
+        """Words of the PACKED partition, padded to full pages."""
         return align_up(max((segment.packed.stop for segment in self.segments), default=0) * WORD, PAGE) // WORD
 
     def trainable(self, rank: int, world_size: int) -> range:
-        """This rank's elements that have states beside their weight: the first of its partition."""
+        """Returns this rank's elements of the trainable region, which come first in its partition and have states."""
         return _cut(range(self.trainable_stop), rank, world_size)
 
     def frozen(self, rank: int, world_size: int) -> range:
-        """This rank's elements of the frozen stretch: the rest of its partition."""
+        """Returns this rank's elements of the frozen region: the rest of its partition."""
         return _cut(range(self.trainable_stop, self.numel), rank, world_size)
 
 
 def _cut(stretch: range, rank: int, world_size: int) -> range:
+    """Returns one rank's even shard of a region; the length is a multiple of `world_size`."""
     length = len(stretch) // world_size
     return range(stretch.start + rank * length, stretch.start + (rank + 1) * length)
 
 
 def lay_out(name: str, parameters: Iterable[tuple[str, nn.Parameter]], world_size: int) -> UnitLayout:
-    """Place `parameters` one after the other, each at a multiple of 32 elements."""
+    """Places parameters one after the other, each at a multiple of 32 elements, and returns the layout.
+
+    Args:
+        name: the unit's name.
+        parameters: names and parameters of the unit, in the model's order.
+        world_size: number of ranks among which each region is divided.
+    """
     step = _PARTITION_ALIGNMENT * world_size
     given = list(parameters)
     end = trainable_stop = 0
     segments: list[Segment] = []
+    # Two passes: parameters keep the model's order within each region.
     for trainable in (True, False):
         for parameter_name, parameter in given:
             if parameter.requires_grad is trainable:
                 numel = parameter.numel()
                 segments.append(Segment(parameter_name, tuple(parameter.shape), end, numel, trainable))
                 end = align_up(end + numel, _ALIGNMENT)
+        # Each region ends at a multiple of the alignment of all ranks, so that `_cut` divides it evenly.
         end = align_up(end, step)
         if trainable:
             trainable_stop = end
+    # A unit whose parameters are all empty still gets one step of padding, so that no rank's partition is empty.
     return UnitLayout(name, tuple(segments), max(end, step), trainable_stop)
 
 
 def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]]) -> UnitLayout:
-    """`layout` with what an optimizer of torch keeps of each parameter, by its name, packed one behind the other."""
+    """Returns `layout` with the states that an optimizer of torch keeps of each parameter, packed one after the other.
+
+    Args:
+        layout: a unit's layout.
+        kept: the states by parameter name; a parameter that is missing keeps none.
+    """
     segments: list[Segment] = []
     end = 0
     for segment in layout.segments:
+        # The end of a segment's packed range follows from its start, so the start is set first.
         segments.append(segment._replace(kept=kept.get(segment.name, ()), packed_start=end))
         end = segments[-1].packed.stop
     return layout._replace(segments=tuple(segments))
@@ -114,7 +138,14 @@ def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]]) ->
 def layouts_of(
     model: nn.Module, units: Units, world_size: int = 1, kept: Mapping[str, tuple[StateField, ...]] = {}
 ) -> tuple[UnitLayout, ...]:
-    """Returns the layout of every unit of `model`; `kept` are the states of an optimizer of torch, by parameter."""
+    """Returns the layout of every unit of `model`.
+
+    Args:
+        model: the model, whose parameters give shapes and `requires_grad`.
+        units: the division of its parameters.
+        world_size: number of ranks.
+        kept: the states of an optimizer of torch, by parameter name.
+    """
     return tuple(
         with_kept(lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], world_size), kept)
         for unit in units.units
@@ -122,26 +153,35 @@ def layouts_of(
 
 
 class Piece(NamedTuple):
-    """Elements of a parameter that one rank holds, one behind the other."""
+    """Consecutive elements of a parameter that one rank holds."""
 
     rank: int
     position: int
-    """The first of them in the parameter."""
+    """Index of the first element in the parameter."""
     start: int
-    """The first of them in the rank's partition of the unit, of WEIGHT, or of any state where the parameter trains."""
+    """Index of the first element in the rank's partition of WEIGHT, or of any state if the parameter is trainable."""
     numel: int
 
 
 def pieces(
     layout: UnitLayout, world_size: int, segment: Segment, start: int = 0, stop: int | None = None
 ) -> Iterator[Piece]:
-    """The pieces that make up elements [start, stop) of a parameter, in order."""
+    """Yields the runs of elements, each on one rank, that make up elements [start, stop) of a parameter, in order.
+
+    Args:
+        layout: the layout of the parameter's unit.
+        world_size: number of ranks.
+        segment: the parameter's segment in `layout`.
+        start: first element, counted in the parameter.
+        stop: end of the elements; None stands for the parameter's end.
+    """
     stretch = range(layout.trainable_stop) if segment.trainable else range(layout.trainable_stop, layout.numel)
     share = len(stretch) // world_size
-    before = 0 if segment.trainable else layout.trainable_stop // world_size  # a partition's trainable part is first
+    before = 0 if segment.trainable else layout.trainable_stop // world_size  # the trainable shard comes first
     first = segment.start + start
     last = segment.stop if stop is None else segment.start + stop
     while first < last:
+        # Both regions are divided evenly, so the rank follows from the position alone.
         rank, within = divmod(first - stretch.start, share)
         numel = min(last - first, share - within)
         yield Piece(rank, first - segment.start, before + within, numel)

@@ -1,4 +1,4 @@
-"""An fp32 master and the states that hold it: a weight alone, with its other half, or with the whole beside it."""
+"""Conversion between an fp32 master and its stored states: the weight alone, with its low bits, or with a full copy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from offload import kernels
 from offload.states import State
 
 KEPT = (State.WEIGHT, State.MASTER_LOW_BITS, State.MASTER)
-"""The states that hold it; a mode has some of them."""
+"""States that can hold a master; each mode uses some of them."""
 
 
 def split(values: torch.Tensor, states: Mapping[State, torch.Tensor]) -> None:
-    """Write `values`, (n,) of any floating dtype, as the states that a mode has, (n,) each."""
+    """Writes `values`, (n,) of any floating dtype, into the states that a mode has, (n,) each."""
     weight = states[State.WEIGHT]
     if State.MASTER_LOW_BITS in states:
         kernels.split_master(values.float(), weight, states[State.MASTER_LOW_BITS])
@@ -25,14 +25,16 @@ def split(values: torch.Tensor, states: Mapping[State, torch.Tensor]) -> None:
 
 
 def sources(weights: Collection[State]) -> tuple[State, ...]:
-    """Of the states that hold a master, those from which `join` takes it."""
+    """Returns the states, among those that hold a master, that `join` reads."""
     return (State.MASTER,) if State.MASTER in weights else tuple(weights)
 
 
 def join(states: Mapping[State, torch.Tensor], room: torch.Tensor | None = None) -> torch.Tensor:
-    """The master, (n,) fp32, of what `split` wrote; it is one of the states where one of them is it.
+    """Returns the fp32 master, (n,), that `split` wrote; without a copy if one of the states is the master itself.
 
-    Where two of them are it, it is written to `room`, (n,) fp32, or to new memory.
+    Args:
+        states: the states that a mode has, (n,) each.
+        room: memory for the result, (n,) fp32, if weight and low bits must be joined; None allocates it.
     """
     if State.MASTER in states:
         return states[State.MASTER]
@@ -45,7 +47,8 @@ def join(states: Mapping[State, torch.Tensor], room: torch.Tensor | None = None)
 
 
 def put_weight(values: torch.Tensor, states: Mapping[State, torch.Tensor]) -> None:
-    """Write `values`, (n,) in the weight's dtype; elements whose bits are there already keep what their master has."""
+    """Writes `values`, (n,) in the weight's dtype. Elements whose bits do not change keep their master."""
+    # Bits are compared as int16, not as floats: NaN differs from NaN, and -0.0 equals 0.0, as floats.
     weight = states[State.WEIGHT]
     if State.MASTER_LOW_BITS in states:
         states[State.MASTER_LOW_BITS].mul_(weight.view(torch.int16) == values.view(torch.int16))

@@ -2,9 +2,9 @@
 
     MemoryRequest ─► place_states ─► PlacedStates ─► (the caller looks at disks and runs) ─► plan_memory ─► MemoryPlan
 
-A run decides by it in `plan.decide`, and the planner in `planner.memory`: what the planner predicts is what a run
-takes, byte for byte, because no other code decides. No function here reads a file, asks the machine or talks to other
-ranks.
+A run decides by it in `plan.decide`, and the planner in `planner.memory`. The planner therefore predicts the bytes of a
+run exactly: no other code decides. No function of this module reads a file, queries the machine or communicates with
+other ranks.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from offload.swapper.modes import Mode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRequest:
-    """The inputs of the placement of one rank's states."""
+    """Inputs of the placement of one rank's states."""
 
     config: Config
     layouts: tuple[UnitLayout, ...]
     optimizer: str
     """Name of the optimizer's rule."""
     accumulation: int
-    """Micro-batches of a step."""
+    """Micro-batches of an optimizer step."""
     machine: Machine
     rank: int = 0
     world_size: int = 1
@@ -37,7 +37,7 @@ class MemoryRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedStates:
-    """The first half of the plan, with which the caller looks at disks: every state has its place."""
+    """First half of the plan: every state has its tier, and the caller can now look at the disks."""
 
     request: MemoryRequest
     mode: Mode
@@ -52,29 +52,30 @@ class PlacedStates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WantedSlots:
-    """The number of slots that the store of this configuration should have."""
+    """Number of slots that the store of this configuration should have."""
 
     count: int
-    """2 where steps are durable, 1 where it is written in place, 0 where there is no store."""
+    """2 if steps are durable, 1 if the store is written in place, 0 if there is no store."""
     must: bool
-    """Whether the store must have so many; where it need not, it has one slot on drives without room for two."""
+    """True if the store must have `count` slots. Otherwise it falls back to one slot on drives without room for two."""
 
     @property
     def depends_on_room(self) -> bool:
+        """True if the number of slots depends on the free space of the drives."""
         return self.count == 2 and not self.must
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """All that is decided of one rank's memory and store."""
+    """Complete plan of one rank's memory and store."""
 
     mode: Mode
     parts: Partitions
     placement: Placement
     slots: int
-    """Slots of each partition in the store: 2 durable, 1 written in place, 0 where there is no store."""
+    """Slots of each partition in the store: 2 durable, 1 written in place, 0 if there is no store."""
     commit_every: int
-    """Steps from one commit to the next; 0 where there is none."""
+    """Steps between commits; 0 if nothing is committed."""
     notices: tuple[str, ...]
 
 
@@ -82,7 +83,7 @@ def place_states(request: MemoryRequest) -> PlacedStates:
     """Returns mode, partitions and placement of one rank.
 
     Raises:
-        BudgetError: where a budget is too small; it names the least that works.
+        BudgetError: a budget is too small; the message names the smallest that works.
     """
     config, accumulation = request.config, request.accumulation
     mode = mode_of(config, request.optimizer)
@@ -97,13 +98,14 @@ def wanted_slots(placed: PlacedStates, *, on_disk: bool, resume: bool = False) -
 
     Args:
         placed: the placement of this rank.
-        on_disk: whether any rank has states at home on disk.
-        resume: whether the run resumes, and so has a durable store already.
+        on_disk: True if any rank has states whose tier is DISK.
+        resume: True if the run resumes, so that a durable store exists already.
 
     Raises:
-        ConfigError: where the config asks for a store and has no drive for it.
+        ConfigError: the config asks for a store but names no drive for it.
     """
     config, trains = placed.request.config, any(placed.parts.trainable_numel)
+    # Without durability a store exists only for partitions whose tier is DISK.
     if config.offload.durability == "none" or not trains:
         return WantedSlots(count=1 if on_disk else 0, must=True)
     if config.offload.wants_store:
@@ -112,26 +114,30 @@ def wanted_slots(placed: PlacedStates, *, on_disk: bool, resume: bool = False) -
                 '"durability" asks for a store, but no nvme_path is given; set one in the "offload" block'
             )
         return WantedSlots(count=2, must=True)
+    # The store of a resumed run is durable, and must not become one that is written in place.
     if resume:
         return WantedSlots(count=2, must=True)
+    # Nobody asked for durability explicitly, so a drive without room for two slots is no error.
     return WantedSlots(count=2, must=False) if on_disk else WantedSlots(count=0, must=True)
 
 
 def plan_memory(placed: PlacedStates, wanted: WantedSlots, no_room: str | None = None) -> MemoryPlan:
-    """Returns the whole plan of one rank's memory and store.
+    """Returns the complete plan of one rank's memory and store.
 
     Args:
         placed: the placement of this rank.
         wanted: the slots that its store should have.
-        no_room: a notice for people where the drives have no room for two slots; None where they have.
+        no_room: a notice for the user if the drives have no room for two slots; None if they have.
     """
     placement, slots = placed.placement, wanted.count
     notices = placement.notices
     if wanted.depends_on_room and no_room is not None:
         slots, notices = 1, (*notices, no_room)
+    # Without two slots promoted partitions have no copy on disk, so their memory cannot be given to another engine.
     if slots < 2:
         placement = placement.settled(placed.parts)
         slots = slots if placement.on_disk else 0
+    # Only two slots leave the last commit intact while the next one is written.
     return MemoryPlan(
         mode=placed.mode,
         parts=placed.parts,

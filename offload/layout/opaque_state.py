@@ -1,9 +1,9 @@
-"""What a torch optimizer keeps of one parameter, whatever that is, laid one behind the other in a stretch of bytes.
+"""Packing of the states that a torch optimizer keeps of one parameter, of any kind, into consecutive bytes.
 
-    [ which are there, a byte each | first state | second state | … ]     each at a multiple of 64 bytes
+    [ one presence byte for each state | first state | second state | … ]     each at a multiple of 64 bytes
 
-A tensor that is unpacked is a view, so what the optimizer changes in place is packed already. Nothing is there before
-the first step.
+An unpacked tensor is a view, so changes that the optimizer makes in place are packed already. Before the first step all
+presence bytes are zero, so `unpack` returns no states.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from offload.sizes import align_up
 
 ALIGNMENT = 64
-"""Bytes: what torch's vectorized code likes, and the same for every placement."""
+"""Alignment of each state in bytes: suits torch's vectorized code, and is the same for every placement."""
 _NUMBERS: dict[str, type[bool] | type[int] | type[float]] = {"bool": bool, "int": int, "float": float}
 _DTYPES: dict[str, torch.dtype] = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
 class StateField(NamedTuple):
-    """One state of a parameter: a tensor, or a number of Python."""
+    """Description of one state of a parameter: a tensor or a Python number."""
 
     name: str
     kind: str
@@ -32,19 +32,23 @@ class StateField(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it is packed."""
+        """Dtype of the packed form."""
         found = _DTYPES.get(self.kind) or getattr(torch, self.kind)
         assert isinstance(found, torch.dtype)
         return found
 
     @property
     def nbytes(self) -> int:
-        """Without what aligns the next."""
+        """Bytes of the packed form, without the padding that aligns the next state."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def describe_state(state: Mapping[str, Any]) -> tuple[StateField, ...]:
-    """What a state holds, in the order of the names. Raises `TypeError` for what has no fixed place."""
+    """Returns a description of each entry of an optimizer's `state` of one parameter, ordered by name.
+
+    Raises:
+        TypeError: an entry has no fixed layout, such as a sparse tensor or a list.
+    """
     found: list[StateField] = []
     for name in sorted(state):
         value = state[name]
@@ -54,18 +58,19 @@ def describe_state(state: Mapping[str, Any]) -> tuple[StateField, ...]:
             found.append(StateField(name, str(value.dtype).removeprefix("torch."), tuple(value.shape)))
         elif type(value) in _NUMBERS.values():
             found.append(StateField(name, type(value).__name__))
+        # None is the absence of a state, which the presence byte represents.
         elif value is not None:
             raise TypeError(f"{name} is a {type(value).__name__}, neither a tensor nor a number")
     return tuple(found)
 
 
 def packed_nbytes(kept: Sequence[StateField]) -> int:
-    """Bytes of a packed state."""
+    """Returns the bytes of a packed state; 0 if there are no fields."""
     return align_up(len(kept), ALIGNMENT) + sum(align_up(each.nbytes, ALIGNMENT) for each in kept) if kept else 0
 
 
 def unpack(kept: Sequence[StateField], memory: torch.Tensor) -> dict[str, Any]:
-    """The state that lies in `memory`, (nbytes,) uint8: tensors are views of it."""
+    """Returns the state that is stored in `memory`, (nbytes,) uint8; its tensors are views of `memory`."""
     return {
         each.name: (value.item() if each.kind in _NUMBERS else value)
         for there, each, value in _places(kept, memory)
@@ -74,7 +79,17 @@ def unpack(kept: Sequence[StateField], memory: torch.Tensor) -> dict[str, Any]:
 
 
 def pack(kept: Sequence[StateField], state: Mapping[str, Any], memory: torch.Tensor) -> None:
-    """Write a state, whose tensors may be the views that `unpack` gave. Raises `TypeError` where it holds others."""
+    """Writes a state into `memory`; its tensors may be the views that `unpack` returned, which need no copy.
+
+    Args:
+        kept: the fields, as found in a dry run.
+        state: the optimizer's state of one parameter.
+        memory: (nbytes,) uint8, owned by the caller.
+
+    Raises:
+        TypeError: the state contains an entry that the dry run did not find, or one of another kind or shape.
+    """
+    # All fields are checked before the first byte is written.
     expected = {each.name: each for each in kept}
     other = next((each for each in describe_state(state) if expected.get(each.name) != each), None)
     if other is not None:
@@ -86,6 +101,7 @@ def pack(kept: Sequence[StateField], state: Mapping[str, Any], memory: torch.Ten
             continue
         if not isinstance(value, torch.Tensor):
             place.fill_(value)
+        # Same address and strides: the optimizer changed the view in place, and its bytes are already packed.
         elif value.data_ptr() != place.data_ptr() or value.stride() != place.stride():
             place.copy_(value)
 
@@ -93,13 +109,15 @@ def pack(kept: Sequence[StateField], state: Mapping[str, Any], memory: torch.Ten
 def _places(
     kept: Sequence[StateField], memory: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, StateField, torch.Tensor]]:
-    """The flag and the memory of each state."""
+    """Yields the presence byte, the description and the memory of each state."""
     start = align_up(len(kept), ALIGNMENT)
     for number, each in enumerate(kept):
+        # Each field starts at a multiple of 64 bytes, so its view is aligned for any dtype.
         place = memory[start : start + each.nbytes].view(each.dtype).view(each.shape)
         yield memory[number], each, place
         start += align_up(each.nbytes, ALIGNMENT)
 
 
 def _words(kept: StateField | None) -> str:
+    """Returns a field in words, for an error message."""
     return "absent" if kept is None else f"{kept.kind} {list(kept.shape)}"

@@ -1,6 +1,6 @@
-"""What a plan is to the pager, and to `simulate`, which plays it: sizes of units, costs of updates, room for leases.
+"""Inputs of the pager, and of `simulate`, which replays it: sizes of units and limits of prefetching, from the plan.
 
-Pure functions of what `plan` and `placement` have decided.
+Pure functions of the results of `plan` and `placement`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from offload.swapper.unit_table import UnitSize
 def unit_sizes(
     layouts: Sequence[UnitLayout], placement: Placement, shares: Sequence[tuple[range, range]], mode: Mode
 ) -> list[UnitSize]:
-    """What the pager must know of each unit; `shares` are this rank's trainable and frozen elements."""
+    """Returns the facts that the pager needs about each unit.
+
+    Args:
+        layouts: the layout of each unit.
+        placement: the tiers of this rank's partitions.
+        shares: this rank's trainable and frozen elements of each unit.
+        mode: gives the dtype of the weights.
+    """
     itemsize = mode.weight_dtype.itemsize
     sizes: list[UnitSize] = []
     for layout, tiers, parts in zip(layouts, placement.tiers, shares, strict=True):
@@ -29,7 +36,7 @@ def unit_sizes(
 
 
 def limits(config: Config, mode: Mode) -> Limits:
-    """What the config asks of the pager, in bytes of weights."""
+    """Returns the config's limits of the pager, in bytes of weights; None in a field means no limit."""
     zero, itemsize = config.zero_optimization, mode.weight_dtype.itemsize
     counts = (zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance)
     return Limits(*(None if count is None else count * itemsize for count in counts))

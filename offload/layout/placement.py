@@ -1,6 +1,6 @@
-"""How much memory the homes of all partitions take, and the work on them: decided from sizes alone.
+"""Placement of one rank's partitions, and the memory that they and the work on them take, decided from sizes alone.
 
-Pure functions. What they decide is carried out in `initialize`.
+Pure functions; `initialize` carries out their decisions.
 """
 
 from __future__ import annotations
@@ -35,93 +35,102 @@ from offload.swapper.modes import ADAM, TORCH, Mode
 from offload.swapper.store import StoreSpec
 
 STAGING_BUFFERS = 3
+"""Host buffers through which gradients leave the device."""
 WINDOWS = 3
-"""Buffers of gradients that spill: one is filled while the others are written."""
+"""Host buffers of gradients that spill to disk: one is filled while the others are written."""
 CHUNK = 1 << 22
-"""Elements of a parameter's gradient that are added, and whose squares are summed, at a time: everywhere the same."""
+"""Elements of a gradient that are added, and whose squares are summed, at a time: everywhere equal, for equal bits."""
 
 _STREAM_NBYTES = 16 * MIB
-"""A lease of weights where there is no room for two of the largest unit, which then comes piece by piece."""
+"""Bytes of a host buffer of weights if there is no room for two of the largest unit, which is then read in chunks."""
 _WINDOW_NBYTES = 32 * MIB
+"""Largest host buffer of a gradient that spills."""
 _DEVICE_UNITS = 3
+"""Units of the largest size for which the device arena has room by default."""
 _HOST_SHARE = 0.8
+"""Fraction of the free host memory that the default budget takes."""
 _GRADIENT_SHARE = 0.75
-"""Of what is free on the device, for all that lives there and its gradients: activations need the rest."""
+"""Fraction of the free device memory for resident states and their gradients: activations need the rest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What there is to place things in."""
+    """Memory and devices of the machine on which states are placed; sizes in bytes."""
 
     free_host: int
     free_device: int
-    """0 where the compute device is the host itself."""
+    """0 if the compute device is the host itself."""
     host_addressable: bool
-    """Whether the host can work on the device's memory."""
+    """True if the host can compute on the device's memory."""
     drives: bool
-    """Whether there is a disk to which homes may move."""
+    """True if the run has a disk to which partitions may be moved."""
     other_engines: int = 0
-    """Bytes of the host budget that engines of this process need already."""
+    """Bytes of the host budget that other engines of this process take already."""
     device_kernels: bool = False
-    """Whether the device has a kernel of its own for AdamW, and for sums of squares."""
+    """True if the device has its own kernels for AdamW and for sums of squares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """The homes of this rank's partitions, and the memory that they and the work on them take."""
+    """Tiers of this rank's partitions, and the memory that they and the work on them take."""
 
     tiers: TierMap
     promoted: tuple[tuple[int, State], ...]
-    """Partitions whose home was moved up, into the memory of the cache: they go when another engine needs it."""
+    """Partitions promoted from DISK to HOST, in memory of the cache; they leave if another engine needs the memory."""
     classes: Classes
     device_nbytes: int
     device_need: DeviceNeed
     added: tuple[tuple[int, int], ...]
-    """Units whose gradients are added up on the device and leave it once a step, and bytes of the arena for each."""
+    """Units whose gradients accumulate on the device and leave it once a step, each with its bytes of the arena."""
     tile_numel: int
     tile_buffers: int
     """Tiles that are read, computed or written at a time."""
     scratch_nbytes: int
-    """Of the class of tiles, for an optimizer of torch: a master and a gradient in fp32, of the largest parameter."""
+    """Bytes of the class of tiles for an optimizer of torch: fp32 master and gradient of the largest parameter."""
     window_numel: int
-    """Elements of a gradient that are in HOST together where it spills; 0 where none does."""
+    """Elements of a spilling gradient that are in HOST at a time; 0 if no gradient spills."""
     notices: tuple[str, ...]
 
     @property
     def on_disk(self) -> bool:
-        """Whether anything that outlives a step is at home there, or would be without room to spare."""
+        """True if the tier of any state is DISK, or would be DISK without promotion. Gradients do not count."""
         in_tier = (tier is Tier.DISK for row in self.tiers for state, tier in row.items() if state is not State.GRAD)
         return bool(self.promoted) or any(in_tier)
 
     @property
     def spilled(self) -> tuple[int, ...]:
-        """The units whose gradients wait on DISK."""
+        """Units whose gradients wait on DISK."""
         return tuple(unit for unit, row in enumerate(self.tiers) if row.get(State.GRAD) is Tier.DISK)
 
     @property
     def moving_nbytes(self) -> int:
-        """Bytes of the device arena that have no total of a gradient."""
+        """Bytes of the device arena that no gradient total takes."""
         return self.device_nbytes - sum(nbytes for _, nbytes in self.added)
 
     def grown(self, nbytes: int) -> Placement:
-        """With so much more of the device, as after a first step."""
+        """Returns the placement with `nbytes` more of device arena, as after the first step."""
         device_nbytes = self.device_nbytes + nbytes
         return replace(self, device_nbytes=device_nbytes, added=self.device_need.added(device_nbytes))
 
     def tiers_of(self, *states: State) -> str:
-        """Where these states are, in words: "disk", or "host and disk"."""
+        """Returns the tiers of these states in words: "disk", or "host and disk"."""
         return " and ".join(
             tier.value for tier in Tier if any(row.get(state) is tier for row in self.tiers for state in states)
         )
 
     def settled(self, parts: Partitions) -> Placement:
-        """For a store that does not keep what is at home above it: what was raised stays where it is."""
+        """Returns the placement for a store that keeps only states on DISK: promoted ones stay in HOST for good."""
         nbytes = sum(align_up(parts.nbytes[unit][state]) for unit, state in self.promoted)
         classes = self.classes._replace(homes=self.classes.homes + nbytes, cache=self.classes.cache - nbytes)
         return replace(self, classes=classes, promoted=())
 
     def stored(self, parts: Partitions, slots: int) -> tuple[Mapping[State, int], ...]:
-        """Bytes of each state that a store of so many slots keeps: 2 durable, 1 in place, 0 where there is none."""
+        """Returns the bytes of each state that the store keeps, unit by unit; empty if there is no store.
+
+        Args:
+            parts: this rank's partitions.
+            slots: 2 for a durable store, 1 for a store written in place, 0 for none.
+        """
         if not slots:
             return ()
         return tuple(
@@ -136,23 +145,25 @@ class Placement:
     def store(
         self, parts: Partitions, slots: int, fingerprint: Mapping[str, Any] = {}, about: Mapping[str, Any] = {}
     ) -> StoreSpec:
-        """What a store of so many slots holds."""
+        """Returns the specification of a store; `slots` as in `stored`, the other arguments as in `fingerprint`."""
         return StoreSpec(self.stored(parts, slots), slots, fingerprint, about, parts.frozen if slots else ())
 
 
 class _Need(NamedTuple):
-    """Bytes of each class with certain homes: the least that works, and what makes it fast."""
+    """Bytes of each class of host buffers for given tiers: the least that works, and the most that is useful."""
 
     least: Classes
     most: Classes
 
 
 def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine) -> Placement:
-    """Give every byte its place, within both budgets or what they default to.
+    """Returns a placement of every byte within both budgets, or within their defaults.
 
-    Raises `BudgetError` with the least that works.
+    Raises:
+        BudgetError: a budget is too small; the message names the smallest that works.
     """
     budget = int(_HOST_SHARE * machine.free_host)
+    # An explicit budget is one for all engines of the process.
     if wish.host_memory is not None:
         budget = max(wish.host_memory - machine.other_engines, 0) // PAGE * PAGE
     if budget > machine.free_host:
@@ -161,6 +172,7 @@ def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machin
             f"machine; lower it, or leave it out to take what is needed"
         )
     asked = configured(parts, wish, mode.weight_dtype.itemsize)
+    # Of our rules the device has a kernel for AdamW only; all other gradients are needed on the host.
     if machine.device_kernels and mode.optimizer == ADAM:
         asked = gradients_on_device(parts, asked, _device_spare(parts, wish, machine, asked))
     tiers = _that_fit(parts, mode, wish, machine, asked, budget)
@@ -171,6 +183,7 @@ def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machin
     classes = _cut(parts, wish, mode, tiers, need, budget)
     promoted: tuple[tuple[int, State], ...] = ()
     if wish.host_memory is not None:
+        # Without an explicit budget memory is taken for what is needed and no more, hence nothing is promoted.
         promoted = to_raise(tiers, parts, budget - sum(classes))
         higher = with_home(tiers, promoted, Tier.HOST)
         if moved := differences(parts, tiers, higher):
@@ -179,6 +192,7 @@ def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machin
         more = sum(align_up(parts.nbytes[unit][state]) for unit, state in promoted)
         classes = classes._replace(cache=classes.cache + more)
     device_nbytes, device_need = _cut_device(parts, mode, wish, machine, tiers)
+    # Both arenas are cut from the same host memory, which each budget alone may fit into and both may not.
     if machine.host_addressable and sum(classes) + device_nbytes > machine.free_host:
         raise BudgetError(
             f"the compute device is the CPU, so its budget of {format_size(device_nbytes)} is host memory beside the "
@@ -205,7 +219,7 @@ def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machin
 
 
 def least_host(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine) -> Classes:
-    """The least host memory that works: homes that may move are on DISK, the largest unit comes in pieces."""
+    """Returns the smallest classes of host buffers that work: all that may move on DISK, the largest unit in chunks."""
     asked = configured(parts, wish, mode.weight_dtype.itemsize)
     ways = ways_down(asked) if machine.drives else iter((asked,))
     return min((_needs(parts, mode, wish, machine, tiers).least for tiers in ways), key=sum)
@@ -214,13 +228,18 @@ def least_host(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: M
 def _that_fit(
     parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine, asked: TierMap, budget: int
 ) -> TierMap:
-    """`asked`, or the nearest below them that the budget holds; the largest unit comes in pieces only at the last."""
+    """Returns `asked`, or the first of the tier maps below it that fits into `budget` bytes of host memory.
+
+    Raises:
+        BudgetError: no tier map fits.
+    """
     tried: list[tuple[TierMap, Classes]] = []
     for tiers in ways_down(asked) if machine.drives else (asked,):
         need = _needs(parts, mode, wish, machine, tiers)
         if sum(need.least._replace(weights=need.most.weights)) <= budget:
             return tiers
         tried.append((tiers, need.least))
+    # Reading the largest unit in chunks is slow, so it is the last resort, after all moves to DISK.
     for tiers, least in tried:
         if sum(least) <= budget:
             return tiers
@@ -228,6 +247,7 @@ def _that_fit(
 
 
 def _too_small(wish: PlacementRequest, mode: Mode, budget: int, machine: Machine, least: Classes) -> BudgetError:
+    """Returns the error that names the budget, the smallest one that works and each class's bytes of the latter."""
     advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
     pipeline = "which takes whole units" if mode.optimizer == TORCH else "sub_group_size makes it smaller"
     what = (
@@ -255,11 +275,13 @@ def _too_small(wish: PlacementRequest, mode: Mode, budget: int, machine: Machine
 
 
 def _needs(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine, tiers: TierMap) -> _Need:
+    """Returns the bytes of each class of host buffers under `tiers`."""
     small, large = pipeline(parts, mode, wish, tiers)
     largest = max((n for _, n in _disk_weights(parts, tiers)), default=0)
     buffer = 0 if machine.host_addressable else min(CHUNK * 4, align_up(2 * parts.largest_gradient))
     gradients = WINDOWS * align_up(_window_nbytes(parts, tiers))
     kept, staging = tier_nbytes(parts, tiers, Tier.HOST), STAGING_BUFFERS * buffer
+    # Two buffers of weights: one is uploaded while the next is read.
     return _Need(
         Classes(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, kept, staging),
         Classes(large, 2 * align_up(largest), gradients, kept, staging),
@@ -267,8 +289,9 @@ def _needs(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machi
 
 
 def _cut(parts: Partitions, wish: PlacementRequest, mode: Mode, tiers: TierMap, need: _Need, budget: int) -> Classes:
-    """The classes of host leases: leases of weights grow to two of the largest unit, then tiles, then the cache."""
+    """Returns the classes of host buffers within `budget`, which must hold at least `need.least`."""
     least, most = need
+    # Spare memory goes first to weights, up to two buffers of the largest unit, then to tiles, then to the cache.
     room = budget - sum(least)
     weights = min(most.weights, (least.weights + room) // (2 * PAGE) * (2 * PAGE))
     room -= weights - least.weights
@@ -282,6 +305,7 @@ def _cut(parts: Partitions, wish: PlacementRequest, mode: Mode, tiers: TierMap, 
 
 
 def _window_nbytes(parts: Partitions, tiers: TierMap) -> int:
+    """Returns the bytes of one window of spilling gradients; 0 if none spills."""
     spilled = [
         row[State.GRAD] for row, home in zip(parts.nbytes, tiers, strict=True) if home.get(State.GRAD) is Tier.DISK
     ]
@@ -289,7 +313,7 @@ def _window_nbytes(parts: Partitions, tiers: TierMap) -> int:
 
 
 def _disk_weights(parts: Partitions, tiers: TierMap) -> list[tuple[int, int]]:
-    """Unit and bytes of each WEIGHT partition at home on DISK."""
+    """Returns unit and bytes of each WEIGHT partition whose tier is DISK."""
     return [
         (unit, align_up(row[State.WEIGHT]))
         for unit, (row, home) in enumerate(zip(parts.nbytes, tiers, strict=True))
@@ -298,7 +322,7 @@ def _disk_weights(parts: Partitions, tiers: TierMap) -> list[tuple[int, int]]:
 
 
 def _cacheable(parts: Partitions, tiers: TierMap, weights: int) -> int:
-    """Bytes beyond `weights` that a cache of all weights on DISK would fill."""
+    """Returns the bytes, beyond `weights` bytes of buffers, that a cache of all weights on DISK would fill."""
     return max(sum(nbytes for _, nbytes in _disk_weights(parts, tiers)) - weights, 0)
 
 
@@ -308,12 +332,14 @@ def _cacheable(parts: Partitions, tiers: TierMap, weights: int) -> int:
 def _cut_device(
     parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine, tiers: TierMap
 ) -> tuple[int, DeviceNeed]:
-    """Bytes of the device arena at first, and what it needs: homes, units that come and go, gradients to be reduced."""
+    """Returns the initial bytes of the device arena, and the bounds of its size."""
     fixed, largest = _device_fixed(parts, tiers), _largest_moving(parts, tiers)
+    # All paged units plus room for one more of any size, so that gaps between units force no eviction.
     whole = max(_DEVICE_UNITS * largest, sum(_moving(parts, tiers)) + largest)
     live = whole if wish.live is None else max(largest, align_up(wish.live * mode.weight_dtype.itemsize))
     weights = min(whole, live)
     totals = to_add_up(parts, tiers) if wish.accumulation > 1 and not machine.host_addressable else ()
+    # Gradients on the device are an optimization that the least budget need not hold.
     in_host = with_home(tiers, ((unit, State.GRAD) for unit, row in enumerate(tiers) if State.GRAD in row), Tier.HOST)
     least = _device_fixed(parts, in_host) + largest
     if wish.device_memory is not None:
@@ -329,6 +355,7 @@ def _cut_device(
             room = min(room, max(live, weights + beside))
         most = room
     else:
+        # By default the arena begins small and grows once the first step has shown the memory of the activations.
         room = most = min(_DEVICE_UNITS * largest, live)
         if not machine.host_addressable:
             most = weights + sum(nbytes for _, nbytes in totals)
@@ -337,7 +364,7 @@ def _cut_device(
 
 
 def _device_spare(parts: Partitions, wish: PlacementRequest, machine: Machine, tiers: TierMap) -> int:
-    """Bytes of the device that gradients may take: what an explicit budget leaves, or nearly all that is free."""
+    """Returns the bytes of the device for gradients: the rest of an explicit budget, or most of what is free."""
     fixed, largest = _device_fixed(parts, tiers), _largest_moving(parts, tiers)
     if wish.device_memory is not None:
         return wish.device_memory // PAGE * PAGE - fixed - largest
@@ -345,18 +372,20 @@ def _device_spare(parts: Partitions, wish: PlacementRequest, machine: Machine, t
 
 
 def _device_fixed(parts: Partitions, tiers: TierMap) -> int:
-    """Bytes of what stays on the device: homes, and with several ranks what gradients are reduced in."""
+    """Returns the bytes that stay on the device: resident states and, with several ranks, buffers of the reduction."""
     return tier_nbytes(parts, tiers, Tier.DEVICE) + (0 if parts.alone else 2 * align_up(parts.largest_gradient))
 
 
 def _moving(parts: Partitions, tiers: TierMap) -> list[int]:
-    """Bytes of each unit that comes to the device and goes."""
+    """Returns the bytes of each unit that is paged in and out of the device."""
     return [
         align_up(nbytes)
         for nbytes, home in zip(parts.unit_nbytes, tiers, strict=True)
+        # With several ranks a resident weight is only a shard: its unit is gathered for every use, and evicted.
         if not (home[State.WEIGHT] is Tier.DEVICE and parts.alone)
     ]
 
 
 def _largest_moving(parts: Partitions, tiers: TierMap) -> int:
+    """Returns the bytes of the largest unit that is paged; 0 if none is."""
     return max(_moving(parts, tiers), default=0)

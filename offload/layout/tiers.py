@@ -1,11 +1,11 @@
-"""The home of every partition: which tier it comes back to between uses, decided from sizes alone.
+"""The tier of every partition, to which it returns between uses, decided from sizes alone.
 
-    as configured ─► too much for the host budget: homes move down to DISK, one partition at a time
-                 └─► room is left in the budget: states move up to HOST, a share of them that stays there
+    as configured ─► exceeds the host budget:  partitions move down to DISK, one at a time
+                 └─► budget has room left:     states are promoted to HOST, a fixed set of them
 
-A step sweeps over all states and begins again with the first, which is what caches by recent use are worst at: so the
-share of the states that lies in HOST is fixed. Weights at home on DISK have a cache as well, which the pager fills by
-next use, since a forward and a backward are no sweep.
+An optimizer step sweeps over all states and starts again with the first, which is the worst case of a cache by recent
+use. Therefore the set of states in HOST is fixed. Weights whose tier is DISK have a cache as well, which the pager
+fills by next use, because a forward and a backward are no sweep.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offload.states import State, Tier
 from offload.swapper.modes import Mode
 
 TierMap = tuple[Mapping[State, Tier], ...]
-"""For each unit the home of each state that this rank has of it; of GRAD, where it waits for its update."""
+"""For each unit the tier of each state that this rank holds; for GRAD, the tier in which it waits for its update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,51 +29,61 @@ class Partitions:
     """Bytes of each state of each unit that this rank holds. Units without trainable elements have a weight only."""
 
     nbytes: tuple[Mapping[State, int], ...]
-    """GRAD in the dtype in which it waits for its update."""
+    """GRAD is counted in the dtype in which it waits for its update."""
     trainable_numel: tuple[int, ...]
+    """Elements of each unit that this rank updates."""
     unit_nbytes: tuple[int, ...]
-    """Bytes of the weights of each unit, all ranks' parts together."""
+    """Bytes of the weights of each unit, over all ranks."""
     largest_gradient: int
-    """Bytes of the gradients of the largest unit as a backward makes them, all ranks' parts together."""
+    """Bytes of the gradients of the largest unit as a backward produces them, over all ranks."""
     gradient_dtype: torch.dtype
     alone: bool
-    """Whether this is the only rank."""
+    """True if this is the only rank."""
     largest_parameter: int = 0
-    """Elements of the largest one that trains."""
+    """Elements of the largest trainable parameter."""
     frozen: tuple[int, ...] = ()
-    """Bytes at the end of each WEIGHT that no update writes; empty is none at all."""
+    """Bytes at the end of each WEIGHT partition that no update writes; empty if no unit has any."""
 
     @property
     def largest_unit(self) -> int:
+        """Bytes of the weights of the largest unit."""
         return max(self.unit_nbytes, default=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementRequest:
-    """What the config asks for. Counts are of elements, as in DeepSpeed's files; None leaves the choice to us."""
+    """The config's request. Counts are of elements, as in DeepSpeed's files; None leaves the choice to `place`."""
 
     weights: Tier
     states: Tier
     host_memory: int | None = None
     device_memory: int | None = None
     states_off_device: float = 1.0
-    """The share of the states that leaves the device (`ratio`)."""
+    """Fraction of the states that leaves the device (`ratio`)."""
     cached_weights: int | None = None
-    """Weights that have room in HOST beside their home on DISK (`max_in_cpu`, `buffer_count` times `buffer_size`)."""
+    """Weights on DISK for which HOST has a cache (`max_in_cpu`, `buffer_count` times `buffer_size`)."""
     small_unit: int = 0
     """Units of at most so many elements stay on the device (`stage3_param_persistence_threshold`)."""
     live: int | None = None
-    """Elements on the device at a time, beside those at home there (`stage3_max_live_parameters`)."""
+    """Elements on the device at a time, besides resident ones (`stage3_max_live_parameters`)."""
     tile: int | None = None
-    """Elements of a tile at most (`sub_group_size`)."""
+    """Largest number of elements of a tile (`sub_group_size`)."""
     accumulation: int = 1
-    """Micro-batches of a step."""
+    """Micro-batches of an optimizer step."""
 
 
 def partitions(
     layouts: Sequence[UnitLayout], mode: Mode, gradient_dtype: torch.dtype, rank: int, world_size: int
 ) -> Partitions:
-    """This rank's bytes of every unit and state."""
+    """Returns this rank's bytes of every unit and state.
+
+    Args:
+        layouts: the layout of each unit.
+        mode: the states and their dtypes.
+        gradient_dtype: dtype in which a gradient waits for its update.
+        rank: this rank.
+        world_size: number of ranks.
+    """
     rows: list[Mapping[State, int]] = []
     trainable = [len(layout.trainable(rank, world_size)) for layout in layouts]
     for layout, numel in zip(layouts, trainable, strict=True):
@@ -81,8 +91,10 @@ def partitions(
         row = {State.WEIGHT: weights * mode.weight_dtype.itemsize}
         if numel:
             row |= {state: numel * dtype.itemsize for state, dtype in mode.states.items() if state is not State.WEIGHT}
+            # PACKED is sized by its fields; every other state has one value for each element.
             if State.PACKED in row:
                 row[State.PACKED] = layout.packed_numel * WORD
+            # PACKED is empty if the optimizer of torch keeps nothing of the unit's parameters.
             row = {state: nbytes for state, nbytes in row.items() if nbytes}
             row[State.GRAD] = numel * gradient_dtype.itemsize
         rows.append(row)
@@ -100,16 +112,24 @@ def partitions(
 
 
 def configured(parts: Partitions, wish: PlacementRequest, weight_itemsize: int) -> TierMap:
-    """Every partition where the config says, gradients in HOST."""
+    """Returns the tiers that the config asks for, with all gradients in HOST.
+
+    Args:
+        parts: this rank's partitions.
+        wish: the config's request.
+        weight_itemsize: bytes of an element of the weights.
+    """
     on_device = (1.0 - wish.states_off_device) * sum(parts.trainable_numel)
     rows: list[Mapping[State, Tier]] = []
     passed = 0
     for row, numel, unit_nbytes in zip(parts.nbytes, parts.trainable_numel, parts.unit_nbytes, strict=True):
         small = unit_nbytes <= wish.small_unit * weight_itemsize
+        # A unit goes to the side of the ratio on which its middle element is.
         states = Tier.DEVICE if passed + numel / 2 <= on_device else wish.states
         passed += numel
         tiers = dict.fromkeys(row, states)
         tiers[State.WEIGHT] = Tier.DEVICE if small else wish.weights
+        # Later decisions may move gradients from HOST to the device or to disk.
         if State.GRAD in row:
             tiers[State.GRAD] = Tier.HOST
         rows.append(tiers)
@@ -117,12 +137,14 @@ def configured(parts: Partitions, wish: PlacementRequest, weight_itemsize: int) 
 
 
 def gradients_on_device(parts: Partitions, tiers: TierMap, room: int) -> TierMap:
-    """`tiers` with the gradients of units on the device that live there altogether, one after the other within `room`.
+    """Returns `tiers` with gradients on DEVICE for units all of whose states are there, greedily within `room` bytes.
 
-    There they are added up, and updated by the device's own kernel; in HOST they are, where they have no room.
+    Such gradients accumulate on the device, and the device's own kernel updates their units. Gradients for which `room`
+    is too small stay in HOST.
     """
     found: list[tuple[int, State]] = []
     for unit, (row, nbytes) in enumerate(zip(tiers, parts.nbytes, strict=True)):
+        # The device's kernel needs all states of the unit in device memory.
         alone = State.GRAD in row and all(row[state] is Tier.DEVICE for state in row if state is not State.GRAD)
         if alone and align_up(nbytes[State.GRAD]) <= room:
             found.append((unit, State.GRAD))
@@ -131,19 +153,21 @@ def gradients_on_device(parts: Partitions, tiers: TierMap, room: int) -> TierMap
 
 
 def to_add_up(parts: Partitions, tiers: TierMap) -> tuple[tuple[int, int], ...]:
-    """The units whose gradients leave the device, and the bytes in which it could add them up over the micro-batches.
+    """Returns units whose gradients leave the device, with the bytes that accumulation on the device would take.
 
-    Those that spill come first: each micro-batch would have them read and written again.
+    Gradients that spill come first: each micro-batch would read and write them again.
     """
     units = [unit for unit, row in enumerate(tiers) if row.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE]
+    # The sort is stable: within both groups units keep the model's order.
     units.sort(key=lambda unit: tiers[unit][State.GRAD] is not Tier.DISK)
     return tuple((unit, align_up(parts.nbytes[unit][State.GRAD])) for unit in units)
 
 
 def that_fit(totals: Iterable[tuple[int, int]], room: int) -> tuple[tuple[int, int], ...]:
-    """Those of `totals`, units and bytes, that `room` is enough for, one after the other."""
+    """Returns those of `totals`, (unit, bytes) each, for which `room` bytes suffice, taken greedily in order."""
     found: list[tuple[int, int]] = []
     for unit, nbytes in totals:
+        # A unit that does not fit is skipped, because a smaller one after it may.
         if nbytes <= room:
             found.append((unit, nbytes))
             room -= nbytes
@@ -161,16 +185,18 @@ _DOWN = (
     State.MASTER,
     State.WEIGHT,
 )
-"""What leaves HOST first, least used first: weights are read twice a step or more."""
+"""Order in which states leave HOST, least used first: weights are read twice a step or more."""
 
 
 def ways_down(tiers: TierMap) -> Iterator[TierMap]:
-    """`tiers`, then with one partition more on DISK instead of in HOST each time, the last unit's first.
+    """Yields `tiers`, then tier maps with one partition more on DISK instead of HOST each time, the last unit's first.
 
-    Then the same with gradients in HOST: the windows through which they spill may take more than they save.
+    A second series starts again and keeps gradients in HOST: the windows through which gradients spill may take more
+    memory than the spill saves.
     """
     yield tiers
     for order in (_DOWN, _DOWN[1:]):
+        # The second series starts from the configured tiers, not from the end of the first.
         rows = [dict(row) for row in tiers]
         for state in order:
             for row in reversed(rows):
@@ -180,10 +206,11 @@ def ways_down(tiers: TierMap) -> Iterator[TierMap]:
 
 
 def to_raise(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
-    """The states at home on DISK, unit after unit, for which `room` bytes in HOST are enough."""
+    """Returns states whose tier is DISK and for which `room` bytes of HOST suffice, taken greedily unit by unit."""
     found: list[tuple[int, State]] = []
     for unit, (row, nbytes) in enumerate(zip(tiers, parts.nbytes, strict=True)):
         for state in nbytes:
+            # The pager's cache serves weights, and gradients do not outlive a step: only optimizer states are promoted.
             if state in (State.WEIGHT, State.GRAD):
                 continue
             if row[state] is Tier.DISK and align_up(nbytes[state]) <= room:
@@ -193,7 +220,8 @@ def to_raise(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, S
 
 
 def with_home(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tier) -> TierMap:
-    """`tiers` with some of them changed."""
+    """Returns `tiers` with the tier of the given partitions replaced by `tier`."""
+    # Rows are copied, because plans share their tier maps.
     rows = [dict(row) for row in tiers]
     for unit, state in partitions:
         rows[unit][state] = tier
@@ -201,7 +229,7 @@ def with_home(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tie
 
 
 def tier_nbytes(parts: Partitions, tiers: TierMap, tier: Tier) -> int:
-    """Bytes of all partitions at home in `tier`, in steps of 4096."""
+    """Returns the bytes of all partitions in `tier`, each rounded up to 4096."""
     return sum(
         align_up(nbytes)
         for row, places in zip(parts.nbytes, tiers, strict=True)
@@ -211,7 +239,7 @@ def tier_nbytes(parts: Partitions, tiers: TierMap, tier: Tier) -> int:
 
 
 def differences(parts: Partitions, before: TierMap, after: TierMap) -> str:
-    """In words what has moved: "gradient of 3 units (1.2 GiB) to disk"; empty where nothing has."""
+    """Returns in words which partitions moved: "gradient of 3 units (1.2 GiB) to disk"; empty if none has."""
     moved: dict[tuple[State, Tier], list[int]] = {}
     for row, old, new in zip(parts.nbytes, before, after, strict=True):
         for state, nbytes in row.items():

@@ -1,4 +1,4 @@
-"""Tiles of the update pipeline: elements of each, number of them, and bytes of the class of host memory that has them.
+"""Sizes of the update pipeline's tiles: elements of each, their number, and the bytes of their class of host memory.
 
 Pure functions of sizes.
 """
@@ -15,22 +15,32 @@ from offload.swapper.memory.host_arena import TILE_BUFFERS
 from offload.swapper.modes import LAMB, TORCH, Mode
 
 _STEP = 2048
-"""Elements: 4096 bytes of the smallest state."""
+"""Elements by which tiles grow: 4096 bytes of the smallest state."""
 _WHOLE_UNITS = 3
-"""Tiles where each is a whole unit, for an optimizer of torch: one is read, one computed, one written."""
+"""Number of tiles if each holds an entire unit, for an optimizer of torch: one is read, one computed, one written."""
 _TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
+"""Smallest and largest bytes of the host buffer of one tile."""
 
 
 def pipeline(parts: Partitions, mode: Mode, wish: PlacementRequest, tiers: TierMap) -> tuple[int, int]:
-    """Returns the bytes of the smallest and of the largest class of tiles; both 0 where nothing trains."""
+    """Returns the bytes of the smallest and of the largest useful class of tiles; both 0 if nothing trains.
+
+    Args:
+        parts: this rank's partitions.
+        mode: the states and their dtypes.
+        wish: the config's request, which may limit the elements of a tile.
+        tiers: the tiers of the partitions.
+    """
     numel = max(parts.trainable_numel, default=0)
     if not numel:
         return 0, 0
     step = tile_growth(parts, mode, tiers)
+    # An optimizer of torch needs all elements of a parameter at once, so its tiles are entire units.
     if mode.optimizer == TORCH:
         return _scratch_nbytes(parts, mode) + step, _scratch_nbytes(parts, mode) + _WHOLE_UNITS * step
     element_bytes = _tile_element_bytes(parts, mode, tiers)
     if wish.tile is not None:
+        # A tile holds at least one step, however small the config's limit is.
         numel = min(numel, max(wish.tile, _tile_step(mode)))
     small, large = (
         align_up(TILE_BUFFERS * min(numel * element_bytes, nbytes), step) or step
@@ -49,21 +59,30 @@ def tile_growth(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
 
 
 def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[int, int, int]:
-    """Returns the elements of a tile, the number of tiles and the bytes beside them, of a class of `nbytes`."""
+    """Returns the elements of a tile, the number of tiles and the scratch bytes, for a class of `nbytes`.
+
+    Args:
+        parts: this rank's partitions.
+        mode: the states and their dtypes.
+        tiers: the tiers of the partitions.
+        nbytes: bytes of the class; 0 if nothing trains.
+    """
     if mode.optimizer == TORCH:
         scratch = _scratch_nbytes(parts, mode) if nbytes else 0
         buffers = (nbytes - scratch) // max(_whole_unit_nbytes(parts, tiers), 1)
         return max(parts.trainable_numel, default=0), buffers, scratch
+    # Elements are rounded down to steps, so that every state of every tile begins at a page of its partition.
     step, element_bytes = _tile_step(mode), _tile_element_bytes(parts, mode, tiers)
     return nbytes // TILE_BUFFERS // element_bytes // step * step, TILE_BUFFERS, 0
 
 
 def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
-    """Returns the bytes of the largest tile where each holds a whole unit."""
+    """Returns the bytes of the largest tile if each holds an entire unit."""
     return max(
         sum(
             align_up(nbytes)
             for state, nbytes in row.items()
+            # A gradient in HOST or on the device is read from its own memory, so a tile needs no room for it.
             if state is not State.GRAD or home[State.GRAD] is Tier.DISK
         )
         for row, home, numel in zip(parts.nbytes, tiers, parts.trainable_numel, strict=True)
@@ -72,23 +91,23 @@ def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
 
 
 def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
-    """Returns the bytes of a gradient, and of a master where it has no memory of its own, both of fp32."""
+    """Returns the bytes of an fp32 gradient and, if masters have no memory of their own, of an fp32 master."""
     copies = 2 if State.MASTER_LOW_BITS in mode.weights else 1
     return copies * align_up(parts.largest_parameter * torch.float32.itemsize)
 
 
 def _tile_step(mode: Mode) -> int:
-    """Returns the elements of which a tile has a whole number: LAMB sums squares block by block."""
+    """Returns the number of which a tile's elements are a multiple: LAMB sums squares block by block."""
     return LAMB_BLOCK if mode.optimizer == LAMB else _STEP
 
 
 def _tile_element_bytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
-    """Returns the bytes that a tile holds of one element: its states, and its gradient where some spill."""
+    """Returns the bytes of a tile for one element: its states, and its gradient if any gradient spills."""
     return mode.element_bytes + (parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0)
 
 
 def _spills(parts: Partitions, tiers: TierMap) -> bool:
-    """Returns whether any gradient waits on disk, and so passes through a tile."""
+    """Returns True if any gradient waits on disk, and so passes through a tile."""
     return any(
         row[State.GRAD] > 0 and home[State.GRAD] is Tier.DISK
         for row, home in zip(parts.nbytes, tiers, strict=True)

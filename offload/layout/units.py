@@ -1,6 +1,6 @@
-"""Finding the units of a model: the parameters that move together.
+"""Division of a model into units: groups of parameters that move together.
 
-`find_units` is pure: it looks at modules and parameters and changes neither.
+`find_units` is pure: it reads modules and parameters, and changes neither.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 from offload.errors import ConfigError
 
 _SMALLEST_SHARE = 64
-"""A candidate below 1/64 of the largest moves with its parent: a read of it would cost more than it frees."""
+"""A candidate below 1/64 of the largest joins its parent: a read of it would cost more than its eviction frees."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a model and the modules whose forward needs them.
+    """Units of a model, and the modules whose forward needs them.
 
-    `sites` maps the name of each module that gets hooks to the indices of the units that must be on the
-    device while its forward runs.
+    `sites` maps the name of each module that gets hooks to the indices of the units that must be on the device during
+    its forward.
     """
 
     units: tuple[Unit, ...]
@@ -37,12 +37,18 @@ class Units:
 
 
 def find_units(model: nn.Module, named: Sequence[str] = ()) -> Units:
-    """Divide the parameters of `model` into units.
+    """Divides the parameters of `model` into units.
 
-    Each child of a `ModuleList` is a candidate (of a `Sequential` where there is no `ModuleList`), and takes
-    the parameters below it that no deeper candidate takes. What no candidate takes becomes one unit for each
-    module that owns it. `named` lists modules, by name or class name, that are one unit each, whatever is
-    inside them. Tied parameters belong to the first module that owns them.
+    Each child of a `ModuleList` is a candidate, or of a `Sequential` if the model has no `ModuleList`. A parameter
+    belongs to the deepest candidate above it. Parameters without a candidate form one unit for each module that owns
+    them. A tied parameter belongs to the first module that owns it.
+
+    Args:
+        model: the model; its structure must not change afterwards.
+        named: names or class names of modules that are one unit each, including everything inside them.
+
+    Raises:
+        ConfigError: `named` contains a name that no module and no class of a module has.
     """
     modules = dict(model.named_modules())
     candidates = _candidates(modules, named)
@@ -51,23 +57,25 @@ def find_units(model: nn.Module, named: Sequence[str] = ()) -> Units:
     groups: dict[str, list[str]] = {}
     for name, candidate in owners.items():
         groups.setdefault(_direct_owner(name, modules) if candidate is None else candidate, []).append(name)
-    # A module that owns parameters directly and is a candidate's name too cannot be: both are one group.
+    # A module that is a candidate and owns parameters directly yields the same key twice, hence one group.
     units = tuple(Unit(name, tuple(parameters)) for name, parameters in groups.items())
     return Units(units, _sites(model, modules, units))
 
 
 def _candidates(modules: dict[str, nn.Module], named: Sequence[str]) -> list[str]:
-    """Names of the modules that may be a unit, outer ones first."""
+    """Returns the names of the modules that may be a unit, outer ones first."""
     chosen = [n for n, m in modules.items() if n and (n in named or type(m).__name__ in named)]
     unknown = [n for n in named if n not in modules and n not in {type(m).__name__ for m in modules.values()}]
     if unknown:
         raise ConfigError(f'"units" names {", ".join(unknown)}: the model has no module of that name or class')
     found = list(_children_of(modules, nn.ModuleList)) or list(_children_of(modules, nn.Sequential))
+    # A module that the user has named is one unit, so candidates inside of it are none.
     inside = tuple(f"{name}." for name in chosen)
     return [name for name in modules if name in chosen or (name in found and not name.startswith(inside))]
 
 
 def _children_of(modules: dict[str, nn.Module], kind: type[nn.Module]) -> Iterator[str]:
+    """Yields the names of the direct children of every container of class `kind`."""
     for name, module in modules.items():
         if isinstance(module, kind):
             for child, _ in module.named_children():
@@ -75,17 +83,18 @@ def _children_of(modules: dict[str, nn.Module], kind: type[nn.Module]) -> Iterat
 
 
 def _owner(parameter: str, candidates: Sequence[str]) -> str | None:
-    """The deepest candidate that holds `parameter`."""
+    """Returns the deepest candidate that contains `parameter`, or None."""
     holding = [name for name in candidates if parameter.startswith(f"{name}.")]
     return max(holding, key=len) if holding else None
 
 
 def _join_small(owners: dict[str, str | None], numel: dict[str, int]) -> dict[str, str | None]:
-    """Let candidates below 1/64 of the largest join the candidate round them, or none."""
+    """Returns `owners` without small candidates: the next large one that contains them, or None, takes their place."""
     sizes: dict[str, int] = {}
     for name, candidate in owners.items():
         if candidate is not None:
             sizes[candidate] = sizes.get(candidate, 0) + numel[name]
+    # The bound is relative, so that the division does not depend on the size of the model.
     least = max(sizes.values(), default=0) / _SMALLEST_SHARE
     large = [name for name, size in sizes.items() if size >= least]
     return {
@@ -95,7 +104,7 @@ def _join_small(owners: dict[str, str | None], numel: dict[str, int]) -> dict[st
 
 
 def _direct_owner(parameter: str, modules: dict[str, nn.Module]) -> str:
-    """The module whose forward reads `parameter`: the one that holds it, or round it a container's owner."""
+    """Returns the module whose forward reads `parameter`: its owner, or for a parameter container the module above."""
     name = parameter.rpartition(".")[0]
     while name and isinstance(modules[name], nn.ParameterList | nn.ParameterDict):
         name = name.rpartition(".")[0]  # a parameter container has no forward of its own
@@ -103,10 +112,15 @@ def _direct_owner(parameter: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _sites(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
-    """Each unit's own module, and every module that owns parameters: recomputation may call those alone."""
+    """Returns the modules that get hooks, with the units each needs.
+
+    They are each unit's own module and every module that owns parameters, because recomputation may call the latter
+    alone.
+    """
     unit_of = {id(model.get_parameter(name)): i for i, unit in enumerate(units) for name in unit.parameters}
     every = dict(model.named_modules(remove_duplicate=False))  # a module may be in two places
     first_name = {id(module): name for name, module in reversed(modules.items())}
+    # A unit is a site under its own name too: its parameters may all belong to modules inside of it.
     needs: dict[str, set[int]] = {}
     for index, unit in enumerate(units):
         needs.setdefault(unit.name, set()).add(index)
@@ -120,18 +134,19 @@ def _sites(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit
 def _is_compiled_into(
     name: str, needed: Sequence[int], modules: dict[str, nn.Module], sites: dict[str, tuple[int, ...]]
 ) -> bool:
-    """Whether a module round it is compiled, and has all that it needs: then its hooks would only cut that graph.
+    """Returns True if an outer module is compiled and needs the same units: hooks inside would only break its graph.
 
-    Who calls it alone all the same is answered by its placeholders.
+    A caller that calls the inner module alone is served by its parameters' placeholders.
     """
     outer = name
     while outer:
         outer = outer.rpartition(".")[0]
+        # The outer module's hooks fetch a superset of the units, so they suffice.
         if is_compiled(modules[outer]) and outer in sites and set(needed) <= set(sites[outer]):
             return True
     return False
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile(module)` or `module.compile()` has made it."""
+    """Returns True if `torch.compile(module)` or `module.compile()` has compiled the module."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None

@@ -1,4 +1,4 @@
-"""The rules by which an optimizer moves a weight: the kernel of each, its moments, and the numbers of a group."""
+"""Update rules of the optimizers: the kernel of each, its moments, and the numbers of a group that it reads."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from offload.engine.optim.torch_fallback import TorchStep
 from offload.swapper.modes import ADAM, LAMB, TORCH
 
 _UNKNOWN = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
-"""Options of torch's optimizers that the kernels do not know."""
+"""Options of torch's optimizers that the kernels do not implement."""
 
 
 class Rule(NamedTuple):
-    """One of the kernels."""
+    """An update rule: one of the kernels, or an optimizer of torch that runs by itself."""
 
     name: str
-    """That of the mode, which says what moments there are."""
+    """Name of the rule in the mode, which determines the moments."""
     scheduled: tuple[str, ...]
-    """The numbers of a group that may change between steps (OneCycleLR moves the betas too)."""
+    """Keys of a group's numbers that may change between steps (OneCycleLR moves the betas too)."""
     fixed: tuple[str, ...]
-    """The others."""
+    """Keys of a group's numbers that are constant."""
     step: Callable[[Mapping[str, Any], int, float], kernels.Step | kernels.LambStep | TorchStep]
-    """From a group, the number of the parameter's step and the factor of its gradient to what the kernel is told."""
+    """Makes a kernel's arguments from a group, the count of the parameter's steps and the gradient's factor."""
 
     known_as: str = ""
-    """The class of an optimizer that has no kernel."""
+    """Class name of an optimizer without a kernel; empty for rules that have one."""
 
     def title(self, group: Mapping[str, Any]) -> str:
-        """What the config calls it for `group`."""
+        """Returns the name by which the config knows the optimizer of `group`."""
         if self.known_as:
             return self.known_as
         if self.name == ADAM:
@@ -39,23 +39,28 @@ class Rule(NamedTuple):
         return "SGD" if self.name in ("sgd", "momentum") else self.name.capitalize()
 
     def refused(self, group: Mapping[str, Any]) -> str | None:
-        """An option that the group asks for by now, and that its kernel does not do."""
+        """Returns an option that the group asks for and its kernel does not implement, or None.
+
+        A user may set options on a group after `initialize`, so the rule that was right then may no longer be.
+        """
         if self.name == TORCH:
             return None
         asked = [option for option in _UNKNOWN if group.get(option)]
-        if self.name == "sgd" and group.get("momentum"):  # of which nothing is kept
+        if self.name == "sgd" and group.get("momentum"):  # the rule has no state for momentum
             asked.append("momentum")
+        # The kernel's kind of decay was chosen at `initialize`; torch's own key may have been changed since.
         if self.name == ADAM and bool(group.get("decoupled_weight_decay", group["decoupled"])) != group["decoupled"]:
             asked.append("decoupled_weight_decay")
         return asked[0] if asked else None
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What a group must have."""
+        """Keys of a group that the rule reads."""
         return (*self.scheduled, *self.fixed)
 
 
 def _adam(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
+    """Returns the arguments of the Adam and AdamW kernel."""
     beta1, beta2 = group["betas"]
     return kernels.AdamWStep(
         lr=float(group["lr"]),
@@ -70,6 +75,7 @@ def _adam(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.St
 
 
 def _lamb(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.LambStep:
+    """Returns the arguments of the LAMB kernels."""
     beta1, beta2 = group["betas"]
     return kernels.LambStep(
         lr=float(group["lr"]),
@@ -85,6 +91,7 @@ def _lamb(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.La
 
 
 def _adagrad(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
+    """Returns the arguments of the Adagrad kernel."""
     return kernels.AdagradStep(
         lr=float(group["lr"]),
         lr_decay=float(group["lr_decay"]),
@@ -96,6 +103,7 @@ def _adagrad(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels
 
 
 def _lion(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
+    """Returns the arguments of the Lion kernel."""
     beta1, beta2 = group["betas"]
     return kernels.LionStep(
         lr=float(group["lr"]),
@@ -107,18 +115,21 @@ def _lion(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.St
 
 
 def _momentum(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
+    """Returns the arguments of the kernel of SGD with momentum."""
     return kernels.SGDStep(
         lr=float(group["lr"]),
         momentum=float(group["momentum"]),
         dampening=float(group["dampening"]),
         weight_decay=float(group["weight_decay"]),
         nesterov=bool(group["nesterov"]),
+        # torch starts the buffer with the first gradient undamped, so the kernel must know the first step.
         first=count == 1,
         grad_scale=grad_scale,
     )
 
 
 def _sgd(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
+    """Returns the arguments of the kernel of SGD without momentum."""
     return kernels.PlainSGDStep(float(group["lr"]), float(group["weight_decay"]), grad_scale)
 
 
@@ -133,11 +144,14 @@ RULES = {
         Rule("sgd", ("lr", "weight_decay"), (), _sgd),
     )
 }
+"""Rules with a kernel, by name."""
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    """What an optimizer of torch does: by a kernel, or, where none does it, by itself."""
+    """Returns the rule that does what a torch optimizer does: a kernel's if one exists, else the optimizer's own."""
+    # The exact class counts: a subclass may override `step`.
     kind = type(optimizer)
+    # An option that is set in a single group makes torch update all groups.
     if any(group.get(option) for group in optimizer.param_groups for option in _UNKNOWN):
         return _by_itself(optimizer)
     if kind in (torch.optim.AdamW, torch.optim.Adam, kernels.CPUAdamW):
@@ -145,12 +159,13 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     if kind is torch.optim.Adagrad:
         return RULES["adagrad"]
     if kind is torch.optim.SGD:
+        # One group with momentum gives all units a momentum buffer.
         return RULES["momentum" if any(group["momentum"] for group in optimizer.param_groups) else "sgd"]
     return _by_itself(optimizer)
 
 
 def _by_itself(optimizer: torch.optim.Optimizer) -> Rule:
-    """Whatever is a float in some group may change between steps."""
+    """Returns the rule of an optimizer without a kernel; any number of a group may change between steps."""
     scheduled = sorted(
         {key for group in optimizer.param_groups for key, value in group.items() if _is_number_of(key, value)}
     )
@@ -158,14 +173,18 @@ def _by_itself(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def _by_torch(group: Mapping[str, Any], count: int, grad_scale: float) -> TorchStep:
+    """Returns the arguments of a step by torch's own code; the parameter's attributes are added later."""
+    # A copy of the numbers: the user may change the group while the update is in flight.
     return TorchStep({key: value for key, value in group.items() if key != "params"}, grad_scale, {})
 
 
 def _is_number_of(key: str, value: Any) -> bool:
+    """Returns True if a group's entry is a number of the optimizer, not a parameter or its name."""
     return key not in ("params", "param_names") and _is_float(value)
 
 
 def _is_float(value: Any) -> bool:
+    """Returns True for a float, a floating-point tensor of one element, or a sequence that contains one of them."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and value.is_floating_point()
     return isinstance(value, float) or (isinstance(value, tuple | list) and any(map(_is_float, value)))

@@ -1,4 +1,4 @@
-"""The optimizer that an engine has: the one that it was given, or the config's."""
+"""Construction of an engine's optimizer: from the optimizer that the user passed, or from the config."""
 
 from __future__ import annotations
 
@@ -20,11 +20,20 @@ from offload.swapper.modes import ADAM, TORCH
 
 
 def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_parameters: Any) -> Optimizer:
-    """The optimizer that was `given`, or what makes one of the parameters, or the config's over `model_parameters`.
+    """Returns the engine's optimizer.
 
-    Raises `ConfigError` where it has not all parameters that train, or others.
+    Args:
+        block: the config's optimizer block, used if nothing is given; None if the config has none.
+        model: the model, whose trainable parameters the optimizer must cover exactly.
+        given: a torch optimizer, a function that makes one of a list of parameters, or None.
+        model_parameters: parameters or groups for the config's optimizer or for the function; None stands for all that
+            are trainable.
+
+    Raises:
+        ConfigError: no optimizer is given or configured, or it does not cover exactly the trainable parameters.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # DeepSpeed accepts a function of the parameters in place of an optimizer. A torch optimizer may be callable too.
     if callable(given) and not isinstance(given, torch.optim.Optimizer):
         given = given(list(model_parameters) if model_parameters is not None else trainable)
     if given is not None:
@@ -43,7 +52,11 @@ def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_par
 
 
 def _trainable_only(given: Iterable[Any] | None, trainable: Sequence[nn.Parameter]) -> list[Any]:
-    """`given`, parameters or groups of them, without frozen ones."""
+    """Returns `given`, parameters or groups of them, without frozen parameters.
+
+    Raises:
+        ConfigError: `given` contains objects that are no parameters.
+    """
     if given is None:
         return list(trainable)
     items = _listed(given)
@@ -65,20 +78,31 @@ def _trainable_only(given: Iterable[Any] | None, trainable: Sequence[nn.Paramete
 
 
 def _listed(given: Any) -> list[Any]:
+    """Returns `given` as a list; a single tensor or object becomes a list of one."""
     return [given] if isinstance(given, torch.Tensor) or not isinstance(given, Iterable) else list(given)
 
 
 def _kind(item: Any) -> str:
+    """Returns the kind of an object that is no parameter, in words for an error message."""
     return "a dict without them" if isinstance(item, Mapping) else f"a {type(item).__name__}"
 
 
 def _no_optimizer() -> Optimizer:
-    """Of a model that trains nothing."""
+    """Returns the optimizer of a model that trains nothing."""
+    # One empty group, because torch refuses an optimizer without any.
     return Optimizer([{"params": []}], {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
 
 
 def from_config(params: Iterable[Any], block: OptimizerBlock) -> Optimizer:
-    """What the config's block says, over `params`: parameters, or groups of them. Raises `ConfigError`."""
+    """Returns the optimizer of the config's block.
+
+    Args:
+        params: parameters, or groups of them as torch takes them.
+        block: the config's optimizer block.
+
+    Raises:
+        ConfigError: the learning rate is missing.
+    """
     if block.params.lr is None:
         raise ConfigError('the learning rate is "auto" or absent; give optimizer.params.lr a number')
     settings = block.settings
@@ -94,15 +118,20 @@ def from_config(params: Iterable[Any], block: OptimizerBlock) -> Optimizer:
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """Take over a torch optimizer that has not stepped. Its groups are shared, so schedules act.
+    """Returns an optimizer that takes over from a torch optimizer that has not stepped.
 
-    Where no kernel does what it does, it will be run by itself (see `torch_steps`). Raises `ConfigError`.
+    Both contain the same groups, so schedules and users that hold the torch optimizer still act on the engine. Without
+    a suitable kernel the torch optimizer's own code runs (see `torch_fallback`).
+
+    Raises:
+        ConfigError: the argument is no optimizer, or has stepped already.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer= expects a torch.optim.Optimizer, got {type(optimizer).__name__}")
     rule = rule_of(optimizer)
+    # Adagrad makes its states at construction, with step 0: `attach` drops them.
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ConfigError(
             "the optimizer has stepped already, or made states without a step: they would be lost; give a new one, "
@@ -118,15 +147,21 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
                 group[key] = tuple(value) if isinstance(value, list) else value
     groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
     mine = Optimizer(groups, optimizer.defaults, rule)
+    # The list itself is shared, after the constructor has checked copies of its groups.
     mine.param_groups = optimizer.param_groups
     mine.replaced = optimizer
+    # Hooks of the torch optimizer are shared too: schedules and profilers may have registered some.
     mine._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
     mine._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
     return mine
 
 
 def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateField, ...]]:
-    """What an optimizer without a kernel keeps of each trainable parameter, by name. Raises `ConfigError`."""
+    """Returns the states that an optimizer without a kernel keeps of each trainable parameter, by name; else nothing.
+
+    Raises:
+        ConfigError: the optimizer cannot run parameter by parameter.
+    """
     if optimizer.rule.name != TORCH or optimizer.replaced is None:
         return {}
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -134,7 +169,7 @@ def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateFiel
 
 
 def _check_covers(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise `ConfigError` where the groups are not exactly the trainable parameters of `model`."""
+    """Raises `ConfigError` if the groups are not exactly the trainable parameters of `model`."""
     mine = {id(parameter): name for name, parameter in model.named_parameters()}
     grouped = optimizer.settings()
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]

@@ -1,6 +1,6 @@
-"""Updates by one fused kernel in one pass: AdamW, Adagrad, Lion, SGD. Their steps go element by element.
+"""Updates by one fused kernel in one pass: AdamW, Adagrad, Lion, SGD, which all step element by element.
 
-A unit whose gradient waits on the device is updated there, by the device's own kernel; all others on the host.
+A unit whose gradient waits on the device is updated by the device's own kernel; all others are updated on the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from offload.swapper.modes import Mode
 
 
 class FusedUpdates:
-    """The strategy of every optimizer whose kernel needs one pass."""
+    """Strategy of every optimizer whose kernel needs one pass."""
 
     scratch_nbytes = 0
 
@@ -30,14 +30,14 @@ class FusedUpdates:
         return range(start, stop)
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
-        """Returns the steps of a unit, on the device where its gradient stays there."""
+        """Returns the steps of a unit, on the device if its gradient stays on the device."""
         if self._gradients.stays(update.unit):
             return _DeviceSteps(update, self._mode, self._device)
         return _HostSteps(update, self._mode)
 
 
 class _HostSteps:
-    """One unit's steps by the kernel on the host."""
+    """Steps of one unit by the kernel on the host."""
 
     passes = 1
     in_place = False
@@ -47,7 +47,7 @@ class _HostSteps:
         self._update, self._mode = update, mode
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Does the steps of all segments in the tile."""
+        """Steps all segments in the tile."""
         segments = [segment for _, segment in segments_in(self._update, tile)]
         if segments:
             assert tile.gradient is not None
@@ -55,7 +55,7 @@ class _HostSteps:
 
 
 class _DeviceSteps:
-    """One unit's steps by the kernel on the device, where its states live."""
+    """Steps of one unit by the kernel on the device, in the memory of its states."""
 
     passes = 1
     in_place = True
@@ -65,16 +65,18 @@ class _DeviceSteps:
         self._update, self._mode, self._device = update, mode, device
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Does the steps of all segments in the tile, and waits for them.
+        """Steps all segments in the tile, and waits for the kernel.
 
-        Nothing on the device reads or writes any of this: the norm is known, so the gradient is there, and whoever
-        needs the unit waits for its update.
+        No event has to precede the kernel. The norm is known, so the gradient is complete; every reader of the unit
+        waits for its update.
         """
         segments = [segment for _, segment in segments_in(self._update, tile)]
         if not segments:
             return
         assert tile.gradient is not None
         partition = partition_of(self._mode, tile.states, tile.gradient)
+        # The update stream is not the one of compute, so the next forward overlaps with the update. The CPU as a
+        # compute device has no such stream and runs the host's kernel.
         with self._device.updating():
             (cuda.update if partition.weight.is_cuda else kernels.update)(partition, segments)
             done = self._device.updated()

@@ -1,11 +1,12 @@
-"""LAMB over tiles: a parameter moves by the ratio of two norms of all of it, which a tile does not know.
+"""LAMB over tiles: a parameter's step depends on the ratio of two norms over all of it, which one tile does not know.
 
-    a unit of one tile      moments and norms ─► weights
-    a larger one            moments and norms, which are thrown away, of every tile ─► moments again ─► weights
-    on several ranks        the norms are known before (see `weighing`): moments ─► weights
+    a unit of one tile    moments and norms ─► weights
+    a larger unit         first pass: moments and norms of every tile, moments dropped
+                          second pass: moments again ─► weights
+    several ranks         the norms are known before (see `lamb_norms`): moments ─► weights
 
-The sums of squares are those of blocks that begin at the same elements however the unit is cut into tiles, and are
-added in order: the bits do not depend on the cut.
+Sums of squares are taken over blocks whose borders do not depend on the tiles, and are added in order. The bits
+therefore do not depend on the division into tiles.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from offload.swapper.modes import Mode
 
 
 class LambUpdates:
-    """The strategy of LAMB."""
+    """Strategy of LAMB."""
 
     scratch_nbytes = 0
 
@@ -36,12 +37,13 @@ class LambUpdates:
         return range(start, stop)
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
-        """Returns the steps of a unit: two passes, unless the ratios are known or one tile holds all of it."""
+        """Returns the steps of a unit: two passes, unless the ratios are known or one tile holds the entire unit."""
+        # One tile is computed at once, so its weights can follow its norms without a second read.
         return _LambSteps(update, self._mode, 1 if update.ratios or update.numel <= tile_numel else 2)
 
 
 class _LambSteps:
-    """One unit's steps. Of two passes the first makes norms alone, on copies of the moments."""
+    """Steps of one unit. The first of two passes only computes norms, on copies of the moments."""
 
     in_place = False
 
@@ -52,7 +54,7 @@ class _LambSteps:
         self.drafts: Sequence[State] = mode.moments
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Adds the tile to the norms, and moves its weights in the `last` pass."""
+        """Adds the tile to the norms, and in the `last` pass moves its weights."""
         segments = segments_in(self._update, tile)
         if not segments:
             return
@@ -65,17 +67,24 @@ class _LambSteps:
 
 
 class Trust:
-    """The norms of the parameters of one unit, as far as they are known."""
+    """Norms of the parameters of one unit, as far as they are known."""
 
     def __init__(self, ratios: Sequence[float] = ()) -> None:
-        """`ratios` of all segments, where they are known before: their sums lie on other ranks too."""
+        """Stores the trust ratios, if known.
+
+        Args:
+            ratios: ratio of each segment, if the sums of other ranks were needed; empty if this rank computes them.
+        """
         self._ratios = ratios
         self._sums: dict[int, list[torch.Tensor]] = {}
 
     def weigh(self, partition: Partition, segments: Sequence[tuple[int, kernels.Segment]], start: int) -> None:
-        """Update the moments of a tile that begins at element `start`, and add its sums.
+        """Updates the moments of a tile in place, and adds its sums of squares to the norms.
 
-        Segments are (number of the parameter, what of it lies in the tile).
+        Args:
+            partition: states and gradient of the tile.
+            segments: for each segment its number in the update and its elements in the tile.
+            start: the tile's first element in the unit.
         """
         for number, segment in segments:
             self._sums.setdefault(number, []).extend(_moments(partition, segment, start))
@@ -83,7 +92,16 @@ class Trust:
     def move(
         self, partition: Partition, segments: Sequence[tuple[int, kernels.Segment]], start: int, weighed: bool
     ) -> None:
-        """Do the step of a tile. `weighed` says whether all tiles of the unit were weighed before; else this is all."""
+        """Updates moments and weights of a tile in place.
+
+        Args:
+            partition: states and gradient of the tile.
+            segments: for each segment its number in the update and its elements in the tile.
+            start: the tile's first element in the unit.
+            weighed: True if `weigh` has seen all tiles of the unit in an earlier pass; False if this tile is the entire
+                unit.
+        """
+        # The norms are complete, so the sums of this pass are dropped: added again they would count twice.
         if weighed or self._ratios:
             for _, segment in segments:
                 _moments(partition, segment, start)
@@ -93,10 +111,16 @@ class Trust:
         kernels.lamb_move(partition, steps, [self._ratio(number, each) for number, each in segments])
 
     def _ratio(self, number: int, segment: kernels.Segment) -> float:
+        """Returns the trust ratio of a segment."""
+        # The ratios of several ranks win: this rank's own sums lack the shards of the others.
         return self._ratios[number] if self._ratios else kernels.lamb_ratio(_step(segment), self._sums[number])
 
 
 def _moments(partition: Partition, segment: kernels.Segment, start: int) -> list[torch.Tensor]:
+    """Updates the moments of a segment; returns its sums of squares, one row for each block."""
+    # Blocks are counted from the unit's first element, and tiles begin at borders of blocks. If the segment begins
+    # within a block, the elements up to the next border are summed apart: its other blocks are then the same for every
+    # size of tiles.
     first = min(segment.stop, -(-(start + segment.start) // BLOCK) * BLOCK - start)
     cuts = [(segment.start, first), (first, segment.stop)]
     pieces = [LambSegment(begin, end, _step(segment)) for begin, end in cuts if begin < end]
@@ -104,5 +128,6 @@ def _moments(partition: Partition, segment: kernels.Segment, start: int) -> list
 
 
 def _step(segment: kernels.Segment) -> LambStep:
+    """Returns the step of a segment, which is one of LAMB."""
     assert isinstance(segment.step, LambStep)
     return segment.step

@@ -1,10 +1,10 @@
-"""The norms that LAMB needs of each parameter, where it lies in parts on several ranks.
+"""Norms that LAMB needs of each parameter, if its shards are on several ranks.
 
-    step() ─► each rank: states and gradients, stretch by stretch ─► sums ─► added over the ranks ─► ratios ─► updates
+    step() ─► each rank: states and gradients, chunk by chunk ─► sums ─► added over the ranks ─► ratios ─► updates
 
-The update worker takes part in no collective, so what a parameter's step depends on must be known before its update is
-scheduled: the thread that calls `step()` reads all states for it, while no update is under way. The update reads them
-again, and moves.
+The update worker takes part in no collective, so the ratios must be known before an update is scheduled. The thread
+that calls `step()` therefore reads all states while no update is in flight. The update reads the states again, and
+moves the weights.
 """
 
 from __future__ import annotations
@@ -47,10 +47,19 @@ def with_ratios(
     updater: UpdateWorker,
     rounds: Agreement,
 ) -> list[UnitUpdate]:
-    """The updates with the ratio of each segment; every rank has updates of the same units.
+    """Returns the updates with the trust ratio of each segment. Collective: every rank updates the same units.
 
-    No update may be under way: the buffers are those of the update worker.
+    No update may be in flight: the tiles of the update worker serve as buffers here.
+
+    Args:
+        updates: updates of this rank, which may lack segments that are on other ranks.
+        held: this rank's partitions, which are only read.
+        gradients: the gradients of the step.
+        updater: the update worker, which lends its tiles.
+        rounds: adds numbers over all ranks.
     """
+    # Two sums for each parameter of each unit, weight and direction, at the same index on every rank, so that a rank
+    # without a shard of a parameter adds zeros.
     counts = [len(layout.segments) for layout in held.layouts]
     before = [2 * sum(counts[:unit]) for unit in range(len(counts))]
     sums = [0.0] * (2 * sum(counts))
@@ -70,8 +79,10 @@ def with_ratios(
             sums[row + 1] += direction
         return ()
 
+    # A generator: the chunks of a large model are many.
     stretches = (each for update in updates for each in _stretches(held, update, updater.tile_numel))
     flow(buffers, stretches, begin, end, lambda *_: None)
+    # float64, as the kernel's own sums are.
     total = torch.tensor(rounds.add_up(sums), dtype=torch.float64, device="cpu").view(-1, 1, 2)
     return [
         dataclasses.replace(
@@ -86,7 +97,10 @@ def with_ratios(
 
 
 def _stretches(held: LocalShards, update: UnitUpdate, numel: int) -> Iterator[_Stretch]:
-    """What is weighed at a time: `numel` elements at most, and none beyond a border that a gradient on disk has."""
+    """Yields the chunks of an update: at most `numel` elements, within one `CHUNK` of a parameter.
+
+    Windows of a gradient on disk may begin at any `CHUNK` border of a parameter, so no chunk crosses one.
+    """
     for parameter, segment in zip(update.parameters, update.segments, strict=True):
         for chunk in range(segment.start, segment.stop, CHUNK):
             last = min(chunk + CHUNK, segment.stop)
@@ -101,7 +115,7 @@ def _stretches(held: LocalShards, update: UnitUpdate, numel: int) -> Iterator[_S
 
 
 def _cut(held: LocalShards, stretch: _Stretch, buffer: memoryview) -> dict[State, memoryview]:
-    """The part of a buffer that each state has, as in a tile."""
+    """Returns the memory of each state in a buffer, laid out as in a tile."""
     found, offset = {}, 0
     for state, dtype in held.mode.states.items():
         end = offset + (stretch.stop - stretch.start) * dtype.itemsize
@@ -111,10 +125,11 @@ def _cut(held: LocalShards, stretch: _Stretch, buffer: memoryview) -> dict[State
 
 
 def _read(held: LocalShards, stretch: _Stretch, state: State, memory: memoryview) -> list[Future]:
-    """Begin to copy a state, from its home where that is above DISK."""
+    """Starts to copy a state into `memory`: from memory at once, if its tier is above DISK, else from the store."""
     first = stretch.start * held.mode.states[state].itemsize
     home = held.resident_of(stretch.unit, state)
     if home is None:
+        # Checksums are compared only if a partition is read from end to end, in order.
         return held.read(stretch.unit, state, first, memory, compare=False)
     part = home.tensor.view(torch.uint8)[first : first + len(memory)]
     held.device.copy(torch.frombuffer(memory, dtype=torch.uint8), part)
@@ -124,17 +139,26 @@ def _read(held: LocalShards, stretch: _Stretch, state: State, memory: memoryview
 def _sums(
     held: LocalShards, gradients: GradientAccumulator, stretch: _Stretch, found: dict[State, memoryview]
 ) -> list[tuple[float, float]]:
-    """The sums of squares of weight and direction, of each block."""
+    """Returns the sums of squares of weight and direction, one pair for each block of the chunk.
+
+    Args:
+        held: this rank's partitions.
+        gradients: the gradients of the step.
+        stretch: the chunk.
+        found: memory of each state, filled by `_read`; its moments are overwritten.
+    """
     unit, parameter, start, stop = stretch.unit, stretch.parameter, stretch.start, stretch.stop
     states = {state: torch.frombuffer(found[state], dtype=dtype) for state, dtype in held.mode.states.items()}
     gradient = torch.empty(stop - start, dtype=torch.float32, device="cpu")
     in_parameter = held.shares[unit][0].start + start - held.layouts[unit].segments[parameter].start
     gradients.look(unit, parameter, in_parameter, gradient)
+    # The kernel updates the moments too, in this buffer only: the store and resident states are unchanged.
     partition = partition_of(held.mode, states, gradient)
     (sums,) = kernels.lamb_moments(partition, [kernels.LambSegment(0, stop - start, stretch.step)])
     return [(weight, direction) for weight, direction in sums.tolist()]
 
 
 def _step(segment: kernels.Segment | TorchSegment) -> kernels.LambStep:
+    """Returns the step of a segment, which is one of LAMB."""
     assert isinstance(segment.step, kernels.LambStep)
     return segment.step

@@ -1,4 +1,4 @@
-"""The optimizer that users and learning-rate schedules hold: groups of parameters, and no state of its own."""
+"""The optimizer that users and learning-rate schedules hold: parameter groups, without states of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OTHER_GROUPS = (
 
 
 class States(Protocol):
-    """Reads and sets what there is of a parameter, which may be nothing; see `OptimizerStates`."""
+    """Access to the optimizer states of a parameter, which may have none; see `OptimizerStates`."""
 
     def read(self, parameter: nn.Parameter) -> dict[str, Any]: ...
     def check(self, parameter: nn.Parameter, state: Mapping[str, Any], number: int) -> None: ...
@@ -35,30 +35,38 @@ class States(Protocol):
 
 
 class Optimizer(torch.optim.Optimizer):
-    """One of the rules of `rules.py`, whose moments live in the swap tiers.
+    """Optimizer of an engine, whose states are stored in the tiers of the engine's memory.
 
-    `param_groups` are read at each boundary, so schedules and users may change the numbers in them between steps.
-    `step` is the engine's to call.
+    `param_groups` are read at each optimizer step, so schedules and users may change the numbers in them between steps.
+    Call `engine.step()` in place of `step()`.
     """
 
     def __init__(
         self, groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any], rule: Rule = RULES[ADAM]
     ) -> None:
+        """Makes an optimizer without an engine; `attach` gives it one.
+
+        Args:
+            groups: parameter groups as torch takes them.
+            defaults: numbers for groups that lack them.
+            rule: the update rule.
+        """
         self._engine_step: Callable[[], None] | None = None
         self.rule = rule
         self.overflow = False
-        """Whether the last boundary was not applied, since its gradient norm was not finite."""
+        """True if the last optimizer step was skipped, because the norm of its gradient was not finite."""
         self.loss_scale = 1.0
-        """By which the loss of the next backward is multiplied; other than 1 in fp16 alone."""
+        """Factor of the loss of the next backward; other than 1 in fp16 only."""
         self._taken: Set[int] = frozenset()
-        """The parameters that an engine took over, by id."""
+        """Ids of the parameters that an engine trains."""
+        # torch's constructor calls `add_param_group`, which reads `_engine_step`.
         super().__init__([dict(group) for group in groups], dict(defaults))
         self._engine_zero_grad: Callable[[], None] | None = None
         self._engine_regrouped: Callable[[], None] = lambda: None
         self.replaced: torch.optim.Optimizer | None = None
-        """The optimizer of torch whose groups these are."""
+        """The user's torch optimizer that shares these groups, or None."""
         self.states: States | None = None
-        """What an engine keeps of each parameter."""
+        """Access to the engine's states of each parameter; None without an engine."""
 
     def attach(
         self,
@@ -67,13 +75,13 @@ class Optimizer(torch.optim.Optimizer):
         regrouped: Callable[[], None] = lambda: None,
         states: States | None = None,
     ) -> None:
-        """Makes this the optimizer of an engine, which trains the parameters that the groups have now.
+        """Makes this the optimizer of an engine, which trains the parameters that the groups contain now.
 
         Args:
-            step: ends a step of the engine.
-            zero_grad: drops the gradients since the last boundary.
-            regrouped: is called after a group was added, and may refuse it.
-            states: reads and sets the optimizer states of each parameter.
+            step: ends an optimizer step of the engine.
+            zero_grad: drops the gradients since the last optimizer step.
+            regrouped: runs after a group was added; may raise to refuse the group.
+            states: reads and writes the optimizer states of each parameter.
         """
         self._engine_step, self._engine_zero_grad, self._engine_regrouped = step, zero_grad, regrouped
         self.states = states
@@ -82,21 +90,28 @@ class Optimizer(torch.optim.Optimizer):
             self._replace(self.replaced)
 
     def _replace(self, replaced: torch.optim.Optimizer) -> None:
-        """Whoever steps the optimizer that was given, as a loop of torch does, steps this one."""
-        replaced.state.clear()  # Adagrad has made its sums by now
+        """Redirects `step` and `zero_grad` of the torch optimizer that the user passed to this optimizer."""
+        replaced.state.clear()  # Adagrad's constructor has made its sums
 
         def step(_: torch.optim.Optimizer, closure: Any = None) -> None:
             self.step(closure)
 
-        vars(step)["_wrapped_by_lr_sched"] = True  # a schedule over it asks for that
+        vars(step)["_wrapped_by_lr_sched"] = True  # else a schedule warns that step() was replaced
         replaced.__dict__["step"] = types.MethodType(step, replaced)
         replaced.__dict__["zero_grad"] = self.zero_grad
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Under an engine: give parameters that it trains a group of their own, out of those that had them.
+        """Moves parameters of the engine into a new group, out of the groups that contained them.
 
-        So what was frozen for a while can train on with other numbers. Raises `UsageError` for any other parameter, or
-        where the schedule has no learning rate for another group; then nothing has changed.
+        Parameters that were frozen for a while can thus train on with other numbers. If the call raises, nothing has
+        changed. Before `attach` the call acts as torch's.
+
+        Args:
+            param_group: a dict with "params", parameters that the engine trains, and numbers; those that are missing
+                are taken from the defaults, else from the first group.
+
+        Raises:
+            UsageError: a parameter is none of the engine's, or the schedule has no learning rate for another group.
         """
         if self._engine_step is None:
             super().add_param_group(param_group)
@@ -105,6 +120,7 @@ class Optimizer(torch.optim.Optimizer):
             raise UsageError(f'a group of parameters is a dict with "params", got {type(param_group).__name__}')
         given = param_group["params"]
         moved = [given] if isinstance(given, torch.Tensor) else list(given)
+        # Other parameters have no states in the store, whose layout is fixed.
         if {id(parameter) for parameter in moved} - self._taken:
             raise UsageError(_OTHER_GROUPS)
         before = [(group, group["params"]) for group in self.param_groups]
@@ -117,6 +133,7 @@ class Optimizer(torch.optim.Optimizer):
             check_numbers([group], self.rule)
             super().add_param_group({**group, "params": moved})
             self._engine_regrouped()
+        # A Ctrl-C between the two loops must not lose parameters from all groups.
         except BaseException:
             self.param_groups[:] = [group for group, _ in before]
             for group, parameters in before:
@@ -124,11 +141,22 @@ class Optimizer(torch.optim.Optimizer):
             raise
 
     def record(self, overflow: bool, loss_scale: float) -> None:
-        """Sets what users read of the last boundary: `overflow`, and the `loss_scale` of the next backward."""
+        """Sets the facts about the last optimizer step that users read.
+
+        Args:
+            overflow: True if the step was skipped.
+            loss_scale: factor of the loss of the next backward.
+        """
         self.overflow, self.loss_scale = overflow, loss_scale
 
     def check_groups(self) -> None:
-        """Raise `UsageError` where no step can be made with the groups, which a replaced optimizer shares."""
+        """Checks that a step is possible with the groups, which a replaced optimizer shares.
+
+        Raises:
+            UsageError: parameters were added or removed, a number is missing, or the replaced optimizer has other
+                groups.
+        """
+        # torch's `load_state_dict` replaces the list of groups, after which changes would act on one optimizer only.
         if self.replaced is not None and self.replaced.param_groups is not self.param_groups:
             raise UsageError(
                 "the optimizer that offload.initialize was given has other groups than the engine's by now, as "
@@ -139,10 +167,12 @@ class Optimizer(torch.optim.Optimizer):
         check_numbers(self.param_groups, self.rule)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with copies on the CPU of all that is kept of every parameter. Every rank calls it.
+        """Returns torch's state dict, with copies of all states on the CPU. Collective: every rank calls it.
 
-        For what fits into the RAM, one parameter after the other; `BudgetError` where one does not. Commits and
-        `save_checkpoint` hold all of it without this.
+        The states must fit into the RAM. Commits and `save_checkpoint` store all states without this call.
+
+        Raises:
+            BudgetError: the memory for a parameter's states is not free.
         """
         found: dict[str, Any] = super().state_dict()
         if self.states is not None:
@@ -151,10 +181,17 @@ class Optimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, of this optimizer or of torch's of the same kind; the groups stay the same objects.
+        """Loads a state dict of this optimizer, or of torch's of the same kind. Collective: every rank calls it.
 
-        Raises `UsageError`, and nothing is changed, where it does not fit. Every rank calls it.
+        The group objects stay the same.
+
+        Args:
+            state_dict: groups and states, with the parameters' numbers as keys of the states.
+
+        Raises:
+            UsageError: the state dict does not fit; nothing has changed.
         """
+        # Without an engine no states exist, so only torch's own bookkeeping is needed.
         if self.states is None:
             super().load_state_dict(state_dict)
             return
@@ -169,6 +206,7 @@ class Optimizer(torch.optim.Optimizer):
                 f"gives, as it is"
             )
         work = [(each, states.get(number, {}), number) for each, number in zip(parameters, numbers, strict=True)]
+        # All states are checked before the first is written, so that an error leaves everything as it was.
         for parameter, state, number in work:
             self.states.check(parameter, state, number)
         for mine, theirs in zip(self.param_groups, groups, strict=True):
@@ -184,6 +222,7 @@ class Optimizer(torch.optim.Optimizer):
             )
 
     def _numbered(self) -> list[nn.Parameter]:
+        """Returns the parameters in the order of their numbers in a state dict."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @overload
@@ -191,27 +230,44 @@ class Optimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], Any]) -> NoReturn: ...
     def step(self, closure: Any = None) -> None:
-        """Apply the gradients of this boundary. Call `engine.step()`, which also counts micro-batches."""
+        """Applies the gradients of this optimizer step. Call `engine.step()` instead, which also counts micro-batches.
+
+        Args:
+            closure: must be None; the parameter exists for torch's signature.
+
+        Raises:
+            UsageError: a closure is given, or no engine has this optimizer.
+        """
         if closure is not None:
             raise UsageError("a closure is not supported: the gradients are in the engine")
         if self._engine_step is None:
             raise UsageError("this optimizer has no engine yet; offload.initialize gives it one")
         self._engine_step()
+        # A schedule that was made for the torch optimizer looks there, and warns if no step preceded its own.
         if self.replaced is not None:
-            vars(self.replaced)["_opt_called"] = True  # a schedule bound to it asks for that
+            vars(self.replaced)["_opt_called"] = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that were added since the last boundary."""
+        """Drops the gradients that were accumulated since the last optimizer step.
+
+        Args:
+            set_to_none: has no effect; the parameter exists for torch's signature.
+        """
+        # Without an engine nothing has accumulated gradients yet.
         if self._engine_zero_grad is not None:
             self._engine_zero_grad()
 
     def checksum(self, clip: float) -> int:
-        """Of all groups' settings and the largest norm, to compare those of several ranks."""
+        """Returns a checksum of all groups' settings, for comparison between ranks.
+
+        Args:
+            clip: the largest norm of the gradient, which the checksum includes.
+        """
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return zlib.crc32(repr([clip, *(sorted(group.items()) for group in groups)]).encode())
 
     def notices(self) -> tuple[str, ...]:
-        """What a user should know of how it runs."""
+        """Returns lines about the optimizer's way to run that a user should read."""
         if self.rule.name != TORCH:
             return ()
         return (
@@ -220,32 +276,36 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def values(self) -> list[dict[str, Any]]:
-        """What may change between steps, of each group: floats, and a list of two for the betas."""
+        """Returns the numbers of each group that may change between steps: floats, and a list of two for the betas."""
         return [{key: plain(group[key]) for key in self.rule.scheduled if key in group} for group in self.param_groups]
 
     def configured(self) -> list[dict[str, Any]]:
-        """The same as it was before a schedule moved the learning rates, where torch has noted that."""
+        """Returns `values`, with learning rates as they were before a schedule moved them, if torch has noted them."""
         return [
+            # torch's schedules store the learning rate under "initial_lr" before they change it.
             {**values, "lr": plain(group.get("initial_lr", group["lr"]))} if "lr" in values else values
             for values, group in zip(self.values(), self.param_groups, strict=True)
         ]
 
     def settings(self) -> dict[int, Mapping[str, Any]]:
-        """The group of each parameter, by the parameter's id."""
+        """Returns the group of each parameter, by the parameter's id."""
+        # Keys are ids, because tensors compare element by element.
         return {id(parameter): group for group in self.param_groups for parameter in group["params"]}
 
 
 def refuse_others() -> None:
-    """From now on a step of an optimizer that holds an engine's parameters, and is not the engine's, is an error."""
+    """Makes every step of a foreign optimizer that holds parameters of an engine an error, from now on."""
+    # The hook is global to torch, and must be registered once for all engines of the process.
     if not _refusing:
         _refusing.append(register_optimizer_step_pre_hook(_refuse))
 
 
 _refusing: list[Any] = []
-"""The handle of the hook of all optimizers of this process."""
+"""Handle of the hook that sees all optimizers of this process; empty until it is registered."""
 
 
 def _refuse(optimizer: Any, *_: Any) -> None:
+    """Raises `UsageError` if `optimizer` is not an engine's but holds parameters of an engine's model."""
     if isinstance(optimizer, Optimizer):
         return
     for group in optimizer.param_groups:
@@ -258,7 +318,11 @@ def _refuse(optimizer: Any, *_: Any) -> None:
 
 
 def _checked(state_dict: Any, sizes: Sequence[int]) -> tuple[list[dict[str, Any]], Mapping[int, Mapping[str, Any]]]:
-    """Groups and states of a state dict. Raises `UsageError` where it is of other groups."""
+    """Returns groups and states of a state dict.
+
+    Raises:
+        UsageError: the state dict has other keys, or groups of other sizes than `sizes`.
+    """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise UsageError(
             f'load_state_dict expects what state_dict() of an optimizer gives, a dict with "state" and "param_groups", '
@@ -271,12 +335,13 @@ def _checked(state_dict: Any, sizes: Sequence[int]) -> tuple[list[dict[str, Any]
 
 
 def check_numbers(groups: Iterable[Mapping[str, Any]], rule: Rule) -> None:
-    """Raise `UsageError` where a group has no numbers to step with, or asks for more than its kernel does."""
+    """Raises `UsageError` if a group lacks numbers for a step, or asks for more than its kernel implements."""
     for number, group in enumerate(groups):
+        # A NaN in a group would reach every weight of the group with the next update.
         for key in (key for key in rule.scheduled if key in group):
             value = group[key]
             items = list(value) if isinstance(value, list | tuple) else [value]
-            numbers = [item for item in items if item is not None or rule.name != TORCH]  # some of torch have none
+            numbers = [item for item in items if item is not None or rule.name != TORCH]  # Adafactor's eps may be None
             if not all(_is_finite(item) for item in numbers) or (key == "betas" and len(items) < 2):
                 expected = "two finite numbers" if key == "betas" else "a finite number"
                 raise UsageError(f"{key} of group {number} is {value!r}, expected {expected}; nothing was changed")
@@ -289,6 +354,7 @@ def check_numbers(groups: Iterable[Mapping[str, Any]], rule: Rule) -> None:
 
 
 def _is_finite(value: Any) -> bool:
+    """Returns True if `value` is a finite number; False for objects that are no number."""
     try:
         return math.isfinite(value)
     except (TypeError, ValueError, RuntimeError):
@@ -301,9 +367,15 @@ def merge_values(
     now: Sequence[Mapping[str, Any]],
     scheduled: bool,
 ) -> list[dict[str, Any]]:
-    """The groups' values of a resumed run: those `committed`, but for what is configured otherwise now than then.
+    """Returns the groups' values of a resumed run.
 
-    A learning rate that is `scheduled` is the schedule's, and as it was committed.
+    A value is the committed one, unless its configured value has changed between the runs: then it is the new one.
+
+    Args:
+        committed: the values of each group in the commit.
+        then: the values as configured in the run that made the commit.
+        now: the values as configured in this run.
+        scheduled: True if a schedule sets the learning rates, which then always are the committed ones.
     """
     merged = []
     for values, old, new in zip(committed, then, now, strict=True):
@@ -314,7 +386,7 @@ def merge_values(
 
 
 def plain(value: Any) -> Any:
-    """Numbers of a group, which may be tensors, as floats; several as a list of them."""
+    """Returns a group's number, which may be a tensor, as a float; several as a list of floats."""
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return None if value is None else float(value)

@@ -1,11 +1,11 @@
-"""Optimizers of torch that have no kernel here, run as they are: parameter by parameter, on masters in host memory.
+"""Torch optimizers without a kernel here, run by their own code: parameter by parameter, on masters in host memory.
 
-    states of a unit, read as one tile ─► each parameter: master, gradient, its state ─► step() ─► packed again
+    states of a unit, read as one tile ─► each parameter: master, gradient, states ─► step() ─► packed again
 
-`step` is called on a likeness of the user's optimizer that has one parameter, with the numbers of its group as they
-were at the boundary. What it keeps of a parameter is found by a dry run, and packed (see `packed`). An optimizer whose
-parameters depend on each other, or that keeps numbers elsewhere, gives other results that way, and is refused.
-The steps of a unit are in `torch_update`.
+`step` runs on a clone of the user's optimizer that contains one parameter, with the numbers of its group at the time of
+the optimizer step. A dry run finds the states of a parameter, and `opaque_state` packs them. An optimizer
+whose parameters depend on each other, or that keeps numbers elsewhere, would give other results this way, and is
+refused. The steps of a unit are in `torch_updates`.
 """
 
 from __future__ import annotations
@@ -24,25 +24,28 @@ from offload.errors import ConfigError
 from offload.layout.opaque_state import StateField, describe_state
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes of an optimizer that a clone must not share: hooks are for the user's step, not for each parameter's."""
 _OURS = ("offload_handle", "origin")
+"""Attributes that this library sets on parameters."""
 _MANY = 12
-"""Steps after which states are there that come later, such as those of every tenth."""
+"""Steps after which late states exist as well, such as those of every tenth step."""
 _SMALL = 8
-"""Of each dimension, where two parameters are compared with each of them alone."""
+"""Upper bound of each dimension in the comparison of two parameters together with each of them alone."""
 
 
 class TorchStep(NamedTuple):
-    """One step of one parameter."""
+    """Arguments of one step of one parameter."""
 
     options: Mapping[str, Any]
-    """Those of its group."""
+    """Numbers and flags of the parameter's group."""
     grad_scale: float
+    """Factor of the gradient."""
     attributes: Mapping[str, Any]
-    """What the user has set on the parameter, such as `lr_mult`."""
+    """Attributes that the user has set on the parameter, such as `lr_mult`."""
 
 
 class TorchSegment(NamedTuple):
-    """What to do to a parameter, elements [start, stop) of its unit."""
+    """A step for elements [start, stop) of a unit, which are one parameter."""
 
     start: int
     stop: int
@@ -52,10 +55,17 @@ class TorchSegment(NamedTuple):
 def likeness(
     optimizer: torch.optim.Optimizer, options: Mapping[str, Any], states: Mapping[torch.Tensor, dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """Returns an optimizer that is as `optimizer` is, but has only these parameters and their states."""
+    """Returns a clone of `optimizer` that contains only the given parameters and their states.
+
+    Args:
+        optimizer: the user's optimizer, which stays unchanged.
+        options: numbers and flags of the clone's only group.
+        states: the parameters, each with its states.
+    """
+    # No constructor runs: a user's class may take any arguments, or create states.
     found: torch.optim.Optimizer = object.__new__(type(optimizer))
     found.__dict__.update(optimizer.__dict__)
-    for taken in ("step", "zero_grad"):  # ours lead to the engine, and a schedule wraps it, to count steps
+    for taken in ("step", "zero_grad"):  # instance attributes that lead to the engine, or that a schedule has set
         found.__dict__.pop(taken, None)
     found.__dict__.update({hooks: collections.OrderedDict() for hooks in _HOOKS})
     found.param_groups = [{**options, "params": list(states)}]
@@ -67,18 +77,26 @@ def likeness(
 
 
 def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
-    """What `optimizer` keeps of each parameter, by the `names` of their ids; of other ids, nothing.
+    """Returns the states that `optimizer` keeps of each parameter, by name.
 
-    Raises `ConfigError` where it cannot be run parameter by parameter. Takes memory for one parameter at a time,
-    where its code does not run without.
+    Memory for one parameter at a time is allocated, but only if the optimizer's code does not run without.
+
+    Args:
+        optimizer: the user's optimizer, which stays unchanged.
+        names: names of the parameters by id; other parameters of the optimizer are ignored.
+
+    Raises:
+        ConfigError: the optimizer cannot run parameter by parameter.
     """
     found: dict[str, tuple[StateField, ...]] = {}
     known: dict[str, tuple[StateField, ...]] = {}
+    # A dry run may draw random numbers, which must not change those of the training.
     with torch.random.fork_rng(devices=[]):
         for group in optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             for parameter in (p for p in group["params"] if id(p) in names):
                 name, shape, attributes = names[id(parameter)], tuple(parameter.shape), attributes_of(parameter)
+                # Layers of a model repeat shapes, so one dry run serves many parameters.
                 key = f"{shape} {options} {attributes}"
                 if key not in known:
                     with _explained(optimizer, name):
@@ -89,13 +107,13 @@ def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """What somebody has set on a parameter, which optimizers may look at."""
+    """Returns the attributes that user code has set on a parameter, which optimizers may read."""
     return {name: value for name, value in vars(parameter).items() if name not in _OURS}
 
 
 @contextlib.contextmanager
 def _explained(optimizer: torch.optim.Optimizer, name: str) -> Iterator[None]:
-    """Whatever goes wrong in the user's optimizer is a `ConfigError`."""
+    """Raises `ConfigError` for any error in the user's optimizer."""
     try:
         yield
     except Exception as error:
@@ -108,15 +126,15 @@ def _explained(optimizer: torch.optim.Optimizer, name: str) -> Iterator[None]:
 
 
 def cause(error: Exception) -> str:
-    """Returns the words of an error for a message of ours; those of a KeyError are a bare key."""
+    """Returns the message of an error, for use in a message of ours; a KeyError's own message is a bare key."""
     return f"KeyError: {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
 
 
 def _dry_run(
     optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: Sequence[int], attributes: Mapping[str, Any]
 ) -> tuple[StateField, ...]:
-    """What is there after a second step, of a parameter that has no memory where that goes."""
-    with contextlib.suppress(Exception):  # then its code needs values, and says what is wrong below
+    """Returns the states that exist after a second step; the parameter is a meta tensor if the code runs on one."""
+    with contextlib.suppress(Exception):  # the code needs values; a genuine error is raised again below
         return describe_state(_steps(optimizer, options, [torch.full(shape, 1e-3, device="meta")], attributes)[0][1])
     return describe_state(_steps(optimizer, options, [torch.full(shape, 1e-3, device="cpu")], attributes)[0][1])
 
@@ -124,11 +142,22 @@ def _dry_run(
 def _check_apart(
     optimizer: torch.optim.Optimizer, given: Mapping[str, Any], shape: Sequence[int], attributes: Mapping[str, Any]
 ) -> None:
-    """Raise `ValueError` where parameters together do not do what each does alone, or states come and go."""
-    options = {**given, "lr": 1e-3} if "lr" in given and given["lr"] is not None else given  # a schedule begins with 0
+    """Checks that parameters step apart as they do together, and that no state comes or goes late.
+
+    Args:
+        optimizer: the user's optimizer, which stays unchanged.
+        given: numbers and flags of the parameter's group.
+        shape: shape of the test parameters.
+        attributes: attributes of the parameter.
+
+    Raises:
+        ValueError: the optimizer cannot run parameter by parameter.
+    """
+    options = {**given, "lr": 1e-3} if "lr" in given and given["lr"] is not None else given  # schedules may begin at 0
     values = [torch.linspace(-1, 1, math.prod(shape), device="cpu").reshape(shape) * factor for factor in (1.0, 0.1)]
     both = _steps(optimizer, options, values, attributes)
     for value, (together, _) in zip(values, both, strict=True):
+        # Bits are compared: parameters that step together must give exactly what each gives alone.
         alone, _ = _steps(optimizer, options, [value], attributes)[0]
         if not torch.equal(alone, together):
             raise ValueError("what a parameter becomes depends on others, or on random numbers")
@@ -137,6 +166,7 @@ def _check_apart(
         others = _steps(optimizer, options, [value], attributes, _other_groups(optimizer))[0][0]
         if not torch.equal(others, alone):
             raise ValueError("what a parameter becomes depends on the number of its group, or on other groups")
+    # The memory of the states is laid out once, so no state may appear after the second step.
     early, late = (
         {each.name for each in describe_state(_steps(optimizer, options, values[:1], attributes, count=count)[0][1])}
         for count in (2, _MANY)
@@ -146,7 +176,7 @@ def _check_apart(
 
 
 def _other_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Groups without parameters, as many as there are, for those before the one that is looked at."""
+    """Returns empty groups, as many as the optimizer contains, to precede the group under test."""
     return [{**group, "params": []} for group in optimizer.param_groups]
 
 
@@ -158,26 +188,37 @@ def _steps(
     before: Sequence[dict[str, Any]] = (),
     count: int = 2,
 ) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    """So many steps of parameters of such values: what they become, and what is kept of each.
+    """Runs a number of steps on new parameters; returns the new value and the states of each.
 
-    They are in one group, which comes after those of `before`.
+    The parameters are in one group, after those of `before`.
 
-    Raises `ValueError` where the optimizer keeps anything elsewhere.
+    Args:
+        optimizer: the user's optimizer, which stays unchanged.
+        options: numbers and flags of the group.
+        values: initial values of the parameters; on the meta device for a run without memory.
+        attributes: attributes of each parameter.
+        before: groups that precede the parameters' group.
+        count: number of steps.
+
+    Raises:
+        ValueError: the optimizer changes anything besides parameters and their states.
     """
     parameters = [nn.Parameter(value.clone()) for value in values]
     for parameter in parameters:
         parameter.__dict__.update(attributes)
     alone = likeness(optimizer, options, {parameter: {} for parameter in parameters})
+    # Copies of all that a step could change, for the comparison afterwards.
     group, then = alone.param_groups[0], copy.deepcopy(dict(options))
     alone.param_groups[:0] = before
     mine = dict(alone.__dict__)
-    for key, value in mine.items():  # what it adds to, it adds to a copy
+    for key, value in mine.items():  # the step adds to copies, so the user's optimizer stays unchanged
         if isinstance(value, dict | list | set) and key not in ("state", "param_groups"):
             alone.__dict__[key] = mine[key] = copy.copy(value)
     added = (dict, list, set)
     sizes = {key: len(value) for key, value in mine.items() if key != "state" and isinstance(value, added)}
     for number in range(count):
         for parameter, value in zip(parameters, values, strict=True):
+            # Gradients of several sizes and signs, because some optimizers react to a change of sign.
             parameter.grad = value * (1.0, 0.5, -0.25)[number % 3]
         type(optimizer).step(alone)
     others = [key for key, value in group.items() if key != "params" and _differs(value, then.get(key))]
@@ -190,6 +231,7 @@ def _steps(
 
 
 def _differs(one: Any, other: Any) -> bool:
+    """Returns True if two options of a group differ in type or value."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return not torch.equal(one, other)
     return type(one) is not type(other) or bool(one != other)

@@ -1,6 +1,6 @@
-"""Updates by an optimizer of torch that has no kernel here: a tile is a whole unit, its parameters step one by one.
+"""Updates by a torch optimizer without a kernel here: a tile is an entire unit, whose parameters step one by one.
 
-See `torch_steps` for how one parameter is stepped apart from the others, and `packed` for what is kept of it.
+See `torch_fallback` for the step of one parameter apart from the others, and `opaque_state` for its packed states.
 """
 
 from __future__ import annotations
@@ -21,23 +21,30 @@ from offload.states import State
 
 
 class TorchUpdates:
-    """The strategy of optimizers of torch. Belongs to the update worker."""
+    """Strategy of torch's optimizers. Belongs to the update worker, on whose thread alone it runs."""
 
     def __init__(
         self, *, optimizer: torch.optim.Optimizer, layouts: Sequence[UnitLayout], scratch: torch.Tensor
     ) -> None:
-        """Takes `scratch`, (n,) fp32: memory for a gradient and a master, where a master has none of its own."""
+        """Takes over the scratch memory.
+
+        Args:
+            optimizer: the user's optimizer, cloned for each step.
+            layouts: the layout of each unit.
+            scratch: (n,) fp32 of the host arena, for a gradient and, if masters have no memory of their own, a master.
+        """
         self._optimizer, self._layouts = optimizer, layouts
         self.scratch_nbytes = scratch.nbytes
+        # One buffer for all parameters: the gradient is at its start, the master at its end.
         largest = max(s.numel for layout in layouts for s in layout.segments if s.trainable)
         self._gradient, self._master = scratch[:largest], scratch[len(scratch) - largest :]
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
-        """Returns the same elements of every state but PACKED, of which a tile holds all words."""
+        """Returns the same elements of every state but PACKED, of which a tile contains all words."""
         return range(self._layouts[unit].packed_numel) if state is State.PACKED else range(start, stop)
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
-        """Returns the steps of a unit, all of which one tile holds."""
+        """Returns the steps of a unit, which one tile contains entirely."""
         return _TorchSteps(self, update)
 
     def step(
@@ -46,11 +53,11 @@ class TorchUpdates:
         """Updates one parameter in place, by its `position` in the unit.
 
         Args:
-            unit: the unit's number.
-            position: the parameter's number in the unit.
-            states: of the whole unit, (numel,) each, and PACKED.
-            gradient: (n,) of the parameter.
-            step: the options of the parameter's group, and the factor of its gradient.
+            unit: index of the unit.
+            position: index of the parameter in the unit.
+            states: states of the unit, (numel,) each, and PACKED.
+            gradient: (n,) of the parameter; not written.
+            step: options of the parameter's group, and the factor of the gradient.
 
         Raises:
             UsageError: the optimizer's own code has raised.
@@ -58,10 +65,11 @@ class TorchUpdates:
         segment = self._layouts[unit].segments[position]
         mine = {state: memory[segment.start : segment.stop] for state, memory in states.items()}
         packed = states.get(State.PACKED, gradient)[segment.packed.start : segment.packed.stop].view(torch.uint8)
-        # A gradient is given away: an optimizer may write into it. The master of fp32 is the weight itself.
+        # A copy of the gradient, because an optimizer may write into it. In fp32 the master is the weight itself.
         grad = self._gradient[: segment.numel].copy_(gradient).mul_(step.grad_scale)
         master = join(mine, self._master[: segment.numel])
         parameter = nn.Parameter(master.view(segment.shape))
+        # Optimizers may read such attributes, for example a learning-rate factor for each layer.
         parameter.__dict__.update(step.attributes)
         parameter.grad = grad.view(segment.shape)
         alone = likeness(self._optimizer, step.options, {parameter: unpack(segment.kept, packed)})
@@ -73,12 +81,13 @@ class TorchUpdates:
                 f"the step of {type(self._optimizer).__name__} failed for {segment.name}: {cause(error)}"
             ) from error
         after = parameter.detach().reshape(-1)
+        # An fp32 weight that was changed in place is stored already. An optimizer may also replace `parameter.data`.
         if after.data_ptr() != mine[State.WEIGHT].data_ptr():
             split(after, mine)
 
 
 class _TorchSteps:
-    """One unit's steps by an optimizer of torch."""
+    """Steps of one unit by an optimizer of torch."""
 
     passes = 1
     in_place = False
@@ -88,7 +97,7 @@ class _TorchSteps:
         self._updates, self._update = updates, update
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Does the steps of all parameters of the unit; the tile is all of it."""
+        """Steps all parameters of the unit, which the tile contains entirely."""
         assert tile.gradient is not None
         for position, segment in zip(self._update.parameters, self._update.segments, strict=True):
             if isinstance(segment, TorchSegment):

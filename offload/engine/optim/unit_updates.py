@@ -1,4 +1,4 @@
-"""What a boundary decides, once it knows the norm: how far each parameter goes, and which units are updated when."""
+"""Updates of the units in one optimizer step, made once the gradient norm is known, in the order of their next use."""
 
 from __future__ import annotations
 
@@ -17,32 +17,39 @@ from offload.layout.flat_layout import UnitLayout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitUpdate:
-    """One unit's part of an optimizer step. Elements outside of all segments are copied unchanged."""
+    """Update of one unit in an optimizer step. Elements outside of all segments are copied unchanged."""
 
     unit: int
     numel: int
-    """Elements of the trainable part of this rank's partition."""
+    """Elements of the trainable shard of this rank's partition."""
     segments: tuple[kernels.Segment | TorchSegment, ...] = ()
     edits: tuple[Edit, ...] = ()
-    """Values set by a user; an update has either segments or edits, or neither where other ranks have them all."""
+    """Values set by the user; an update contains segments or edits, or neither if other ranks hold all of them."""
     parameters: tuple[int, ...] = ()
-    """The number in the unit of each segment's parameter."""
+    """Index in the unit of each segment's parameter."""
     ratios: tuple[float, ...] = ()
-    """Of LAMB on several ranks: each segment's trust ratio; see `weighing`."""
+    """Trust ratio of each segment, for LAMB on several ranks; see `lamb_norms`."""
 
 
 def grad_scale(norm: float, clip: float, loss_scale: float) -> float:
-    """What every gradient is multiplied by: that of `torch.nn.utils.clip_grad_norm_` (with its 1e-6), unscaled."""
+    """Returns the factor of every gradient: `torch.nn.utils.clip_grad_norm_`'s, over the loss scale.
+
+    Args:
+        norm: global norm of the gradient, without the loss scale.
+        clip: the largest norm; 0 does not clip.
+        loss_scale: factor of the loss.
+    """
+    # 1e-6 is torch's own, for equal bits.
     return (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) / loss_scale
 
 
 def part_of(part: range, start: int, stop: int) -> tuple[int, int]:
-    """What of a unit's elements [start, stop) is this rank's, which are `part`, counted from its first."""
+    """Returns the intersection of a unit's elements [start, stop) with this rank's `part`, counted from its first."""
     return max(start, part.start) - part.start, min(stop, part.stop) - part.start
 
 
 def cut(edits: Sequence[Edit], part: range) -> tuple[Edit, ...]:
-    """What of the edits of a unit lies in this rank's `part` of it, counted from its first element."""
+    """Returns the edits of a unit as far as they concern this rank's `part`, counted from its first element."""
     mine: list[Edit] = []
     for edit in edits:
         start, stop = part_of(part, edit.start, edit.stop)
@@ -54,20 +61,32 @@ def cut(edits: Sequence[Edit], part: range) -> tuple[Edit, ...]:
 
 
 class UpdateBuilder:
-    """Makes the updates of a step. Steps are counted for each parameter, as torch counts them."""
+    """Builder of an optimizer step's updates. Steps are counted for each parameter, as torch does."""
 
     def __init__(
         self, layouts: Sequence[UnitLayout], trainable: Sequence[range], module: nn.Module, optimizer: Optimizer
     ) -> None:
+        """Looks up the parameters of each unit.
+
+        Args:
+            layouts: the layout of each unit.
+            trainable: elements of each unit that this rank updates.
+            module: the model.
+            optimizer: its groups give the numbers of each step.
+        """
         self._layouts, self._trainable, self._optimizer = layouts, trainable, optimizer
         self._parameters = [[module.get_parameter(s.name) for s in layout.segments] for layout in layouts]
 
     def updates(
         self, present: Sequence[set[int]], order: Sequence[int], scale: float, counts: list[list[int]]
     ) -> list[UnitUpdate]:
-        """Of each unit with a gradient, in the `order` in which the next forward will need them.
+        """Returns an update of each unit with a gradient, in the `order` in which the next forward needs the units.
 
-        `present` has the segments of each unit that have one; `counts`, how often each was updated, go up.
+        Args:
+            present: for each unit the segments that have a gradient.
+            order: units in the order of their next use; may repeat.
+            scale: factor of the gradients.
+            counts: number of updates of each parameter, by unit; raised in place.
         """
         settings = self._optimizer.settings()
         updates: dict[int, UnitUpdate] = {}
@@ -87,9 +106,12 @@ class UpdateBuilder:
                     else:
                         segments.append(kernels.Segment(start, stop, step))
                     parameters.append(position)
+            # Units whose gradients are all on other ranks get an empty update, because all ranks must update the same
+            # units.
             if present[unit]:
                 updates[unit] = UnitUpdate(
                     unit=unit, numel=len(part), segments=tuple(segments), parameters=tuple(parameters)
                 )
+        # Reversed, so that the first use of a unit overwrites later ones.
         first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
         return [updates[unit] for unit in sorted(updates, key=lambda u: (first_use.get(u, len(order)), u))]

@@ -1,10 +1,10 @@
-"""How the parameters of a unit are updated: the part of an update that the worker does not know.
+"""Interface between the update worker and the arithmetic of an update.
 
-    worker      tiles, reads, copies, writes, publishing, commits
-    strategy    how many passes over the tiles there are, what a tile holds of a state, and the arithmetic on a tile
+    worker      tiles, reads, copies, writes, publication of weights, commits
+    strategy    number of passes over the tiles, content of a tile for each state, arithmetic on a tile
 
-There is one strategy for each way to do a step: `fused` (one kernel, in one pass), `lamb` (norms first) and
-`torch_update` (an optimizer of torch). Values that a user sets are carried out here, beside whichever it is.
+Each way to step has one strategy: `fused` (one kernel, in one pass), `lamb` (norms first) and `torch_updates` (an
+optimizer of torch). Values that a user sets are written by `EditSteps`, under every strategy.
 """
 
 from __future__ import annotations
@@ -25,54 +25,74 @@ from offload.swapper.modes import Mode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileContent:
-    """Elements [start, stop) of this rank's trainable part of a unit, in memory that arithmetic can work on.
+    """Elements [start, stop) of the trainable shard of a unit, in memory on which arithmetic can work.
 
-    The memory belongs to the worker; it is valid until `UnitSteps.run` returns.
+    The memory belongs to the worker, and is valid until `UnitSteps.run` returns.
     """
 
     start: int
     stop: int
     states: Mapping[State, torch.Tensor]
-    """(n,) each, of the dtype that the mode has for it; n is stop - start, unless `UpdateStrategy.part` differs."""
+    """Each (n,) in the mode's dtype; n is stop - start, unless `UpdateStrategy.part` says otherwise."""
     gradient: torch.Tensor | None
-    """(stop - start,); None where the update has edits."""
+    """(stop - start,); None if the update has edits."""
 
 
 class UnitSteps(Protocol):
-    """The update of one unit under way. Called by the update worker alone, tile after tile, in order."""
+    """One unit's update in flight. The update worker alone calls it, tile after tile, in order."""
 
     @property
     def passes(self) -> int:
-        """Times that all tiles of the unit are read and run. Results of the last pass alone are kept."""
+        """Number of times that all tiles of the unit are read and run. Only results of the last pass are kept."""
 
     @property
     def in_place(self) -> bool:
-        """Whether states and gradient are worked on where they live, on the device, and are not copied to the host."""
+        """True if states and gradient are updated in their own memory on the device, without a copy to the host."""
 
     @property
     def drafts(self) -> Sequence[State]:
-        """States that a pass before the last changes. They are copied for it, so that the next reads them unchanged."""
+        """States that a pass before the last one changes.
+
+        The worker copies them for such a pass, so that the next pass reads the originals.
+        """
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Does the arithmetic of a tile, in place; returns when it is done. `last` tells the pass that is kept."""
+        """Updates the elements of a tile in place, and returns when the arithmetic is done.
+
+        Args:
+            tile: the elements; the memory is the worker's.
+            last: True in the last pass, whose results are kept.
+        """
 
 
 class UpdateStrategy(Protocol):
-    """One way to update units, for all units of an engine."""
+    """A way to update units, one object for all units of an engine."""
 
     @property
     def scratch_nbytes(self) -> int:
-        """Bytes of the host arena's class of tiles that are the strategy's own."""
+        """Bytes that the strategy takes from the host arena's class of tiles."""
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
-        """Returns the elements of `state` that a tile of the elements [start, stop) of a unit holds."""
+        """Returns the elements of `state` that a tile with the elements [start, stop) of a unit contains.
+
+        Args:
+            unit: index of the unit.
+            state: the state.
+            start: first element of the tile, in the trainable shard.
+            stop: end of the tile.
+        """
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
-        """Returns the steps of a unit whose update begins; `update` has segments, a tile at most `tile_numel`."""
+        """Returns the steps of a unit whose update begins.
+
+        Args:
+            update: the update, which contains segments.
+            tile_numel: largest number of elements of a tile.
+        """
 
 
 class EditSteps:
-    """New values of a user in place of an optimizer's step: one pass, no gradient."""
+    """Writes of new values from the user in place of an optimizer's step: one pass, no gradient."""
 
     passes = 1
     in_place = False
@@ -82,19 +102,29 @@ class EditSteps:
         self._edits, self._mode = edits, mode
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Copies the values that lie in the tile, in the order of the edits."""
+        """Copies the values that concern the tile. Edits apply in their order, so later ones win."""
         for edit in self._edits:
             start, stop = max(edit.start, tile.start), min(edit.stop, tile.stop)
             if start < stop:
                 self._set(tile, start, stop, edit.state, edit.values[start - edit.start : stop - edit.start])
 
     def _set(self, tile: TileContent, start: int, stop: int, state: State, values: torch.Tensor) -> None:
-        """Gives elements [start, stop) of a state the values of an edit; see `Edit.values`."""
+        """Writes the values of an edit to elements [start, stop) of a state; see `Edit.values`.
+
+        Args:
+            tile: the memory of the states.
+            start: first element, in the trainable shard and inside of the tile.
+            stop: end of the elements.
+            state: the state to set; WEIGHT sets the master too.
+            values: (stop - start,), in fp32 or the state's dtype.
+        """
         part = slice(start - tile.start, stop - tile.start)
         if state is not State.WEIGHT:
             tile.states[state][part].copy_(values)
             return
         states = {state: tile.states[state][part] for state in self._mode.weights}
+        # fp32 values set the master exactly. Values in the weight's dtype keep the master of elements that do not
+        # change.
         if values.dtype is torch.float32:
             split(values, states)
         else:
@@ -105,7 +135,8 @@ class EditSteps:
 
 
 def partition_of(mode: Mode, states: Mapping[State, torch.Tensor], gradient: torch.Tensor) -> kernels.Partition:
-    """Returns the states and the gradient of some elements, (n,) each, as the kernels take them."""
+    """Returns states and gradient of some elements, (n,) each, in the form that the kernels take."""
+    # Both forms of a master may be absent: in fp32 the weight is the master.
     return kernels.Partition(
         states[State.WEIGHT],
         gradient,
@@ -116,7 +147,8 @@ def partition_of(mode: Mode, states: Mapping[State, torch.Tensor], gradient: tor
 
 
 def segments_in(update: UnitUpdate, tile: TileContent) -> list[tuple[int, kernels.Segment]]:
-    """Returns each segment of the update that lies in the tile: its number in the update, and its part in the tile."""
+    """Returns the segments of the update that overlap the tile: number in the update, and elements in the tile."""
+    # Segments of torch's optimizers are skipped: their strategy cuts them itself.
     return [
         (number, kernels.Segment(max(each.start - tile.start, 0), min(each.stop, tile.stop) - tile.start, each.step))
         for number, each in enumerate(update.segments)

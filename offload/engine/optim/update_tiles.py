@@ -1,7 +1,9 @@
-"""Tiles of an update: which elements come next, where each state of them lies, and the reads that bring them.
+"""Tiles of an update: the order of their elements, the memory of each state, and the reads from disk.
 
-A tile is one buffer of the host arena at most; a state whose home is above DISK needs none of it, unless the kernel
-cannot work on that home, or a pass that is not kept would change it. Belongs to the update worker.
+A tile takes at most one buffer of the host arena. A state whose tier is above DISK takes nothing of it, with two
+exceptions: the kernel cannot work on the tier's memory, or a pass whose results are dropped would change it.
+
+Threads. Everything in this module belongs to the update worker.
 """
 
 from __future__ import annotations
@@ -22,38 +24,49 @@ from offload.swapper.memory.host_arena import HostBuffer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """One state of one tile: the memory that the kernel works on and what must be moved to and from it."""
+    """One state of one tile: the memory for the kernel, and the copies before and after it."""
 
     state: State
     first: int
-    """The byte of the partition at which it begins."""
+    """Byte of the partition at which the elements begin."""
     work: torch.Tensor
     away: torch.Tensor | None
-    """The partition's own memory where the kernel cannot work on it, copied in before and out after. Where it is the
-    device's kernel, memory on the host that what is to be written is copied to."""
+    """The partition's own memory if the kernel cannot work on it: copied to `work` before, and from `work` afterwards.
+
+    For the device's kernel it is memory on the host instead, to which values for the store are copied.
+    """
     buffer: memoryview | None
-    """The bytes of `work`, or of `away` on the host, as the I/O queue takes them, where the state has slots."""
+    """The bytes of `work`, or of `away` on the host, in the form of the I/O queue; None if the store has no slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The elements [start, stop) of one tile, in one pass."""
+    """Elements [start, stop) of one tile, in one pass."""
 
     start: int
     stop: int
     passed: int
-    """Passes over the unit before this one."""
+    """Number of passes over the unit before this one."""
 
 
 class Job:
-    """A unit's update under way."""
+    """The update of one unit in flight."""
 
     def __init__(
         self, *, update: UnitUpdate, steps: UnitSteps, lease: HostBuffer | None, delivered: bool, tile_numel: int
     ) -> None:
+        """Starts at the first tile of the first pass.
+
+        Args:
+            update: segments or edits of the unit.
+            steps: the arithmetic.
+            lease: host buffer of the unit's weights, or None.
+            delivered: True if the weights may be used once computed, before they are written.
+            tile_numel: largest number of elements of a tile.
+        """
         self.update, self.steps, self.lease = update, steps, lease
         self.delivered = delivered
-        """Whether the weights may be used as soon as they are computed, before they are written."""
+        """True if the weights may be used once computed, before they are written."""
         self.writes: dict[State, list[tuple[int, Future]]] = {}
         """Start and future of each write that has ended, tile after tile."""
         self._tile_numel = tile_numel
@@ -62,14 +75,15 @@ class Job:
 
     @property
     def unit(self) -> int:
-        """The unit's number."""
+        """Index of the unit."""
         return self.update.unit
 
     def cut(self) -> Cut:
-        """Returns the elements of the next tile."""
+        """Advances to the next tile, and returns its elements."""
         start, stop = self._next, min(self._next + self._tile_numel, self.update.numel)
         found = Cut(start, stop, self._passed)
         self._next = stop
+        # Tiles of the last pass alone are written.
         if self.is_last(found):
             self._unwritten += 1
         if stop == self.update.numel:
@@ -77,56 +91,70 @@ class Job:
         return found
 
     def is_last(self, cut: Cut) -> bool:
-        """Returns whether a tile is of the last pass, whose results are kept."""
+        """Returns True if a tile belongs to the last pass, whose results are kept."""
         return cut.passed == self.steps.passes - 1
 
     @property
     def all_begun(self) -> bool:
-        """Whether no tile of it is left to begin."""
+        """True if all tiles of all passes have begun."""
         return self._passed == self.steps.passes
 
     def mark_computed(self) -> None:
-        """Notes that the last tile of the last pass is computed."""
+        """Records that the last tile of the last pass is computed."""
         self._computed = True
 
     def end_writes(self, writes: dict[State, tuple[int, Future]]) -> bool:
-        """Takes the writes of a tile, which are done; returns whether they were the last."""
+        """Takes over the writes of a tile, which have ended; returns True if they were the last of the unit."""
         for state, write in writes.items():
             self.writes.setdefault(state, []).append(write)
         self._unwritten -= 1
+        # Writes of all begun tiles may end before the last tile begins, so the count alone does not suffice.
         return self._computed and self._unwritten == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """Elements of a unit on their way through the worker: read, computed, written."""
+    """Elements of a unit in flight in the worker: read, computed, written."""
 
     job: Job
     cut: Cut
     last: bool
-    """Whether its results are kept: it is of the last pass."""
+    """True if the results are kept: the tile belongs to the last pass."""
     buffer: HostBuffer
     pieces: dict[State, Piece]
     gradient: torch.Tensor | None
     reads: list[Future]
     writes: dict[State, tuple[int, Future]] = field(default_factory=dict)
-    """Each with the byte of its slot at which it starts."""
+    """For each state the byte of the slot at which its write starts, and the write's future."""
 
     @property
     def content(self) -> TileContent:
-        """The memory that arithmetic works on, once the reads are done."""
+        """Memory for the arithmetic, valid once the reads have ended."""
         states = {state: piece.work for state, piece in self.pieces.items()}
         return TileContent(start=self.cut.start, stop=self.cut.stop, states=states, gradient=self.gradient)
 
 
 class TileReader:
-    """Begins tiles: finds the memory of each state and starts the reads of those on disk."""
+    """Factory of tiles: finds the memory of each state, and starts the reads of states on disk."""
 
     def __init__(self, *, held: LocalShards, gradients: GradientAccumulator, strategy: UpdateStrategy) -> None:
+        """Stores the owners of states and gradients.
+
+        Args:
+            held: this rank's partitions.
+            gradients: the gradients of the units.
+            strategy: decides which elements of a state a tile contains.
+        """
         self._held, self._gradients, self._strategy = held, gradients, strategy
 
     def begin(self, job: Job, cut: Cut, buffer: HostBuffer) -> Tile:
-        """Starts the reads of a tile, into `buffer` and the homes of its states."""
+        """Starts the reads of a tile, into `buffer` and the host buffer of the unit's weights.
+
+        Args:
+            job: the update of the unit.
+            cut: the elements.
+            buffer: memory of the tile, owned by the tile until the worker takes it back.
+        """
         reads: list[Future] = []
         pieces: dict[State, Piece] = {}
         offset, last = 0, job.is_last(cut)
@@ -138,7 +166,8 @@ class TileReader:
                 room = _Room(buffer, offset, end)
                 if resident is None:
                     pieces[state] = self._moved(job, cut, state, part, room, reads)
-                elif not last and state in job.steps.drafts:  # it stays as it is
+                elif not last and state in job.steps.drafts:
+                    # The pass works on a copy, which is never copied back.
                     work, away = room.tensor(dtype), resident.tensor[part.start : part.stop]
                     first = part.start * dtype.itemsize
                     pieces[state] = Piece(state=state, first=first, work=work, away=away, buffer=None)
@@ -149,32 +178,57 @@ class TileReader:
         if job.update.segments:
             gradient, more = self._gradients.stretch(job.unit, cut.start, cut.stop, buffer, offset)
             reads += more
+        # Once for each update, so that the host buffer is complete when the weights are published.
         if cut.start == 0 and last:
             self._read_frozen(job, reads)
         return Tile(job=job, cut=cut, last=last, buffer=buffer, pieces=pieces, gradient=gradient, reads=reads)
 
     def _at_home(self, job: Job, state: State, part: range, room: _Room, resident: ResidentShard) -> Piece:
-        """Returns where the kernel finds elements of a state whose home is above DISK."""
+        """Returns the memory for the kernel of a state whose tier is above DISK.
+
+        Args:
+            job: the update of the unit.
+            state: the state.
+            part: elements of the state in the tile.
+            room: bytes of the tile's buffer for a copy.
+            resident: memory of the partition.
+        """
         dtype = self._held.mode.states[state]
         first, last = part.start * dtype.itemsize, part.stop * dtype.itemsize
         home, slots = resident.tensor[part.start : part.stop], self._held.stored(job.unit, state)
         away: torch.Tensor | None
+        # In HOST the kernel works on the state itself, and writes start from there.
         if resident.buffer is not None:
             work, away, buffer = home, None, resident.buffer[first:last] if slots else None
+        # On a device that the kernel can address, and without a slot: nothing is copied.
         elif not slots and (self._held.device.host_addressable or job.steps.in_place):
             work, away, buffer = home, None, None
         else:
+            # The tile takes a copy in host memory: as input of the host's kernel, or as source of the write to the
+            # store.
             copy = room.tensor(dtype)
             work, away = (home, copy) if job.steps.in_place else (copy, home)
             buffer = room.memory if slots else None
         return Piece(state=state, first=first, work=work, away=away, buffer=buffer)
 
     def _moved(self, job: Job, cut: Cut, state: State, part: range, room: _Room, reads: list[Future]) -> Piece:
-        """Returns where the kernel finds elements of a state on DISK: the weight's lease, or the tile; reads them."""
+        """Returns the memory for the kernel of a state on DISK, and starts the read.
+
+        Weights are read into the unit's host buffer if it has one; all other states are read into the tile.
+
+        Args:
+            job: the update of the unit.
+            cut: elements and pass of the tile.
+            state: the state.
+            part: elements of the state in the tile.
+            room: bytes of the tile's buffer for the state.
+            reads: receives the future of the read.
+        """
         held, unit, dtype = self._held, job.unit, self._held.mode.states[state]
         first, last = part.start * dtype.itemsize, part.stop * dtype.itemsize
         if state is State.WEIGHT and job.lease is not None:
             work, memory = job.lease.tensor(dtype)[part.start : part.stop], job.lease.buffer[first:last]
+            # The buffer may still contain the weights from before the step: then the read is saved.
             there = cut.passed > 0 or held.pager.weight_updates.holds_weights(unit)
         else:
             work, memory, there = room.tensor(dtype), room.memory, False
@@ -184,7 +238,7 @@ class TileReader:
         return Piece(state=state, first=first, work=work, away=None, buffer=memory)
 
     def _resident(self, job: Job, state: State) -> ResidentShard | None:
-        """Returns the partition's memory where its home is not DISK."""
+        """Returns the memory of a partition whose tier is above DISK, or None."""
         held, unit = self._held, job.unit
         if state is not State.WEIGHT:
             return held.residents.get((unit, state))
@@ -196,7 +250,7 @@ class TileReader:
         return None
 
     def _read_frozen(self, job: Job, reads: list[Future]) -> None:
-        """Reads the rest of a lease, which is read whole: the frozen elements behind the trainable part, in no tile."""
+        """Reads the frozen elements behind the trainable ones into the unit's host buffer: no tile contains them."""
         held, unit = self._held, job.unit
         first = job.update.numel * held.mode.weight_dtype.itemsize
         if (
@@ -212,17 +266,17 @@ class TileReader:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Bytes [start, stop) of a tile's buffer, set aside for one state."""
+    """Bytes [start, stop) of a tile's buffer, reserved for one state."""
 
     lease: HostBuffer
     start: int
     stop: int
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """Returns them as elements."""
+        """Returns the bytes as elements of `dtype`."""
         return self.lease.tensor(torch.uint8)[self.start : self.stop].view(dtype)
 
     @property
     def memory(self) -> memoryview:
-        """The same bytes as the I/O queue takes them."""
+        """The bytes in the form of the I/O queue."""
         return self.lease.buffer[self.start : self.stop]

@@ -1,14 +1,17 @@
 """The update worker: one thread that reads states, runs the kernel and writes states, tile by tile.
 
-A few tile buffers make the pipeline: while one tile is computed, the next are read and those before are
-written, across the borders of units. `step()` schedules; whoever needs a unit's weights waits in the pager.
+A few tile buffers form the pipeline. While one tile is computed, the next ones are read and earlier ones are written,
+across the borders of units. `step()` schedules; a thread that needs a unit's weights waits in the pager.
 
-    schedule ─► queue ─► reading ─► compute ─► writing ─► written ─► (last one) commit
-                  ▲ wanted units first        │
-                                              └ last tile of a unit: publish, its weights may be used
+    schedule ─► queue ─► reading ─► compute ─► writing ─► flushed ─► (last one) commit
+                  ▲ awaited unit first        │
+                                              └ last tile of a unit: weights_ready, its weights may be used
 
-`updated` comes before `written`: weights are used from their lease while the write is in flight, and a read of
-a slot waits for the slot's last write, because a unit's newest slot changes only then.
+`weights_ready` precedes `flushed`: weights are used from their host buffer while the write is in flight. A read of a
+slot waits for the slot's last write, because a unit's newest slot changes only then.
+
+Threads. The caller's thread fills the queue, the blob and the flags; the worker empties them. The pager's lock guards
+all of them, and every change is announced by `notify`. Tiles and jobs belong to the worker alone.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ from offload.timeline import Row, Timeline
 
 
 class UpdateWorker:
-    """Owns the update worker. `schedule`, `deliver_blob`, `finish` and `close` belong to the caller's thread."""
+    """Owner of the update thread.
+
+    `schedule`, `deliver_blob`, `finish` and `close` belong to the caller's thread.
+    """
 
     def __init__(
         self,
@@ -45,16 +51,16 @@ class UpdateWorker:
         commit_every: int,
         timeline: Timeline,
     ) -> None:
-        """Takes the memory of the tiles and starts the worker.
+        """Takes the memory of the tiles and starts the thread.
 
         Args:
-            held: this rank's partitions, which the worker alone changes while an update is under way.
-            arena: has room for the tiles in its class of that name, beside what the `strategy` has taken of it.
-            gradients: of the units that are updated.
+            held: this rank's partitions, which the worker alone changes while an update is in flight.
+            arena: host arena, whose class of tiles has room for all tiles beside the strategy's scratch memory.
+            gradients: the gradients of the units.
             strategy: the arithmetic of an update.
-            tile_numel: elements of a tile at most.
-            tile_buffers: tiles that are on their way at a time.
-            commit_every: steps between two commits; 0 commits none.
+            tile_numel: largest number of elements of a tile.
+            tile_buffers: number of tiles in flight.
+            commit_every: steps between two commits; 0 for no commits.
             timeline: records waits, kernels and updates.
         """
         self._held, self._pager, self._store = held, held.pager, held.store
@@ -76,20 +82,25 @@ class UpdateWorker:
         self._free: list[HostBuffer] = [lease for lease in leases if lease is not None]
         assert len(self._free) == tile_buffers > 0 and tile_numel > 0
         self._thread = threading.Thread(target=self._run, name="offload-update", daemon=True)
+        # Started last: the thread uses every attribute above.
         self._thread.start()
 
     # -- the caller's thread ------------------------------------------------------------------------
 
     def schedule(self, updates: Sequence[UnitUpdate], epoch: int | None) -> None:
-        """Enqueue the updates of a step, in the order of their next use. The step before must be finished.
+        """Enqueues the updates of an optimizer step. The step before must be finished.
 
-        `epoch` is the step, of which every `commit_every`th is committed; None for edits, which the next commit holds.
+        Args:
+            updates: one for each unit, in the order of their next use.
+            epoch: number of the step, of which every `commit_every`th is committed; None for edits, which the next
+                commit contains.
         """
+        # Uses of the units are forbidden before the worker can see any of the updates.
         self._pager.begin_updates([update.unit for update in updates])
         mine = [update for update in updates if update.segments or update.edits]
         self._gradients.give([update.unit for update in mine if update.segments])
         for update in updates:
-            if not update.segments and not update.edits:  # all that changes of it is on other ranks
+            if not update.segments and not update.edits:  # all changes of the unit are on other ranks
                 self._pager.weight_updates.weights_ready(update.unit, False, False)
         with self._pager.lock:
             assert not self._queue and self._commit_epoch is None, "one step in flight at most"
@@ -101,19 +112,24 @@ class UpdateWorker:
             self._pager.notify()
 
     def deliver_blob(self, blob: Mapping[str, torch.Tensor]) -> None:
-        """Give the state blob that the commit of the scheduled step waits for."""
+        """Passes the state blob for which the commit of the scheduled step waits."""
         with self._pager.lock:
             self._blob = blob
             self._pager.notify()
 
     @property
     def wants_blob(self) -> bool:
-        """Whether a scheduled step that will be committed has no blob yet."""
+        """True if the scheduled step will be committed and lacks its blob."""
         return self._commit_epoch is not None and self._blob is None
 
     def finish(self, commit: bool = True) -> None:
-        """Wait until every scheduled update is written and, with `commit`, the step is durable."""
+        """Waits until every scheduled update is written and, with `commit`, the step is durable.
+
+        Raises:
+            EngineFailed: the worker or another background thread has failed.
+        """
         with self._pager.lock:
+            # Tells the worker not to wait for a host buffer, which this thread might be the one to free.
             self._flushing += 1
             self._pager.notify()
             try:
@@ -127,19 +143,19 @@ class UpdateWorker:
 
     @property
     def tile_numel(self) -> int:
-        """Elements of a tile at most."""
+        """Largest number of elements of a tile."""
         return self._tile_numel
 
     def idle_tiles(self) -> tuple[HostBuffer, ...]:
-        """The buffers of the tiles, for who needs memory while no update is under way, on the caller's thread."""
+        """Returns the tile buffers as scratch memory for the caller's thread, until the next `schedule`."""
         with self._pager.lock:
             assert not self._busy, "an update is under way"
             return tuple(self._free)
 
     def drop_spare(self) -> None:
-        """Give back the memory of states that lie on DISK as well: from now on they are read from there.
+        """Frees the memory of promoted states: from now on they are read from DISK.
 
-        The pager's lock is held, and no update is under way.
+        The caller holds the pager's lock, and no update is in flight.
         """
         for key, resident in list(self._held.residents.items()):
             if resident.spare is not None:
@@ -147,7 +163,7 @@ class UpdateWorker:
                 resident.spare.release()
 
     def close(self) -> None:
-        """Finish what is scheduled, or what an error left of it, and join the thread."""
+        """Ends what is scheduled, or what an error has left of it, and joins the thread. May be called again."""
         with self._pager.lock:
             self._closing = True
             self._pager.notify()
@@ -156,6 +172,7 @@ class UpdateWorker:
     # -- the worker ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Runs the worker until `close`. An error fails the pager, so that every waiting thread raises."""
         self._held.device.enter_thread()
         try:
             while self._work():
@@ -165,10 +182,16 @@ class UpdateWorker:
             self._drain()
 
     def _work(self) -> bool:
-        """Do the next thing there is to do, or wait for one; False when the worker shall end."""
+        """Performs the next action, or waits for one; returns False when the worker must end.
+
+        Order: take back written tiles, start reads, compute, wait for a write, commit, sleep.
+        """
+        # Read before all checks: a change that comes after one of them makes the version differ, so this thread does
+        # not sleep through it.
         seen = self._pager.version
-        self._pager.check()  # after an error anywhere nothing more is begun, and nothing committed
+        self._pager.check()  # after an error anywhere no work may begin, and no commit
         self._retire(wait=False)
+        # All free buffers are put to use before anything is computed, so that the drives stay busy during the kernel.
         while self._free and (tile := self._next_tile()) is not None:
             self._reading.append(tile)
         if self._reading:
@@ -193,7 +216,7 @@ class UpdateWorker:
         return True
 
     def _next_tile(self) -> Tile | None:
-        """Begin the next tile of the unit under way, or of the next unit; None where there is none to begin."""
+        """Begins the next tile of the current unit, or of the next one; returns None if none can begin now."""
         if self._job is None:
             self._job = self._next_job()
             if self._job is None:
@@ -205,7 +228,7 @@ class UpdateWorker:
         return tile
 
     def _next_job(self) -> Job | None:
-        """Take the unit that somebody waits for, else the first; None where it needs a lease worth waiting for."""
+        """Takes the unit for which a thread waits, else the first; returns None if it should wait for a host buffer."""
         with self._pager.lock:
             if not self._queue:
                 return None
@@ -215,13 +238,18 @@ class UpdateWorker:
         if self._pager.weight_updates.delivers(update.unit):
             lease = self._pager.weight_updates.buffer_for(update.unit)
             if lease is None and (self._reading or self._writing or not self._goes_on_without()):
-                return None  # what is in flight ends by itself and may free a lease
+                return None  # tiles in flight end by themselves, and may free a buffer
         self._queue.remove(update)
         self._timeline.begin(Row.UPDATES, self._held.sizes[update.unit].title)
         return self._start(update, lease)
 
     def _start(self, update: UnitUpdate, lease: HostBuffer | None) -> Job:
-        """Returns the job of an update that begins, whose weights are delivered in `lease` where it has one."""
+        """Returns the job of an update that begins.
+
+        Args:
+            update: segments or edits of the unit.
+            lease: host buffer for the fresh weights; None if the unit has none.
+        """
         steps: UnitSteps
         if update.edits:
             steps = EditSteps(update.edits, self._held.mode)
@@ -232,17 +260,19 @@ class UpdateWorker:
             steps=steps,
             lease=lease,
             delivered=lease is not None or self._held.sizes[update.unit].tier is Tier.DEVICE,
-            # Where nothing is copied or written there is no buffer to fill, and a unit need not be cut.
+            # An update without copies and writes needs no buffer, so the unit is one tile.
             tile_numel=update.numel if steps.in_place and not self._writes(update.unit) else self._tile_numel,
         )
 
     def _writes(self, unit: int) -> bool:
-        """Returns whether updates of a unit are written to the store, through tiles."""
+        """Returns True if updates of a unit are written to the store, through tiles."""
         return any(self._held.stored(unit, state) for state in self._held.mode.states)
 
     def _goes_on_without(self) -> bool:
-        """Whether somebody waits for this worker, who must then not wait for a lease."""
+        """Returns True if a thread waits for this worker, which must then not wait for a host buffer itself."""
         with self._pager.lock:
+            # Otherwise both would wait: the thread for the update, and the worker for a buffer that the thread has in
+            # use.
             return bool(
                 self._flushing
                 or self._closing
@@ -251,7 +281,7 @@ class UpdateWorker:
             )
 
     def _compute(self, tile: Tile) -> None:
-        """Waits for a tile's reads, does its arithmetic, starts its writes."""
+        """Waits for the reads of a tile, runs the arithmetic and starts the writes."""
         job = tile.job
         with self._timeline.span(Row.WORKER, f"waits for reads of {self._title(job)}"):
             for read in tile.reads:
@@ -261,6 +291,7 @@ class UpdateWorker:
                 self._copy(piece.work, piece.away)
         with self._timeline.span(Row.WORKER, f"kernel of {self._title(job)}"):
             job.steps.run(tile.content, tile.last)
+        # Results of an earlier pass are dropped with the buffer.
         if not tile.last:
             self._free.append(tile.buffer)
             return
@@ -274,8 +305,9 @@ class UpdateWorker:
             self._computed(tile)
 
     def _computed(self, tile: Tile) -> None:
-        """Frees the gradient of a unit whose last tile is computed; its weights may be used while they are written."""
+        """Frees the gradient of a unit whose last tile is computed, and publishes weights that are being written."""
         job = tile.job
+        # The next backward may now write the gradient: the kernel has read all of it.
         if tile.gradient is not None:
             self._gradients.free(job.unit)
         job.mark_computed()
@@ -285,23 +317,27 @@ class UpdateWorker:
             )
 
     def _write(self, unit: int, piece: Piece, buffer: memoryview) -> Future:
+        """Starts the write of a state of a tile to the slot that updates may overwrite."""
         assert self._store is not None
         return self._store.write(unit, piece.state, self._store.target(unit), piece.first, buffer)
 
     def _title(self, job: Job) -> str:
+        """Returns the unit's name for the time line."""
         return self._held.sizes[job.unit].title
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies between device and host, and waits for the copy."""
         with self._timeline.span(Row.WORKER, "copy of states", destination.nbytes):
             self._held.device.copy(destination, source)
 
     def _retire(self, wait: bool) -> None:
-        """Take back the buffers of tiles whose writes are done, oldest first; with `wait`, of one at least."""
+        """Takes back the buffers of tiles whose writes have ended, oldest first; with `wait`, of at least one."""
         while self._writing:
             tile = self._writing[0]
             if not wait and not all(write.done() for _, write in tile.writes.values()):
                 return
             wait = False
+            # `wait` raises the error of a failed write; `done` does not.
             for _, write in tile.writes.values():
                 write.wait()
             self._writing.popleft()
@@ -310,22 +346,24 @@ class UpdateWorker:
                 self._written(tile.job)
 
     def _written(self, job: Job) -> None:
-        """The whole update lies in its slot: from now on that is the newest."""
+        """Makes the slot of a completely written update the newest one."""
         if self._store is not None and self._writes(job.unit):
             self._store.wrote(job.unit, self._store.target(job.unit), job.writes)
+        # Without a host buffer the weights can be read only from here on.
         if not job.delivered:
             self._pager.weight_updates.weights_ready(job.unit, False, False)
         self._pager.weight_updates.flushed(job.unit)
 
     def _commit(self) -> bool:
-        """Make the step durable if all of it is written and its blob is there; whether it was done."""
+        """Makes the step durable if all of it is written and its blob is there; returns True if it has."""
         with self._pager.lock:
-            # All three under one lock: an empty queue that was seen before may have been filled since, and the blob
-            # be that of the step that has not begun.
+            # All three under one lock: a queue that was empty before may have been filled since, and the blob may
+            # belong to the step that has not begun.
             if self._queue or self._commit_epoch is None or self._blob is None:
                 return False
             epoch, blob = self._commit_epoch, self._blob
         assert self._store is not None
+        # Outside the lock: a commit waits for the drives, and threads that only read weights must not wait with it.
         self._store.commit(epoch, blob)
         with self._pager.lock:
             self._commit_epoch = self._blob = None
@@ -333,10 +371,11 @@ class UpdateWorker:
         return True
 
     def _drain(self) -> None:
-        """After an error: wait for every request, so that no buffer is freed under one."""
+        """Waits for every request after an error, so that no buffer is freed while a request uses it."""
+        # The buffers are freed once this thread has ended, but the I/O queue would still write into them.
         for tile in [*self._reading, *self._writing]:
             for future in [*tile.reads, *(write for _, write in tile.writes.values())]:
                 try:
                     future.wait()
                 except OSError:
-                    pass  # the first error is the one that is told
+                    pass  # the first error is the one that is reported

@@ -1,4 +1,4 @@
-"""The schedule of learning rates that an engine has: the one that it was given, or the config's."""
+"""Construction of an engine's learning-rate schedule: the one that the user passed, or the config's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,23 @@ from offload.schedules.base import Schedule
 
 
 class Chosen(NamedTuple):
-    """The schedule of an engine, or None, and what a user should know of it."""
+    """The schedule of an engine, or None, and notices for the user."""
 
     schedule: Any
     notices: tuple[str, ...]
 
 
 def choose(block: SchedulerBlock | None, given: Any, optimizer: torch.optim.Optimizer) -> Chosen:
-    """What was `given` to initialize (a schedule, or what makes one of the optimizer), or else the config's."""
+    """Returns the engine's schedule.
+
+    Args:
+        block: the config's scheduler block; None if the config has none.
+        given: a schedule, a function that makes one of the optimizer, or None.
+        optimizer: the engine's optimizer.
+
+    Raises:
+        ConfigError: the schedule cannot be made, or does not fit the optimizer.
+    """
     if given is not None:
         lines = () if block is None else (f"the schedule {block.type} of the config is not used: lr_scheduler= is",)
         schedule = given(optimizer) if _is_factory(given) else given
@@ -36,10 +45,12 @@ def choose(block: SchedulerBlock | None, given: Any, optimizer: torch.optim.Opti
 
 
 def _is_factory(given: Any) -> bool:
+    """Returns True if `given` makes a schedule: a class, or a function that cannot be stepped itself."""
     return isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
 
 
 def _check_given(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raises `ConfigError` if a schedule needs arguments, cannot be stepped, or belongs to another optimizer."""
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
             "ReduceLROnPlateau needs a metric at each step, which engine.step() has not; call its step(metric) "
@@ -50,6 +61,7 @@ def _check_given(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
             f"lr_scheduler= expects a schedule, an object with step(), or a function that makes one of the optimizer, "
             f'got {type(schedule).__name__}; one by name is made by the config\'s block "scheduler"'
         )
+    # Groups are compared and not optimizers: a replaced torch optimizer shares its groups with the engine's.
     groups = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
     if groups and groups[0] is not optimizer.param_groups[0]:
         raise ConfigError(
@@ -60,18 +72,20 @@ def _check_given(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _of_torch(block: SchedulerBlock, optimizer: torch.optim.Optimizer) -> Any:
+    """Returns the schedule of torch that the block names."""
     params = {name: value for name, value in block.params.items() if not (value is None or value == "auto")}
+    # JSON may spell a number of steps as 1e3, which is a float.
     whole = {
         name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in params.items()
     }
     try:
         return getattr(torch.optim.lr_scheduler, block.type)(optimizer, **whole)
-    except Exception as error:  # they raise what their first line stumbles on
+    except Exception as error:  # constructors raise any class
         raise ConfigError(f"scheduler.params {params} do not make a torch {block.type}: {error}") from error
 
 
 def _unused_rates(schedule: Schedule) -> tuple[str, ...]:
-    """A line where the optimizer's learning rate has no effect."""
+    """Returns a notice if the optimizer's learning rate has no effect under the schedule."""
     if not schedule.peaks:
         return ()
     both = (schedule.peaks, schedule.base_lrs)

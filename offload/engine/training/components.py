@@ -1,4 +1,4 @@
-"""What an engine is made of: what `initialize` has built, and what the config says about a step."""
+"""Components of an engine, as `initialize` has built them, and their shutdown order."""
 
 from __future__ import annotations
 
@@ -24,43 +24,46 @@ from offload.timeline import OFF, Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class EngineComponents:
-    """What `initialize` has built, in the order in which it is closed."""
+    """Components of an engine, in the order in which they are closed."""
 
     hooks: ModuleHooks
     weights: WeightEdits
     unit_views: UnitViews
     update_worker: UpdateWorker | None
-    """None where nothing trains."""
+    """None if nothing trains."""
     pager: Pager
     gradients: GradientAccumulator
     ranks: Ranks | None
-    """None where this process is alone; so are `rounds`."""
+    """None if this process is alone; then `agreement` is None too."""
     agreement: Agreement | None
     store: Store | None
     queue: SharedQueue | None
     arena: HostArena
     layouts: tuple[UnitLayout, ...]
     trainable: tuple[range, ...]
-    """The elements of each unit that this rank updates."""
+    """Elements of each unit that this rank updates."""
     shards: LocalShards
     written: Written
-    """What goes to each drive."""
+    """Counter of the bytes that go to each drive."""
     timeline: Timeline = OFF
     meter: StepMeter | None = None
-    """None where nobody wants to know."""
+    """None if no metrics are recorded."""
 
     @property
     def rank(self) -> int:
-        """The number of this process among those that train together."""
+        """Number of this process among those that train together."""
         return 0 if self.ranks is None else self.ranks.rank
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """Number of processes that train together."""
         return 1 if self.ranks is None else self.ranks.size
 
     def closing(self) -> list[Callable[[], object]]:
-        """What gives everything back but ranks, store and time line, in this order; each may be called again."""
+        """Returns calls that free everything but ranks, store and time line, in order; each may be repeated.
+
+        A component is closed before those that it uses: the worker before the pager, all I/O before the host arena.
+        """
         return [
             self.hooks.remove,
             self.weights.remove,
@@ -73,7 +76,7 @@ class EngineComponents:
 
 
 def close_all(*closing: Callable[[], object]) -> None:
-    """Call all, whatever one of them raises, and raise the first error. A Ctrl-C ends it: it can be called again."""
+    """Makes all calls, even if some raise, and raises the first error. After a Ctrl-C all may be called again."""
     first: Exception | None = None
     for close in closing:
         try:

@@ -1,12 +1,12 @@
-"""The loader of `training_data`: micro-batches in an order that the seed gives, each rank its rows, on the device.
+"""The loader of `training_data`: micro-batches on the device, in an order given by the seed, each rank its rows.
 
-The order of a pass over the data is a function of the seed and of the pass's number. So a position is two numbers, and
-a resumed run goes on behind the last batch that was trained without loading those before it.
+The order of a pass over the data is a function of the seed and the pass's number. A position is therefore two numbers,
+and a resumed run continues after the last trained batch without loading the earlier ones.
 
     a new run        each `iter` begins the next pass, as with any DataLoader
-    a resumed run    until its first step, each `iter` goes on with the pass that was under way: one that looks at a
-                     batch and is left changes nothing
-    a load           as a resumed run; an iteration that is under way goes on from the checkpoint's position too
+    a resumed run    until the first step, each `iter` continues the interrupted pass: a loop that looks at a batch and
+                     stops changes nothing
+    a load           as a resumed run; an iteration in progress continues from the checkpoint's position too
 """
 
 from __future__ import annotations
@@ -35,9 +35,20 @@ def load(
     device: torch.device,
     drop_last: bool,
 ) -> Loader:
-    """Micro-batches of `micro` samples of `data`, shuffled by the seed; `drop_last` leaves an incomplete one out.
+    """Returns a loader of `training_data`.
 
-    Raises `ConfigError` where there are none.
+    Args:
+        data: the samples; must have a length.
+        micro: samples of a micro-batch of one rank.
+        rank: this rank.
+        world_size: number of ranks.
+        seed: seed of the order.
+        collate_fn: makes a batch of a list of samples; None stands for torch's.
+        device: device of the batches.
+        drop_last: True to leave out an incomplete last batch.
+
+    Raises:
+        ConfigError: a pass over the data has no batch.
     """
     assert isinstance(data, Sized), "see check_data"
     batches = RankBatches(len(data), micro, rank, world_size, seed, drop_last)
@@ -51,7 +62,7 @@ def load(
 
 
 def check_data(data: Any, collate_fn: Any) -> None:
-    """Raise `ConfigError` where `data`, unless None, cannot be shuffled, or `collate_fn` makes no batch."""
+    """Raises `ConfigError` if `data`, unless None, cannot be shuffled, or if `collate_fn` is no function."""
     if collate_fn is not None and not callable(collate_fn):
         raise ConfigError(
             f"collate_fn= expects a function that makes a batch of a list of samples, got {type(collate_fn).__name__}; "
@@ -73,14 +84,14 @@ def check_data(data: Any, collate_fn: Any) -> None:
 
 
 class Position(NamedTuple):
-    """So many whole passes, and so many batches of the next."""
+    """Position in the data: completed passes, and batches of the next pass."""
 
     epoch: int
     batch: int
 
 
 class Loader(DataLoader[Any]):
-    """A DataLoader that moves each batch to the device and knows where it is."""
+    """A DataLoader that moves each batch to the device and keeps its position."""
 
     def __init__(
         self,
@@ -89,47 +100,68 @@ class Loader(DataLoader[Any]):
         collate_fn: Callable[[list[Any]], Any] | None,
         device: torch.device,
     ) -> None:
-        self._draws = torch.Generator()  # else making an iterator would draw from torch's
+        """Starts at the first pass.
+
+        Args:
+            data: the samples.
+            batches: the order, and this rank's rows.
+            collate_fn: makes a batch of a list of samples; None stands for torch's.
+            device: device of the batches.
+        """
+        self._draws = torch.Generator()  # otherwise each new iterator would draw from torch's global generator
         super().__init__(data, batch_sampler=batches, generator=self._draws, collate_fn=collate_fn)
         self._device, self._batches = device, batches
         self._next, self._handed_out = Position(0, 0), Position(0, 0)
         self._resuming = False
-        """Whether this run was resumed, or loaded a checkpoint, and has made no step since."""
+        """True if this run was resumed, or loaded a checkpoint, and has made no step since."""
         self._loads = 0
-        """How often `go_on` was called, so that an iteration notices it."""
+        """Number of calls of `go_on`, so that an iteration in progress notices them."""
         self.restored = False
-        """Whether the generators are back that `go_on` was given, since a batch was loaded."""
+        """True if the generators passed to `go_on` were restored, because a batch was loaded since."""
         self.before_next: Mapping[str, torch.Tensor] | None = None
-        """The generators as they were before the first batch since the last step was loaded; None if none was yet."""
+        """States of the generators before the first batch since the last step was loaded; None if none was."""
 
     @property
     def epoch(self) -> int:
-        """The number of the pass that the next `iter` gives, or the rest of it on a resumed run; from 0."""
+        """Number of the pass, from 0, that the next `iter` yields; on a resumed run the pass that it continues."""
         return self._next.epoch
 
     def __iter__(self) -> Any:
+        """Returns the micro-batches of the next pass, or of the rest of an interrupted one."""
         return self._moved(*self._begin(), self._loads)
 
     def _begin(self) -> tuple[Iterator[Any], Position]:
-        """The batches of the next pass or of its rest, and where that is."""
+        """Returns the batches of the next pass or of its rest, and the position of the first."""
         at = self._next
         if not self._resuming:
             self._next = Position(at.epoch + 1, 0)
         self._batches.begin_at = at
+        # Workers of a DataLoader are seeded from this generator: a resumed pass seeds them as the first run did.
         self._draws.manual_seed(_seed_of(self._batches.seed, at.epoch, "workers"))
         return super().__iter__(), at
 
     def _moved(self, batches: Iterator[Any], at: Position, loads: int) -> Iterator[Any]:
+        """Yields the batches on the device, and updates the position before each.
+
+        Args:
+            batches: batches on the CPU.
+            at: position of the first batch.
+            loads: calls of `go_on` so far.
+        """
         begins = True
         while True:
+            # A checkpoint was loaded during the iteration: its position counts from here on.
             if loads != self._loads:
                 loads, begins = self._loads, True
                 batches, at = self._begin()
+            # A data set or a `collate_fn` may draw random numbers, as maskings do. Before the first batch of a resumed
+            # run the generators are therefore put back to where they were before that batch.
             if begins and self._resuming and self.before_next is not None:
-                write_generators(self.before_next, self._device)  # a data set or a collate_fn may draw, as maskings do
+                write_generators(self.before_next, self._device)
                 self.restored = True
             begins = False
             noted = self.before_next is None
+            # Only before the first batch since the last step: a run resumed from there loads all later batches again.
             if noted:
                 self.before_next = read_generators(self._device)
             try:
@@ -138,19 +170,21 @@ class Loader(DataLoader[Any]):
                 if noted:
                     self.before_next = None
                 return
+            # Before the yield: while the model runs on this batch, it counts as handed out.
             at = self._handed_out = Position(at.epoch, at.batch + 1)
             yield to_device(batch, self._device)
 
     def trained(self) -> dict[str, int]:
-        """A step ended, so all batches so far count: where that is, as JSON."""
+        """Marks all batches so far as trained, at the end of a step; returns the position as JSON."""
         self.before_next = None
+        # The resumed pass is now in progress for good, so the next `iter` begins the pass after it.
         if self._resuming and self._handed_out != self._next:
             self._next = Position(self._handed_out.epoch + 1, 0)
         self._resuming = False
         return self.where()
 
     def where(self) -> dict[str, int]:
-        """The last batch handed out, and what its place depends on, as JSON."""
+        """Returns the position of the last batch handed out, and the facts on which its meaning depends, as JSON."""
         batches = self._batches
         return {
             "epoch": self._handed_out.epoch,
@@ -162,14 +196,18 @@ class Loader(DataLoader[Any]):
         }
 
     def go_on(self, where: Mapping[str, int], generators: Mapping[str, torch.Tensor] | None) -> str | None:
-        """Begin behind `where`, what `trained` returned in the run; a notice where the order is another one now.
+        """Continues after a position; returns a notice if the order or the size of batches differs from that run's.
 
-        `generators` are those before the next batch was loaded; None before the first step, as in a new run.
+        Args:
+            where: the result of `trained` in the run that is resumed.
+            generators: states of the random generators before the next batch was loaded; None before the first step, as
+                in a new run.
         """
         epoch, batch, mine = where["epoch"], where["batch"], self.where()
-        dropped = bool(where.get("drop_last", True))  # older versions always did
+        dropped = bool(where.get("drop_last", True))  # older versions always dropped it, and did not store the key
         its_length = batches_of(where["samples"], where["samples_of_a_batch"], dropped)
         notice = None
+        # Another order would repeat some samples of the pass and skip others, so the pass is given up.
         if batch and any(where[key] != mine[key] for key in ("samples", "seed")):
             notice = (
                 f"training_data has another order than in the run ({where['samples']} samples with seed "
@@ -181,7 +219,7 @@ class Loader(DataLoader[Any]):
             epoch, batch = epoch + 1, 0
         elif batch and where["samples_of_a_batch"] != mine["samples_of_a_batch"]:
             seen, size = batch * where["samples_of_a_batch"], mine["samples_of_a_batch"]
-            batch = seen // size  # rather some samples twice than some never
+            batch = seen // size  # rounded down: better some samples twice than some never
             notice = (
                 f"training_data: {size} samples of all ranks are a batch, {where['samples_of_a_batch']} in the run; "
                 f"pass {epoch} had seen {seen} and goes on at {batch * size}"
@@ -192,6 +230,7 @@ class Loader(DataLoader[Any]):
                 f"training_data: a pass has {len(self)} batches, {its_length} in the run: the last incomplete one is "
                 f"{'left out' if mine['drop_last'] else 'trained too'} (dataloader_drop_last)"
             )
+        # Position at the end of a pass: the same place as the start of the next one.
         if batch >= len(self):
             epoch, batch = epoch + 1, 0
         self._next = self._handed_out = Position(epoch, batch)
@@ -201,24 +240,36 @@ class Loader(DataLoader[Any]):
 
 
 class RankBatches(Sampler[list[int]]):
-    """One rank's micro-batches: all ranks shuffle alike, and each takes its rows of every batch of all.
+    """Sampler of one rank's micro-batches: all ranks shuffle alike, and each takes its rows of every global batch.
 
-    The last incomplete batch is left out by `drop_last`. Else all ranks have as many of its samples: those that are
-    missing are the first of the pass once more, so that the mean over ranks is the mean over samples. `begin_at` says
-    which pass the next `iter` gives, and from which batch on.
+    `drop_last` leaves out an incomplete last batch. Otherwise the batch is filled up with the first samples of the
+    pass, to equally many rows on every rank, so that the mean over ranks is the mean over samples. `begin_at` sets the
+    pass and the first batch of the next `iter`.
     """
 
     def __init__(self, length: int, micro: int, rank: int, world_size: int, seed: int, drop_last: bool) -> None:
+        """Sets the order and this rank's rows.
+
+        Args:
+            length: number of samples.
+            micro: samples of a micro-batch of one rank.
+            rank: this rank.
+            world_size: number of ranks.
+            seed: seed of the order.
+            drop_last: True to leave out an incomplete last batch.
+        """
         self.length, self.seed, self.drop_last = length, seed, drop_last
         self.samples = micro * world_size
-        """Of a batch of all ranks."""
+        """Samples of a batch over all ranks."""
         self.begin_at = Position(0, 0)
         self._rank, self._world_size = rank, world_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._rows(self.begin_at)  # decided now, not when the first batch is asked for
+        """Returns the lists of sample numbers of this rank's batches."""
+        return self._rows(self.begin_at)  # read now: `begin_at` may change before the generator starts
 
     def _rows(self, at: Position) -> Iterator[list[int]]:
+        """Yields the sample numbers of this rank's batches, from position `at` to the end of the pass."""
         generator = torch.Generator().manual_seed(_seed_of(self.seed, at.epoch, "order"))
         order = torch.randperm(self.length, generator=generator).tolist()
         for batch in range(at.batch, len(self)):
@@ -228,14 +279,18 @@ class RankBatches(Sampler[list[int]]):
             yield rows[mine * self._rank : mine * (self._rank + 1)]
 
     def __len__(self) -> int:
+        """Returns the number of batches of a pass."""
         return batches_of(self.length, self.samples, self.drop_last)
 
 
 def batches_of(length: int, samples: int, drop_last: bool) -> int:
-    """How many batches of `samples` a pass over `length` samples has."""
+    """Returns the number of batches of `samples` samples in a pass over `length` samples."""
     return length // samples if drop_last else math.ceil(length / samples)
 
 
 def _seed_of(seed: int, epoch: int, what: str) -> int:
-    """Another for each seed, pass and purpose, so that no run has the passes of another in a later order."""
+    """Returns a seed for each combination of seed, pass and purpose.
+
+    A hash, and not a sum: otherwise run seed 1 would begin with the second pass of run seed 0.
+    """
     return int.from_bytes(hashlib.sha256(f"{seed} {epoch} {what}".encode()).digest()[:8], "little")

@@ -1,9 +1,9 @@
-"""Which micro-batches were run since the last boundary, and whether the next `step()` is one.
+"""Count of the micro-batches since the last optimizer step, and the decision on the next `step()`.
 
-by the count      a boundary every so many micro-batches, each of which ends with `step()`
-as told           `set_boundary` says it for the loop: then `step()` need not be called for each micro-batch, and
+by the count      one optimizer step every so many micro-batches, each of which ends with `step()`
+by the user       `set_gradient_accumulation_boundary` decides: `step()` need not be called for each micro-batch, and
                   backwards are counted instead
-`no_sync`         none in it; each backward of it is a micro-batch, with or without a `step()`
+`no_sync`         no optimizer step within; each backward is a micro-batch, with or without a `step()`
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from offload.sizes import count_of
 
 
 class GradientAccumulation:
-    """The backwards of one engine, counted in micro-batches and steps."""
+    """Backwards of one engine, counted in micro-batches and optimizer steps."""
 
     def __init__(self) -> None:
         self._backwards = 0
         """Outermost backwards so far in which a gradient arrived."""
         self._before = 0
-        """Backwards before the last boundary."""
+        """Backwards before the last optimizer step."""
         self._at_step = 0
         """Backwards before the last call of `step()`."""
         self._at_passed = 0
         """Backwards before the last call of `passed()`."""
         self._told: bool | None = None
-        """Whether the next `step()` is a boundary, as the user says; None where the count does."""
+        """True if the next `step()` is an optimizer step by the user's decision; None if the count decides."""
         self._no_sync = 0
-        """Contexts of `no_sync` that are open."""
+        """Number of open `no_sync` contexts."""
         self._apart = False
-        """Whether there was one since the last boundary."""
+        """True if a `no_sync` context was open since the last optimizer step."""
 
     def count_backward(self) -> None:
         """Counts an outermost backward that has produced a gradient."""
@@ -40,46 +40,63 @@ class GradientAccumulation:
 
     @property
     def count(self) -> int:
-        """Backwards since the last boundary."""
+        """Backwards since the last optimizer step."""
         return self._backwards - self._before
 
     def is_boundary(self, accumulation: int) -> bool:
-        """Whether the micro-batch that is under way, from one `step()` until the end of the next, ends a step."""
+        """Returns True if the current micro-batch ends an optimizer step.
+
+        A micro-batch lasts from one `step()` to the end of the next.
+
+        Args:
+            accumulation: micro-batches of an optimizer step.
+        """
         if self._no_sync:
             return False
+        # Counted from the last `step()`: the answer must be the same before and after the backward of a micro-batch.
         return self._at_step - self._before + 1 >= accumulation if self._told is None else self._told
 
     def ends_step(self, accumulation: int) -> bool:
-        """Whether a `step()` of now updates the weights."""
+        """Returns True if a call of `step()` now would update the weights."""
         if self._no_sync:
             return False
         return self.count >= accumulation if self._told is None else self._told
 
     def is_last(self, accumulation: int) -> bool:
-        """Whether the backward that runs now is known to be the last before a boundary."""
+        """Returns True if the backward that runs now is known to be the last before an optimizer step."""
         if self._no_sync:
             return False
         return self.count + 1 >= accumulation if self._told is None else self._told
 
     def tell(self, is_boundary: bool | None) -> None:
-        """Have the user's word count, until another or None comes."""
+        """Makes the user's decision count until the next one; None lets the count decide again.
+
+        Raises:
+            UsageError: the argument is neither a bool nor None.
+        """
         if is_boundary is not None and not isinstance(is_boundary, bool):
             raise UsageError(f"a boundary is True, False or None (by the count), got {is_boundary!r}")
         self._told = is_boundary
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """No boundary inside."""
+        """Forbids optimizer steps inside of the context."""
         self._no_sync, self._apart = self._no_sync + 1, True
         try:
             yield
         finally:
+            # Backwards of the context are micro-batches of their own, so `end` must not count them again.
             self._no_sync -= 1
             self._at_step = self._backwards
 
     def end(self, accumulation: int) -> None:
-        """`step()` was called. Raises `UsageError` where it cannot be told how many micro-batches there were."""
+        """Ends a micro-batch at a call of `step()`.
+
+        Raises:
+            UsageError: several backwards ran since the last call, which may be one micro-batch or several.
+        """
         since = self._backwards - self._at_step
+        # With an accumulation of 1, several backwards before a step are one micro-batch with several losses.
         if since > 1 and accumulation > 1 and self._told is None and not self._no_sync:
             raise UsageError(
                 f"{count_of(since, 'backward')} ran since the last step(), gradient_accumulation_steps is "
@@ -89,7 +106,7 @@ class GradientAccumulation:
         self._at_step = self._backwards
 
     def check_boundary(self, accumulation: int) -> None:
-        """Raise `UsageError` where a boundary cannot be now."""
+        """Raises `UsageError` if no optimizer step is possible now."""
         count = self.count
         if self._no_sync:
             raise UsageError("no step is made inside of no_sync(): leave it before the backward that ends the step")
@@ -101,6 +118,8 @@ class GradientAccumulation:
                     else "no backward ran since the last"
                 )
                 raise UsageError(f"this is no boundary: {why}")
+        # Too many backwards are an error as well: the loss would be divided by another number than that of
+        # micro-batches.
         elif count < accumulation or (count > accumulation and accumulation > 1):
             raise UsageError(
                 f"{count_of(count, 'backward')} ran since the last boundary, gradient_accumulation_steps is "
@@ -110,19 +129,23 @@ class GradientAccumulation:
             )
 
     def trained(self, accumulation: int) -> int:
-        """Micro-batches of the step that ends: with an accumulation of 1 several backwards are one, unless told."""
+        """Returns the micro-batches of the optimizer step that ends.
+
+        With an accumulation of 1 several backwards are one micro-batch, unless the user decides or `no_sync` was open.
+        """
         return accumulation if self._told is None and not self._apart else self.count
 
     def passed(self, accumulation: int) -> int:
-        """Micro-batches since this was last called, at the end of each `step()`: at least one.
+        """Returns the micro-batches since the last call, at least one; called at the end of each `step()`.
 
-        Those whose gradients were dropped are among them, since their batches were taken from the data.
+        Micro-batches whose gradients were dropped count too, since their batches were taken from the data.
         """
         since, self._at_passed = self._backwards - self._at_passed, self._backwards
         several = accumulation > 1 or self._told is not None or self._apart
         return max(since, 1) if several else 1
 
     def reset(self) -> None:
-        """A boundary was passed, or the gradients since the last were dropped."""
+        """Starts a new count, after an optimizer step or after gradients were dropped."""
         self._before = self._at_step = self._backwards
+        # An open context counts for the next step as well.
         self._apart = self._no_sync > 0

@@ -1,4 +1,4 @@
-"""The factor of an fp16 loss, which keeps small gradients above zero and large ones below infinity."""
+"""Scale of an fp16 loss, which keeps small gradients above zero and large ones below infinity."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from offload.config import Fp16
 from offload.errors import UsageError
 
 _FACTOR = 2.0
+"""Factor by which the scale changes."""
 
 
 class LossScaler:
-    """A scale that is fixed, or, where the config gives 0, found while training, as Micikevicius et al. 2018 describe.
+    """Loss scale, fixed or, if the config says 0, adapted during training as in Micikevicius et al. 2018.
 
-    A gradient that is not finite is an overflow: its step is skipped. The first `hysteresis` - 1 of them leave the
-    scale, each further one halves it. `loss_scale_window` steps in a row without one double it, and give the
-    hysteresis back; with `consecutive_hysteresis` every step without one does.
+    A gradient that is not finite is an overflow, and its step is skipped. The first `hysteresis` - 1 overflows keep the
+    scale, each further one halves it. `loss_scale_window` steps in a row without overflow double the scale and restore
+    the hysteresis; with `consecutive_hysteresis` every step without overflow restores it.
     """
 
     def __init__(self, config: Fp16) -> None:
@@ -28,15 +29,15 @@ class LossScaler:
         self._overflowed_at = -1
         self._patience = config.hysteresis
         self._multiplied = 0
-        """Losses of which the backward has not begun."""
+        """Losses that were multiplied and whose backward has not begun."""
 
     def multiply(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the scale, in fp32: for one backward."""
+        """Returns `loss` times the scale, in fp32, for one backward."""
         self._multiplied += 1
         return loss.float() * self.scale
 
     def begin_backward(self) -> None:
-        """Raise `UsageError` where no loss was multiplied for the backward that begins."""
+        """Raises `UsageError` if no loss was multiplied for the backward that begins."""
         if not self._multiplied:
             raise UsageError(
                 f"in fp16 the loss must be multiplied by the loss scale, {self.scale:g} now: call "
@@ -46,16 +47,20 @@ class LossScaler:
         self._multiplied -= 1
 
     def forget_multiplied(self) -> None:
-        """A step ends: losses of before have no backward any more."""
+        """Forgets multiplied losses at the end of a step: their backward will not come any more."""
         self._multiplied = 0
 
     @property
     def exhausted(self) -> bool:
-        """Whether the next overflow would need a scale below the least."""
+        """True if the next overflow would need a scale below the smallest."""
         return self.dynamic and self._patience == 1 and self.scale <= self._config.min_loss_scale
 
     def stepped(self, overflow: bool) -> None:
-        """A step has ended, skipped by an overflow or applied."""
+        """Adapts the scale after a step.
+
+        Args:
+            overflow: True if the step was skipped because of an overflow.
+        """
         config = self._config
         if not self.dynamic:
             return
@@ -74,7 +79,7 @@ class LossScaler:
         self._steps += 1
 
     def state(self) -> dict[str, Any]:
-        """As JSON, of which `restore` makes this again."""
+        """Returns the state as JSON, for `restore`."""
         return {
             "scale": self.scale,
             "steps": self._steps,
@@ -83,7 +88,7 @@ class LossScaler:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; a fixed scale stays what the config says."""
+        """Continues from `state`; a fixed scale stays as configured."""
         if self.dynamic:
             self.scale, self._steps = state["scale"], state["steps"]
             self._overflowed_at, self._patience = state["overflowed_at"], state["patience"]

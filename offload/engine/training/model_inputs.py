@@ -1,4 +1,4 @@
-"""Inputs of a forward: moved to the device of the engine, and cast to the dtype of its weights."""
+"""Inputs of a forward: moved to the engine's device, and cast to the dtype of the weights."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from offload.torch_internals import tree_map
 
 
 class InputCast:
-    """Moves and casts the inputs of one engine's model, as `auto_cast` of the config says."""
+    """Callable that moves and casts the inputs of one engine's model, as the config's `auto_cast` says."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, casts: bool | None) -> None:
-        """Sets what the inputs become.
+        """Sets device and dtype of the inputs.
 
         Args:
-            device: of the model.
-            dtype: of its weights.
+            device: device of the model.
+            dtype: dtype of the weights.
             casts: `auto_cast`; None if the config does not say, which casts and reports the first cast.
         """
         self._device, self._dtype, self._casts = device, dtype, casts
         self._reported = False
 
     def __call__(self, inputs: Any) -> Any:
-        """Returns the same structure on the device."""
+        """Returns the same structure on the device, cast if configured."""
         if self._casts is None and not self._reported and (other := other_dtype(inputs, self._dtype)) is not None:
             self._reported = True
             name = dtype_name(self._dtype)
@@ -42,8 +42,9 @@ class InputCast:
         return to_device(inputs, self._device, None if self._casts is False else self._dtype)
 
     def explain(self, error: RuntimeError, inputs: Any) -> UsageError | None:
-        """Returns the error to raise in place of torch's if the dtype of an input is its cause, or None."""
+        """Returns an error to raise in place of torch's if the dtype of an input is the cause, else None."""
         other = other_dtype(inputs, self._dtype) if self._dtype is not torch.float32 else None
+        # torch has no class of its own for errors about dtypes, so the message must tell.
         if other is None or "dtype" not in str(error):
             return None
         name = dtype_name(self._dtype)
@@ -54,22 +55,28 @@ class InputCast:
 
 
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """The same structure with its tensors on `device`, those of floating point in `dtype` where one is given.
+    """Returns the same structure with its tensors on `device`; other objects stay as they are.
 
-    It goes into lists, tuples, mappings of any kind (a tokenizer's `BatchEncoding`), dataclasses, named tuples and
-    packed sequences. What it does not know stays as it is.
+    Lists, tuples, mappings of any kind (a tokenizer's `BatchEncoding`), dataclasses, named tuples and packed sequences
+    are searched for tensors.
+
+    Args:
+        batch: the structure; it is not changed.
+        device: device of the copies.
+        dtype: dtype of floating-point tensors; None keeps theirs.
     """
 
     def move(value: torch.Tensor) -> torch.Tensor:
         if device.type == "cuda" and value.device.type == "cpu" and value.layout is torch.strided:
-            value = value.pin_memory()  # else the thread waits for all compute before, and the copy with it
+            # A copy from pageable memory is synchronous: the thread would wait for all compute before it.
+            value = value.pin_memory()
         return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
 
     return _each_tensor(move, batch)
 
 
 def other_dtype(batch: Any, dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype of the first tensor of floating point that is not in `dtype`; None where there is none."""
+    """Returns the dtype of the first floating-point tensor whose dtype is not `dtype`, or None."""
     found: list[torch.dtype] = []
 
     def look(value: torch.Tensor) -> torch.Tensor:
@@ -82,16 +89,17 @@ def other_dtype(batch: Any, dtype: torch.dtype) -> torch.dtype | None:
 
 
 def _each_tensor(do: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    """The structure of `batch` with what `do` returns in the place of each tensor."""
+    """Returns the structure of `batch` with each tensor replaced by the result of `do`."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return do(value)
         if isinstance(value, PackedSequence):
-            data = do(value.data)  # the sizes of the batches stay on the CPU, where cuDNN wants them
+            data = do(value.data)  # batch sizes stay on the CPU, as cuDNN requires
             places = (each if each is None else each.to(data.device) for each in value[2:])
             return PackedSequence(data, value.batch_sizes, *places)
         if isinstance(value, MutableMapping):
+            # A copy keeps the class, so that a `BatchEncoding` stays one.
             moved = copy.copy(value)
             for key, inner in value.items():
                 moved[key] = _each_tensor(do, inner)
@@ -103,4 +111,5 @@ def _each_tensor(do: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
             return rows
         return value
 
+    # `tree_map` knows lists, tuples and dicts; the leaf function searches all other classes.
     return tree_map(leaf, batch, is_leaf=lambda value: isinstance(value, PackedSequence))

@@ -1,10 +1,10 @@
-"""What a user has registered: objects whose state each commit holds, in the order in which they came.
+"""Registered objects of the user, whose states each commit contains, in the order of their registration.
 
-a new run        objects may come at any time; from then on each commit holds them
-a resumed run    as many objects as the commit holds must come before the first step, of the same types and in the
-                 same order; each gets its state as it comes. After that step more may come
-a load           each object that is there gets its state at once. Those that the checkpoint has beyond them must come
-                 as in a resumed run; those that it has not stay as they are
+a new run        objects may be registered at any time; each commit after that contains them
+a resumed run    as many objects as the commit contains must be registered before the first step, of the same types and
+                 in the same order; each receives its state at once. After that step more may be registered
+a load           each registered object receives its state at once. Further objects of the checkpoint must be registered
+                 as in a resumed run; objects that the checkpoint lacks stay as they are
 """
 
 from __future__ import annotations
@@ -23,16 +23,21 @@ _ADVICE = (
 
 
 class RegisteredObjects:
-    """The objects of `engine.register_for_checkpointing`."""
+    """Objects of `engine.register_for_checkpointing`."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
         self._waiting: list[Mapping[str, Any]] = []
-        """The states of objects of the run or checkpoint gone on from, that have not come yet."""
+        """States from the resumed commit or checkpoint whose objects are not registered yet."""
         self._may_grow = True
 
     def check_fits(self, states: Sequence[Mapping[str, Any]], what: str) -> None:
-        """Raise `StoreError` where the objects that are there are not the first of `states`, those of `what`."""
+        """Raises `StoreError` if the registered objects are not of the types of the first `states`.
+
+        Args:
+            states: states of registered objects in a checkpoint.
+            what: the checkpoint, in words for the message.
+        """
         for position, (thing, held) in enumerate(zip(self._objects, states, strict=False), 1):
             if held["type"] != type(thing).__name__:
                 raise StoreError(
@@ -42,28 +47,36 @@ class RegisteredObjects:
                 )
 
     def restore(self, states: Sequence[Mapping[str, Any]], may_grow: bool) -> int:
-        """Give each object its state; how many there are without one, which stay as they are.
+        """Gives each object its state; returns the number of objects without one, which stay as they are.
 
-        Where there are more states, objects must come for them, and others before the next step only if it `may_grow`.
+        Args:
+            states: states of the commit or checkpoint; those without an object wait for one.
+            may_grow: True if objects without a state may be registered before the next step.
         """
         for thing, held in zip(self._objects, states, strict=False):
             thing.load_state_dict(from_plain(held["state"]))
+        # Objects without a state show that the user knows of more objects than the checkpoint, so others may follow.
         more = max(0, len(self._objects) - len(states))
         self._waiting, self._may_grow = list(states[len(self._objects) :]), may_grow or more > 0
         return more
 
     @property
     def complete(self) -> bool:
-        """Whether no object of the resumed run is missing."""
+        """True if no object of the resumed run is missing."""
         return not self._waiting
 
     @property
     def schedules(self) -> bool:
-        """Whether any of them can be stepped, as a schedule of learning rates is."""
+        """True if any object can be stepped, as a learning-rate schedule can."""
+        # Any object with `step` counts: schedules have no base class in common.
         return any(hasattr(thing, "step") for thing in self._objects)
 
     def add(self, objects: Sequence[Any]) -> None:
-        """Register `objects`, and load their states on a resumed run. Raises `UsageError` before it registers any."""
+        """Registers `objects`, and on a resumed run loads their states.
+
+        Raises:
+            UsageError: an object cannot be registered; none of them is.
+        """
         for position, thing in enumerate(objects, len(self._objects) + 1):
             missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(thing, name, None))]
             if missing:
@@ -72,7 +85,9 @@ class RegisteredObjects:
                     f"{type(thing).__name__} without {' and '.join(missing)}; put single values into "
                     f"engine.client_state"
                 )
+            # Fails now, at the call that the user can change, and not at the first commit.
             _state(thing, position)
+        # Before the first step of a resumed run an extra object is more likely a changed order than a new object.
         if not self._may_grow and len(objects) > len(self._waiting):
             raise UsageError(
                 f"the commit or checkpoint that this run goes on from holds "
@@ -86,6 +101,7 @@ class RegisteredObjects:
                     f"the commit or checkpoint that this run goes on from holds {_names(self._waiting)} next, got a "
                     f"{type(thing).__name__}: register the same objects in the same order"
                 )
+        # All checks have passed, so nothing is registered in part.
         for thing in objects:
             if self._waiting:
                 thing.load_state_dict(from_plain(self._waiting[0]["state"]))
@@ -93,7 +109,7 @@ class RegisteredObjects:
             self._objects.append(thing)
 
     def check_complete(self) -> None:
-        """Raise `UsageError` where a step would be made without an object of the resumed run."""
+        """Raises `UsageError` if the next step would lose the state of an object that is not registered."""
         if self._waiting:
             raise UsageError(
                 f"the commit or checkpoint that this run goes on from holds "
@@ -103,18 +119,20 @@ class RegisteredObjects:
             )
 
     def stepped(self) -> None:
-        """A step was made: from here on objects may come that the run did not have."""
+        """Allows new objects, once the first step of a resumed run was made."""
         self._may_grow = True
 
     def states(self) -> list[Mapping[str, Any]]:
-        """What the next commit holds, as JSON; the states of objects that have not come yet are kept."""
+        """Returns the states for the next commit as JSON; states without an object are kept."""
         return [_state(thing, number) for number, thing in enumerate(self._objects, 1)] + self._waiting
 
 
 def _state(thing: Any, number: int) -> Mapping[str, Any]:
+    """Returns type and state of an object as JSON."""
     what = f"registered object {number}, {type(thing).__name__}: its state_dict()"
     return {"type": type(thing).__name__, "state": to_plain(thing.state_dict(), what, _ADVICE)}
 
 
 def _names(states: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the types of states in words."""
     return ", ".join(f"a {state['type']}" for state in states)

@@ -1,6 +1,6 @@
-"""All of a step that is not weights and moments: counters, random generators, schedule, buffers.
+"""Snapshot of training besides weights and moments: counters, random generators, schedule, buffers.
 
-The commit of an epoch holds it in its blob, a file in the safetensors format, without pickle.
+The commit of a step contains it as its blob, a file in the safetensors format, without pickle.
 """
 
 from __future__ import annotations
@@ -28,27 +28,31 @@ _ADVICE = (
 
 
 class Snapshot(NamedTuple):
-    """What a blob holds, as it was taken at the entry of the first engine call after a step."""
+    """Content of a blob, taken at the entry of the first engine call after a step."""
 
     facts: Mapping[str, Any]
-    """JSON: global_steps, skipped_steps, micro_steps, global_samples, parameter_steps by unit, scheduler, registered,
-    client_state, data (where the loader is), groups (their values), configured (what those were at `initialize`),
-    settings."""
+    """Facts as JSON.
+
+    The keys are global_steps, skipped_steps, micro_steps, global_samples, parameter_steps (by unit), scheduler,
+    loss_scale, registered, client_state, data (position of the loader), groups (their values), configured (these values
+    at `initialize`) and settings.
+    """
     generators: Mapping[str, torch.Tensor]
     """State of each random generator, as bytes."""
     buffers: Mapping[str, torch.Tensor]
-    """Persistent buffers of the model, by name, on the CPU."""
+    """Persistent buffers of the model on the CPU, by name."""
 
     def pack(self) -> dict[str, torch.Tensor]:
-        """What a commit holds: `facts`, `rng.*` and `buffer.*`."""
+        """Returns the tensors of the blob: `facts`, `rng.*` and `buffer.*`."""
         tensors = {_RNG + name: state for name, state in self.generators.items()}
         tensors |= {_BUFFER + name: value for name, value in self.buffers.items()}
+        # JSON has no NaN and no infinity, so such floats are marked.
         tensors[_FACTS] = as_bytes(json.dumps(mark_floats(self.facts), allow_nan=False).encode())
         return tensors
 
     @classmethod
     def unpack(cls, contents: Mapping[str, torch.Tensor]) -> Snapshot:
-        """What `pack` gave."""
+        """Returns the snapshot that `pack` has packed."""
         tensors = dict(contents)
         facts = unmark_floats(json.loads(bytes(tensors.pop(_FACTS).numpy())))
         generators = {name.removeprefix(_RNG): t for name, t in tensors.items() if name.startswith(_RNG)}
@@ -57,8 +61,9 @@ class Snapshot(NamedTuple):
 
 
 def read_generators(device: torch.device) -> dict[str, torch.Tensor]:
-    """States of the generators of torch, Python, numpy (where it was imported) and `device`."""
+    """Returns the states of the generators of torch, Python, numpy (if imported) and `device`."""
     states = {"torch": torch.get_rng_state(), "python": as_bytes(json.dumps(random.getstate()).encode())}
+    # numpy is optional: if nobody has imported it, nobody has drawn from its generator.
     if "numpy.random" in sys.modules:
         name, keys, *rest = sys.modules["numpy.random"].get_state()
         states["numpy"] = as_bytes(json.dumps([name, keys.tolist(), *rest]).encode())
@@ -68,10 +73,14 @@ def read_generators(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def write_generators(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Put back what `read_generators` returned."""
+    """Restores the states that `read_generators` has returned.
+
+    A GPU's state is skipped if `device` is none.
+    """
     torch.set_rng_state(states["torch"])
     version, internal, gauss = json.loads(bytes(states["python"].numpy()))
     random.setstate((version, tuple(internal), gauss))
+    # Imported here, because numpy is optional and the run may not need it.
     if "numpy" in states:
         import numpy
 
@@ -82,11 +91,12 @@ def write_generators(states: Mapping[str, torch.Tensor], device: torch.device) -
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong in a checkpoint, by name; one name for each tensor."""
+    """Returns the buffers that belong in a checkpoint, by name; a shared tensor has its first name only."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
+            # torch keeps the names of buffers that are excluded from `state_dict` in this private set.
             if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
                 found[f"{prefix}.{name}" if prefix else name] = buffer
@@ -94,12 +104,16 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def is_held(scheduler: Any) -> bool:
-    """Whether a commit can hold where a schedule is, and give it back."""
+    """Returns True if a commit can contain the schedule's state, and restore it."""
     return all(callable(getattr(scheduler, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def scheduler_state(scheduler: Any) -> Any:
-    """The state of a learning-rate schedule as JSON (see `to_plain`); None where it has none."""
+    """Returns the state of a learning-rate schedule as JSON (see `to_plain`); None if it has none.
+
+    Raises:
+        ConfigError: the state contains objects that JSON cannot represent.
+    """
     if scheduler is None or not is_held(scheduler):
         return None
     try:
@@ -109,5 +123,5 @@ def scheduler_state(scheduler: Any) -> Any:
 
 
 def as_bytes(data: bytes) -> torch.Tensor:
-    """(len(data),) uint8."""
+    """Returns a copy of `data`, (len(data),) uint8."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Settings of a step."""
+"""Settings of an optimizer step, and their change by `set_train_batch_size`."""
 
 from __future__ import annotations
 
@@ -14,29 +14,37 @@ from offload.layout.device_need import DeviceNeed
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """What the config says about a step."""
+    """The config's settings of an optimizer step."""
 
     micro_batch_size: int
     accumulation: int
     total_batch_size: int
     clip: float
-    """The largest global norm of the gradient; 0 leaves it as it is."""
+    """Largest global norm of the gradient; 0 does not clip."""
     skip_nonfinite: bool
-    """Whether a norm that is inf or NaN skips the step, or raises."""
+    """True if a norm that is inf or NaN skips the step; otherwise the step raises."""
     seed: int
     overlap: bool
-    """Whether updates run while the next forward does; off only to find faults."""
+    """True if updates run during the next forward; False only for debugging."""
     config: Config
-    """All else that it says."""
+    """All other settings."""
     scaler: LossScaler | None = None
-    """In fp16."""
+    """Loss scaler in fp16, else None."""
     device_need: DeviceNeed
 
 
 def resized(choices: StepSettings, total: int, ranks: int, gradients: torch.dtype | None) -> StepSettings:
-    """The same for steps of `total` samples. Raises `UsageError` where these are no whole micro-batches.
+    """Returns the settings for steps of `total` samples.
 
-    `gradients` is the dtype in which gradients are kept, unless the config names it.
+    Args:
+        choices: the current settings.
+        total: samples of a step over all ranks.
+        ranks: number of ranks.
+        gradients: dtype in which gradients are kept, unless the config names one.
+
+    Raises:
+        UsageError: `total` is no multiple of a micro-batch of all ranks, or several micro-batches would accumulate in
+            16 bits.
     """
     samples = choices.micro_batch_size * ranks
     if isinstance(total, bool) or not isinstance(total, int) or total < 1 or total % samples:

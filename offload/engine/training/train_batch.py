@@ -1,4 +1,4 @@
-"""One step as one call: micro-batches are given to the model as a loop of one's own would, and their losses taken."""
+"""An optimizer step as one call: the model receives micro-batches as in a loop, and its losses are collected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload.errors import UsageError
 
 
 def check_batches(batches: Any) -> None:
-    """Raise `UsageError` where `batches` cannot be gone on with from one step to the next."""
+    """Raises `UsageError` if `batches` is no iterator, and so could not continue from one step to the next."""
     if not isinstance(batches, Iterator):
         raise UsageError(
             f"train_batch expects an iterator of micro-batches, got {type(batches).__name__}: make one before the "
@@ -20,9 +20,16 @@ def check_batches(batches: Any) -> None:
 
 
 def run(model: Callable[..., Any], batch: Any) -> torch.Tensor:
-    """The loss of `batch`: a mapping has the model's keywords, a tuple or list its arguments; else it is the only one.
+    """Returns the model's loss of `batch`.
 
-    The model returns the loss, or something whose `loss`, `["loss"]` or first item it is.
+    The model returns the loss, or an output whose `.loss`, `["loss"]` or first item is the loss.
+
+    Args:
+        model: the model.
+        batch: a mapping of keyword arguments, a tuple or list of arguments, or the only argument.
+
+    Raises:
+        UsageError: the output contains no loss of one element.
     """
     if isinstance(batch, Mapping):
         output = model(**batch)
@@ -40,6 +47,7 @@ def run(model: Callable[..., Any], batch: Any) -> torch.Tensor:
 
 
 def _loss(output: Any) -> Any:
+    """Returns the loss in a model's output, or None."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping):

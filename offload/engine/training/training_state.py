@@ -1,4 +1,11 @@
-"""This moment of training: all that a commit holds beside weights and moments, taken and given back as `Snapshot`."""
+"""State of training besides weights and moments: all that a commit contains, taken and restored as a `Snapshot`.
+
+A commit of step n must contain the state as of the first engine call after step n. Between both calls the loop may step
+a schedule or change `client_state`, which belongs to step n. Random generators are the exception: a batch may be loaded
+between both calls, so their states before the load are kept apart (`before_next`).
+
+Threads. Everything runs on the thread that runs the model.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +35,16 @@ from offload.sizes import count_of
 
 _LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
 _BEFORE_NEXT = "before_next."
-"""Of the generators' names in a blob: those of before the next batch was loaded, where they differ. Without a loader of
-ours they are those of the end of the step."""
+"""Prefix of the generators' names in a blob, for states before the next batch was loaded, if different.
+
+Without a loader of ours they are the states at the end of the step.
+"""
 _OF_SCHEDULE = "the schedule's "
-"""Of the settings' names."""
+"""Prefix of the names of settings that are parameters of the schedule."""
 
 
 class TrainingState:
-    """Counters, schedule, loader, random generators, buffers, and what is the user's own."""
+    """Counters, schedule, loader, random generators, buffers, and objects of the user."""
 
     def __init__(
         self,
@@ -48,7 +57,18 @@ class TrainingState:
         layouts: Sequence[UnitLayout],
         commits: bool,
     ) -> None:
-        """`commits` says whether steps are committed at all."""
+        """Starts a new run; `restore` continues another one.
+
+        Args:
+            module: the model, whose persistent buffers each commit contains.
+            device: the compute device, for its random generator.
+            optimizer: the engine's optimizer, whose groups' values each commit contains.
+            lr_scheduler: the schedule, or None.
+            loader: the loader of `training_data`, or None.
+            choices: settings of a step.
+            layouts: the layout of each unit.
+            commits: True if steps are committed at all.
+        """
         self._module, self._device, self.optimizer, self.choices = module, device, optimizer, choices
         self.commits = commits
         self.scaler = choices.scaler
@@ -56,37 +76,37 @@ class TrainingState:
         self.global_steps, self.skipped_steps, self.micro_steps, self.global_samples = 0, 0, 0, 0
         """See the engine's."""
         self._micro_steps = 0
-        """Those of the last boundary: gradients of the micro-batches after it are in no commit."""
+        """Micro-steps at the last optimizer step: gradients of later micro-batches are in no commit."""
         self.parameter_steps = [[0] * len(layout.segments) for layout in layouts]
-        """How often each parameter was updated, by unit."""
+        """Number of updates of each parameter, by unit."""
         self.client_state: dict[str, Any] = {}
         self.registered = RegisteredObjects()
         self._generators: Mapping[str, torch.Tensor] | None = None
-        """Those that follow at the next entry."""
+        """States of the generators to restore at the next entry."""
         self._before_next: Mapping[str, torch.Tensor] | None = None
-        """Those that `restore_generators` puts back; None from the first step on."""
+        """States that `restore_generators` restores; None from the first step on."""
         self._at_end: Mapping[str, torch.Tensor] | None = None
-        """Those of the end of the last step, where somebody else loads the batches."""
+        """States at the end of the last step, if user code loads the batches."""
         self._after_step: Snapshot | None = None
-        """What a commit of the last step holds: as all was at the first call after it."""
+        """Content of a commit of the last step: the state as of the first call after it."""
         self.after_step_is_due = False
         self.edited = False
-        """Whether weights or states were set by the user since the last step."""
+        """True if the user has set weights or states since the last step."""
         self._configured = optimizer.configured()
         self._due: Mapping[str, Any] | None = None
-        """Facts of the resumed run, whose values go to the groups when all registered objects are there."""
+        """Facts of the resumed run, whose values go to the groups once all registered objects are there."""
         self._schedule_changed = False
-        """Whether the schedule goes on with other parameters than the resumed run had."""
+        """True if the schedule continues with other parameters than in the resumed run."""
         self._data = None if loader is None else loader.where()
-        """Where the loader was at the last boundary."""
+        """Position of the loader at the last optimizer step."""
 
     @property
     def loss_scale(self) -> float:
-        """By which the loss of the next backward is multiplied: 1 but in fp16."""
+        """Factor of the loss of the next backward; 1 except in fp16."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def take(self) -> Snapshot:
-        """All of this moment that is not weights and moments."""
+        """Returns the present state besides weights and moments."""
         facts = {
             "global_steps": self.global_steps,
             "skipped_steps": self.skipped_steps,
@@ -97,6 +117,7 @@ class TrainingState:
             "loss_scale": None if self.scaler is None else self.scaler.state(),
             **self.of_the_user(),
             "data": self._data,
+            # Until `put_values` the groups do not have the resumed values yet, but a commit must contain them.
             "groups": self.optimizer.values() if self._due is None else self._due["groups"],
             "configured": self._configured if self._due is None else self._due["configured"],
             "settings": self._settings(),
@@ -109,6 +130,7 @@ class TrainingState:
                 for name, state in before.items()
                 if name not in generators or not torch.equal(state, generators[name])
             }
+        # Clones, because a forward may change the buffers before the commit writes them.
         buffers = {
             name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, buffer in persistent_buffers(self._module).items()
@@ -116,7 +138,7 @@ class TrainingState:
         return Snapshot(facts, generators, buffers)
 
     def notices(self) -> list[str]:
-        """What no commit will hold, and a user should know before the first step."""
+        """Returns notices, before the first step, about state that no commit will contain."""
         if not self.commits or self.lr_scheduler is None or is_held(self.lr_scheduler):
             return []
         return [
@@ -126,10 +148,13 @@ class TrainingState:
         ]
 
     def restore(self, progress: Snapshot, schedule: bool = True) -> list[str]:
-        """Go on from `progress`. Random generators follow at the entry of the next engine call, or before its batch.
+        """Continues from `progress`; returns notices for the user.
 
-        Without `schedule` that of `initialize` stays as it is, and so do the values of the groups that it moves.
-        What of it a user should know.
+        Random generators are restored at the entry of the next engine call, or before its batch is loaded.
+
+        Args:
+            progress: the snapshot of a commit or checkpoint.
+            schedule: False to keep the schedule of `initialize`, and the groups' values that it sets.
         """
         facts, mine, notices = progress.facts, self._settings(), list[str]()
         same_schedule = schedule and facts["settings"]["schedule"] == mine["schedule"]
@@ -138,6 +163,7 @@ class TrainingState:
         if (facts["scheduler"] is not None and same_schedule) or facts["registered"]:
             goes_on = " (a schedule goes on from the former)"
             changed = [line + goes_on if line.startswith("learning rates") else line for line in changed]
+        # Until the first step a commit contains exactly what was restored.
         self._after_step = progress
         if changed:
             notices.append(f"resumed with other settings than the run had: {', '.join(changed)}")
@@ -149,6 +175,7 @@ class TrainingState:
             self.optimizer.record(self.optimizer.overflow, self.loss_scale)
         self.global_samples = facts["global_samples"]
         self.client_state = from_plain(facts["client_state"])
+        # Parameters of the same schedule have changed: its state is restored, then the new parameters apply to it.
         self._schedule_changed = same_schedule and any(line.startswith(_OF_SCHEDULE) for line in changed)
         if facts["scheduler"] is not None and same_schedule and is_held(self.lr_scheduler):
             self.lr_scheduler.load_state_dict(from_plain(facts["scheduler"]))
@@ -157,14 +184,14 @@ class TrainingState:
                 f"the schedule {type(self.lr_scheduler).__name__} stays as this script has made it, at step "
                 f"{self.global_steps}: where it was could not be held"
             )
-        # The first commit is made before anything can be registered.
+        # The first commit precedes every registration, so a run resumed from it may register any number of objects.
         more = self.registered.restore(facts["registered"], may_grow=not self.global_steps)
         if more:
             notices.append(
                 f"the last {count_of(more, 'registered object was', 'registered objects were')} not saved: left as now"
             )
-        # Otherwise the schedule of now counts, from where it is.
-        # The numbers of another optimizer's groups say nothing here.
+        # Under another schedule the present one sets the values, from its own position.
+        # Values of another optimizer's groups have no meaning here.
         same_rule = then["optimizer"] == mine["optimizer"]
         self._due = facts if same_rule and (same_schedule or self.lr_scheduler is None) else None
         self.put_values()
@@ -175,7 +202,7 @@ class TrainingState:
             self._generators = generators
             self._before_next = {**generators, **before}
         else:
-            write_generators(generators, self._device)  # this is the moment at which a new run took them
+            write_generators(generators, self._device)  # a new run has taken its first snapshot at this same point
         if self.loader is not None and facts["data"] is None and self.global_steps:
             notices.append("the run had no training_data: what this one is given begins at its first pass")
         if self.loader is None:
@@ -191,9 +218,9 @@ class TrainingState:
         return notices
 
     def enter(self) -> None:
-        """A call of the engine: put generators back that were restored, and take the moment after a step, if due."""
+        """Prepares a call of the engine: restores generators that are due, and takes the state after a step, if due."""
         if self._generators is not None:
-            # What has loaded a batch since has put them back before that, and it may have drawn.
+            # A loader that was iterated since has restored them before its first batch, which may have drawn numbers.
             if self.loader is None or not self.loader.restored:
                 write_generators(self._generators, self._device)
             self._generators = None
@@ -201,47 +228,55 @@ class TrainingState:
             self._after_step, self.after_step_is_due = self.take(), False
 
     def restore_generators(self) -> None:
-        """See the engine's."""
+        """Restores the generators of the resumed run as before its next batch was loaded; see the engine's method."""
         if self._before_next is not None:
             write_generators(self._before_next, self._device)
-            self._generators = None  # the entry that follows leaves them alone
+            self._generators = None  # the next entry must not restore them again
 
     def ended(self) -> None:
-        """A step is over: what somebody else's loader draws from here on is drawn again in a resumed run."""
+        """Reads the generators at the end of a step: a resumed run repeats all later draws of the user's loader."""
         if self.loader is None and self.after_step_is_due:
             self._at_end = read_generators(self._device)
 
     @property
     def after_step(self) -> Snapshot | None:
-        """What a commit of the last step holds; None where that is not taken yet, or nothing is ever committed."""
+        """Content of a commit of the last step; None if it is not taken yet, or if nothing is ever committed."""
         return self._after_step
 
     def for_commit(self) -> Snapshot:
-        """What a commit of now holds: a forward that was given up since the step has drawn, and changed buffers.
+        """Returns the content of a commit made now.
 
-        Where weights were edited since, all else may have been too, but for the generators.
+        A forward that was abandoned since the step has drawn random numbers and changed buffers, so the state after the
+        step counts. If weights were edited since, the present state counts, except for the generators.
         """
         if self._after_step is None:
             return self.take()
         return self.take()._replace(generators=self._after_step.generators) if self.edited else self._after_step
 
     def stepped(self, micro_batches: int, overflow: bool) -> None:
-        """A boundary was passed, of so many micro-batches; with an `overflow`, a norm not finite, it is skipped."""
+        """Counts an optimizer step.
+
+        Args:
+            micro_batches: micro-batches of the step.
+            overflow: True if the norm was not finite and the step was skipped.
+        """
         self._after_step, self.after_step_is_due, self.edited = None, self.commits, False
         self._before_next = self._at_end = None
         self.global_steps += 1
+        # A commit counts the micro-batches up to here; later ones are repeated by a resumed run.
         self._micro_steps = self.micro_steps
         self.skipped_steps += overflow
         if self.scaler is not None:
             self.scaler.stepped(overflow)
         self.optimizer.record(overflow, self.loss_scale)
+        # `micro_batches` may differ from the accumulation: the user may set the boundary.
         self.global_samples += self.choices.total_batch_size // self.choices.accumulation * micro_batches
         self.registered.stepped()
         if self.loader is not None:
             self._data = self.loader.trained()
 
     def mark_edited(self, edited: bool = True) -> None:
-        """Notes whether weights or states were set by the user since the last commit."""
+        """Records if the user has set weights or states since the last commit."""
         self.edited = edited
 
     def count_micro_steps(self, passed: int) -> None:
@@ -249,11 +284,11 @@ class TrainingState:
         self.micro_steps += passed
 
     def change_settings(self, choices: StepSettings) -> None:
-        """Trains on with other settings of a step."""
+        """Continues with other settings of a step."""
         self.choices = choices
 
     def set_client_state(self, value: dict[str, Any]) -> None:
-        """Replaces what the user wants to have in each commit."""
+        """Replaces the user's dict that each commit contains."""
         self.client_state = value
 
     def set_lr_scheduler(self, value: Any) -> None:
@@ -261,9 +296,12 @@ class TrainingState:
         self.lr_scheduler = value
 
     def put_values(self) -> None:
-        """Give the groups the committed values, once nobody constructs a schedule over them any more."""
+        """Gives the groups the committed values, once all registered objects, which may be schedules, are there.
+
+        The constructor of a schedule changes the groups' learning rates, so values that were set before would be lost.
+        """
         if self._due is not None and self.registered.complete:
-            # A schedule goes on from its own state, whatever the config's learning rate is now.
+            # A schedule continues from its own state, whatever learning rate is configured now.
             scheduled = self.lr_scheduler is not None or self.registered.schedules
             merged = merge_values(self._due["groups"], self._due["configured"], self._configured, scheduled)
             for group, values in zip(self.optimizer.param_groups, merged, strict=True):
@@ -273,12 +311,19 @@ class TrainingState:
             self._due = None
 
     def regrouped(self) -> None:
-        """The optimizer has one group more. Raises `UsageError` where that cannot go on."""
+        """Adapts schedule and settings to a group that was added to the optimizer.
+
+        Raises:
+            UsageError: the groups of a resumed run are not restored yet, or the schedule has no learning rate for the
+                group.
+        """
         groups, schedule = self.optimizer.param_groups, self.lr_scheduler
         if self._due is not None:
             raise UsageError(
                 "a resumed run has its groups again when all objects are registered; add groups after that"
             )
+        # Our schedules can adapt to a new group. A schedule of torch has one learning rate for each group from the
+        # start.
         if isinstance(schedule, Schedule):
             schedule.take_in()
         elif schedule is not None and len(getattr(schedule, "base_lrs", groups)) != len(groups):
@@ -290,7 +335,11 @@ class TrainingState:
         self._configured = [*self._configured, self.optimizer.configured()[-1]]
 
     def of_the_user(self) -> dict[str, Any]:
-        """What the user wants to be held, as JSON. Raises `UsageError` where it cannot be."""
+        """Returns the user's own state as JSON.
+
+        Raises:
+            UsageError: it contains objects that JSON cannot represent.
+        """
         if not isinstance(self.client_state, dict):
             raise UsageError(f"engine.client_state must be a dict, got {type(self.client_state).__name__}")
         advice = (
@@ -301,7 +350,7 @@ class TrainingState:
         return {"client_state": state, "registered": self.registered.states()}
 
     def _settings(self) -> dict[str, Any]:
-        """What may differ in a resumed run, which is then another run from there on."""
+        """Returns settings that may differ in a resumed run, each under its name in notices."""
         choices = self.choices
         parameters = self.lr_scheduler.parameters if isinstance(self.lr_scheduler, Schedule) else {}
         return {
