@@ -1,4 +1,4 @@
-"""The safetensors files of a model's folder, read tensor by tensor: what lies in them, and where."""
+"""Safetensors files of a model's folder, whose tensors are read one by one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from offload.sizes import MIB
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _PIECE_NBYTES = MIB
-"""Of copies in fp32 of larger ones, which come and go, the allocator was seen to keep a gigabyte."""
+"""With larger chunks, whose fp32 copies are allocated and freed all the time, the allocator kept a gigabyte."""
 
 
 class Stamp(NamedTuple):
-    """What changes with a file."""
+    """Properties of a file that change with its content."""
 
     inode: int
     nbytes: int
@@ -30,11 +30,12 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> Stamp:
+        """Returns the stamp of a file's status."""
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class Stored(NamedTuple):
-    """A tensor of a file, of which nothing is in memory."""
+    """A tensor in a file, none of which is in memory; implements `Origin`."""
 
     name: str
     path: Path
@@ -43,16 +44,22 @@ class Stored(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
         return self.place.tensor.shape
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the tensor in the file."""
         return self.place.tensor.dtype
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Its elements, (n,) at a time, each with the position of the first; a piece is valid until the next one.
+        """Yields the elements, (n,) at a time, each chunk with the position of its first element.
 
-        Raises `IoError`, and `StoreError` where the file has changed since it was looked at.
+        A chunk is valid until the next one is requested.
+
+        Raises:
+            IoError: If the file cannot be read.
+            StoreError: If the file has changed since its header was read.
         """
         itemsize, total = self.dtype.itemsize, self.place.tensor.nbytes
         buffer = memoryview(bytearray(min(total, _PIECE_NBYTES)))
@@ -63,7 +70,7 @@ class Stored(NamedTuple):
                 yield start // itemsize, torch.frombuffer(part, dtype=self.dtype)
 
     def whole(self) -> torch.Tensor:
-        """All of it, in memory of its own."""
+        """Returns the tensor, in memory of its own."""
         whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         flat = whole.view(-1)
         for position, values in self.pieces():
@@ -71,6 +78,7 @@ class Stored(NamedTuple):
         return whole
 
     def _open(self) -> Any:
+        """Opens the file and checks that it is unchanged. Unbuffered, because the reads are large."""
         try:
             file = self.path.open("rb", buffering=0)
         except OSError as error:
@@ -81,10 +89,12 @@ class Stored(NamedTuple):
         return file
 
     def _fill(self, descriptor: int, offset: int, part: memoryview) -> None:
+        """Fills `part` from a byte offset of the file."""
         done = 0
         try:
             while done < len(part):
                 count = os.preadv(descriptor, [part[done:]], offset + done)
+                # The end of the file: the file was cut after its header was read.
                 if not count:
                     raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
                 done += count
@@ -93,9 +103,12 @@ class Stored(NamedTuple):
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """All tensors of a folder's safetensors files, one file or those of an index, by name. Only their heads are read.
+    """Returns all tensors of a folder's safetensors files by name, in one file or those of an index. Reads only
+    headers.
 
-    Raises `StoreError` where there are none, or a file is missing, not whole or not what the index says.
+    Raises:
+        StoreError: If there are none, or a file is missing, incomplete or not what the index says.
+        IoError: If a file cannot be read.
     """
     if not folder.is_dir():
         raise StoreError(f"there is no folder {folder}; give one that save_pretrained has written")
@@ -117,7 +130,9 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def _of_file(path: Path) -> dict[str, Stored]:
+    """Returns the tensors of one file."""
     try:
+        # Before the header: a change in between is then noticed by the first read.
         stamp = Stamp.of(path.stat())
     except OSError as error:
         raise IoError(str(path), 0, 0, error.errno or errno.EIO, "look at") from error
@@ -125,7 +140,7 @@ def _of_file(path: Path) -> dict[str, Stored]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor. A file's name that leads out of the folder is no such."""
+    """Returns the file of each tensor. A file name with a path, which could lead out of the folder, is refused."""
     try:
         places = json.loads(path.read_bytes())["weight_map"]
         wrong = next((name for name in places.values() if Path(name).name != name), None)
@@ -137,7 +152,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _what_is_there(folder: Path) -> str:
-    """Why there is nothing to load."""
+    """Returns the reason why a folder cannot be loaded, and the next action."""
     names = sorted(path.name for path in folder.iterdir())
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if "adapter_config.json" in names:
