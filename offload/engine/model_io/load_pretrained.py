@@ -207,7 +207,9 @@ def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dic
 
 
 def _dtype(given: Any) -> torch.dtype | None:
-    """Returns the dtype as from_pretrained accepts it; "auto" means that of the engine's config. Raises `UsageError`."""
+    """Returns a dtype as from_pretrained accepts it, None for "auto" (that of the engine's config). Raises
+    `UsageError`.
+    """
     if given is None or given == "auto" or isinstance(given, torch.dtype):
         return None if given == "auto" else given
     found = getattr(torch, given, None) if isinstance(given, str) else None
