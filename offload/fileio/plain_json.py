@@ -40,6 +40,7 @@ def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         _check_digits(value, name)
         return value
+    # A list that contains itself would recurse for ever.
     if not depth:
         raise UsageError(f"{name} is nested more than {_DEPTH} deep, perhaps in itself; {advice}")
 
@@ -48,6 +49,7 @@ def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
 
     if isinstance(value, list | tuple):
         items = [inner(item, index) for index, item in enumerate(value)]
+        # JSON would turn a tuple into a list, and the user's object would not receive what it has saved.
         return items if isinstance(value, list) else {f"{_MARK}tuple": items}
     if not isinstance(value, dict):
         raise UsageError(f"{name} is a {type(value).__module__}.{type(value).__qualname__}; {advice}")

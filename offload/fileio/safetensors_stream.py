@@ -100,6 +100,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
     try:
         with path.open("rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            # A damaged length must not make `read` allocate gigabytes.
             if length > _LONGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
@@ -109,6 +110,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
         for name, entry in header.items():
             tensor = Tensor(DTYPES[entry["dtype"]], tuple(entry["shape"]))
             start, end = entry["data_offsets"]
+            # A truncated file shows here, before any tensor is read.
             if end - start != tensor.nbytes or start < 0 or _LENGTH.size + length + end > size:
                 raise ValueError(f"{name} lies at {start} to {end}, in a file of {size} bytes")
             places[name] = TensorLocation(tensor, _LENGTH.size + length + start)
@@ -146,9 +148,11 @@ class Writer:
         self._path = path
         self._descriptor = -1
         self.nbytes = max((p.offset + p.tensor.nbytes for p in self.places.values()), default=len(head))
+        # O_EXCL and O_NOFOLLOW: a file of another writer is never touched, not even through a link.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor = os.open(path, flags, 0o600 if private else 0o666)
+            # The file has its full size from the start, so chunks can be written in any order.
             os.ftruncate(self._descriptor, self.nbytes)
             # A full disk shows now and not in the middle of the writing.
             if reserved:
@@ -162,6 +166,7 @@ class Writer:
         """Allocates the disk space of a tensor, in a file that was not `reserved`."""
         place = self.places[name]
         try:
+            # `posix_fallocate` refuses a length of zero, which an empty tensor has.
             os.posix_fallocate(self._descriptor, place.offset, max(place.tensor.nbytes, 1))
         except OSError as error:
             raise IoError(
@@ -191,6 +196,7 @@ class Writer:
         try:
             os.fsync(self._descriptor)
         except OSError as error:
+            # A failed sync means that written bytes may be lost; the caller must discard the file.
             raise IoError(str(self._path), 0, 0, error.errno or errno.EIO, "sync") from error
         finally:
             self._drop()

@@ -77,7 +77,9 @@ def export(
         # A folder without a tokenizer is reported before anything is written.
         tokenizer_files(tokenizer)
     told: list[str] = []
+    # Everything is written into a staging folder; `out` appears complete when the context ends.
     with arriving(out, told.append) as folder:
+        # The staging folder is on the same drive as `out` and exists already.
         check_room(folder, plan.nbytes, out)
         with Files(folder, plan, source.buffers) as files:
             beyond = stream(source, plan, files, progress)
@@ -98,6 +100,7 @@ def check_target(out: Path) -> None:
     """Raises `StoreError` if an export to `out` would change something that exists."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise StoreError(f"{out} is there already; give a folder that is not there, or an empty one")
+    # A mount point cannot be renamed, so the folder could not be put in place at the end.
     if out.is_mount():
         raise StoreError(f"{out} is a drive's root, which cannot be replaced; give a folder in it")
     if not out.parent.is_dir():

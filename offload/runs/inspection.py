@@ -72,6 +72,7 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
     content: dict[str, Any] = {
         "path": str(path),
         "run": path.name,
+        # Every key is always present, so that scripts need no case for a run without a readable manifest.
         "model": None,
         "mode": None,
         "world_size": None,
@@ -109,6 +110,7 @@ def _checkpoints(path: Path, saved: Sequence[Path]) -> dict[str, Any]:
     return {
         "path": str(path),
         "latest": latest.read_text(errors="replace").strip() if latest.is_file() else None,
+        # A damaged checkpoint has neither step nor date and is listed first.
         "checkpoints": sorted(found, key=lambda each: (each["epoch"] or 0, each["created"] or "")),
         "saved_to_by": saver(path),
         "leftovers": [str(each) for each in goes],
@@ -175,6 +177,7 @@ def _rank(found: Found) -> dict[str, Any]:
     manifest = found.manifest
     states: dict[str, None] = {}
     for row in () if manifest is None else manifest.spec.partitions:
+        # A dict in place of a set: the order of the states is that of the manifest.
         states |= dict.fromkeys(state.value for state in row)
     return {
         "rank": found.rank,
@@ -195,6 +198,7 @@ def _rank(found: Found) -> dict[str, Any]:
 
 def _written(found: Found) -> dict[str, Any]:
     """Returns the bytes that this rank has written to each of its drives since the run began, up to its last commit."""
+    # The counters are stored in the commit, so a run without one has none.
     nbytes, rated = found.whole[0].written if found.whole else ([], None)
     return {"written_bytes": nbytes, "rated_bytes": rated}
 

@@ -68,6 +68,7 @@ class Report(NamedTuple):
         """Returns the report as lines of text, with at most `most` damages of each rank."""
         found: list[str] = []
         for each in self.ranks:
+            # Damaged files first, then damaged bytes, then the summary of the rank.
             found += [f"rank {each.rank}: damaged: {wrong}" for wrong in each.wrong]
             found += [f"rank {each.rank}: damaged: {damage}" for damage in each.damages[:most]]
             if len(each.damages) > most:
@@ -88,6 +89,7 @@ class Report(NamedTuple):
             "path": str(self.path),
             "whole": self.whole,
             "step": self.epoch,
+            # `epoch` is the older name of `step`, kept for scripts.
             "epoch": self.epoch,
             "ranks": [
                 {
@@ -228,6 +230,7 @@ class RunChecking:
                 if not each.commits and not each.wrong:
                     raise StoreError(f"{each.folder}: nothing was committed yet")
         except BaseException:
+            # The locks must not outlive a failed construction.
             self._open.close()
             raise
 
@@ -238,8 +241,10 @@ class RunChecking:
 
     def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> Report:
         """Reads and compares the newest commit that is complete on all ranks."""
+        # A kill may leave ranks at different commits; a resume takes the newest that all ranks hold.
         serial = last_of_all(each.whole[0].record.serial for each in self._found if each.whole) or 0
         ranks = [_check(each, serial, queue, progress) for each in self._found]
+        # A run without a complete commit on one rank has no step that could be resumed.
         lost = any(rank.epoch is None for rank in ranks)
         return Report(self._run, None if lost else ranks[0].epoch, tuple(ranks))
 
@@ -276,6 +281,7 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
         )
     commit = found.commit(serial)
     if commit is None:
+        # The rank misses the commit that the others hold; its own newest is compared, so that the report is complete.
         commit = found.whole[0]
         have = ", ".join(str(c.record.serial) for c in found.commits)
         wrong.append(Wrong(str(found.folder), f"it holds commits {have}; the last that is whole elsewhere is {serial}"))
@@ -286,12 +292,15 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
                 bad.append(damage)
                 places.append(_places(file, damage))
             compared = True
+            # The commit before is only a hint for the user, and its damage does not count.
             other = next((c for c in found.commits if c.record.serial < record.serial), None)
             if other is not None:
                 before = _before(found, other, file, queue, progress)
         if bad and serial == max(c.record.serial for c in found.commits):
-            reserve(found.folder / "suspect", 1)  # the next resume compares everything, and falls back if it can
-    except IoError as error:  # a missing file is in `wrong` already
+            # The next resume finds this file, compares everything, and falls back to the commit before if it can.
+            reserve(found.folder / "suspect", 1)
+    except IoError as error:
+        # A missing file is in `wrong` already; report only errors of other kinds, such as a lack of permission.
         if not any(each.path.startswith(error.path) or error.path.startswith(each.path) for each in wrong):
             wrong.append(Wrong(error.path, str(error)))
     return RankReport(

@@ -106,6 +106,7 @@ def assemble(
         compute = compute_spans(timeline, names)
         rounds = None if plan.ranks is None else Agreement(plan.ranks, names, callbacks, timeline=timeline)
         pager = _pager(plan, host, arena, store, rounds, timeline)
+        # Each component that owns memory or a thread registers how it is closed; an error closes them in reverse order.
         undo.callback(pager.close)
         held = _held(plan, host, arena, pager, store)
         _fill(plan, model, held, resume)
@@ -127,6 +128,7 @@ def assemble(
         undo.callback(weights.remove)
         trains = any(plan.parts.trainable_numel)
         updater = _updater(plan, optimizer, host, held, gradients, timeline) if trains else None
+        # Complete: from now on the engine closes the components.
         undo.pop_all()
     return EngineComponents(
         hooks,
@@ -330,6 +332,7 @@ def _downloads(plan: Plan, host: HostArena, pager: Pager, timeline: Timeline) ->
     """Returns the copies of gradients from the device to staging buffers in host memory."""
     staging = [host.staging.take(host.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
     leases = [lease for lease in staging if lease is not None]
+    # Two buffers or more: one is filled by the device while the CPU reads another.
     assert len(leases) == STAGING_BUFFERS, "the class was sized for them"
     most = plan.parts.largest_gradient
     return DeviceToHost(plan.device, leases, most, plan.device_kernels, pager.fail, pager.check, timeline=timeline)

@@ -43,6 +43,8 @@ def check_same(
     Raises:
         ConfigError: If the ranks differ, on every rank.
     """
+    # Everything that decides the layout, the collectives or the numbers. Paths may differ: each machine has its own
+    # drives.
     facts = {
         "batch": list(batch),
         "weights": config.weight_tier,
@@ -63,6 +65,7 @@ def check_same(
             name for name, parameter in model.named_parameters() if origin_of(parameter) is not None
         ],
     }
+    # Every rank receives all facts and raises the same error, so that no rank waits for another.
     everyone = ranks.share(facts)
     for name, mine in everyone[0].items():
         for rank, others in enumerate(everyone):
@@ -90,6 +93,7 @@ def check_model(model: nn.Module) -> None:
     # `named_parameters` yields tied parameters once, so one address under two names means two parameter objects.
     memory: dict[int, str] = {}
     for name, parameter in model.named_parameters():
+        # Empty tensors and tensors on meta have no address of their own.
         if parameter.numel() and not parameter.is_meta:
             other = memory.setdefault(parameter.data_ptr(), name)
             if other != name:
@@ -148,6 +152,7 @@ def check_batch_norm(model: nn.Module, mode: Mode, device: torch.device, buffer_
         return
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(module.running_mean, torch.Tensor):
+            # `buffer_dtype` is applied when the engine takes the model over, so it decides if given.
             have = buffer_dtype or module.running_mean.dtype
             if module.weight is not None and have != dtype:
                 raise ConfigError(

@@ -60,12 +60,14 @@ def settle(
     config = load_config(content)
     if not _is_open(content, config):
         return dict(content), None
+    # Ranks on different machines would choose differently, so rank 0 chooses for all.
     chosen = Choice(*as_the_first(lambda: _choose(config, checkpoint), "choose the dtype"))
     return _with_dtype(content, chosen.dtype), chosen.line
 
 
 def _choose(config: Config, checkpoint: str | os.PathLike[str] | None) -> Choice:
     """Returns the dtype of the checkpoint or of the run, or else the choice for this machine."""
+    # The measurement takes time and is needed only for a new run.
     begun = _of_checkpoint(checkpoint) if checkpoint is not None else _of_run(config)
     return precision.choose(compute_device(config.offload.device)) if begun is None else Choice(begun)
 
@@ -73,11 +75,13 @@ def _choose(config: Config, checkpoint: str | os.PathLike[str] | None) -> Choice
 def _is_open(content: Mapping[str, Any], config: Config) -> bool:
     """Returns whether a config sets no dtype, or "auto"."""
     said = content.get("bfloat16") or content.get("bf16") or {}
+    # fp32 is what a config without a dtype gets, so only fp32 can be an open choice.
     return said.get("enabled") in (None, "auto") and config.dtype == "fp32" and not config.torch_autocast.enabled
 
 
 def _with_dtype(content: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Returns a copy of a config with an open dtype set to bf16 or fp32, or to fp16 if the run was begun so."""
+    # "bfloat16" is DeepSpeed's older name of the block; a config keeps the name that it has.
     name = "bfloat16" if "bfloat16" in content else "bf16"
     said = {name: dict(content.get(name) or {}) | {"enabled": dtype == "bf16"}}
     if dtype == "fp16":
@@ -120,6 +124,7 @@ def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
         goes_on: True if a run is resumed, whose dtype cannot change.
     """
     dtype = config.torch_autocast.dtype if config.torch_autocast.enabled else config.dtype
+    # Only processors are measured, and each dtype is worth one warning.
     if dtype == "fp32" or device.type != "cpu" or dtype in warned:
         return
     warned.add(dtype)

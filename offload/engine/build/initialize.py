@@ -139,6 +139,7 @@ def initialize(
         check_data(training_data, collate_fn)
         device = open_device(compute_device(loaded.offload.device))
     except Exception as error:
+        # The process group of this engine does not exist yet, so the reason goes through torch's store.
         stay_away(f"{type(error).__name__}: {error}")
         raise
     ranks = join_ranks(device)

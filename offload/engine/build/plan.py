@@ -102,6 +102,7 @@ def decide(
         StoreError: If the run on the drives does not fit the configured "resume".
     """
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    # Checks that need no other rank come first, so that their error is the one that is reported.
     check_model(model)
     check_alone(optimizer, world_size)
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
@@ -109,6 +110,7 @@ def decide(
     layouts = layouts_of(model, units, world_size, kept)
     check_batch_norm(model, mode, device.torch, buffers)
     if ranks is not None:
+        # Before the disks are inspected: ranks with different configs would look for different runs.
         check_same(ranks, config, batch, mode, layouts, model)
     device_kernels, why_not = _device_kernels(device)
     request = MemoryRequest(
@@ -135,10 +137,12 @@ def decide(
         buffer_dtype=buffers,
         commit_every=memory.commit_every,
         resume=found.resume,
+        # With "never", a closed run of this name is replaced too, with a notice.
         replace=config.offload.resume == "restart" or bool(found.replaced),
         device_kernels=device_kernels,
         notices=(
             *config.notices,
+            # Every rank finds the same run, and one notice is enough.
             *(found.replaced if rank == 0 else ()),
             *memory.notices,
             *why_not,
@@ -151,6 +155,7 @@ def _with_disks(placed: PlacedStates, ranks: Ranks | None) -> tuple[MemoryPlan, 
     """Returns the memory plan that fits the room and the runs on all ranks' drives, and the run that was found."""
     config = placed.request.config
     found = find_run(config, placed.placement.on_disk, ranks)
+    # Room is measured only if it can change the result.
     wanted = wanted_slots(placed, on_disk=found.on_disk, resume=found.resume)
     full = no_room(config, placed, ranks) if wanted.depends_on_room else None
     return plan_memory(placed, wanted, full), found
@@ -159,6 +164,7 @@ def _with_disks(placed: PlacedStates, ranks: Ranks | None) -> tuple[MemoryPlan, 
 def _machine(config: Config, device: Device, ranks: Ranks | None, device_kernels: bool) -> Machine:
     """Returns the resources of this machine that one of its ranks may use."""
     return Machine(
+        # The ranks of one machine divide its free memory evenly.
         free_host=free_host_memory() // (1 if ranks is None else ranks.here),
         free_device=device.free_bytes(),
         host_addressable=device.host_addressable,

@@ -75,6 +75,7 @@ def only_save(folder: Path, tag: str, lock: Path | None = None) -> Iterator[None
                 f"{folder} is being saved to by {error.holder}: save again when that is done, or give each run a "
                 f"folder of its own"
             ) from None
+    # Some network file systems have no locks. A warning is better than no save at all.
     if held.refused is not None:
         logger.warning(
             "%s cannot be locked (%s): nothing else may save into %s now", path, held.refused.strerror, folder
@@ -117,6 +118,7 @@ def _is_left_latest(path: Path) -> bool:
     if path.is_symlink() or not path.is_file():
         return False
     tag = path.name.removeprefix(f".{LATEST}.").encode()
+    # A kill may have cut the file off, so a prefix of the tag is ours too.
     return path.stat().st_size <= len(tag) and tag.startswith(path.read_bytes())
 
 
@@ -214,6 +216,7 @@ def write_new(path: Path, data: bytes) -> None:
 def make_folder(folder: Path) -> None:
     """Creates a folder and its missing parents durably: a power cut after the return does not lose them."""
     with told(folder, "make"):
+        # The parents that `mkdir` will make: each new name is durable only after a sync of the folder above.
         new = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         for each in new:
@@ -240,7 +243,8 @@ def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
                 if path in returns:
                     named = _NAMES.fullmatch(path.name)
                     assert named is not None
-                    os.rename(path, path.with_name(named["tag"]))  # a save was killed between two renames
+                    # A save was killed between two renames: the old checkpoint is the only one.
+                    os.rename(path, path.with_name(named["tag"]))
                 elif path.is_dir():
                     _delete(path)
                 else:
@@ -263,7 +267,8 @@ def end_folder(checkpoint: Path, latest: bool) -> None:
     if latest:
         with told(new, "write"):
             new.unlink(missing_ok=True)
-        write_new(new, checkpoint.name.encode())  # a full disk is noticed before anything changes
+        # Written before the renames, so that a full disk is noticed before anything changes.
+        write_new(new, checkpoint.name.encode())
     with told(checkpoint, "rename"):
         # The names in the folder must be durable before the folder gets its final name.
         sync_folder(partial)
@@ -306,6 +311,7 @@ def prune(folder: Path, keep: int, newest: str) -> list[str]:
         newest: Tag of the checkpoint just saved.
     """
     found = list(checkpoints(folder))
+    # `latest` may name another checkpoint than the newest, if the save was told not to write it.
     kept = {newest}
     with contextlib.suppress(OSError, ValueError):
         kept.add((folder / LATEST).read_text(encoding="utf-8").strip())

@@ -69,6 +69,7 @@ class Manifest(NamedTuple):
     def pack(self) -> bytes:
         """Returns the content of the file."""
         files = {name: {"nbytes": each.nbytes, "crc32c": dict(each.sums)} for name, each in self.files.items()}
+        # The kind comes first in the file: `_KIND_IN` still finds it if the end of the file is lost.
         content = {"kind": _KIND, "format": FORMAT, **self._asdict(), "files": files}
         return json.dumps({**content, "crc32c": _sum_of(content)}, indent=1).encode()
 
@@ -89,6 +90,7 @@ class Manifest(NamedTuple):
                     f"it is of format {content['format']}, this version of offload reads format {FORMAT}; load it with "
                     f"the version that saved it ({content.get('about', {}).get('offload', 'unknown')})"
                 )
+            # The format is checked before: another version may compute another checksum.
             if content.pop("crc32c") != _sum_of(content):
                 raise ValueError("its checksum is not the one written: the file is damaged")
             files = {name: Saved(each["nbytes"], each["crc32c"]) for name, each in content["files"].items()}
@@ -99,6 +101,7 @@ class Manifest(NamedTuple):
 
 def _sum_of(content: Mapping[str, Any]) -> int:
     """Returns the CRC-32C of JSON, independent of its formatting."""
+    # The inner round trip turns tuples into lists and keys into strings, as a manifest that was read has them.
     return crc32c(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
 
 
@@ -153,6 +156,7 @@ def check_tag(tag: Any) -> str:
             f"the tag {name!r} cannot name a folder of its own: give a name without a slash that does not begin with a "
             f"dot and is not {LATEST!r}, such as global_step100"
         )
+    # Such names are valid for the system, but unreadable in messages and in `latest`.
     if name != name.strip() or any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in name):
         raise UsageError(
             f"the tag {name!r} cannot name a folder of its own: it begins or ends with white space, or has control "
@@ -205,6 +209,7 @@ def is_checkpoint(folder: Path) -> bool:
     try:
         content = json.loads(data)
     except (ValueError, RecursionError):
+        # Truncated or damaged JSON. The folder must still count as ours, so that the damage is reported.
         return _KIND_IN.search(data) is not None
     return isinstance(content, dict) and content.get("kind") == _KIND
 
@@ -232,6 +237,7 @@ def checkpoints(folder: Path) -> dict[str, Manifest]:
     """Returns the readable checkpoints in `folder` by tag, the oldest first."""
     found: dict[str, Manifest] = {}
     for each in folder.iterdir() if folder.is_dir() else ():
+        # Names with a leading dot are unfinished or half-deleted checkpoints.
         if not each.name.startswith("."):
             with contextlib.suppress(StoreError):
                 found[each.name] = read_manifest(each)
@@ -253,6 +259,7 @@ def find(load_dir: str | os.PathLike[str], tag: Any) -> str | None:
         try:
             tag, named = _read_latest(folder), f"named by {folder / LATEST}"
         except FileNotFoundError:
+            # No `latest`: the user may have named the checkpoint itself.
             if may_be_checkpoint(folder):
                 return str(folder)
             refuse_rank(folder)

@@ -115,6 +115,7 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
         expected = tensors_of(layouts, mode, manifest.world_size, manifest.frozen)
         names = [name for each in range(manifest.world_size) for name in (states_file(each), progress_file(each))]
         found: dict[str, TensorLocation] = {}
+        # Missing files first, because their names are the most useful message.
         if wrong := wrong_files(folder, manifest):
             raise ValueError("; ".join(f"{name} {reason}" for name, reason in wrong.items()))
         for name in names:
@@ -125,6 +126,7 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
                     raise ValueError(f"{name} holds other tensors than the manifest says")
                 if found.keys() != manifest.files[name].sums.keys():
                     raise ValueError(f"the manifest has not a checksum of each tensor of {name}")
+        # With another number of ranks no saved progress belongs to this rank, and rank 0's serves all.
         own = manifest.world_size == world_size
         name = progress_file(rank if own else 0)
         data = (folder / name).read_bytes()
@@ -135,6 +137,7 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(f"the checkpoint {folder} is not whole: {error}; load another") from error
     saved = places(layouts, tied, manifest.frozen)
+    # The checkpoint may have saved a tied parameter under a name that is not the first one in this model.
     saved |= {first: saved[name] for name, first in tied_here.items() if name in saved and first not in saved}
     return FoundCheckpoint(
         folder=folder,
@@ -166,6 +169,7 @@ def check_fits(
     """
     what = f"the checkpoint {found.folder}"
     shapes = {s.name: s.shape for layout in held.layouts for s in layout.segments}
+    # Frozen weights that were left out of the save are not missing: they keep their values.
     absent: set[str] = set()
     if not found.manifest.frozen:
         absent = {s.name for layout in found.layouts for s in layout.segments if not s.trainable}
@@ -181,6 +185,7 @@ def check_fits(
             f"are not the same: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"
         )
     for segment in (segment for layout in held.layouts for segment in layout.segments if wish.states):
+        # A parameter that the checkpoint does not contain keeps its states, so it cannot differ.
         kept = found.saved[segment.name][1].kept if segment.name in found.saved else segment.kept
         if kept != segment.kept:
             raise StoreError(
@@ -298,6 +303,7 @@ def compare_bytes(
         key = piece.rank, piece.name
         # The manifest has one checksum for a whole tensor. Chunks end in order, so their checksums are joined.
         sums[key] = crc32c_joined(sums.get(key, 0), piece.reads[0].crc32c(), piece.nbytes)
+        # More chunks of this tensor follow.
         if piece.start + piece.nbytes < found.places[piece.name].tensor.nbytes:
             return
         path = found.folder / states_file(piece.rank)

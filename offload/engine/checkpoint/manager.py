@@ -99,7 +99,8 @@ class Checkpoints:
                 )
                 try:
                     ranks.settle(lambda: notices.extend(self._take_over(found[0], wish, queue)))
-                except BaseException as error:  # also if another rank failed: a half-loaded engine must not train
+                except BaseException as error:
+                    # Also if only another rank failed: a half-loaded engine must not train.
                     components.pager.fail(error)
                     raise
         return Loaded(folder, from_plain(found[0].client_state), tuple(notices))
@@ -131,7 +132,8 @@ class Checkpoints:
                 found, wish, len(self._state.optimizer.param_groups), scheduler_state(self._state.lr_scheduler)
             )
             self._state.registered.check_fits(found.progress.facts["registered"], f"the checkpoint {folder}")
-        self._state.of_the_user()  # a user's state that cannot be committed fails before any change
+        # A state of the user that cannot be committed with the load must fail before anything changes.
+        self._state.of_the_user()
         return found
 
     def _take_over(self, found: FoundCheckpoint, wish: LoadOptions, queue: Queue) -> list[str]:

@@ -45,6 +45,7 @@ class Difference(NamedTuple):
         """
         lines = list(self.shapes)
         if strict and self.missing:
+            # The wording follows `load_state_dict` of torch, which users know.
             lines.insert(0, f"Missing key(s): {', '.join(self.missing)}.")
         if strict and self.surplus:
             lines.insert(0, f"Unexpected key(s): {', '.join(self.surplus)}.")
@@ -88,6 +89,7 @@ def places(layouts: Sequence[UnitLayout], tied: Mapping[str, str], frozen: bool)
         for segment in layout.segments
         if segment.trainable or frozen
     }
+    # A tied name points to the segment of the first name: the values are saved once.
     return found | {name: found[first] for name, first in tied.items() if first in found}
 
 
@@ -102,6 +104,7 @@ def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[R
         place = saved.get(segment.name)
         source = None if place is None else Source(place[0], place[1].start, place[1].trainable)
         run = Run(segment.start, segment.stop, source)
+        # Merging keeps the reads long: without it each parameter would be a request of its own.
         if found and _joins(found[-1], run, layout.trainable_stop):
             run = found.pop()._replace(stop=run.stop)
         found.append(run)
@@ -113,6 +116,7 @@ def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) ->
     found: list[Run] = []
     for segment in layout.segments:
         place = saved.get(segment.name)
+        # Packed states can only be copied if this optimizer keeps the same states in the same order.
         has = place is not None and place[1].kept == segment.kept
         source = Source(place[0], place[1].packed.start, True) if place is not None and has else None
         found.append(Run(segment.packed.start, segment.packed.stop, source))
@@ -121,6 +125,7 @@ def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) ->
 
 def _joins(one: Run, other: Run, border: int) -> bool:
     """Returns whether `other` follows `one` in the checkpoint as in this unit, both trainable or both frozen."""
+    # A run must not cross the border between trainable and frozen elements, whose partitions are cut separately.
     if one.saved is None or other.saved is None or one.start < border <= other.start:
         return False
     same = (one.saved.unit, one.saved.trainable) == (other.saved.unit, other.saved.trainable)
@@ -133,6 +138,7 @@ def overlaps(found: Sequence[Run], start: int, stop: int) -> list[Run]:
     for run in found:
         first, last = max(run.start, start), min(run.stop, stop)
         if first < last:
+            # A cut at the front moves the position in the checkpoint by the same number of elements.
             source = run.saved and run.saved._replace(start=run.saved.start + first - run.start)
             cut.append(Run(first, last, source))
     return cut

@@ -52,6 +52,7 @@ class CheckpointRestorer:
 
     def run(self) -> None:
         """Fills every partition and makes the written slots the newest in the store."""
+        # Before any write: a damaged store must not change.
         self._compare_kept()
         written: list[dict[State, list[tuple[int, Future]]]] = [{} for _ in self._held.layouts]
         try:
@@ -68,6 +69,7 @@ class CheckpointRestorer:
             for file in self._files:
                 file.close()
         for unit, writes in enumerate(written):
+            # All writes were awaited by `flow`, so the slot is complete and may become the newest.
             if writes and self._held.store is not None:
                 self._held.store.wrote(unit, self._slot(unit), writes)
 
@@ -108,6 +110,8 @@ class CheckpointRestorer:
         without them.
         """
         mine = self._held.mode.weights
+        # A mode with full masters (fp32 beside a 16-bit weight) needs them for weights that were frozen in the
+        # checkpoint too.
         return self._found.mode.weights != mine or State.MASTER in mine
 
     def _makes_masters(self, targets: Sequence[State]) -> bool:
@@ -152,7 +156,9 @@ class CheckpointRestorer:
             if store is None or not store.keeps(piece.unit, state):
                 continue
             if self._two_slots and state is State.WEIGHT and trainable <= piece.start:
-                held.pager.mark_rewritten(True)  # frozen weights have no second slot
+                # Frozen weights have no second slot: this write changes the bytes of the last commit, which a resume
+                # must know.
+                held.pager.mark_rewritten(True)
             futures.append(store.write(piece.unit, state, slot, start, memory))
             written[piece.unit].setdefault(state, []).append((start, futures[-1]))
         return futures
@@ -170,10 +176,12 @@ class CheckpointRestorer:
             if state in mine:
                 if not self._converts:
                     yield from self._cut(unit, (state,), 0, share)
+                # All states of the weight are converted together; WEIGHT stands for them, the others are skipped.
                 elif state is State.WEIGHT:
                     yield from self._cut(unit, tuple(mine), 0, share)
             elif self._states:
                 yield from self._cut(unit, (state,), 0, part)
+            # The next commit names one slot for all states of a unit, so states that are not loaded move there too.
             elif moves and self._held.stored(unit, state):
                 yield from (each._replace(kept=True) for each in self._cut(unit, (state,), 0, part))
 
@@ -192,6 +200,7 @@ class CheckpointRestorer:
         sources = targets
         if self._makes_masters(targets):
             sources = tuple(self._found.mode.weights)
+        # Whole multiples of a page, as direct I/O requires.
         numel = room // sum(self._itemsizes(sources, targets)) // _STEP * _STEP
         for first in range(0, len(share), numel):
             last = min(first + numel, len(share))
@@ -211,6 +220,8 @@ class CheckpointRestorer:
         end, numel = 0, piece.stop - piece.start
         sides: list[dict[State, memoryview]] = []
         for states, mode in ((piece.targets, self._held.mode), (piece.sources, self._found.mode)):
+            # Without a conversion both sides are the same memory: the checkpoint's bytes are read where they are
+            # needed.
             if sides and not self._makes_masters(piece.targets):
                 sides.append(sides[0])
                 break
@@ -251,6 +262,7 @@ class CheckpointRestorer:
                     futures += self._read_now(piece, state, memory, start, numel)
                 continue
             for state, memory in sources.items():
+                # Frozen weights have no other states in the checkpoint; the zeros written above stay.
                 if state is State.WEIGHT or run.saved.trainable:
                     futures += self._read_saved(run, state, memory, start)
         return futures
@@ -282,6 +294,7 @@ class CheckpointRestorer:
         found, source = self._found, run.saved
         assert source is not None
         itemsize = found.mode.states[state].itemsize
+        # A segment without a name, to find the ranks' partitions that contain these elements of the unit.
         segment = Segment("", (), source.start, run.stop - run.start, source.trainable)
         place = found.places[tensor_name(source.unit, state)]
         if state is State.PACKED:  # not partitioned: such an optimizer runs on one rank
@@ -333,6 +346,7 @@ class CheckpointRestorer:
                 differ.add(piece.unit)
             return ()
 
+        # Lazy: once a unit is known to differ, its remaining chunks are not read.
         work = (piece for unit in units for piece in self._frozen_work(unit, half) if unit not in differ)
         flow(self._buffers, work, begin, end, lambda *_: None)
         return differ

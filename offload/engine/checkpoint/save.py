@@ -90,6 +90,7 @@ class SaveRequest(NamedTuple):
 def _count(keep_last: Any) -> int:
     """Returns `keep_last` as an integer of at least 1; raises `UsageError`."""
     try:
+        # `operator.index` accepts True and integers of numpy; only the first of them is a mistake.
         if not isinstance(keep_last, bool):
             keep_last = operator.index(keep_last)
             if keep_last >= 1:
@@ -146,6 +147,7 @@ def save(held: LocalShards, order: SaveRequest, take: Callable[[], Moment], queu
         StoreError: If there is not enough room, a name is taken, or another process saves into the folder.
         IoError: If something cannot be written. Existing checkpoints are unchanged.
     """
+    # Ranks with different arguments would write files that do not belong together.
     ranks.same({"folder": str(order.folder), "tag": order.tag, "frozen": order.frozen, "keep_last": order.keep_last})
     taken: list[tuple[Moment, bytes]] = []
 
@@ -154,14 +156,18 @@ def save(held: LocalShards, order: SaveRequest, take: Callable[[], Moment], queu
         taken.append((moment, safetensors.torch.save(dict(moment.contents))))
         return sum(tensor.nbytes for tensor in _tensors(held, order, ranks.size).values()) + len(taken[0][1])
 
+    # Room is checked once, on rank 0, for the files of all ranks.
     need = sum(ranks.settle(prepare)) + _SLACK
     moment, progress = taken[0]
-    with contextlib.ExitStack() as locks:  # held by rank 0
+    # Only rank 0 puts a lock on this stack.
+    with contextlib.ExitStack() as locks:
         partial = Path(ranks.by_first(lambda: str(_begin(order, need, locks))))
         try:
+            # `settle` returns after all ranks have written and synced their files, so the manifest comes last.
             rows = ranks.settle(lambda: _write(held, order, partial, progress, queue, ranks))
             ranks.by_first(lambda: _end(order, moment, partial, rows, locks))
         except BaseException:
+            # The folder is shared, so one rank deletes it.
             if ranks.rank == 0:
                 drop_partial(order.checkpoint)
             raise
@@ -217,7 +223,8 @@ def _end(
     end_folder(order.checkpoint, order.latest)
     if order.keep_last is not None:
         prune(order.folder, order.keep_last, order.tag)
-    locks.close()  # before the other ranks resume: the next save of any of them must find the folder unlocked
+    # Before the other ranks resume: the next save of any of them must find the folder unlocked.
+    locks.close()
 
 
 def _write(
@@ -259,6 +266,7 @@ def _write_states(
             return [queue.write(file, offset, buffer[: piece.stop - piece.start], checksum=True)]
 
         def ended(piece: _Piece, futures: Sequence[Future]) -> None:
+            # The queue computes the CRC-32C as it writes, so no byte is read a second time.
             sums[piece.name] = crc32c_joined(sums.get(piece.name, 0), futures[0].crc32c(), piece.stop - piece.start)
             if piece.stop == tensors[piece.name].nbytes:
                 _compare(held, piece, sums[piece.name], path)
@@ -270,6 +278,7 @@ def _write_states(
                     if name not in tensors:
                         continue
                     nbytes = tensors[name].nbytes
+                    # A shared partition is not read at all: the store's checksum is the checksum of the file.
                     shared = _share(held, unit, state, nbytes, writer, name)
                     if shared is not None:
                         sums[name] = shared
@@ -300,6 +309,7 @@ def _share(held: LocalShards, unit: int, state: State, nbytes: int, writer: Writ
     if store is None or not store.keeps(unit, state):
         return None
     expected = store.sum_of(unit, state, nbytes)
+    # Without a checksum the file could not be verified later, so the partition is copied and summed.
     if expected is None or not store.clone(unit, state, nbytes, writer.descriptor, writer.places[name].offset):
         return None
     return expected

@@ -135,6 +135,7 @@ def load_pretrained(
         UsageError: If an argument is not valid. All errors are raised before anything of the model changes.
     """
     path = Path(folder).absolute()
+    # The headers are read first: a wrong folder is reported before a model is built.
     stored = stored_tensors(path)
     if isinstance(model_or_class, nn.Module):
         if kwargs or model_config is not None:
@@ -190,6 +191,7 @@ def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dic
         if not isinstance(theirs, PretrainedConfig):  # a folder or a name, as from_pretrained takes it
             theirs, unused = AutoConfig.from_pretrained(theirs or folder, return_unused_kwargs=True, **kwargs)
         _check_type(model_class, theirs, folder)
+        # As from_pretrained sets it.
         theirs.name_or_path = str(folder)
         # Classes such as AutoModelForCausalLM have the public method, model classes the private one.
         make: Any = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config")  # noqa: B009
@@ -197,6 +199,7 @@ def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dic
             model: Any = make(theirs, **unused, **({} if dtype is None else {"dtype": dtype}))
         if (folder / GENERATION).is_file() and hasattr(model, "generation_config"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
+    # Errors of this library carry their own advice and are not wrapped below.
     except OffloadError:
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -211,6 +214,7 @@ def _dtype(given: Any) -> torch.dtype | None:
     `UsageError`.
     """
     if given is None or given == "auto" or isinstance(given, torch.dtype):
+        # A None makes `_build` use the dtype of the engine's config.
         return None if given == "auto" else given
     found = getattr(torch, given, None) if isinstance(given, str) else None
     if not isinstance(found, torch.dtype):
@@ -285,6 +289,7 @@ def _compare(
         if name in wrong:
             continue
         _check_dtype(name, names[name], source)
+        # Tied parameters are one object under several names, of which the folder may contain more than one.
         if id(names[name]) in sources:
             _check_tied(sources[id(names[name])], (name, source))
         else:
@@ -308,6 +313,7 @@ def _check_dtype(name: str, tensor: torch.Tensor, source: Source) -> None:
 
 def _check_tied(one: tuple[str, Source], other: tuple[str, Source]) -> None:
     """Raises `ConfigError` if the folder contains different values for two names of one parameter."""
+    # Chunk by chunk, so that two large tensors are never both in memory.
     for (_, mine), (_, theirs) in zip(one[1].origin.pieces(), other[1].origin.pieces(), strict=True):
         if not torch.equal(mine, theirs):
             raise ConfigError(
@@ -320,6 +326,7 @@ def _ignored(model: nn.Module) -> set[str]:
     """Returns the patterns of names that transformers ignores in a folder."""
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()] if hasattr(model, "base_model_prefix") else []
+    # transformers adds these two patterns while it loads, for buffers of its older versions.
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.add(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
@@ -346,6 +353,7 @@ def _take(model: nn.Module, found: Mapping[str, Source]) -> None:
             buffers[name].copy_(value)
     for name, source in found.items():
         if name in parameters:
+            # Identity and ties of the parameter stay; only its values are replaced by the origin.
             make_deferred(parameters[name], source.origin)
 
 

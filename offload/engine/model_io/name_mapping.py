@@ -50,7 +50,9 @@ class Conversion:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the results, by name. Raises `ConfigError` if the tensors do not fit together."""
         try:
+            # On the meta device the conversion computes shapes only, without reading a byte.
             made = self._convert(lambda stored: torch.empty(stored.shape, dtype=stored.dtype, device="meta"))
+        # The converters are transformers' own code and raise errors of any kind.
         except Exception as error:
             names = ", ".join(stored.name for stored, _ in self.parts[:3])
             raise ConfigError(
@@ -63,11 +65,13 @@ class Conversion:
         """Returns one parameter; the tensors are read when the first of their parameters is requested."""
         if name not in self._made:
             made = self._convert(Stored.whole)
+            # Results that nobody will request must not stay in memory.
             self._made = {each: made[each] for each in made if each in self.wanted}
         return self._made.pop(name)
 
     def _convert(self, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Runs the conversion on tensors that `read` returns."""
+        # A converter collects the tensors that it is given, and one converter serves many groups.
         mapping: Any = copy.deepcopy(self._converter)
         for stored, pattern in self.parts:
             mapping.add_tensor(self._first, stored.name, pattern, lambda stored=stored: read(stored))
@@ -116,11 +120,13 @@ def name_tensors(model: nn.Module, expected: Mapping[str, Any], stored: Mapping[
     found: dict[str, Source] = {}
     unexpected: list[str] = []
     groups: dict[str, Conversion] = {}
+    # The order of transformers: experts are stacked in the order in which they are added, 2 before 10.
     for key in sorted(stored, key=rules.order):
         name, converter, pattern = rules.rename(key, expected)
         if name not in expected:
             unexpected.append(name)
         elif converter is not None:
+            # All tensors that map to one name are inputs of one conversion.
             group = groups.setdefault(name, Conversion(model, converter, name, []))
             group.parts = [*group.parts, (stored[key], pattern)]
         else:
@@ -172,6 +178,7 @@ def _rules_of_transformers(model: Any) -> _Rules | None:
     if not hasattr(model, "base_model_prefix") or not hasattr(model, "config"):
         return None
     try:
+        # Internal modules of transformers, which may change with each version: a missing name is reported as such.
         from transformers import core_model_loading
         from transformers.conversion_mapping import get_model_conversion_mapping
 

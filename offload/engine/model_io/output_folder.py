@@ -59,9 +59,11 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
     """
     make_folder(out.parent)
     with only_save(out, out.name, _lock_of(out)):
+        # The staging folder is beside `out` if the whole folder can be replaced, which is atomic; else inside of it.
         beside = not _is_in_use(out) and (_is_free(out) or (whole and _is_ours(out)))
         partial = out.with_name(f"{out.name}.partial") if beside else out / ".offload.partial"
         with told(partial, "make"):
+            # A killed save may have left the folder; `_clear` removes its files or refuses them.
             partial.mkdir(exist_ok=True)
         _clear(partial, notice)
         try:
@@ -80,6 +82,7 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
 
 def _lock_of(out: Path) -> Path:
     """Returns the path of the lock file. The result must not depend on anything that a save changes."""
+    # Two saves must use the same lock, also if the first of them creates or replaces `out` meanwhile.
     inside = out.is_dir() and not os.access(out.parent, os.W_OK)
     return out / LOCK if inside else out.with_name(f".{out.name}.lock")
 
@@ -147,6 +150,7 @@ def _clear(partial: Path, notice: Callable[[str], None]) -> None:
     if foreign:
         raise StoreError(f"{partial} holds {foreign[0]}, which no save leaves; move it away, or choose another name")
     if left:
+        # `st_blocks` counts units of 512 bytes, whatever the file system's block size is.
         nbytes = sum(path.stat().st_blocks * 512 for path in left)
         notice(f"removed {partial}, {format_size(nbytes)} of a save or export that was cut short")
     for path in left:
@@ -166,6 +170,7 @@ def _arrive(partial: Path, out: Path) -> None:
         os.rename(partial, out)
         sync_folder(out.parent)
         return
+    # After the exchange `partial` is the old folder.
     if exchange(partial, out):
         sync_folder(out.parent)
         shutil.rmtree(partial, ignore_errors=True)
@@ -179,10 +184,12 @@ def _move_in(partial: Path, out: Path, whole: bool) -> None:
     heads = [path for path in new if path.name in _HEADS]
     gone = [path for path in out.iterdir() if whole and _WEIGHTS.fullmatch(path.name)]
     gone += [out / path for path in heads if (out / path).exists() and out / path not in gone]
-    if len(new) > 1 or gone != [out / new[0]]:  # otherwise one file atomically replaces one
+    # A single file that replaces a single file needs no deletion first: `os.replace` below is atomic.
+    if len(new) > 1 or gone != [out / new[0]]:
         for path in sorted(gone, key=lambda path: (path.name not in _HEADS, path.name)):
             path.unlink()
         sync_folder(out)
+    # The config comes last of all: loaders look for it first.
     for name in [*(path for path in new if path not in heads), *sorted(heads, key=lambda path: path.name == CONFIG)]:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(partial / name, out / name)

@@ -62,6 +62,7 @@ class Stored(NamedTuple):
             StoreError: If the file has changed since its header was read.
         """
         itemsize, total = self.dtype.itemsize, self.place.tensor.nbytes
+        # One buffer for all chunks: the consumer copies a chunk before it requests the next.
         buffer = memoryview(bytearray(min(total, _PIECE_NBYTES)))
         with self._open() as file:
             for start in range(0, total, _PIECE_NBYTES):
@@ -80,6 +81,7 @@ class Stored(NamedTuple):
     def _open(self) -> Any:
         """Opens the file and checks that it is unchanged. Unbuffered, because the reads are large."""
         try:
+            # Opened for each tensor, so that no file stays open between two reads: each read checks the stamp again.
             file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise IoError(str(self.path), 0, 0, error.errno or errno.EIO, "open") from error
@@ -121,6 +123,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     for name in sorted(set(places.values())):
         if not (folder / name).is_file():
             raise StoreError(f"{folder / INDEX} names {name}, which is not there; fetch all files of the model")
+        # A file may contain tensors that the index assigns to another file; the index decides.
         held = _of_file(folder / name)
         found |= {tensor: held[tensor] for tensor in held if places.get(tensor, name) == name}
     lost = next((tensor for tensor in places if tensor not in found), None)

@@ -97,6 +97,7 @@ class EngineSource:
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
         """Begins to read bytes of a rank's partition, on the rank that owns it; see `Source.read`."""
+        # Only the owner reads; the others receive the bytes in `wait`, at the same place of their own iteration.
         futures = self._components.shards.read(unit, state, start, buffer) if rank == self._ranks.rank else []
         return _Told(self, rank, buffer, futures)
 
@@ -127,6 +128,7 @@ class EngineSource:
         except BaseException:
             self._over = True
             raise
+        # The broadcast is reached only if no rank has failed, so all ranks take part in it.
         if self._components.ranks is not None:
             self._components.ranks.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), rank)
 
@@ -236,6 +238,7 @@ class PretrainedWriter:
                     _save_tokenizer(wanted.tokenizer, made[0][0])
                 folder_open.close()
 
+            # Only rank 0 holds the staging folder open; the other ranks iterate with an empty sink.
             ranks.by_first(begin)
             beyond = stream(source, plan, _Forgiving(made[0][1] if made else None, failure))
             ranks.by_first(end)
@@ -268,6 +271,7 @@ def adapter_state(module: Any, components: EngineComponents) -> dict[str, torch.
     from peft import get_peft_model_state_dict
 
     named = {**dict(module.named_parameters(remove_duplicate=False)), **persistent_buffers(module)}
+    # Values on meta cost no memory: a model larger than the RAM still has a small adapter.
     empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in named.items()}
     names = {id(value): name for name, value in empty.items()}
     taken: set[str] = set()

@@ -83,6 +83,7 @@ class StoreSource:
         self._queue = queue
         self._open = contextlib.ExitStack()
         try:
+            # All folders are locked before one is inspected: a commit in progress would change them.
             found = ranks_of(run, lock_and_look(run, self._open))
             self._commits = commits_of_all(found)
             self._files = [self._open.enter_context(each.open_states()) for each in found]
@@ -149,6 +150,7 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
             f"save_checkpoint has made"
         )
     for folder in folders:
+        # A lock that is already held raises and releases those taken so far, through the caller's stack.
         stack.enter_context(Lock(folder))
     return [look(folder) for folder in folders]
 
@@ -164,6 +166,7 @@ def ranks_of(run: Path, found: Sequence[Found]) -> list[Found]:
     ranks = [each for each in found if each.rank < size]
     for each in ranks:
         check_can_be_read(each)
+    # Weights of all ranks are needed: each rank holds a partition of every parameter.
     missing = sorted(set(range(size)) - {each.rank for each in ranks})
     if missing:
         raise StoreError(
@@ -184,6 +187,7 @@ def commits_of_all(found: Sequence[Found]) -> list[Commit]:
         if not each.whole:
             words = "; ".join(map(str, each.wrong)) or "nothing was committed yet"
             raise StoreError(f"{each.folder} holds no whole commit: {words}")
+    # A kill may leave one rank a commit ahead of the others, whose last commit it still holds.
     serial = last_of_all(each.whole[0].record.serial for each in found)
     assert serial is not None
     chosen: list[Commit] = []
