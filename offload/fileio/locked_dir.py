@@ -47,6 +47,8 @@ class DirLock:
         self.refused: OSError | None = None
         """Error of a file system that has no locks. The file is open then, but no other process is kept out."""
         while self._descriptor is None:
+            # O_NOFOLLOW: in a folder that others may write, the name could be a link to a foreign file, which is
+            # truncated below.
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
             try:
                 _flock(self._descriptor, fcntl.LOCK_EX)

@@ -88,6 +88,7 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
     if known is not None:
         layout, about = known.spec.fingerprint, known.spec.about
         size = int(layout.get("world_size", 1))
+        # The description is the same on all ranks, so the first readable manifest is used.
         content |= {
             "model": _model(layout, about),
             "mode": layout.get("mode"),

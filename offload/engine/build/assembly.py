@@ -189,6 +189,7 @@ def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: 
 def _fill(plan: Plan, model: nn.Module, held: LocalShards, resume: bool) -> None:
     """Writes every weight to its tier; the parameters of the model are left empty."""
     filler = InitialFill(held, plan.parts.largest_unit, plan.ranks)
+    # Values given by the user, from files, or by the modules' initialization from the seed.
     if not resume:
         filler.fill(model, plan.layouts, plan.config.offload.seed)
         return
@@ -297,6 +298,7 @@ def _gradients(
         if any(plan.parts.trainable_numel) and not plan.device.host_addressable:
             downloads = _downloads(plan, host, pager, recorders.timeline)
             undo.callback(downloads.close)
+        # Totals on the device keep their place for the whole run, so that no step allocates device memory.
         on_device = {
             unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtype)
             for unit, tiers in enumerate(plan.placement.tiers)

@@ -1,10 +1,7 @@
 """`initialize`: the construction of an engine from a model and a config.
 
-`offload.engine.build.plan` makes every decision before anything is changed; this module carries the plan out.
-
-    collective start ──► plan ──► files ──► components (`assembly`) ──► restored or first commit ──► Engine
-
-If a step fails, the steps before it are undone, and the other ranks receive the reason.
+`plan` makes every decision before anything is changed; this module carries the plan out. If a step fails, the steps
+before it are undone, and the other ranks receive the reason.
 """
 
 from __future__ import annotations
@@ -97,40 +94,36 @@ def initialize(
 
     The engine takes over the model's parameters: outside of forward and backward they are placeholders. With several
     ranks
-    every rank must call this; each waits until all have.
+    every rank must call this, and each waits for the others.
 
     Args:
-        args: Namespace whose `deepspeed_config` is used if `config` and `config_params` are None.
+        args: Namespace whose `deepspeed_config` is read if `config` and `config_params` are None.
         model: The model to train.
-        optimizer: An optimizer of torch that has not stepped, a callable that makes one from the parameters, or None
-            for
-            the config's. An optimizer without a kernel runs unchanged, on the CPU.
-        model_parameters: Parameters, or groups of them, for the config's optimizer or for the callable; None for all
-            that
-            require gradients.
+        optimizer: One of torch's that has not stepped, a callable that makes one from the parameters, or None for the
+            config's. An optimizer without a kernel runs unchanged, on the CPU.
+        model_parameters: Parameters or groups for the config's optimizer or the callable; None for all that train.
         training_data: Dataset to load batches from.
         lr_scheduler: An object with `step()`, a callable that makes one from the optimizer, or None for the config's.
         collate_fn: Makes a batch from samples; None for torch's default.
         config: Path of a DeepSpeed JSON file, or its content as a dict.
         config_params: Another name of `config`.
         mpu: For compatibility with DeepSpeed; must be None.
-        dist_init_required: For compatibility; ignored if None or a bool.
-        distributed_port: For compatibility; must be None or the launcher's port.
+        dist_init_required: For compatibility; None or a bool, without effect.
+        distributed_port: For compatibility; None or the launcher's port.
         mesh_param: For compatibility; must be None.
 
     Returns:
         (engine, optimizer, loader, lr_scheduler); the loader is None without `training_data`.
 
     Raises:
-        ConfigError: If the config is wrong or does not fit the model.
+        ConfigError: If the config is wrong or does not fit the model. This and the following come before any change.
         BudgetError: If a memory budget is too small.
-        StoreError: If a disk is too small, or the run on it does not fit. These errors are raised before anything
-            changes.
-        UsageError: If a compatibility keyword asks for something that this library does not do, or the model is already
-            under an engine.
+        StoreError: If a disk is too small, or the run on it does not fit.
+        UsageError: If a compatibility keyword is refused, or the model is under an engine already.
         RankError: If another rank has ended before it made its engine.
     """
-    meet_others()  # first: if an error came before, they would wait for this rank
+    # First of all: after an error before this line the other ranks would wait for this one.
+    meet_others()
     try:
         refuse(mpu=mpu, dist_init_required=dist_init_required, distributed_port=distributed_port, mesh_param=mesh_param)
         loaded = load_config(_the_config(args, config, config_params))
@@ -150,7 +143,8 @@ def initialize(
             )
     except BaseException as error:
         if ranks is not None:
-            ranks.close(f"{UNABLE}{type(error).__name__}: {error}")  # the other ranks wait for this one
+            # The other ranks wait for this one, and receive the reason.
+            ranks.close(f"{UNABLE}{type(error).__name__}: {error}")
         raise
 
 
@@ -175,6 +169,7 @@ def _initialize(
     schedule, notices = schedule_choice.choose(loaded.scheduler, lr_scheduler, chosen)
     as_trained = _as_trained(loaded, plan.world_size, model)
     plan = dataclasses.replace(plan, notices=(*plan.notices, *as_trained, *notices, *chosen.notices()))
+    # The user's object wins over the config, as in DeepSpeed.
     if optimizer is not None and loaded.optimizer is not None:
         unused = f"the optimizer {loaded.optimizer.type} of the config is not used: optimizer= is given"
         plan = dataclasses.replace(plan, notices=(*plan.notices, unused))
@@ -197,6 +192,7 @@ def _initialize(
         for notice in engine.notices:
             tell(notice)
         logger.debug("the whole config: %s", json.dumps(engine.config, indent=2))
+    # A step of another optimizer on these parameters would have no effect, so it raises from now on.
     refuse_others()
     return Initialized(engine, chosen, loader, schedule)
 
@@ -257,15 +253,7 @@ def _io_notices(queue: SharedQueue | None) -> tuple[str, ...]:
 
 
 def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any, loader: Loader | None) -> Engine:
-    """Creates files, memory, threads and hooks. If a step fails, what was made before is closed.
-
-    Args:
-        plan: All decisions.
-        model: Loses its weights to the engine.
-        optimizer: Groups of its parameters.
-        lr_scheduler: The schedule, or None.
-        loader: The loader, or None.
-    """
+    """Creates files, memory, threads and hooks, in this order. If a step fails, what was made before is closed."""
     timeline = open_timeline(plan.config.offload.trace, plan.rank, plan.world_size)
     if plan.rank == 0:
         check_monitor(plan.config)
@@ -284,12 +272,15 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
                 _check_fits(progress, model, optimizer)
             else:
                 store.create(over=plan.resume or plan.replace)
-                if plan.ranks is not None:  # a commit implies that no rank keeps an earlier run
+                if plan.ranks is not None:
+                    # A rank commits only after this exchange, so a commit implies that no rank keeps files of an
+                    # earlier run.
                     plan.ranks.share(None, "make its store")
 
         def components(callbacks: EngineCallbacks) -> EngineComponents:
             parts = assemble(plan, model, optimizer, queue, store, written, progress is not None, recorders, callbacks)
-            timeline.start()  # the filling of the tiers is not part of the run
+            # The time line begins with the first step: the filling of the tiers is not shown.
+            timeline.start()
             return parts
 
         notices = (
@@ -377,6 +368,7 @@ def _meter(plan: Plan, queue: SharedQueue | None, written: Written) -> StepMeter
 def _written(plan: Plan) -> Written:
     """Returns the counter of bytes written to the drives, with the drives' endurance from the config."""
     block = plan.config.offload
+    # Ranks of one machine share its drives, and each counts only its own bytes.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if plan.ranks is not None else 1  # set by torchrun
     rating = None if block.drive_tbw is None else Rating(block.drive_tbw * 1e12, block.drive_share, local)
     return Written(plan.config.drives, rating)
@@ -386,9 +378,6 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
     """Returns the number of the last commit that every rank holds, or None to start over.
 
     If some ranks hold none, a kill interrupted the creation of the run; then no rank is beyond its first commit.
-
-    Raises:
-        StoreError: If a rank has no commit although others are further.
     """
     if not plan.resume:
         return None

@@ -41,6 +41,7 @@ def find_run(config: Config, on_disk: bool, ranks: Ranks | None) -> FoundRun:
         StoreError: If the run on the drives and the configured "resume" contradict each other.
     """
     if ranks is not None:
+        # Tiers may differ between ranks with different free memory, but either all ranks have a store or none.
         on_disk = any(ranks.share(on_disk))
     resume, replaced = _resume(config, on_disk)
     if ranks is not None:
@@ -86,6 +87,7 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
     status = run_status(config.drives, offload.run)
     folder = os.path.join(config.drives[0], offload.run)
     if status.exists and offload.resume in ("never", "restart"):
+        # A run in use must not be deleted under the process that trains it.
         if held := next((who for rank in rank_folders(Path(folder)) if (who := holder(rank))), None):
             raise StoreError(f"{folder} is in use by {held}, and trains; wait for its end, or choose another run name")
         if offload.resume == "never" and not status.closed:

@@ -112,6 +112,7 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
     try:
         layouts, mode = described_layouts(manifest.layout), MODES[manifest.layout["mode"]]
         tied = manifest.about["tied"]
+        # All ranks' partitions have equal shapes, so one expectation serves every file.
         expected = tensors_of(layouts, mode, manifest.world_size, manifest.frozen)
         names = [name for each in range(manifest.world_size) for name in (states_file(each), progress_file(each))]
         found: dict[str, TensorLocation] = {}

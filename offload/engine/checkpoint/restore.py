@@ -156,8 +156,8 @@ class CheckpointRestorer:
             if store is None or not store.keeps(piece.unit, state):
                 continue
             if self._two_slots and state is State.WEIGHT and trainable <= piece.start:
-                # Frozen weights have no second slot: this write changes the bytes of the last commit, which a resume
-                # must know.
+                # Frozen weights have no second slot: this write changes bytes that the last commit names, until the
+                # load is committed.
                 held.pager.mark_rewritten(True)
             futures.append(store.write(piece.unit, state, slot, start, memory))
             written[piece.unit].setdefault(state, []).append((start, futures[-1]))

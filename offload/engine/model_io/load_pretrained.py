@@ -148,6 +148,7 @@ def load_pretrained(
     _check_quantized(model, path)
     if any(isinstance(parameter, PagedParameter) for parameter in model.parameters()):
         raise UsageError("this model is under an engine already; call load_pretrained before initialize")
+    # From here to `_take` the model is only read.
     names = _names(model)
     named = name_tensors(model, names, stored)
     found, info = _compare(model, names, named, ignore_mismatched_sizes, path)
@@ -283,6 +284,7 @@ def _compare(
             f"the model, the first is {name}: {list(theirs)}, not {list(mine)}; give the config that the folder was "
             f"written with, or say ignore_mismatched_sizes=True to have them initialized anew"
         )
+    # With `ignore_sizes` such parameters are treated like missing ones.
     wrong = {name for name, *_ in mismatched}
     sources: dict[int, tuple[str, Source]] = {}
     for name, source in named.sources.items():

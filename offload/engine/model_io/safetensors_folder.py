@@ -149,6 +149,7 @@ def _read_index(path: Path) -> dict[str, str]:
         wrong = next((name for name in places.values() if Path(name).name != name), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{path} is no index of safetensors files: {type(error).__name__}: {error}") from error
+    # An index from a download must not make this process read files outside of the folder.
     if wrong is not None:
         raise StoreError(f"{path} names {wrong!r}, which is not the name of a file beside it")
     return dict(places)

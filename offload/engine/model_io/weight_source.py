@@ -189,6 +189,7 @@ def commits_of_all(found: Sequence[Found]) -> list[Commit]:
             raise StoreError(f"{each.folder} holds no whole commit: {words}")
     # A kill may leave one rank a commit ahead of the others, whose last commit it still holds.
     serial = last_of_all(each.whole[0].record.serial for each in found)
+    # At least one rank exists, so there is a last commit.
     assert serial is not None
     chosen: list[Commit] = []
     for each in found:

@@ -73,6 +73,7 @@ class Plan:
 def shard_size(text: str | int) -> int:
     """Returns the limit of a file's size in bytes; raises `ConfigError`."""
     nbytes = parse_size(text)
+    # A limit of 0 would put each tensor into a file of its own, which nobody means.
     if not nbytes:
         raise ConfigError(f"no weights go into files of max_shard_size {text!r}; give a size such as 5GB")
     return nbytes
@@ -362,6 +363,8 @@ def _chunks(source: Source, plan: Plan, progress: Callable[[int], None]) -> Iter
                 start, end = end, end + stretch.numel * dtypes[state].itemsize
                 read[state] = buffers[count % _CHUNKS][start:end]
                 at = stretch.position * dtypes[state].itemsize
+                # The entry is in `flying` before its reads begin, so that an error in between waits for those already
+                # begun.
                 readings.append(source.read(stretch.rank, stretch.unit, state, at, read[state]))
         while flying:
             yield deliver()
