@@ -35,11 +35,11 @@ def flow(
     Every request has ended when this returns or raises.
 
     Args:
-        buffers: Owned by the caller; each is used by one piece at a time.
-        pieces: Units of work; drawn lazily, when a buffer is free.
-        begin: Starts to fill a buffer with a piece and returns the pending reads.
+        buffers: Owned by the caller; each is in use by one chunk at a time.
+        pieces: Chunks of work; drawn lazily, when a buffer is free.
+        begin: Starts to fill a buffer with a chunk and returns the pending reads.
         end: Called when those reads are done; starts to write the buffer and returns the pending writes.
-        ended: Called with the piece and its writes when those writes are done.
+        ended: Called with the chunk and its writes when those writes are done.
     """
     free = deque(buffers)
     reading: deque[tuple[T, memoryview, Sequence[Future]]] = deque()

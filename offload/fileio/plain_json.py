@@ -34,6 +34,7 @@ def to_plain(value: Any, name: str, advice: str) -> Any:
 
 
 def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
+    """Converts `value`, of at most `depth` nested levels; see `to_plain` for the arguments."""
     # `json` would write NaN and Infinity, which are not JSON.
     if isinstance(value, float) and not math.isfinite(value):
         return mark_floats(value)
@@ -113,8 +114,10 @@ def unmark_floats(value: Any) -> Any:
 
 
 def _as_dict(pairs: list[list[Any]]) -> dict[Any, Any]:
+    """Returns the dict of a list of pairs."""
     return {key: item for key, item in pairs}
 
 
 def _as_counter(pairs: list[list[Any]]) -> Counter[Any]:
+    """Returns the Counter of a list of pairs."""
     return Counter(_as_dict(pairs))

@@ -54,6 +54,7 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -157,9 +157,10 @@ class Checking(Protocol):
     def run(self, queue: Queue, progress: Callable[[int], None]) -> Report | CheckpointReport:
         """Reads and compares everything; calls `progress` with the number of bytes after each comparison."""
         ...
-        """Releases locks and files."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Releases locks and files."""
+        ...
 
 
 def open_checking(path: Path) -> Checking:
@@ -320,7 +321,15 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
 def _damages(
     found: Found, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]
 ) -> Generator[Damage]:
-    """Yields the damages of one commit in the file of states."""
+    """Yields the damages of one commit.
+
+    Args:
+        found: The rank's folder.
+        commit: The commit to compare.
+        file: The open file of states.
+        queue: Queue for the reads.
+        progress: Called with the number of bytes after each comparison.
+    """
     assert found.manifest is not None
     spec = found.manifest.spec
     return damages(file, queue, spec.places(), commit.record.slots, commit.table, spec.title, progress)

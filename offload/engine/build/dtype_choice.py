@@ -112,7 +112,7 @@ def _precision(layout: Mapping[str, Any]) -> str:
     return str(layout["mode"]).partition(" ")[0]
 
 
-# -- what was chosen by hand --------------------------------------------------------------------------
+# -- explicitly chosen dtypes -------------------------------------------------------------------------
 
 
 def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:

@@ -162,7 +162,14 @@ def _with_disks(placed: PlacedStates, ranks: Ranks | None) -> tuple[MemoryPlan, 
 
 
 def _machine(config: Config, device: Device, ranks: Ranks | None, device_kernels: bool) -> Machine:
-    """Returns the resources of this machine that one of its ranks may use."""
+    """Returns the resources of this machine that one of its ranks may use.
+
+    Args:
+        config: The whole config.
+        device: The compute device.
+        ranks: All ranks; None if there is only one.
+        device_kernels: True if the device has kernels of ours.
+    """
     return Machine(
         # The ranks of one machine divide its free memory evenly.
         free_host=free_host_memory() // (1 if ranks is None else ranks.here),

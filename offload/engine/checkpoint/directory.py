@@ -60,7 +60,7 @@ def only_save(folder: Path, tag: str, lock: Path | None = None) -> Iterator[None
     Args:
         folder: Folder of checkpoints; must exist.
         tag: Written into the lock file, for messages of other processes.
-        lock: Lock file, by default one in the folder. All who save into the folder must use the same file.
+        lock: Lock file, by default one in the folder. All writers of the folder must use the same file.
 
     Raises:
         StoreError: If another process saves into the folder; the message names the process.
@@ -91,7 +91,7 @@ def saver(folder: Path) -> str | None:
     return holder_of(folder / LOCK)
 
 
-# -- what is ours -------------------------------------------------------------------------------------
+# -- our files ----------------------------------------------------------------------------------------
 
 
 def strangers(folder: Path) -> list[str]:
@@ -369,7 +369,7 @@ def _new_latest(checkpoint: Path) -> Path:
 
 
 def _delete(folder: Path) -> None:
-    """Deletes a folder of ours, file by file. The manifest goes last: until then it shows whose folder this is.
+    """Deletes a folder of ours, file by file. The manifest goes last: until then it identifies the folder as ours.
 
     A file that another process has deleted meanwhile is no error. A file that was added meanwhile stays and raises an
     error.

@@ -253,7 +253,17 @@ def _write(
 def _write_states(
     held: LocalShards, path: Path, tensors: Mapping[str, Tensor], queue: Queue
 ) -> tuple[int, dict[str, int]]:
-    """Writes this rank's file of states; returns its size in bytes and the CRC-32C of each tensor."""
+    """Writes this rank's file of states.
+
+    Args:
+        held: This rank's partitions.
+        path: The new file.
+        tensors: Its tensors by name.
+        queue: Queue for the writes.
+
+    Returns:
+        The size of the file in bytes, and the CRC-32C of each tensor.
+    """
     sums: dict[str, int] = {}
     # On Btrfs, space that was reserved and is then replaced by shared extents would stay allocated.
     with Writer(path, tensors, reserved=False) as writer, DirectFile(path) as file:
@@ -316,7 +326,14 @@ def _share(held: LocalShards, unit: int, state: State, nbytes: int, writer: Writ
 
 
 def _compare(held: LocalShards, piece: _Piece, crc: int, path: Path) -> None:
-    """Raises `StoreError` if a complete partition is not what was written to the store."""
+    """Raises `StoreError` if a partition has not the checksum with which it was written to the store.
+
+    Args:
+        held: This rank's partitions.
+        piece: Last chunk of the partition.
+        crc: CRC-32C of the whole partition.
+        path: File that was written, for the message.
+    """
     if held.store is None or not held.store.keeps(piece.unit, piece.state):
         return
     expected = held.store.sum_of(piece.unit, piece.state, piece.stop)

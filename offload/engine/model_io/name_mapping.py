@@ -1,9 +1,9 @@
 """Mapping from tensors of a folder to a model, by name or by the renamings and conversions of `transformers`.
 
 transformers 5 stores some weights in another form than their folders: the experts of a Mixtral, one tensor each in the
-folder, are one parameter of three dimensions. Its own rules are applied here, name by name, and its own conversions are
-run, one parameter at a time. The conversions first run on meta tensors, so that a misfit is known before anything is
-read.
+folder, are one parameter of three dimensions. This module applies the rules of transformers, name by name, and runs the
+conversions of transformers, one parameter at a time. The conversions first run on meta tensors, so that a misfit is
+known before anything is read.
 """
 
 from __future__ import annotations

@@ -217,7 +217,14 @@ class PretrainedWriter:
                 self._write(wanted, out, epoch, ranks)
 
     def _write(self, wanted: SaveOptions, out: Path, epoch: int, ranks: AllOrNothing) -> None:
-        """Writes the model; rank 0 holds the files."""
+        """Writes the model; rank 0 holds the files. Collective.
+
+        Args:
+            wanted: Arguments of the user.
+            out: The output folder.
+            epoch: Number of the step.
+            ranks: All ranks.
+        """
         failure = _FirstFailure()
         source = EngineSource(self._module, self._components, epoch, ranks, failure.check)
         shard_nbytes = _ONE_FILE if wanted.file_name else shard_size(wanted.max_shard_size)

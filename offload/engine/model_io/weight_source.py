@@ -58,9 +58,10 @@ class Source(Protocol):
             buffer: Filled; owned by the caller, and in use until the read has ended.
         """
         ...
-        """Releases files and locks; idempotent."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Releases files and locks; idempotent."""
+        ...
 
 
 class StoreSource:

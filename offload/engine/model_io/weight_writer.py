@@ -284,6 +284,7 @@ def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes `content` to a new file, readable for people."""
     write_new(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
