@@ -336,10 +336,17 @@ def _damages(
 
 
 def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]) -> str:
-    """Returns a description of an older commit: tells whether a resume could fall back to it.
+    """Returns a line about an older commit, from which a user sees if a resume could fall back to the commit.
 
     The step after the last commit overwrites the one before, as intended. Overwritten bytes then look like damaged
     ones.
+
+    Args:
+        found: The rank's folder.
+        commit: The older commit.
+        file: The open file of states.
+        queue: Queue for the reads.
+        progress: Called with the number of bytes after each comparison.
     """
     commit_before = f"the commit before, step {commit.record.epoch},"
     either = "the step after the last commit has begun to write over it, or it is damaged"
@@ -350,7 +357,8 @@ def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progr
         first = next(looking, None)
         return f"{commit_before} is whole too" if first is None else f"{commit_before} is not whole: {first}; {either}"
     finally:
-        looking.close()  # its pending reads end before the file is closed
+        # The first damage is enough. The generator's pending reads must end before the file is closed.
+        looking.close()
 
 
 def _places(file: StripedFile, damage: Damage) -> tuple[tuple[str, int, int], ...]:

@@ -55,7 +55,7 @@ from offload.timeline import Timeline
 
 @dataclasses.dataclass(frozen=True)
 class Recorders:
-    """Receivers of what the components report about their work."""
+    """Receivers of the reports of components about their work."""
 
     timeline: Timeline
     """Receives spans, counters and phases; `OFF` if neither a file nor the meter records them."""

@@ -75,7 +75,7 @@ def _choose(config: Config, checkpoint: str | os.PathLike[str] | None) -> Choice
 def _is_open(content: Mapping[str, Any], config: Config) -> bool:
     """Returns whether a config sets no dtype, or "auto"."""
     said = content.get("bfloat16") or content.get("bf16") or {}
-    # fp32 is what a config without a dtype gets, so only fp32 can be an open choice.
+    # A config without a dtype means fp32, so any other dtype was chosen.
     return said.get("enabled") in (None, "auto") and config.dtype == "fp32" and not config.torch_autocast.enabled
 
 

@@ -203,6 +203,7 @@ def _as_trained(config: Config, ranks: int, model: nn.Module) -> tuple[str, ...]
     wide = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
     lines = (
         (
+            # Each line: the condition of the notice, and its text.
             "gradient_clipping" not in config.model_fields_set,
             f"gradients are clipped to a global norm of {clip:g}, since the config does not say; "
             f'"gradient_clipping": 0 leaves them as they are, as older DeepSpeed did',
@@ -253,7 +254,7 @@ def _io_notices(queue: SharedQueue | None) -> tuple[str, ...]:
 
 
 def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any, loader: Loader | None) -> Engine:
-    """Creates files, memory, threads and hooks, in this order. If a step fails, what was made before is closed."""
+    """Creates files, memory, threads and hooks, in this order. If a step fails, the objects made before are closed."""
     timeline = open_timeline(plan.config.offload.trace, plan.rank, plan.world_size)
     if plan.rank == 0:
         check_monitor(plan.config)
@@ -384,6 +385,7 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
     newest = store.newest_serial()
     if plan.ranks is None:
         return newest
+    # The ranks decide together: a single rank that resumed would wait for the others for ever.
     everyone: list[int | None] = plan.ranks.share(newest)
     if None not in everyone:
         return last_of_all(everyone)

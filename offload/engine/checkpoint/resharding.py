@@ -10,9 +10,7 @@ from offload.layout.flat_layout import Segment, UnitLayout
 
 
 class Run(NamedTuple):
-    """Elements [start, stop) of a unit of this model, and their position in the checkpoint, where they are contiguous
-    too.
-    """
+    """Elements [start, stop) of a unit of this model, which are contiguous in the checkpoint too."""
 
     start: int
     stop: int

@@ -220,8 +220,7 @@ class CheckpointRestorer:
         end, numel = 0, piece.stop - piece.start
         sides: list[dict[State, memoryview]] = []
         for states, mode in ((piece.targets, self._held.mode), (piece.sources, self._found.mode)):
-            # Without a conversion both sides are the same memory: the checkpoint's bytes are read where they are
-            # needed.
+            # Without a conversion both sides are the same memory, into which the checkpoint's bytes are read directly.
             if sides and not self._makes_masters(piece.targets):
                 sides.append(sides[0])
                 break

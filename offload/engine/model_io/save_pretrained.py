@@ -258,7 +258,8 @@ class PretrainedWriter:
         with arriving(out, logger.warning, whole=False) as folder, told(folder, "write"):
             check_room(folder, sum(value.nbytes for value in state.values()), out)
             if (out / "README.md").is_file():
-                shutil.copyfile(out / "README.md", folder / "README.md")  # peft extends an existing model card
+                # peft extends an existing model card, so the new folder must contain it.
+                shutil.copyfile(out / "README.md", folder / "README.md")
             module.save_pretrained(str(folder), state_dict=state)
             if wanted.tokenizer is not None:
                 _save_tokenizer(wanted.tokenizer, folder)

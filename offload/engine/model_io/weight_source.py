@@ -90,6 +90,7 @@ class StoreSource:
             self._files = [self._open.enter_context(each.open_states()) for each in found]
             self._places = [_manifest(each).spec.places() for each in found]
             self._tables = [commit.table for commit in self._commits]
+            # State of the comparison, one for each rank's file.
             self._passages = [Passages() for _ in found]
             first = _manifest(found[0])
             self.description, self.about = first.spec.fingerprint, first.spec.about

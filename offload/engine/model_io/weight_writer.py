@@ -100,9 +100,9 @@ def make_plan(
     frozen = frozen and source.frozen
     tied: Mapping[str, str] = source.about.get("tied", {})
     config = source.about.get("config")
-    # A loader of transformers ties weights as the config says. Without a config, `safetensors.torch.load_model` ties
-    # them
-    # for a folder, by the metadata. A single file without a config is for `load_state_dict`, which expects all names.
+    # A loader of transformers ties weights according to the config. Without a config, `safetensors.torch.load_model`
+    # ties them for a folder, by the metadata. A single file without a config is for `load_state_dict`, which expects
+    # all names.
     loader_ties = name is None if config is None else config.get("tie_word_embeddings", True)
     names: dict[str, tuple[str, ...]] = {}
     tensors: dict[str, Tensor] = {}
@@ -370,7 +370,8 @@ def _chunks(source: Source, plan: Plan, progress: Callable[[int], None]) -> Iter
         while flying:
             yield deliver()
     finally:
+        # After an error, or if the consumer stops early: buffers must outlive their requests.
         for *_, readings in flying:
             for reading in readings:
-                with contextlib.suppress(OSError):  # the first error is raised; buffers must outlive their requests
+                with contextlib.suppress(OSError):
                     reading.wait()
