@@ -12,10 +12,8 @@ def atomic_write(path: Path, text: str, *, durable: bool = True) -> None:
     """Replaces the file at `path` by `text`; a reader, or a kill in between, finds the old file or the new one.
 
     The text is written to a file beside `path`, which is then renamed. A symbolic link is kept, and the file that the
-    link
-    names is replaced. The mode of an existing file is kept, and its owner if the system permits that. A device or a
-    pipe is
-    written directly.
+    link names is replaced. The mode of an existing file is kept, and its owner if the system permits that. A device or
+    a pipe is written directly.
 
     Args:
         path: In a folder that exists.

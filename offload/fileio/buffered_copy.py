@@ -57,9 +57,8 @@ def flow(
                 reading.append((piece, free[0], begin(piece, free[0])))
                 # Only after `begin` has succeeded: if it raises, no request uses the buffer.
                 free.popleft()
-            # Turn the oldest read into a write if it is done. Without a pending write there is nothing else to wait
-            # for,
-            # so its read is waited for.
+            # Turn the oldest read into a write if it is done. With no write pending, the read is all that remains to
+            # wait for.
             if reading and (not writing or all(future.done() for future in reading[0][2])):
                 piece, buffer, futures = reading[0]
                 for future in futures:

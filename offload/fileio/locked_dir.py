@@ -81,8 +81,9 @@ class DirLock:
             self._descriptor = None
 
     def remove(self) -> None:
-        """Deletes the file and releases the lock; idempotent. A forked child must not call this: its parent would lose
-        the lock.
+        """Deletes the file and releases the lock; idempotent.
+
+        A forked child must not call this: its parent would lose the lock.
         """
         if self._descriptor is None:
             return
@@ -116,8 +117,7 @@ def holder_of(path: Path) -> str | None:
         return None
     try:
         # A shared lock fails if another process holds the lock, and does not collide with other callers of this
-        # function. If
-        # granted, it ends when the descriptor is closed.
+        # function. If granted, it ends when the descriptor is closed.
         _flock(descriptor, fcntl.LOCK_SH)
     except OSError as error:
         return _note_in(descriptor) if error.errno in _CONTENDED else None

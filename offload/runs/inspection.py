@@ -1,5 +1,4 @@
-"""Implementation of `offload inspect`: describes a folder of swap files or checkpoints, even while another process uses
-it.
+"""Implementation of `offload inspect`: describes a folder of swap files or checkpoints, even one that is in use.
 
 It takes no lock for longer than a moment, and changes nothing.
 """

@@ -1,5 +1,4 @@
-"""Implementation of `offload verify`: compares every byte of a run's last commit, or of a checkpoint, with its
-checksum.
+"""Implementation of `offload verify`: compares all bytes of a run's last commit, or of a checkpoint, with checksums.
 
 A run is verified without importing torch.
 """

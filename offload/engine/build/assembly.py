@@ -94,8 +94,7 @@ def assemble(
     """
     timeline = recorders.timeline
     # The order matters: memory first, then the pager, the partitions and their values. Hooks come after the model has
-    # given
-    # up its weights, and the update worker, whose thread uses all of them, comes last.
+    # given up its weights, and the update worker, whose thread uses all of them, comes last.
     with contextlib.ExitStack() as undo:
         host = HostArena(
             plan.placement.classes, plan.device, process_memory(), plan.config.offload.host_memory, callbacks.give_cache
@@ -160,6 +159,7 @@ def _pager(
     plan: Plan, host: HostArena, arena: DeviceArena, store: Store | None, rounds: Agreement | None, timeline: Timeline
 ) -> Pager:
     """Returns the pager."""
+    # The pager receives sizes and limits only; it knows neither modules nor parameters.
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode)
     return Pager(sizes, host, arena, plan.device, store, limits(plan.config, plan.mode), rounds, timeline=timeline)
 

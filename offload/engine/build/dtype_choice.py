@@ -36,11 +36,9 @@ def auto_dtype(
     """Returns a copy of `config` with bf16 switched on or off, unless the config chooses a dtype itself.
 
     bf16 is switched on if this machine multiplies bf16 at least as fast as fp32: on GPUs with arithmetic for it, and on
-    a
-    processor according to one measurement of about 20 ms, which is cached. A resumed run keeps its dtype. With several
-    ranks
-    all must call this, and all receive the choice of rank 0. A config that chooses bf16, fp16 or torch_autocast is
-    unchanged.
+    a processor according to one measurement of about 20 ms, which is cached. A resumed run keeps its dtype. With
+    several ranks all must call this, and all receive the choice of rank 0. A config that chooses bf16, fp16 or
+    torch_autocast is unchanged.
 
     Args:
         config: The config as a dict, or the path of a JSON file.

@@ -1,7 +1,6 @@
-"""`initialize`: the construction of an engine from a model and a config.
+"""`initialize`: carries out the plan of an engine, which `plan` has decided before anything is changed.
 
-`plan` makes every decision before anything is changed; this module carries the plan out. If a step fails, the steps
-before it are undone, and the other ranks receive the reason.
+If a step fails, the steps before it are undone, and the other ranks receive the reason.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ from offload.timeline import Timeline, open_timeline
 logger = logging.getLogger("offload")
 
 _starting = threading.RLock()
-"""Serializes the starts of engines in a process: the memory that a plan counts on must still be free when it is taken.
-"""
+"""Serializes the starts of engines in a process: memory that a plan counts on must still be free when taken."""
 
 
 class Initialized(NamedTuple):
@@ -65,11 +63,9 @@ class Initialized(NamedTuple):
     engine: Engine
     """The engine, which the training loop calls."""
     optimizer: Optimizer
-    """Parameter groups, whose learning rates and other settings may be changed between steps; `engine.step()` steps it.
-    """
+    """Parameter groups, whose settings may be changed between steps; `engine.step()` steps it."""
     loader: Loader | None
-    """Batches of `training_data` on the engine's device, of which each rank receives its own rows; None without data.
-    """
+    """Batches of `training_data` on the engine's device, each rank's own rows; None without data."""
     lr_scheduler: Any
     """The given schedule or that of the config, which `engine.step()` advances; None without one."""
 
@@ -90,11 +86,10 @@ def initialize(
     distributed_port: int | None = None,
     mesh_param: Any = None,
 ) -> Initialized:
-    """Puts `model` under an engine, as `deepspeed.initialize` does.
+    """Puts `model` under an engine as `deepspeed.initialize` does; returns (engine, optimizer, loader, lr_scheduler).
 
-    The engine takes over the model's parameters: outside of forward and backward they are placeholders. With several
-    ranks
-    every rank must call this, and each waits for the others.
+    The engine takes over the parameters, which become placeholders outside of forward and backward. All ranks must call
+    it.
 
     Args:
         args: Namespace whose `deepspeed_config` is read if `config` and `config_params` are None.
@@ -102,7 +97,7 @@ def initialize(
         optimizer: One of torch's that has not stepped, a callable that makes one from the parameters, or None for the
             config's. An optimizer without a kernel runs unchanged, on the CPU.
         model_parameters: Parameters or groups for the config's optimizer or the callable; None for all that train.
-        training_data: Dataset to load batches from.
+        training_data: Dataset to load batches from; without it the loader is None.
         lr_scheduler: An object with `step()`, a callable that makes one from the optimizer, or None for the config's.
         collate_fn: Makes a batch from samples; None for torch's default.
         config: Path of a DeepSpeed JSON file, or its content as a dict.
@@ -111,9 +106,6 @@ def initialize(
         dist_init_required: For compatibility; None or a bool, without effect.
         distributed_port: For compatibility; None or the launcher's port.
         mesh_param: For compatibility; must be None.
-
-    Returns:
-        (engine, optimizer, loader, lr_scheduler); the loader is None without `training_data`.
 
     Raises:
         ConfigError: If the config is wrong or does not fit the model. This and the following come before any change.
@@ -159,9 +151,7 @@ def _initialize(
     lr_scheduler: Any,
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> Initialized:
-    """Makes the plan and carries it out; see `initialize` for the arguments. Other engines of the process wait
-    meanwhile.
-    """
+    """Makes the plan and carries it out; for the arguments see `initialize`. The caller holds `_starting`."""
     batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
     chosen = optimizer_choice.choose(loaded.optimizer, model, optimizer, model_parameters)
     kept = optimizer_choice.kept_by(chosen, model)
@@ -203,7 +193,6 @@ def _as_trained(config: Config, ranks: int, model: nn.Module) -> tuple[str, ...]
     wide = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
     lines = (
         (
-            # Each line: the condition of the notice, and its text.
             "gradient_clipping" not in config.model_fields_set,
             f"gradients are clipped to a global norm of {clip:g}, since the config does not say; "
             f'"gradient_clipping": 0 leaves them as they are, as older DeepSpeed did',
@@ -232,9 +221,6 @@ def _the_config(args: Any, config: Any, config_params: Any) -> Any:
             f"give the path of a DeepSpeed JSON file or its content as a dict"
         )
     return given[0]
-
-
-# -- acting -------------------------------------------------------------------------------------------
 
 
 def _queue(config: Config) -> SharedQueue:
@@ -274,8 +260,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
             else:
                 store.create(over=plan.resume or plan.replace)
                 if plan.ranks is not None:
-                    # A rank commits only after this exchange, so a commit implies that no rank keeps files of an
-                    # earlier run.
+                    # A rank commits only after this exchange: no commit exists beside files of an earlier run.
                     plan.ranks.share(None, "make its store")
 
         def components(callbacks: EngineCallbacks) -> EngineComponents:
@@ -342,9 +327,7 @@ def _choices(plan: Plan) -> StepSettings:
 
 
 def _recorders(plan: Plan, timeline: Timeline, queue: SharedQueue | None, written: Written) -> Recorders:
-    """Returns the recorders of the components. With a breakdown of steps the meter also receives the spans of
-    `timeline`.
-    """
+    """Returns the recorders of the components; for a breakdown of steps the meter also receives spans."""
     meter = _meter(plan, queue, written)
     breakdown = plan.config.wall_clock_breakdown
     return Recorders(
@@ -376,10 +359,7 @@ def _written(plan: Plan) -> Written:
 
 
 def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
-    """Returns the number of the last commit that every rank holds, or None to start over.
-
-    If some ranks hold none, a kill interrupted the creation of the run; then no rank is beyond its first commit.
-    """
+    """Returns the number of the last commit that every rank holds, or None to start over. Raises `StoreError`."""
     if not plan.resume:
         return None
     newest = store.newest_serial()
@@ -389,6 +369,7 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
     everyone: list[int | None] = plan.ranks.share(newest)
     if None not in everyone:
         return last_of_all(everyone)
+    # A kill while the run was made leaves ranks without a commit, but then no rank is beyond its first.
     if any(commit is not None and commit > 1 for commit in everyone):
         without = ", ".join(str(rank) for rank, commit in enumerate(everyone) if commit is None)
         raise StoreError(

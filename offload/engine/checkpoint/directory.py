@@ -269,8 +269,8 @@ def end_folder(checkpoint: Path, latest: bool) -> None:
             new.unlink(missing_ok=True)
         # Written before the renames, so that a full disk is noticed before anything changes.
         write_new(new, checkpoint.name.encode())
+    # The names in `partial` must be durable before it gets its final name, and the final name before `latest` names it.
     with told(checkpoint, "rename"):
-        # The names in the folder must be durable before the folder gets its final name.
         sync_folder(partial)
         if not checkpoint.exists():
             os.rename(partial, checkpoint)

@@ -98,6 +98,7 @@ class Checkpoints:
                     lambda: check_bytes(found[0], wish, queue, self._components.rank, self._components.world_size)
                 )
                 try:
+                    # Only now, after every rank has found all its data intact, does the engine change.
                     ranks.settle(lambda: notices.extend(self._take_over(found[0], wish, queue)))
                 except BaseException as error:
                     # Also if only another rank failed: a half-loaded engine must not train.
@@ -166,9 +167,8 @@ class Checkpoints:
                 logger.warning(notice)
         if components.store is not None and self._state.commits:
             held = self._state.take()
-            # The snapshot holds this process's present generators: the saved ones are set at the next forward, so the
-            # commit gets
-            # them from the checkpoint.
+            # The snapshot contains this process's present generators, because the saved ones are set later, at the next
+            # call of the engine. So the commit receives them from the checkpoint.
             components.store.commit(
                 self._state.global_steps,
                 (held if wish.module_only else held._replace(generators=progress.generators)).pack(),

@@ -77,8 +77,7 @@ class CheckpointRestorer:
         """Raises `IoError` if the swap files are damaged in a unit of which some parameters keep their values.
 
         A read from the middle of a checksummed range cannot be compared, and its bytes would be written again with a
-        new, valid
-        checksum. So all of such a unit is read in order before anything changes.
+        new, valid checksum. So all of such a unit is read in order before anything changes.
         """
         held = self._held
         if not self._two_slots:
@@ -106,9 +105,7 @@ class CheckpointRestorer:
 
     @property
     def _converts(self) -> bool:
-        """True if master weights are made anew: they are stored in other states, or the saved weights were frozen
-        without them.
-        """
+        """True if master weights are made anew: the modes differ, or weights were frozen and have no stored masters."""
         mine = self._held.mode.weights
         # A mode with full masters (fp32 beside a 16-bit weight) needs them for weights that were frozen in the
         # checkpoint too.
@@ -238,8 +235,7 @@ class CheckpointRestorer:
         return overlaps(found[piece.unit], piece.first, piece.first + piece.stop - piece.start)
 
     def _begin(self, piece: _Work, buffer: memoryview) -> Sequence[Future]:
-        """Begins to read a chunk: from the checkpoint, or from the engine for elements that the checkpoint does not
-        contain.
+        """Begins to read a chunk: from the checkpoint, or the engine's own values for elements not in the checkpoint.
 
         Padding, and states of weights that were frozen, become zero.
         """
@@ -322,8 +318,7 @@ class CheckpointRestorer:
                 convert({s: t[part] for s, t in there.items()}, {s: t[part] for s, t in mine.items()})
 
     def _frozen_to_write(self) -> set[int]:
-        """Returns the units whose frozen weights must be written, because they differ or because the store is not
-        durable.
+        """Returns the units whose frozen weights must be written: those that differ, or all without a durable store.
 
         Nothing is written yet. One half of each buffer receives the checkpoint's weights, the other half the present
         ones.

@@ -1,9 +1,8 @@
 """Saving a checkpoint: each rank streams its partitions into files of its own.
 
 Each tensor is the rank's partition of one state of one unit, in the order of the store. A partition that the store
-keeps
-comes from its newest slot. The file system shares the bytes (reflink) if it can; otherwise they are copied and compared
-with the checksums from when they were written. Any other partition comes from its tier in memory.
+keeps comes from its newest slot. The file system shares the bytes (reflink) if it can; otherwise they are copied and
+compared with the checksums from when they were written. Any other partition comes from its tier in memory.
 """
 
 from __future__ import annotations

@@ -48,9 +48,7 @@ class LoadingInfo(NamedTuple):
     unexpected_keys: tuple[str, ...]
     """Names in the folder that the model does not contain; ignored."""
     mismatched_keys: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    """(name, shape in the folder, shape in the model) of tensors with another shape; ignored, with
-    `ignore_mismatched_sizes`.
-    """
+    """(name, shape in the folder, shape in the model) of ignored tensors; only with `ignore_mismatched_sizes`."""
 
 
 @contextlib.contextmanager
@@ -67,19 +65,16 @@ def init(
     """Builds a model without memory for its parameters, which `initialize` then makes, unit by unit.
 
     Use as a context around the model's constructor. Affects the calling thread only, and may be nested. Buffers and
-    other
-    tensors are real.
+    other tensors are real.
 
     Modules whose class has no `reset_parameters` keep the values from their constructor. Modules of transformers are
     initialized by the model's `_init_weights`. A parameter keeps its values, in memory, if code sets them: by
-    `nn.init`,
-    `load_state_dict`, `module.weight = ...`, or as an argument of its module. `from_pretrained` of transformers reads a
-    local folder of safetensors as `load_pretrained` does.
+    `nn.init`, `load_state_dict`, `module.weight = ...`, or as an argument of its module. `from_pretrained` of
+    transformers reads a local folder of safetensors as `load_pretrained` does.
 
     Args:
         config: Config that `initialize` will receive, as `deepspeed.zero.Init` accepts it; optional. Only
-            `from_pretrained`
-            uses it, for the dtype of buffers.
+            `from_pretrained` uses it, for the dtype of buffers.
         enabled: False to do nothing.
         config_dict_or_path: Another name of `config`.
         remote_device: For compatibility; must be None.
@@ -114,14 +109,12 @@ def load_pretrained(
 
     Until `initialize` the parameters have no values and no memory. The folder contains safetensors as `save_pretrained`
     writes them, in one file or in several with an index. Parameters that are missing in the folder are initialized by
-    the
-    model's modules. A warning names them, and names tensors of the folder that the model does not contain.
+    the model's modules. A warning names them, and names tensors of the folder that the model does not contain.
 
     Args:
         model_or_class: A class of transformers (`AutoModelForCausalLM`, `LlamaForCausalLM`) or a module. A class is
-            built
-            by the folder's config, on the meta device and in evaluation mode, as `from_pretrained` does. A module drops
-            its own weights if the folder contains them.
+            built by the folder's config, on the meta device and in evaluation mode, as `from_pretrained` does. A module
+            drops its own weights if the folder contains them.
         folder: Local folder of the weights.
         config: Config for `initialize`; a model of a class gets its dtype for buffers.
         model_config: Config of transformers, in place of the folder's.
@@ -211,9 +204,7 @@ def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dic
 
 
 def _dtype(given: Any) -> torch.dtype | None:
-    """Returns a dtype as from_pretrained accepts it, None for "auto" (that of the engine's config). Raises
-    `UsageError`.
-    """
+    """Returns a dtype as from_pretrained accepts it; None for "auto", the engine's own. Raises `UsageError`."""
     if given is None or given == "auto" or isinstance(given, torch.dtype):
         # A None makes `_build` use the dtype of the engine's config.
         return None if given == "auto" else given

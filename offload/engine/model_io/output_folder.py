@@ -42,10 +42,9 @@ _ADAPTER = ("adapter_model.safetensors", "adapter_config.json", "README.md")
 
 @contextlib.contextmanager
 def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> Iterator[Path]:
-    """Yields a staging folder whose files replace those in `out` when the context ends without an error. One writer at
-    a time.
+    """Yields a staging folder whose files replace those in `out` if the context ends without an error.
 
-    After an error `out` is unchanged.
+    One writer at a time. After an error `out` is unchanged.
 
     Args:
         out: The output folder.
@@ -110,9 +109,7 @@ def check_not_a_file(out: Path) -> None:
 
 
 def _is_in_use(out: Path) -> bool:
-    """Returns whether the working directory of this process is in `out`, and would be in a deleted folder after an
-    exchange.
-    """
+    """Returns whether the working directory of this process is in `out`, and would be deleted after an exchange."""
     return Path.cwd().is_relative_to(out.resolve())
 
 

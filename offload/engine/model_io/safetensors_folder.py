@@ -105,11 +105,12 @@ class Stored(NamedTuple):
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Returns all tensors of a folder's safetensors files by name, in one file or those of an index. Reads only
-    headers.
+    """Returns all tensors of a folder's safetensors files by name. Reads only headers.
+
+    The tensors are in one file, or in the files that an index names.
 
     Raises:
-        StoreError: If there are none, or a file is missing, incomplete or not what the index says.
+        StoreError: If there are none, or a file is missing, incomplete or contradicts the index.
         IoError: If a file cannot be read.
     """
     if not folder.is_dir():

@@ -102,8 +102,9 @@ class EngineSource:
         return _Told(self, rank, buffer, futures)
 
     def tell(self, rank: int, buffer: memoryview, futures: list[Future]) -> None:
-        """Broadcasts the bytes that `rank` reads into its buffer. Collective; a failure is raised on all ranks, and
-        only once.
+        """Broadcasts the bytes that `rank` reads into its buffer. Collective.
+
+        A failure is raised on all ranks, and only once.
 
         Args:
             rank: The rank that owns the bytes.
@@ -117,8 +118,7 @@ class EngineSource:
             self._check()
 
         # After a failure the reads in flight are still waited for, because their buffers are about to be freed. The
-        # other ranks
-        # are not contacted again.
+        # other ranks are not contacted again.
         if self._over:
             for future in futures:
                 future.wait()
@@ -226,6 +226,7 @@ class PretrainedWriter:
             ranks: All ranks.
         """
         failure = _FirstFailure()
+        # A failed write on rank 0 reaches the others through `check` at the next read.
         source = EngineSource(self._module, self._components, epoch, ranks, failure.check)
         shard_nbytes = _ONE_FILE if wanted.file_name else shard_size(wanted.max_shard_size)
         plan = make_plan(source, wanted.dtype, shard_nbytes, wanted.frozen, wanted.file_name)
