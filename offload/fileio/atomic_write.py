@@ -62,7 +62,7 @@ def replace_durably(new: Path, path: Path) -> None:
 def write_new(path: Path, data: bytes) -> None:
     """Writes a file that must not exist yet and syncs its bytes.
 
-    The name of the file is durable only after `sync_folder` of its folder.
+    The name of the file is durable only after `sync_folder` of its folder. After an error the incomplete file remains.
 
     Raises:
         OSError: If the file cannot be written; `FileExistsError` if the name is taken.

@@ -114,7 +114,7 @@ def initialize(
         UsageError: If a compatibility keyword is refused, or the model is under an engine already.
         RankError: If another rank has ended before it made its engine.
     """
-    # First of all: after an error before this line the other ranks would wait for this one.
+    # First of all: an error raised before this call would leave the other ranks waiting for this one.
     meet_others()
     try:
         refuse(mpu=mpu, dist_init_required=dist_init_required, distributed_port=distributed_port, mesh_param=mesh_param)
