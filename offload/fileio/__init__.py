@@ -1,4 +1,4 @@
-"""Files, as every room writes them."""
+"""Files and folders that are written atomically, locked and cached; shared by the whole package."""
 
 from __future__ import annotations
 

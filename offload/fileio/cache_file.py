@@ -1,4 +1,4 @@
-"""The place of files that hold what was measured on this machine."""
+"""Paths of cached measurements of this machine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def cache_file(name: str) -> Path:
-    """Returns the path of a JSON file of this machine in the user's cache folder, which need not exist."""
+    """Returns the path of a JSON file of this machine in the user's cache folder; neither needs to exist."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # as its specification has it
+    if not os.path.isabs(cache):  # the XDG specification says to ignore a relative path
         cache = os.path.join(os.path.expanduser("~"), ".cache")
     return Path(cache) / "offload" / f"{name}-{platform.node() or 'machine'}.json"

@@ -1,4 +1,4 @@
-"""A log of steps: a JSON object a line, cut to what was committed before a run goes on with it."""
+"""Step logs with one JSON object a line, cut back to the last commit when a run resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.fileio import atomic_write
 
 
 def json_line(content: Any) -> str:
-    """JSON in which a number that is not finite is null: the standard has no other word for it."""
+    """Returns `content` as a line of JSON, with null for each number that is not finite, which JSON cannot express."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -26,7 +26,11 @@ def json_line(content: Any) -> str:
 
 
 def check_log(log: Path) -> None:
-    """Raise `ConfigError` where the log cannot be written, or would take the place of another file."""
+    """Checks that `log` can be written and does not replace a file that is no step log.
+
+    Raises:
+        ConfigError: If the log cannot be written, or the existing file is not the log of a run.
+    """
     if log.is_dir() or not os.access(log if log.exists() else log.resolve().parent, os.W_OK):
         raise ConfigError(f"cannot write the log {log}: give a file in a folder that exists and that you may write")
     if log.is_file():
@@ -37,7 +41,11 @@ def check_log(log: Path) -> None:
 
 
 def cut_log(path: Path, steps: int) -> None:
-    """Keep the whole lines of steps up to `steps`, so that a resumed run appends to what was committed."""
+    """Keeps the complete lines of steps up to `steps`, so that a resumed run appends to what was committed.
+
+    Raises:
+        OSError: If the log cannot be written.
+    """
     if not path.is_file():
         return  # none yet, or a device or pipe
     lines = path.read_text(errors="replace").split("\n")
@@ -48,7 +56,7 @@ def cut_log(path: Path, steps: int) -> None:
 
 
 def step_of(line: str) -> int:
-    """The step that a line of the log tells of; 0 for one that a kill has torn."""
+    """Returns the step that a line of the log is about, or 0 if a kill has cut the line off."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):

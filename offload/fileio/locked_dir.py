@@ -1,4 +1,7 @@
-"""A folder that one process at a time may change, by `flock` of a file, so that the lock dies with its process."""
+"""Locks on folders that one process at a time may change.
+
+The lock is `flock` on a file, so that it ends with its process.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from pathlib import Path
 
 _CONTENDED = (errno.EWOULDBLOCK, errno.EACCES)
 _PAUSE = 0.01
-"""Seconds between two tries: whoever asks by `holder_of` has the lock for a moment, which is waited for."""
+"""Seconds between two tries. `holder_of` holds the lock for a moment, and that moment is waited for."""
 _NOTE_NBYTES = 1000
 
 
 class LockHeldError(Exception):
-    """The lock is another's, who has written `holder` into the file."""
+    """Error: another process holds the lock; `holder` is the text that it has written into the file."""
 
     def __init__(self, holder: str) -> None:
         super().__init__(holder)
@@ -28,22 +31,24 @@ class DirLock:
     """The lock on a folder, held from construction until `close` or `remove`.
 
     Args:
-        path: the file that is locked; it is made where it is missing.
-        note: written into the file behind the name of the process, for `holder_of`.
-        mode: of the file, where it is made.
-        tries: how often the lock is tried while another has it.
+        path: The file that is locked; created if missing.
+        note: Text that is written into the file after the name of the process, for `holder_of`.
+        mode: Mode of the file if it is created.
+        tries: Number of attempts while another process holds the lock.
 
     Raises:
-        LockHeldError: where another has the lock.
-        OSError: where the file cannot be opened.
+        LockHeldError: If another process holds the lock.
+        OSError: If the file cannot be opened.
     """
 
     def __init__(self, path: Path, note: str = "", *, mode: int = 0o600, tries: int = 11) -> None:
         self._path = path
         self._descriptor: int | None = None
         self.refused: OSError | None = None
-        """The error of a file system that has no locks; the file is open, and nobody is kept out."""
+        """Error of a file system that has no locks. The file is open then, but no other process is kept out."""
         while self._descriptor is None:
+            # O_NOFOLLOW: in a folder that others may write, the name could be a link to a foreign file, which is
+            # truncated below.
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
             try:
                 _flock(self._descriptor, fcntl.LOCK_EX)
@@ -58,31 +63,36 @@ class DirLock:
                     raise LockHeldError(holder) from None
                 time.sleep(_PAUSE)
             else:
-                if not self._has_its_name():  # who had the lock has removed the file: what is locked keeps nobody out
+                if not self._has_its_name():  # the former holder has removed the file: this lock keeps nobody out
                     self.close()
-        with contextlib.suppress(OSError):  # a disk that is full; the lock holds without the note
+        with contextlib.suppress(OSError):  # the disk is full; the lock is valid without the note
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"{this_process()}{note}\n".encode(), 0)
 
     @property
     def held(self) -> bool:
+        """True until `close` or `remove`."""
         return self._descriptor is not None
 
     def close(self) -> None:
-        """Closes the file; idempotent. A forked child calls it too: its parent keeps the lock."""
+        """Closes the file; idempotent. A forked child calls this too, and its parent then keeps the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def remove(self) -> None:
-        """Deletes the file and gives the lock back; idempotent. Not for a forked child, whose parent would lose it."""
+        """Deletes the file and releases the lock; idempotent.
+
+        A forked child must not call this: its parent would lose the lock.
+        """
         if self._descriptor is None:
             return
         with contextlib.suppress(OSError):
+            # If the path now names another file, another process owns it.
             if self._has_its_name():
-                os.unlink(self._path)  # while it is locked: the next one sees that it has locked what is gone
+                os.unlink(self._path)  # while locked: a process that locks it next sees that it is gone
         with contextlib.suppress(OSError):
-            _flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough where a child was forked meanwhile
+            _flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough if a child was forked meanwhile
         self.close()
 
     def _has_its_name(self) -> bool:
@@ -95,17 +105,19 @@ class DirLock:
 
 
 def this_process() -> str:
-    """Returns the name by which this process writes itself into the files that it locks."""
+    """Returns the name that this process writes into the files that it locks."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def holder_of(path: Path) -> str | None:
-    """Returns who has the lock on the file at `path`, as it has written itself down; None where nobody has."""
+    """Returns the text that the holder of the lock on `path` has written into the file, or None if the lock is free."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
+        # A shared lock fails if another process holds the lock, and does not collide with other callers of this
+        # function. If granted, it ends when the descriptor is closed.
         _flock(descriptor, fcntl.LOCK_SH)
     except OSError as error:
         return _note_in(descriptor) if error.errno in _CONTENDED else None
@@ -115,8 +127,10 @@ def holder_of(path: Path) -> str | None:
 
 
 def _flock(descriptor: int, operation: int) -> None:
+    """Calls `flock` without blocking."""
     fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
 
 
 def _note_in(descriptor: int) -> str:
+    """Returns the text in a lock file, or "another process" if it is empty."""
     return os.pread(descriptor, _NOTE_NBYTES, 0).decode(errors="replace").strip() or "another process"

@@ -1,8 +1,8 @@
-"""Plain values and JSON: what a user's objects hold goes into a commit, and comes back as it was.
+"""Conversion between plain Python values and JSON, so that objects of the user survive a commit unchanged.
 
-Plain are None, booleans, numbers, strings, and lists, tuples, dicts and Counters of such. JSON knows neither tuples nor
-keys that are no strings nor numbers that are not finite, so those are written under names of their own (MultiStepLR
-keeps its milestones by number).
+Plain values are None, booleans, numbers, strings, and lists, tuples, dicts and Counters of plain values. JSON has no
+tuples, no keys other than strings, and no numbers that are not finite. Such values are written as objects with one
+reserved key (MultiStepLR keeps its milestones by number).
 """
 
 from __future__ import annotations
@@ -14,22 +14,34 @@ from typing import Any
 
 from offload.errors import UsageError
 
-_MARK = "\0"  # of what JSON does not know
+_MARK = "\0"  # begins the reserved keys of values that JSON cannot express
 _DEPTH = 100
-_SURE_BITS = 2000  # Python writes 640 digits at least, whatever its limit is
+_SURE_BITS = 2000  # Python writes at least 640 digits, whatever its limit is
 
 
 def to_plain(value: Any, name: str, advice: str) -> Any:
-    """A copy of `value` that JSON can hold. Raises `UsageError` that names what is not plain, and says `advice`."""
+    """Returns a copy of `value` that JSON can hold.
+
+    Args:
+        value: The value to convert.
+        name: Name of `value` in error messages.
+        advice: Last part of an error message: the action that the user should take.
+
+    Raises:
+        UsageError: If something in `value` is not plain; the message names it.
+    """
     return _encode(value, name, advice, _DEPTH)
 
 
 def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
+    """Converts `value`, of at most `depth` nested levels; see `to_plain` for the arguments."""
+    # `json` would write NaN and Infinity, which are not JSON.
     if isinstance(value, float) and not math.isfinite(value):
         return mark_floats(value)
     if value is None or isinstance(value, bool | int | float | str):
         _check_digits(value, name)
         return value
+    # A list that contains itself would recurse for ever.
     if not depth:
         raise UsageError(f"{name} is nested more than {_DEPTH} deep, perhaps in itself; {advice}")
 
@@ -38,6 +50,7 @@ def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
 
     if isinstance(value, list | tuple):
         items = [inner(item, index) for index, item in enumerate(value)]
+        # JSON would turn a tuple into a list, and the user's object would not receive what it has saved.
         return items if isinstance(value, list) else {f"{_MARK}tuple": items}
     if not isinstance(value, dict):
         raise UsageError(f"{name} is a {type(value).__module__}.{type(value).__qualname__}; {advice}")
@@ -48,13 +61,14 @@ def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
     pairs = [[_encode(key, name, advice, depth), inner(item, key)] for key, item in value.items()]
     if isinstance(value, Counter):
         return {f"{_MARK}counter": pairs}
+    # The usual case stays readable JSON. A key that begins like a reserved one is escaped by the pairs below.
     if all(isinstance(key, str) and not key.startswith(_MARK) for key in value):
         return dict(pairs)
     return {f"{_MARK}dict": pairs}
 
 
 def _check_digits(value: Any, name: str) -> None:
-    """Raise `UsageError` where a whole number is longer than Python reads or writes it."""
+    """Raises `UsageError` if an integer has more digits than Python reads or writes."""
     if isinstance(value, int) and value.bit_length() > _SURE_BITS:
         try:
             int.__repr__(value)
@@ -66,7 +80,7 @@ def _check_digits(value: Any, name: str) -> None:
 
 
 def from_plain(value: Any) -> Any:
-    """What `to_plain` was given, as a copy."""
+    """Returns a copy of the value that `to_plain` received."""
     if isinstance(value, list):
         return [from_plain(item) for item in value]
     if not isinstance(value, dict):
@@ -80,7 +94,7 @@ def from_plain(value: Any) -> Any:
 
 
 def mark_floats(value: Any) -> Any:
-    """JSON, but for numbers that are not finite, as JSON."""
+    """Returns a copy of `value`, which is JSON but for numbers that are not finite, with these numbers marked."""
     if isinstance(value, float) and not math.isfinite(value):
         return {f"{_MARK}float": str(float(value))}
     if isinstance(value, list | tuple):
@@ -89,7 +103,7 @@ def mark_floats(value: Any) -> Any:
 
 
 def unmark_floats(value: Any) -> Any:
-    """What `mark_floats` was given."""
+    """Returns the value that `mark_floats` received, with lists for tuples."""
     if isinstance(value, list):
         return [unmark_floats(item) for item in value]
     if not isinstance(value, dict):
@@ -100,8 +114,10 @@ def unmark_floats(value: Any) -> Any:
 
 
 def _as_dict(pairs: list[list[Any]]) -> dict[Any, Any]:
+    """Returns the dict of a list of pairs."""
     return {key: item for key, item in pairs}
 
 
 def _as_counter(pairs: list[list[Any]]) -> Counter[Any]:
+    """Returns the Counter of a list of pairs."""
     return Counter(_as_dict(pairs))

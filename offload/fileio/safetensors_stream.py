@@ -1,7 +1,7 @@
-"""safetensors files written and read piece by piece, so that neither needs a tensor in memory as a whole.
+"""Safetensors files that are written and read in chunks, without a complete tensor in memory.
 
-The format is https://huggingface.co/docs/safetensors: the length of a header, the header in JSON, the bytes of the
-tensors one behind the other. The library writes whole tensors only; what is written here it can read.
+The format is https://huggingface.co/docs/safetensors: the length of a header, the header in JSON, and the bytes of the
+tensors one after the other. The safetensors library only writes complete tensors; it can read the files written here.
 """
 
 from __future__ import annotations
@@ -39,33 +39,42 @@ NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""How the format calls each dtype."""
+"""Name of each dtype in the format."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100_000_000
-"""Bytes, as the library has it."""
+"""Bytes; the limit of the library."""
 
 
 class Tensor(NamedTuple):
-    """A tensor that a file holds or will hold."""
+    """A tensor that a file contains or will contain."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class TensorLocation(NamedTuple):
-    """Where the bytes of a tensor lie in its file."""
+    """Position of a tensor's bytes in its file; `offset` is in bytes from the start of the file."""
 
     tensor: Tensor
     offset: int
 
 
 def plan(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, TensorLocation]]:
-    """The head of a file, and where each tensor will lie: in the order given, the first at a multiple of 4096 bytes."""
+    """Returns the head of a file and the location of each tensor.
+
+    Tensors are stored in the order given. The first begins at a multiple of 4096 bytes, so that direct I/O can access
+    it.
+
+    Args:
+        tensors: The tensors of the file, by name.
+        metadata: The `__metadata__` entry of the header; omitted if empty.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in tensors.items():
@@ -77,16 +86,22 @@ def plan(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[by
         end += tensor.nbytes
     text = json.dumps(header).encode()
     start = align_up(_LENGTH.size + len(text), PAGE)
+    # The format allows spaces at the end of the header. They move the first tensor to a page boundary.
     head = _LENGTH.pack(start - _LENGTH.size) + text.ljust(start - _LENGTH.size)
     places = {name: TensorLocation(tensor, start + header[name]["data_offsets"][0]) for name, tensor in tensors.items()}
     return head, places
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
-    """What a file holds, and its metadata. Raises `StoreError` where it is no whole safetensors file."""
+    """Returns the locations of the tensors in a file by name, and its metadata.
+
+    Raises:
+        StoreError: If the file is not a complete safetensors file.
+    """
     try:
         with path.open("rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            # A damaged length must not make `read` allocate gigabytes.
             if length > _LONGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
@@ -96,6 +111,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
         for name, entry in header.items():
             tensor = Tensor(DTYPES[entry["dtype"]], tuple(entry["shape"]))
             start, end = entry["data_offsets"]
+            # A truncated file shows here, before any tensor is read.
             if end - start != tensor.nbytes or start < 0 or _LENGTH.size + length + end > size:
                 raise ValueError(f"{name} lies at {start} to {end}, in a file of {size} bytes")
             places[name] = TensorLocation(tensor, _LENGTH.size + length + start)
@@ -105,10 +121,20 @@ def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
 
 
 class Writer:
-    """A new file of `tensors`, of which stretches are written in any order; all of them, before `close`.
+    """A new safetensors file, whose tensors are written in chunks and in any order.
 
-    The file is made with mode 0600 where `private`, else as the umask has it, and must not exist. Its room is
-    `reserved`, unless the caller does so for each tensor. `close` makes it durable. Errors are `IoError`.
+    All bytes of all tensors must be written before `close`, which makes the file durable. The file must not exist. Not
+    safe for use by several threads without a lock.
+
+    Args:
+        path: Path of the new file.
+        tensors: The tensors of the file, by name, in their order.
+        metadata: The `__metadata__` entry of the header.
+        private: True for mode 0600; otherwise the umask decides.
+        reserved: True to allocate all disk space now; otherwise the caller calls `reserve` for each tensor.
+
+    Raises:
+        IoError: If the file cannot be made. All methods raise it too.
     """
 
     def __init__(
@@ -123,10 +149,13 @@ class Writer:
         self._path = path
         self._descriptor = -1
         self.nbytes = max((p.offset + p.tensor.nbytes for p in self.places.values()), default=len(head))
+        # O_EXCL and O_NOFOLLOW: a file of another writer is never touched, not even through a link.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor = os.open(path, flags, 0o600 if private else 0o666)
+            # The file has its full size from the start, so chunks can be written in any order.
             os.ftruncate(self._descriptor, self.nbytes)
+            # A full disk shows now and not in the middle of the writing.
             if reserved:
                 os.posix_fallocate(self._descriptor, 0, self.nbytes)
         except OSError as error:
@@ -135,9 +164,10 @@ class Writer:
         self._put(0, head)
 
     def reserve(self, name: str) -> None:
-        """Make the room of a tensor really there, of a file that was not `reserved`."""
+        """Allocates the disk space of a tensor, in a file that was not `reserved`."""
         place = self.places[name]
         try:
+            # `posix_fallocate` refuses a length of zero, which an empty tensor has.
             os.posix_fallocate(self._descriptor, place.offset, max(place.tensor.nbytes, 1))
         except OSError as error:
             raise IoError(
@@ -145,33 +175,35 @@ class Writer:
             ) from error
 
     def write(self, name: str, start: int, data: memoryview | bytes) -> None:
-        """Write bytes of a tensor, from its byte `start` on."""
+        """Writes bytes of the tensor `name`, from its byte `start` on."""
         place = self.places[name]
         assert 0 <= start <= start + len(data) <= place.tensor.nbytes
         self._put(place.offset + start, data)
 
     def write_tensor(self, name: str, value: torch.Tensor) -> None:
-        """Write a whole tensor, which is on the CPU."""
+        """Writes a complete tensor, which must be on the CPU."""
         flat: Any = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
         self.write(name, 0, memoryview(flat))
 
     @property
     def descriptor(self) -> int:
-        """Of the open file, for who has the kernel copy into it."""
+        """Descriptor of the open file, for callers that let the kernel copy into it."""
         return self._descriptor
 
     def close(self) -> None:
-        """Make all durable; idempotent."""
+        """Makes the file durable and closes it; idempotent."""
         if self._descriptor < 0:
             return
         try:
             os.fsync(self._descriptor)
         except OSError as error:
+            # A failed sync means that written bytes may be lost; the caller must discard the file.
             raise IoError(str(self._path), 0, 0, error.errno or errno.EIO, "sync") from error
         finally:
             self._drop()
 
     def _put(self, offset: int, data: memoryview | bytes) -> None:
+        """Writes `data` at a byte offset of the file."""
         done = 0
         view = memoryview(data)
         try:
@@ -181,6 +213,7 @@ class Writer:
             raise IoError(str(self._path), offset, len(view), error.errno or errno.EIO, "write") from error
 
     def _drop(self) -> None:
+        """Closes the file without a sync; idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -198,7 +231,12 @@ class Writer:
 
 
 def shard(tensors: Mapping[str, Tensor], most_nbytes: int) -> Sequence[dict[str, Tensor]]:
-    """Cut `tensors`, in their order, into files of at most so many bytes each, or of one tensor that is larger."""
+    """Splits `tensors`, in their order, into files.
+
+    Args:
+        tensors: The tensors to split, by name.
+        most_nbytes: Limit of each file's tensors in bytes. A tensor that is larger gets a file of its own.
+    """
     shards: list[dict[str, Tensor]] = []
     room = 0
     for name, tensor in tensors.items():

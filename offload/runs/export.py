@@ -1,7 +1,7 @@
-"""`offload export`: the weights of a run or a checkpoint as files that transformers loads.
+"""Implementation of `offload export`: writes the weights of a run or a checkpoint as files that transformers loads.
 
-What is written, and how, is `engine.model_write`. Everything is written into a folder beside the one that is asked for,
-which takes its name in the end.
+`offload.engine.model_io.weight_writer` decides the content and writes it. All files are written into a folder beside
+the requested one and renamed at the end, so that the output folder is complete or absent.
 """
 
 from __future__ import annotations
@@ -23,20 +23,28 @@ __all__ = ["Exported", "check_target", "export", "make_plan", "open_source", "re
 
 
 class Exported(NamedTuple):
-    """What was written."""
+    """Result of an export."""
 
     path: Path
     epoch: int
     dtype: str
     files: tuple[str, ...]
     nbytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     parameters: int
     notices: tuple[str, ...]
 
 
 def open_source(path: Path, queue: Queue) -> Source:
-    """A run's folder, a checkpoint's, or one of checkpoints, of which it is the latest. Raises `StoreError`."""
+    """Opens the weights in `path`.
+
+    Args:
+        path: Folder of a run, of a checkpoint, or of several checkpoints, whose latest is taken.
+        queue: Queue for the reads; owned by the caller.
+
+    Raises:
+        StoreError: If the folder is none of these, or cannot be read.
+    """
     checkpoint = find(path, None)
     return StoreSource(path, queue) if checkpoint is None else CheckpointSource(Path(checkpoint), queue)
 
@@ -48,18 +56,30 @@ def export(
     progress: Callable[[int], None] = lambda _: None,
     tokenizer: Path | None = None,
 ) -> Exported:
-    """Write what is planned to the folder `out`, which must not be there, or be empty.
+    """Writes the planned weights to the folder `out`.
 
-    The files of a tokenizer come along from the folder `tokenizer`. Where it fails, nothing is left; a kill leaves
-    `<out>.partial`, which the next export removes. `progress` is told of bytes as they are read. Raises `StoreError`
-    and `IoError`.
+    After a failure nothing is left. A kill leaves `<out>.partial`, which the next export removes.
+
+    Args:
+        source: The weights; stays open.
+        out: Must not exist, or be empty.
+        plan: Made by `make_plan` for this source.
+        progress: Called with the number of bytes after each read.
+        tokenizer: Folder whose tokenizer files are copied too.
+
+    Raises:
+        StoreError: If `out` cannot be used, there is not enough room, or the source is damaged.
+        IoError: If something cannot be read or written.
     """
     out = out.resolve()
     check_target(out)
     if tokenizer is not None:
+        # A folder without a tokenizer is reported before anything is written.
         tokenizer_files(tokenizer)
     told: list[str] = []
+    # Everything is written into a staging folder; `out` appears complete when the context ends.
     with arriving(out, told.append) as folder:
+        # The staging folder is on the same drive as `out` and exists already.
         check_room(folder, plan.nbytes, out)
         with Files(folder, plan, source.buffers) as files:
             beyond = stream(source, plan, files, progress)
@@ -77,9 +97,10 @@ def export(
 
 
 def check_target(out: Path) -> None:
-    """Raise `StoreError` where an export to `out` would touch what is there."""
+    """Raises `StoreError` if an export to `out` would change something that exists."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise StoreError(f"{out} is there already; give a folder that is not there, or an empty one")
+    # A mount point cannot be renamed, so the folder could not be put in place at the end.
     if out.is_mount():
         raise StoreError(f"{out} is a drive's root, which cannot be replaced; give a folder in it")
     if not out.parent.is_dir():

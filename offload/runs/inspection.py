@@ -1,6 +1,6 @@
-"""`offload inspect`: what lies in a folder of swap files, whoever has it, or of checkpoints.
+"""Implementation of `offload inspect`: describes a folder of swap files or checkpoints, even one that is in use.
 
-Takes nothing and changes nothing.
+It takes no lock for longer than a moment, and changes nothing.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from offload.swapper.store.rank_folder import holder
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """JSON of what `path` is: an nvme path with its runs, a run, a rank of one, a checkpoint, or a folder of such.
+    """Returns JSON that describes `path`; sizes are in bytes.
 
-    Sizes in bytes.
+    Args:
+        path: An nvme path with its runs, a run, one rank of a run, a checkpoint, or a folder of checkpoints.
 
-    Raises `StoreError` where there is no such folder.
+    Raises:
+        StoreError: If the folder does not exist.
     """
     if not path.is_dir():
         raise StoreError(f"there is no folder {path}")
     path = path.resolve()
+    # The order matters: a checkpoint may have a tag such as "rank0", and a rank folder contains a `manifest.json` too.
     if may_be_checkpoint(path):
         return {"kind": "checkpoint", **_checkpoint(path)}
     if is_rank(path):
@@ -55,18 +58,20 @@ def inspect(path: Path) -> dict[str, Any]:
 
 
 def _holds_a_run(path: Path) -> bool:
-    """Whether this is a run's folder; one of checkpoints with such tags as rank0 is not."""
+    """Returns whether `path` is the folder of a run. A folder of checkpoints with tags such as "rank0" is not."""
     ranks = rank_folders(path)
     return is_run(path) and (not ranks or not all(map(is_checkpoint, ranks)))
 
 
 def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
+    """Describes the ranks `folders` of the run at `path`."""
     found = [look(folder) for folder in folders if is_rank(folder)]
     ranks = [_rank(each) for each in found]
     known = next((each.manifest for each in found if each.manifest is not None), None)
     content: dict[str, Any] = {
         "path": str(path),
         "run": path.name,
+        # Every key is always present, so that scripts need no case for a run without a readable manifest.
         "model": None,
         "mode": None,
         "world_size": None,
@@ -82,6 +87,7 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
     if known is not None:
         layout, about = known.spec.fingerprint, known.spec.about
         size = int(layout.get("world_size", 1))
+        # The description is the same on all ranks, so the first readable manifest is used.
         content |= {
             "model": _model(layout, about),
             "mode": layout.get("mode"),
@@ -90,18 +96,21 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
             "made_by": about.get("offload"),
             "drives": list(known.drives),
         }
+        # With a single rank requested, the other ranks are not missing.
         if len(folders) == len(rank_folders(path)):
             content["missing_ranks"] = sorted(set(range(size)) - {rank["rank"] for rank in ranks})
     return content
 
 
 def _checkpoints(path: Path, saved: Sequence[Path]) -> dict[str, Any]:
+    """Describes a folder of checkpoints, of which `saved` are those found."""
     latest = path / LATEST
     found = [_checkpoint(each) for each in saved]
     goes, returns = leftovers_of_saves(path)
     return {
         "path": str(path),
         "latest": latest.read_text(errors="replace").strip() if latest.is_file() else None,
+        # A damaged checkpoint has neither step nor date and is listed first.
         "checkpoints": sorted(found, key=lambda each: (each["epoch"] or 0, each["created"] or "")),
         "saved_to_by": saver(path),
         "leftovers": [str(each) for each in goes],
@@ -110,6 +119,7 @@ def _checkpoints(path: Path, saved: Sequence[Path]) -> dict[str, Any]:
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
+    """Describes one checkpoint. Only the sizes of its files are compared; `offload verify` compares the checksums."""
     content: dict[str, Any] = {
         "path": str(path),
         "tag": path.name,
@@ -147,6 +157,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _model(layout: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts the parameters and units of a model."""
     count = trainable = 0
     for unit in layout.get("units", ()):
         for parameter in unit["parameters"]:
@@ -162,9 +173,11 @@ def _model(layout: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any
 
 
 def _rank(found: Found) -> dict[str, Any]:
+    """Describes one rank's folder."""
     manifest = found.manifest
     states: dict[str, None] = {}
     for row in () if manifest is None else manifest.spec.partitions:
+        # A dict in place of a set: the order of the states is that of the manifest.
         states |= dict.fromkeys(state.value for state in row)
     return {
         "rank": found.rank,
@@ -184,15 +197,17 @@ def _rank(found: Found) -> dict[str, Any]:
 
 
 def _written(found: Found) -> dict[str, Any]:
-    """What this rank has written to each of its drives in the life of the run, up to its last commit."""
+    """Returns the bytes that this rank has written to each of its drives since the run began, up to its last commit."""
+    # The counters are stored in the commit, so a run without one has none.
     nbytes, rated = found.whole[0].written if found.whole else ([], None)
     return {"written_bytes": nbytes, "rated_bytes": rated}
 
 
 def _commit(commit: Commit, newest: bool) -> dict[str, Any]:
+    """Describes one commit; `newest` is true for the newest of its rank."""
     record = commit.record
     moment = record.time_ns / 1e9
-    # The commit that is being made writes over the blob of the one before.
+    # A commit in progress overwrites the blob of the commit before the last.
     blob = "right" if commit.blob is not None else "damaged" if newest else "written over"
     return {
         "serial": record.serial,
@@ -206,6 +221,7 @@ def _commit(commit: Commit, newest: bool) -> dict[str, Any]:
 
 
 def _drive(folder: Path) -> dict[str, Any]:
+    """Describes a rank's folder on one drive."""
     states = folder / "states"
     return {
         "path": str(folder),
@@ -215,7 +231,7 @@ def _drive(folder: Path) -> dict[str, Any]:
 
 
 def _finished(path: Path) -> dict[str, Any] | None:
-    """What a run that ended has left; empty where it cannot be read."""
+    """Returns the note that a finished run has left, {} if the note cannot be read, or None without one."""
     if not path.is_file():
         return None
     try:

@@ -1,6 +1,6 @@
-"""`offload verify`: every byte of a run's last commit, or of a checkpoint, compared with its checksum.
+"""Implementation of `offload verify`: compares all bytes of a run's last commit, or of a checkpoint, with checksums.
 
-Of a run without torch.
+A run is verified without importing torch.
 """
 
 from __future__ import annotations
@@ -25,32 +25,34 @@ from offload.swapper.store.verify import Damage, damages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
-    """What was found in one rank's folder."""
+    """Result of one rank's folder."""
 
     folder: Path
     rank: int
     serial: int | None
     epoch: int | None
-    """The step of the commit that was read: the last that is whole on all ranks, so that a resume would take it."""
+    """Step of the commit that was read: the newest that is complete on all ranks, and thus the one that a resume takes.
+    """
     nbytes: int
-    """Compared, of that commit."""
+    """Bytes of this commit that were compared."""
     wrong: tuple[Wrong, ...]
-    """Files that are not what was written."""
+    """Files that differ from what was written."""
     damages: tuple[Damage, ...]
     places: tuple[tuple[tuple[str, int, int], ...], ...]
-    """For each damage the file, offset and bytes on each drive."""
+    """For each damage, the file, the offset and the bytes on each drive."""
     before: str | None
-    """The commit before, in words; None where there is none."""
+    """Description of the commit before; None if there is none."""
     compared: bool = True
-    """Whether the states could be read."""
+    """True if the states could be read."""
 
     @property
     def whole(self) -> bool:
+        """True if no damage was found."""
         return not (self.wrong or self.damages)
 
 
 class Report(NamedTuple):
-    """What was found in a run's folder."""
+    """Result of a run's folder."""
 
     path: Path
     epoch: int | None
@@ -58,12 +60,14 @@ class Report(NamedTuple):
 
     @property
     def whole(self) -> bool:
+        """True if no rank is damaged."""
         return all(rank.whole for rank in self.ranks)
 
     def lines(self, most: int) -> list[str]:
-        """In words, with at most so many damages of each rank."""
+        """Returns the report as lines of text, with at most `most` damages of each rank."""
         found: list[str] = []
         for each in self.ranks:
+            # Damaged files first, then damaged bytes, then the summary of the rank.
             found += [f"rank {each.rank}: damaged: {wrong}" for wrong in each.wrong]
             found += [f"rank {each.rank}: damaged: {damage}" for damage in each.damages[:most]]
             if len(each.damages) > most:
@@ -79,11 +83,12 @@ class Report(NamedTuple):
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Returns the report as JSON, for `--json`."""
         return {
             "path": str(self.path),
             "whole": self.whole,
             "step": self.epoch,
+            # `epoch` is the older name of `step`, kept for scripts.
             "epoch": self.epoch,
             "ranks": [
                 {
@@ -105,21 +110,22 @@ class Report(NamedTuple):
 
 
 class CheckpointReport(NamedTuple):
-    """What was found in a checkpoint's folder."""
+    """Result of a checkpoint's folder."""
 
     path: Path
     epoch: int
     world_size: int
     nbytes: int
-    """Compared."""
+    """Bytes that were compared."""
     wrong: tuple[Wrong, ...]
 
     @property
     def whole(self) -> bool:
+        """True if no damage was found."""
         return not self.wrong
 
     def lines(self, most: int) -> list[str]:
-        """In words, with at most so many damages."""
+        """Returns the report as lines of text, with at most `most` damages."""
         found = [f"damaged: {wrong}" for wrong in self.wrong[:most]]
         if len(self.wrong) > most:
             found.append(f"and {len(self.wrong) - most} more")
@@ -127,7 +133,7 @@ class CheckpointReport(NamedTuple):
         return [*found, f"{self.path}: step {self.epoch}, {format_size(self.nbytes)}: {state}"]
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Returns the report as JSON, for `--json`."""
         return {
             "path": str(self.path),
             "whole": self.whole,
@@ -140,41 +146,46 @@ class CheckpointReport(NamedTuple):
 
 
 class Checking(Protocol):
-    """What can be verified."""
+    """Protocol of a run or a checkpoint that is open for verification."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that will be read at most."""
+        """Upper bound of the bytes that `run` reads."""
         ...
 
     def run(self, queue: Queue, progress: Callable[[int], None]) -> Report | CheckpointReport:
-        """Read and compare all."""
+        """Reads and compares everything; calls `progress` with the number of bytes after each comparison."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Releases locks and files."""
+        ...
 
 
 def open_checking(path: Path) -> Checking:
-    """A run's folder, a checkpoint's, or one of checkpoints, of which it is the latest.
+    """Opens `path` for verification: a run's folder, a checkpoint's, or a folder of checkpoints, whose latest is taken.
 
-    Raises `StoreError` where there is none of these, or it cannot be verified.
+    Raises:
+        StoreError: If the folder is none of these, or cannot be verified.
     """
     checkpoint = find(path, None)
     return RunChecking(path) if checkpoint is None else CheckpointChecking(Path(checkpoint))
 
 
 class CheckpointChecking:
-    """A checkpoint whose manifest is right; the rest shows as it is read."""
+    """A checkpoint whose manifest is valid; damage to other files shows as they are read."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._path, self._manifest = checkpoint, read_manifest(checkpoint)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all files of the checkpoint."""
         return sum(file.nbytes for file in self._manifest.files.values())
 
     def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> CheckpointReport:
-        """Read and compare all, or say why nothing of it can be loaded."""
+        """Reads and compares everything. If nothing of the checkpoint can be loaded, the report contains the reason."""
+        # Imported late: the module imports torch, which the verification of a run does not need.
         from offload.engine.checkpoint.load import compare_bytes, look
 
         path, manifest = self._path, self._manifest
@@ -189,6 +200,7 @@ class CheckpointChecking:
         def damaged(file: Path, name: str) -> None:
             wrong.append(Wrong(str(file), f"the checksum of {name} is not the one written"))
 
+        # Tensors of files that are missing or of another size have no valid offsets.
         for rank in range(0 if wrong else manifest.world_size):
             try:
                 found = look(path, rank, manifest.world_size, {})
@@ -199,11 +211,15 @@ class CheckpointChecking:
         return CheckpointReport(path, manifest.epoch, manifest.world_size, nbytes, tuple(wrong))
 
     def close(self) -> None:
-        """Nothing is open between calls."""
+        """Does nothing: no file is open between calls."""
 
 
 class RunChecking:
-    """A run whose ranks are locked while they are read. Raises `StoreError` where it cannot be verified."""
+    """A run whose ranks are locked while they are verified.
+
+    Raises:
+        StoreError: If the run cannot be verified.
+    """
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -214,27 +230,38 @@ class RunChecking:
                 if not each.commits and not each.wrong:
                     raise StoreError(f"{each.folder}: nothing was committed yet")
         except BaseException:
+            # The locks must not outlive a failed construction.
             self._open.close()
             raise
 
     @property
     def nbytes(self) -> int:
-        """Bytes that will be read at most."""
+        """Upper bound of the bytes that `run` reads."""
         return sum(_nbytes(c) for each in self._found for c in each.commits)
 
     def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> Report:
-        """Read and compare all."""
+        """Reads and compares the newest commit that is complete on all ranks."""
+        # A kill may leave ranks at different commits; a resume takes the newest that all ranks hold.
         serial = last_of_all(each.whole[0].record.serial for each in self._found if each.whole) or 0
         ranks = [_check(each, serial, queue, progress) for each in self._found]
+        # A run without a complete commit on one rank has no step that could be resumed.
         lost = any(rank.epoch is None for rank in ranks)
         return Report(self._run, None if lost else ranks[0].epoch, tuple(ranks))
 
     def close(self) -> None:
-        """Give the locks back; idempotent."""
+        """Releases the locks; idempotent."""
         self._open.close()
 
 
 def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], None]) -> RankReport:
+    """Compares one rank's commit `serial` with its checksums.
+
+    Args:
+        found: The rank's folder as inspected.
+        serial: Number of the newest commit that is complete on all ranks; 0 if there is none.
+        queue: Queue for the reads.
+        progress: Called with the number of bytes after each comparison.
+    """
     wrong = list(found.wrong)
     bad: list[Damage] = []
     places: list[tuple[tuple[str, int, int], ...]] = []
@@ -254,6 +281,7 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
         )
     commit = found.commit(serial)
     if commit is None:
+        # The rank misses the commit that the others hold; its own newest is compared, so that the report is complete.
         commit = found.whole[0]
         have = ", ".join(str(c.record.serial) for c in found.commits)
         wrong.append(Wrong(str(found.folder), f"it holds commits {have}; the last that is whole elsewhere is {serial}"))
@@ -264,12 +292,15 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
                 bad.append(damage)
                 places.append(_places(file, damage))
             compared = True
+            # The commit before is only a hint for the user, and its damage does not count.
             other = next((c for c in found.commits if c.record.serial < record.serial), None)
             if other is not None:
                 before = _before(found, other, file, queue, progress)
         if bad and serial == max(c.record.serial for c in found.commits):
-            reserve(found.folder / "suspect", 1)  # the next resume compares all, and takes the commit before if it can
-    except IoError as error:  # missing: it is among what is wrong, unless it cannot be opened for another reason
+            # The next resume finds this file, compares everything, and falls back to the commit before if it can.
+            reserve(found.folder / "suspect", 1)
+    except IoError as error:
+        # A missing file is in `wrong` already; report only errors of other kinds, such as a lack of permission.
         if not any(each.path.startswith(error.path) or error.path.startswith(each.path) for each in wrong):
             wrong.append(Wrong(error.path, str(error)))
     return RankReport(
@@ -289,15 +320,32 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
 def _damages(
     found: Found, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]
 ) -> Generator[Damage]:
+    """Yields the damages of one commit.
+
+    Args:
+        found: The rank's folder.
+        commit: The commit to compare.
+        file: The open file of states.
+        queue: Queue for the reads.
+        progress: Called with the number of bytes after each comparison.
+    """
     assert found.manifest is not None
     spec = found.manifest.spec
     return damages(file, queue, spec.places(), commit.record.slots, commit.table, spec.title, progress)
 
 
 def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]) -> str:
-    """Whether one could still go back.
+    """Returns a line about an older commit, from which a user sees if a resume could fall back to the commit.
 
-    The step after the last commit writes over it, as it should; its bytes are then as wrong as damaged ones.
+    The step after the last commit overwrites the one before, as intended. Overwritten bytes then look like damaged
+    ones.
+
+    Args:
+        found: The rank's folder.
+        commit: The older commit.
+        file: The open file of states.
+        queue: Queue for the reads.
+        progress: Called with the number of bytes after each comparison.
     """
     commit_before = f"the commit before, step {commit.record.epoch},"
     either = "the step after the last commit has begun to write over it, or it is damaged"
@@ -308,10 +356,12 @@ def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progr
         first = next(looking, None)
         return f"{commit_before} is whole too" if first is None else f"{commit_before} is not whole: {first}; {either}"
     finally:
-        looking.close()  # what it reads ahead ends before the file is closed
+        # The first damage is enough. The generator's pending reads must end before the file is closed.
+        looking.close()
 
 
 def _places(file: StripedFile, damage: Damage) -> tuple[tuple[str, int, int], ...]:
+    """Returns file, offset and bytes of a damage on each drive."""
     parts = file.parts()
     return tuple(
         (parts[drive].path, offset, nbytes)
@@ -320,4 +370,5 @@ def _places(file: StripedFile, damage: Damage) -> tuple[tuple[str, int, int], ..
 
 
 def _nbytes(commit: Commit) -> int:
+    """Returns the bytes of a commit that have checksums."""
     return sum(stretch.nbytes for slot in commit.table.values() for stretch in slot)

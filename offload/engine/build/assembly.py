@@ -1,6 +1,6 @@
-"""From a plan to the parts of an engine: memory, weights in their homes, gradients, hooks, the update worker.
+"""Assembly of an engine's components from a plan: memory, weights, gradients, hooks and the update worker.
 
-What fails on the way takes back what was made before it; files are the caller's.
+If a step fails, the steps before it are undone. Files belong to the caller.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from offload.timeline import Timeline
 
 @dataclasses.dataclass(frozen=True)
 class Recorders:
-    """What the parts of an engine tell of their work."""
+    """Receivers of the reports of components about their work."""
 
     timeline: Timeline
-    """Gets spans, counters and phases; `OFF` where neither a file nor the meter is to have them."""
+    """Receives spans, counters and phases; `OFF` if neither a file nor the meter records them."""
     spans: DriveSpans
-    """Gets requests to the drives, and commits."""
+    """Receives requests to the drives, and commits."""
     meter: StepMeter | None
-    """Listens to `timeline` where a breakdown of steps is asked for; None where nobody wants to know of steps."""
+    """Receives the spans of `timeline` if a breakdown of steps is configured; None if steps are not metered."""
 
 
 def assemble(
@@ -76,23 +76,25 @@ def assemble(
     recorders: Recorders,
     callbacks: EngineCallbacks,
 ) -> EngineComponents:
-    """Maps the arenas, takes the model's weights over, installs hooks and starts the update worker.
+    """Maps the arenas, takes over the model's weights, installs hooks and starts the update worker.
 
     Args:
-        plan: all decisions.
-        model: loses its weights, also where a `resume` reads them from the store.
-        optimizer: groups of its parameters.
-        queue: of the store's requests; None without files.
-        store: the swap files; None without states on DISK.
-        written: counts what goes to the drives.
-        resume: whether the weights come from the store.
-        recorders: what the components record their work with.
-        callbacks: the engine, which is not complete yet; the components keep it.
+        plan: All decisions.
+        model: Loses its weights, even if they are read from the store.
+        optimizer: Groups of its parameters.
+        queue: Queue of the store's requests; None without files.
+        store: The swap files; None without states on DISK.
+        written: Counts the bytes that go to the drives.
+        resume: True to read the weights from the store.
+        recorders: Receive the reports of the components.
+        callbacks: The engine, which is not complete yet; the components store it and call it only later.
 
     Raises:
-        BudgetError: if other engines of the process leave no room.
+        BudgetError: If other engines of the process leave no room.
     """
     timeline = recorders.timeline
+    # The order matters: memory first, then the pager, the partitions and their values. Hooks come after the model has
+    # given up its weights, and the update worker, whose thread uses all of them, comes last.
     with contextlib.ExitStack() as undo:
         host = HostArena(
             plan.placement.classes, plan.device, process_memory(), plan.config.offload.host_memory, callbacks.give_cache
@@ -103,6 +105,7 @@ def assemble(
         compute = compute_spans(timeline, names)
         rounds = None if plan.ranks is None else Agreement(plan.ranks, names, callbacks, timeline=timeline)
         pager = _pager(plan, host, arena, store, rounds, timeline)
+        # Each component that owns memory or a thread registers how it is closed; an error closes them in reverse order.
         undo.callback(pager.close)
         held = _held(plan, host, arena, pager, store)
         _fill(plan, model, held, resume)
@@ -124,6 +127,7 @@ def assemble(
         undo.callback(weights.remove)
         trains = any(plan.parts.trainable_numel)
         updater = _updater(plan, optimizer, host, held, gradients, timeline) if trains else None
+        # Complete: from now on the engine closes the components.
         undo.pop_all()
     return EngineComponents(
         hooks=hooks,
@@ -147,13 +151,15 @@ def assemble(
 
 
 def shown_names(plan: Plan) -> list[str]:
-    """Returns the name of each unit, as messages and time lines have it."""
+    """Returns the name of each unit for messages and time lines."""
     return [layout.name or "the root" for layout in plan.layouts]
 
 
 def _pager(
     plan: Plan, host: HostArena, arena: DeviceArena, store: Store | None, rounds: Agreement | None, timeline: Timeline
 ) -> Pager:
+    """Returns the pager."""
+    # The pager receives sizes and limits only; it knows neither modules nor parameters.
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode)
     return Pager(sizes, host, arena, plan.device, store, limits(plan.config, plan.mode), rounds, timeline=timeline)
 
@@ -162,8 +168,11 @@ def _pager(
 
 
 def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: Store | None) -> LocalShards:
+    """Allocates this rank's partitions in their tiers."""
     residents = make_resident_shards(plan.parts, plan.mode, plan.placement, host, arena)
-    plan.device.synchronize()  # torch may still fill the arena's memory, or use what it was; uploads must come after
+    # torch may still have kernels in flight that fill this memory, or that use the tensors to which it belonged before.
+    # Uploads run on a stream of their own and must come after those kernels.
+    plan.device.synchronize()
     return LocalShards(
         mode=plan.mode,
         layouts=plan.layouts,
@@ -178,19 +187,20 @@ def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: 
 
 
 def _fill(plan: Plan, model: nn.Module, held: LocalShards, resume: bool) -> None:
-    """Put every weight into its home; the model is left without any."""
+    """Writes every weight to its tier; the parameters of the model are left empty."""
     filler = InitialFill(held, plan.parts.largest_unit, plan.ranks)
+    # Values given by the user, from files, or by the modules' initialization from the seed.
     if not resume:
         filler.fill(model, plan.layouts, plan.config.offload.seed)
         return
     filler.read_back(len(held.layouts))
-    for parameter in model.parameters():  # whatever the model came with is dropped, unread
+    for parameter in model.parameters():  # the model's own values are dropped, unread
         forget(parameter)
 
 
 def _move_buffers(model: nn.Module, plan: Plan) -> None:
-    """Put buffers on the device, in their dtype, as they are on rank 0; those that are one buffer stay one."""
-    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is kept, so that its id is
+    """Moves buffers to the device, in their dtype, with the values of rank 0; shared buffers stay shared."""
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original too: its id stays taken
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
@@ -203,18 +213,20 @@ def _move_buffers(model: nn.Module, plan: Plan) -> None:
 
 
 def _of_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """A copy of the buffer as it is on rank 0."""
+    """Returns a copy of the buffer as it is on rank 0. Collective."""
     values = buffer.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     ranks.broadcast(values, 0)
     return values
 
 
 def _places(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:
-    """A place for each parameter, unit by unit."""
+    """Returns a handle for each parameter, unit by unit."""
     dtype, device = plan.mode.weight_dtype, plan.device.torch
     return [
         [
-            ParamHandle(model.get_parameter(segment.name), segment.name, unit, position, dtype, segment.shape, device, RULES)
+            ParamHandle(
+                model.get_parameter(segment.name), segment.name, unit, position, dtype, segment.shape, device, RULES
+            )
             for position, segment in enumerate(layout.segments)
         ]
         for unit, layout in enumerate(plan.layouts)
@@ -230,6 +242,7 @@ def _weights(
     bindings: UnitViews,
     callbacks: EngineCallbacks,
 ) -> WeightEdits:
+    """Returns the component through which users read and edit weights."""
     return WeightEdits(
         model,
         plan.layouts,
@@ -260,15 +273,32 @@ def _gradients(
     recorders: Recorders,
     compute: ComputeSpans,
 ) -> GradientAccumulator:
+    """Returns the accumulator of gradients, with its memory in the tiers of the plan.
+
+    Args:
+        plan: All decisions.
+        trainable: This rank's trainable elements of each unit.
+        host: Source of host buffers.
+        arena: Source of device buffers.
+        queue: Queue of requests to the drives; None without files.
+        pager: Receives failures of other threads.
+        rounds: Order of collectives; None with one rank.
+        written: Counts the bytes that go to the drives.
+        callbacks: The engine.
+        recorders: Receive reports of work.
+        compute: Spans of forward and backward.
+    """
     dtype = plan.parts.gradient_dtype
     with contextlib.ExitStack() as undo:
         spill = downloads = None
         if queue is not None and plan.placement.spilled:
             spill = _spill(plan, trainable, host, queue, pager, written, recorders.spans)
             undo.callback(spill.close)
+        # The CPU cannot read gradients on such a device, so they are first copied to pinned staging buffers.
         if any(plan.parts.trainable_numel) and not plan.device.host_addressable:
             downloads = _downloads(plan, host, pager, recorders.timeline)
             undo.callback(downloads.close)
+        # Totals on the device keep their place for the whole run, so that no step allocates device memory.
         on_device = {
             unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtype)
             for unit, tiers in enumerate(plan.placement.tiers)
@@ -290,7 +320,7 @@ def _gradients(
                 waiting,
                 callbacks,
                 device_arena=arena,
-                bucket_dtype=plan.mode.weight_dtype,  # what a backward makes
+                bucket_dtype=plan.mode.weight_dtype,  # the dtype of gradients in a backward
                 ranks=plan.ranks,
                 rounds=rounds,
                 timeline=recorders.timeline,
@@ -301,8 +331,10 @@ def _gradients(
 
 
 def _downloads(plan: Plan, host: HostArena, pager: Pager, timeline: Timeline) -> DeviceToHost:
+    """Returns the copies of gradients from the device to staging buffers in host memory."""
     staging = [host.staging.take(host.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
     leases = [lease for lease in staging if lease is not None]
+    # Two buffers or more: one is filled by the device while the CPU reads another.
     assert len(leases) == STAGING_BUFFERS, "the class was sized for them"
     most = plan.parts.largest_gradient
     return DeviceToHost(plan.device, leases, most, plan.device_kernels, pager.fail, pager.check, timeline=timeline)
@@ -317,6 +349,7 @@ def _spill(
     written: Written,
     spans: DriveSpans,
 ) -> DiskSpill:
+    """Returns the gradients on disk, with their windows in host memory."""
     placement, parts = plan.placement, plan.parts
     itemsize = parts.gradient_dtype.itemsize
     leases = [host.gradients.take(placement.window_numel * itemsize) for _ in range(WINDOWS)]
@@ -325,13 +358,20 @@ def _spill(
         for unit in placement.spilled
     }
     nbytes = {unit: parts.nbytes[unit][State.GRAD] for unit in stretches}
+    # Gradients do not outlive a step, so their file is never committed.
     scratch = SpillFile(plan.config.drives, nbytes, queue, written, spans)
     return DiskSpill(stretches, parts.gradient_dtype, [lease for lease in leases if lease], scratch, pager.fail)
 
 
 def _updater(
-    plan: Plan, optimizer: Optimizer, host: HostArena, held: LocalShards, gradients: GradientAccumulator, timeline: Timeline
+    plan: Plan,
+    optimizer: Optimizer,
+    host: HostArena,
+    held: LocalShards,
+    gradients: GradientAccumulator,
+    timeline: Timeline,
 ) -> UpdateWorker:
+    """Returns the update worker, whose thread runs from now on."""
     return UpdateWorker(
         held=held,
         arena=host,
@@ -344,8 +384,10 @@ def _updater(
     )
 
 
-def _strategy(plan: Plan, optimizer: Optimizer, host: HostArena, held: LocalShards, gradients: GradientAccumulator) -> UpdateStrategy:
-    """Returns the way in which the mode's optimizer does its steps."""
+def _strategy(
+    plan: Plan, optimizer: Optimizer, host: HostArena, held: LocalShards, gradients: GradientAccumulator
+) -> UpdateStrategy:
+    """Returns the way in which the mode's optimizer performs its steps."""
     if plan.mode.optimizer == TORCH:
         scratch = host.tiles.take(plan.placement.scratch_nbytes)
         assert scratch is not None and optimizer.replaced is not None

@@ -1,4 +1,4 @@
-"""Checks of a model before an engine takes it over, and of what several ranks were given."""
+"""Checks of a model before an engine takes it over, and of the equality of all ranks' arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload.swapper.modes import TORCH, Mode, dtype_name
 
 
 def check_alone(optimizer: str, world_size: int) -> None:
-    """Raises `ConfigError` where an optimizer without a kernel would have to work on parts of parameters."""
+    """Raises `ConfigError` if an optimizer without a kernel would have to work on partitions of parameters."""
     if optimizer == TORCH and world_size > 1:
         raise ConfigError(
             f"an optimizer without a kernel needs whole parameters, which lie in parts on {world_size} ranks; train on "
@@ -30,7 +30,21 @@ def check_alone(optimizer: str, world_size: int) -> None:
 def check_same(
     ranks: Ranks, config: Config, batch: Batch, mode: Mode, layouts: Sequence[UnitLayout], model: nn.Module
 ) -> None:
-    """Raises `ConfigError`, on every rank, where the ranks were not given the same."""
+    """Compares config and model of all ranks. Collective.
+
+    Args:
+        ranks: All ranks.
+        config: The whole config.
+        batch: Sizes of batches.
+        mode: States and dtypes.
+        layouts: All units.
+        model: The model before it is taken over.
+
+    Raises:
+        ConfigError: If the ranks differ, on every rank.
+    """
+    # Everything that decides the layout, the collectives or the numbers. Paths may differ: each machine has its own
+    # drives.
     facts = {
         "batch": list(batch),
         "weights": config.weight_tier,
@@ -51,6 +65,7 @@ def check_same(
             name for name, parameter in model.named_parameters() if origin_of(parameter) is not None
         ],
     }
+    # Every rank receives all facts and raises the same error, so that no rank waits for another.
     everyone = ranks.share(facts)
     for name, mine in everyone[0].items():
         for rank, others in enumerate(everyone):
@@ -62,20 +77,23 @@ def check_same(
 
 
 def _brief(value: Any) -> str:
+    """Returns a value as text, shortened for a message."""
     text = str(value)
     return text if len(text) <= 100 else f"{text[:80]}…"
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises `ConfigError` or `UsageError` where an engine cannot take `model` over."""
+    """Raises `ConfigError` or `UsageError` if an engine cannot take over `model`."""
     wrong = [n for n, p in model.named_parameters() if not p.is_floating_point()]
     if wrong:
         raise ConfigError(
             f"{count_of(len(wrong), 'parameter is', 'parameters are')} not floating point (quantized?), the first is "
             f"{wrong[0]}; offload trains bf16, fp16 and fp32 weights: give the model as it was before it was quantized"
         )
+    # `named_parameters` yields tied parameters once, so one address under two names means two parameter objects.
     memory: dict[int, str] = {}
     for name, parameter in model.named_parameters():
+        # Empty tensors and tensors on meta have no address of their own.
         if parameter.numel() and not parameter.is_meta:
             other = memory.setdefault(parameter.data_ptr(), name)
             if other != name:
@@ -97,9 +115,9 @@ def check_model(model: nn.Module) -> None:
 
 
 def _check_absent(model: nn.Module) -> None:
-    """Raises `ConfigError` where a parameter lost its values, or has another shape than its file.
+    """Raises `ConfigError` if a parameter has lost its values, or its shape differs from its file's.
 
-    A module that is made of another module's weights before these are read is made without values.
+    A module that is made from another module's weights before they are read has no values either.
     """
     named = dict(model.named_parameters())
     lost = [name for name, parameter in named.items() if parameter.is_meta and not is_deferred(parameter)]
@@ -119,15 +137,22 @@ def _check_absent(model: nn.Module) -> None:
 
 
 def check_batch_norm(model: nn.Module, mode: Mode, device: torch.device, buffer_dtype: torch.dtype | None) -> None:
-    """Raises `ConfigError` where a BatchNorm on the CPU has statistics in another dtype than its weights.
+    """Raises `ConfigError` if a BatchNorm on the CPU has statistics in another dtype than its weights.
 
     torch's CPU kernel refuses them too, but only in the first forward.
+
+    Args:
+        model: The model.
+        mode: Gives the dtype of weights.
+        device: The compute device.
+        buffer_dtype: Configured dtype of buffers; None leaves them unchanged.
     """
     dtype = mode.weight_dtype
     if device.type != "cpu":
         return
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(module.running_mean, torch.Tensor):
+            # `buffer_dtype` is applied when the engine takes the model over, so it decides if given.
             have = buffer_dtype or module.running_mean.dtype
             if module.weight is not None and have != dtype:
                 raise ConfigError(

@@ -1,6 +1,6 @@
-"""bf16 or fp32, where the config leaves it open; and a word where it says what this processor is slow at.
+"""Choice between bf16 and fp32 if the config leaves it open, and a warning if its choice is slow on this processor.
 
-A run that goes on keeps the dtype that it was begun in, whatever this machine would choose: its bytes are of it.
+A resumed run keeps the dtype that it was begun in, whatever this machine would choose: its files are in this dtype.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ from offload.swapper.store.inspection import look
 logger = logging.getLogger("offload")
 
 _WARNED_FROM = 1.5
-"""Times slower than fp32 from which on it is worth a warning: below it, the memory that is saved may be the reason."""
+"""Warning threshold, as a multiple of the time of fp32; below it, the memory saved may be the reason for the choice."""
 warned: set[str] = set()
-"""Dtypes that this process has been warned of."""
+"""Dtypes that this process has already been warned of."""
 
 
 def auto_dtype(
     config: Mapping[str, Any] | str | os.PathLike[str], checkpoint: str | os.PathLike[str] | None = None
 ) -> dict[str, Any]:
-    """A copy of `config`, a dict or a file's path, with bf16 switched on or off, where it does not say that itself.
+    """Returns a copy of `config` with bf16 switched on or off, unless the config chooses a dtype itself.
 
-    It is on where this machine multiplies bf16 at least as fast as fp32: on GPUs with arithmetic for it, and on a
-    processor that was measured, once, in some 20 ms. A run that the config goes on with, or `checkpoint`, a folder as
-    `save_checkpoint` makes it, keeps the dtype that it has. Of several ranks all call it, and get what the first one
-    chooses. What says bf16, fp16 or torch_autocast stays as it is.
+    bf16 is switched on if this machine multiplies bf16 at least as fast as fp32: on GPUs with arithmetic for it, and on
+    a processor according to one measurement of about 20 ms, which is cached. A resumed run keeps its dtype. With
+    several ranks all must call this, and all receive the choice of rank 0. A config that chooses bf16, fp16 or
+    torch_autocast is unchanged.
+
+    Args:
+        config: The config as a dict, or the path of a JSON file.
+        checkpoint: Folder of a checkpoint, or of several, as `save_checkpoint` makes it; its dtype is kept.
     """
     content = dict(config) if isinstance(config, Mapping) else read_json(config)
     content, line = settle(content, checkpoint)
@@ -50,27 +54,32 @@ def auto_dtype(
 def settle(
     content: Mapping[str, Any], checkpoint: str | os.PathLike[str] | None = None
 ) -> tuple[dict[str, Any], str | None]:
-    """What `auto_dtype` returns, and a line for people where that is not bf16."""
+    """Returns the result of `auto_dtype`, and a line for the user if the choice is not bf16."""
     config = load_config(content)
     if not _is_open(content, config):
         return dict(content), None
+    # Ranks on different machines would choose differently, so rank 0 chooses for all.
     chosen = Choice(*as_the_first(lambda: _choose(config, checkpoint), "choose the dtype"))
     return _with_dtype(content, chosen.dtype), chosen.line
 
 
 def _choose(config: Config, checkpoint: str | os.PathLike[str] | None) -> Choice:
+    """Returns the dtype of the checkpoint or of the run, or else the choice for this machine."""
+    # The measurement takes time and is needed only for a new run.
     begun = _of_checkpoint(checkpoint) if checkpoint is not None else _of_run(config)
     return precision.choose(compute_device(config.offload.device)) if begun is None else Choice(begun)
 
 
 def _is_open(content: Mapping[str, Any], config: Config) -> bool:
-    """Whether a config says nothing about its dtype, or "auto"."""
+    """Returns whether a config sets no dtype, or "auto"."""
     said = content.get("bfloat16") or content.get("bf16") or {}
+    # A config without a dtype means fp32, so any other dtype was chosen.
     return said.get("enabled") in (None, "auto") and config.dtype == "fp32" and not config.torch_autocast.enabled
 
 
 def _with_dtype(content: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A copy of a config that leaves the dtype open, in bf16 or fp32, or in fp16 where a run was begun so."""
+    """Returns a copy of a config with an open dtype set to bf16 or fp32, or to fp16 if the run was begun so."""
+    # "bfloat16" is DeepSpeed's older name of the block; a config keeps the name that it has.
     name = "bfloat16" if "bfloat16" in content else "bf16"
     said = {name: dict(content.get(name) or {}) | {"enabled": dtype == "bf16"}}
     if dtype == "fp16":
@@ -79,7 +88,7 @@ def _with_dtype(content: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _of_run(config: Config) -> str | None:
-    """The dtype of the run that `config` goes on with; None where it begins."""
+    """Returns the dtype of the run that `config` resumes; None for a new run."""
     if (
         config.offload.resume in ("never", "restart")
         or not config.drives
@@ -91,21 +100,29 @@ def _of_run(config: Config) -> str | None:
 
 
 def _of_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """The same of a checkpoint, or of the latest in a folder of them; None where there is none."""
+    """Returns the dtype of a checkpoint, or of the latest in a folder of checkpoints; None if there is none."""
     found = find(folder, None)
     return None if found is None else _precision(read_manifest(Path(found)).layout)
 
 
 def _precision(layout: Mapping[str, Any]) -> str:
+    """Returns the dtype in the name of a mode."""
     return str(layout["mode"]).partition(" ")[0]
 
 
-# -- what was chosen by hand --------------------------------------------------------------------------
+# -- explicitly chosen dtypes -------------------------------------------------------------------------
 
 
 def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
-    """Say it once in a process where the dtype of `config` is one that this processor multiplies much slower."""
+    """Warns once in a process if this processor multiplies the config's dtype much slower than fp32.
+
+    Args:
+        config: The whole config.
+        device: The compute device.
+        goes_on: True if a run is resumed, whose dtype cannot change.
+    """
     dtype = config.torch_autocast.dtype if config.torch_autocast.enabled else config.dtype
+    # Only processors are measured, and each dtype is worth one warning.
     if dtype == "fp32" or device.type != "cpu" or dtype in warned:
         return
     warned.add(dtype)
@@ -116,7 +133,14 @@ def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
 
 
 def _slow(dtype: str, slower: float, block: str, kept: bool) -> str:
-    """How much slower, and what to do; `kept` where a run that goes on must stay so."""
+    """Returns the warning with its advice.
+
+    Args:
+        dtype: The slow dtype.
+        slower: Time as a multiple of that of fp32.
+        block: Block of the config that chooses the dtype.
+        kept: True if a resumed run must keep the dtype.
+    """
     cure = f'give --dtype fp32, or leave the block "{block}" out of the config'
     if kept:
         cure = "a run that goes on keeps its dtype; begin another in fp32, or go on with it on another machine"

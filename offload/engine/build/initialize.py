@@ -1,6 +1,6 @@
-"""`initialize`: from a model and a config to an engine.
+"""`initialize`: carries out the plan of an engine, which `plan` has decided before anything is changed.
 
-`plan` decides everything before anything is touched; this carries it out.
+If a step fails, the steps before it are undone, and the other ranks receive the reason.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from offload.timeline import Timeline, open_timeline
 logger = logging.getLogger("offload")
 
 _starting = threading.RLock()
-"""One engine of a process starts at a time: the memory on which its plan counts must still be free when it acts."""
+"""Serializes the starts of engines in a process: memory that a plan counts on must still be free when taken."""
 
 
 class Initialized(NamedTuple):
-    """What `initialize` returns: the 4-tuple of DeepSpeed."""
+    """Result of `initialize`: the 4-tuple of DeepSpeed."""
 
     engine: Engine
-    """What the loop calls."""
+    """The engine, which the training loop calls."""
     optimizer: Optimizer
-    """Groups of parameters, whose learning rates and such may be set between steps; `engine.step()` steps it."""
+    """Parameter groups, whose settings may be changed between steps; `engine.step()` steps it."""
     loader: Loader | None
-    """Batches of `training_data` on the engine's device, this rank's rows of them; None without."""
+    """Batches of `training_data` on the engine's device, each rank's own rows; None without data."""
     lr_scheduler: Any
-    """The schedule that was given, or that the config asks for, which `engine.step()` advances; None without."""
+    """The given schedule or that of the config, which `engine.step()` advances; None without one."""
 
 
 def initialize(
@@ -86,19 +86,36 @@ def initialize(
     distributed_port: int | None = None,
     mesh_param: Any = None,
 ) -> Initialized:
-    """Put `model` under an engine, as `deepspeed.initialize` does, and return (engine, optimizer, loader, scheduler).
+    """Puts `model` under an engine as `deepspeed.initialize` does; returns (engine, optimizer, loader, lr_scheduler).
 
-    `config` (or `config_params`, or `args.deepspeed_config`) is a DeepSpeed JSON file's path or its content as a dict.
-    `optimizer` is one of torch's, a callable that makes one from the parameters, or None for the config's; one that no
-    kernel does is run by itself, on the CPU. `lr_scheduler` is an object with `step()`, a callable that makes one from
-    the optimizer, or None for the config's. The loader is None without `training_data`. The model's parameters are
-    taken over: outside of forward and backward they are placeholders. The last four are DeepSpeed's: None is taken, and
-    what asks for something that is not here is a `UsageError`.
+    The engine takes over the parameters, which become placeholders outside of forward and backward. All ranks must call
+    it.
 
-    Raises `ConfigError`, `BudgetError` or `StoreError` before anything is changed; a disk that is too small is such an
-    error too.
+    Args:
+        args: Namespace whose `deepspeed_config` is read if `config` and `config_params` are None.
+        model: The model to train.
+        optimizer: One of torch's that has not stepped, a callable that makes one from the parameters, or None for the
+            config's. An optimizer without a kernel runs unchanged, on the CPU.
+        model_parameters: Parameters or groups for the config's optimizer or the callable; None for all that train.
+        training_data: Dataset to load batches from; without it the loader is None.
+        lr_scheduler: An object with `step()`, a callable that makes one from the optimizer, or None for the config's.
+        collate_fn: Makes a batch from samples; None for torch's default.
+        config: Path of a DeepSpeed JSON file, or its content as a dict.
+        config_params: Another name of `config`.
+        mpu: For compatibility with DeepSpeed; must be None.
+        dist_init_required: For compatibility; None or a bool, without effect.
+        distributed_port: For compatibility; None or the launcher's port.
+        mesh_param: For compatibility; must be None.
+
+    Raises:
+        ConfigError: If the config is wrong or does not fit the model. This and the following come before any change.
+        BudgetError: If a memory budget is too small.
+        StoreError: If a disk is too small, or the run on it does not fit.
+        UsageError: If a compatibility keyword is refused, or the model is under an engine already.
+        RankError: If another rank has ended before it made its engine.
     """
-    meet_others()  # before anything can be wrong here: they would wait for this rank
+    # First of all: an error raised before this call would leave the other ranks waiting for this one.
+    meet_others()
     try:
         refuse(mpu=mpu, dist_init_required=dist_init_required, distributed_port=distributed_port, mesh_param=mesh_param)
         loaded = load_config(_the_config(args, config, config_params))
@@ -107,6 +124,7 @@ def initialize(
         check_data(training_data, collate_fn)
         device = open_device(compute_device(loaded.offload.device))
     except Exception as error:
+        # The process group of this engine does not exist yet, so the reason goes through torch's store.
         stay_away(f"{type(error).__name__}: {error}")
         raise
     ranks = join_ranks(device)
@@ -117,7 +135,8 @@ def initialize(
             )
     except BaseException as error:
         if ranks is not None:
-            ranks.close(f"{UNABLE}{type(error).__name__}: {error}")  # the others wait for this one
+            # The other ranks wait for this one, and receive the reason.
+            ranks.close(f"{UNABLE}{type(error).__name__}: {error}")
         raise
 
 
@@ -132,6 +151,7 @@ def _initialize(
     lr_scheduler: Any,
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> Initialized:
+    """Makes the plan and carries it out; for the arguments see `initialize`. The caller holds `_starting`."""
     batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
     chosen = optimizer_choice.choose(loaded.optimizer, model, optimizer, model_parameters)
     kept = optimizer_choice.kept_by(chosen, model)
@@ -139,6 +159,7 @@ def _initialize(
     schedule, notices = schedule_choice.choose(loaded.scheduler, lr_scheduler, chosen)
     as_trained = _as_trained(loaded, plan.world_size, model)
     plan = dataclasses.replace(plan, notices=(*plan.notices, *as_trained, *notices, *chosen.notices()))
+    # The user's object wins over the config, as in DeepSpeed.
     if optimizer is not None and loaded.optimizer is not None:
         unused = f"the optimizer {loaded.optimizer.type} of the config is not used: optimizer= is given"
         plan = dataclasses.replace(plan, notices=(*plan.notices, unused))
@@ -161,12 +182,13 @@ def _initialize(
         for notice in engine.notices:
             tell(notice)
         logger.debug("the whole config: %s", json.dumps(engine.config, indent=2))
+    # A step of another optimizer on these parameters would have no effect, so it raises from now on.
     refuse_others()
     return Initialized(engine, chosen, loader, schedule)
 
 
 def _as_trained(config: Config, ranks: int, model: nn.Module) -> tuple[str, ...]:
-    """What is trained otherwise than the model says, or than older DeepSpeed would by this config."""
+    """Returns notices if training differs from the model's own settings, or from older DeepSpeed with this config."""
     stage, clip = config.zero_optimization.stage, config.gradient_clipping
     wide = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
     lines = (
@@ -191,6 +213,7 @@ def _as_trained(config: Config, ranks: int, model: nn.Module) -> tuple[str, ...]
 
 
 def _the_config(args: Any, config: Any, config_params: Any) -> Any:
+    """Returns the single config that was given; raises `ConfigError`."""
     given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
     if len(given) != 1:
         raise ConfigError(
@@ -200,10 +223,8 @@ def _the_config(args: Any, config: Any, config_params: Any) -> Any:
     return given[0]
 
 
-# -- acting -------------------------------------------------------------------------------------------
-
-
 def _queue(config: Config) -> SharedQueue:
+    """Returns the queue of the config's I/O settings."""
     return SharedQueue(
         IoQueue,
         config.offload.io_backend,
@@ -214,12 +235,12 @@ def _queue(config: Config) -> SharedQueue:
 
 
 def _io_notices(queue: SharedQueue | None) -> tuple[str, ...]:
-    """A line where the system refuses what is fastest."""
+    """Returns a notice if the system refuses the fastest way of I/O."""
     return () if queue is None or not queue.refusals else (f"I/O by {queue.backend}: {'; '.join(queue.refusals)}",)
 
 
 def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any, loader: Loader | None) -> Engine:
-    """Make files, memory, threads and hooks. What fails on the way closes what was made before."""
+    """Creates files, memory, threads and hooks, in this order. If a step fails, the objects made before are closed."""
     timeline = open_timeline(plan.config.offload.trace, plan.rank, plan.world_size)
     if plan.rank == 0:
         check_monitor(plan.config)
@@ -238,12 +259,14 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
                 _check_fits(progress, model, optimizer)
             else:
                 store.create(over=plan.resume or plan.replace)
-                if plan.ranks is not None:  # the first commit says that nobody has anything of an earlier run any more
+                if plan.ranks is not None:
+                    # A rank commits only after this exchange: no commit exists beside files of an earlier run.
                     plan.ranks.share(None, "make its store")
 
         def components(callbacks: EngineCallbacks) -> EngineComponents:
             parts = assemble(plan, model, optimizer, queue, store, written, progress is not None, recorders, callbacks)
-            timeline.start()  # the run begins with its weights in their homes: what brought them there is not shown
+            # The time line begins with the first step: the filling of the tiers is not shown.
+            timeline.start()
             return parts
 
         notices = (
@@ -265,9 +288,10 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
             assemble=components,
         )
     except BaseException:
-        with contextlib.suppress(Exception):  # the first error is the one that is told
+        with contextlib.suppress(Exception):  # the first error is the one that is raised
             close_all(
                 *(() if queue is None else (queue.close,)),
+                # A resumed run keeps its files, and a new one leaves none.
                 *(() if store is None else (store.close if plan.resume else store.remove,)),
             )
         raise
@@ -276,7 +300,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         if progress is not None:
             notices += tuple(core.state.restore(progress))
         elif store is not None and plan.commit_every:
-            # Epoch 0: a kill during the first step resumes from the initial weights.
+            # Step 0: a kill during the first step then resumes from the initial weights.
             store.commit(0, core.state.take().pack())
         if core.components.meter is not None:
             core.components.meter.begin()
@@ -287,6 +311,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
 
 
 def _choices(plan: Plan) -> StepSettings:
+    """Returns the settings of a step."""
     return StepSettings(
         micro_batch_size=plan.batch.micro,
         accumulation=plan.batch.accumulation,
@@ -302,7 +327,7 @@ def _choices(plan: Plan) -> StepSettings:
 
 
 def _recorders(plan: Plan, timeline: Timeline, queue: SharedQueue | None, written: Written) -> Recorders:
-    """Returns what the parts record with: with a breakdown of steps the meter listens to the `timeline`."""
+    """Returns the recorders of the components; for a breakdown of steps the meter also receives spans."""
     meter = _meter(plan, queue, written)
     breakdown = plan.config.wall_clock_breakdown
     return Recorders(
@@ -313,7 +338,7 @@ def _recorders(plan: Plan, timeline: Timeline, queue: SharedQueue | None, writte
 
 
 def _meter(plan: Plan, queue: SharedQueue | None, written: Written) -> StepMeter | None:
-    """Returns the meter of steps; None where the config does not ask for one, and on all ranks but 0."""
+    """Returns the meter of steps, or None if the config does not ask for one, or on any rank but 0."""
     reporter = make_reporter(plan.config, plan.batch.total) if plan.rank == 0 else None
     if reporter is None:
         return None
@@ -325,26 +350,26 @@ def _meter(plan: Plan, queue: SharedQueue | None, written: Written) -> StepMeter
 
 
 def _written(plan: Plan) -> Written:
-    """What will be counted of the drives, with what the config says they bear."""
+    """Returns the counter of bytes written to the drives, with the drives' endurance from the config."""
     block = plan.config.offload
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if plan.ranks is not None else 1  # of torchrun
+    # Ranks of one machine share its drives, and each counts only its own bytes.
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if plan.ranks is not None else 1  # set by torchrun
     rating = None if block.drive_tbw is None else Rating(block.drive_tbw * 1e12, block.drive_share, local)
     return Written(plan.config.drives, rating)
 
 
 def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
-    """The number of the last commit that every rank holds; None to start over.
-
-    Where some hold none, a kill came while the run was being made: then nobody is beyond its first.
-    """
+    """Returns the number of the last commit that every rank holds, or None to start over. Raises `StoreError`."""
     if not plan.resume:
         return None
     newest = store.newest_serial()
     if plan.ranks is None:
         return newest
+    # The ranks decide together: a single rank that resumed would wait for the others for ever.
     everyone: list[int | None] = plan.ranks.share(newest)
     if None not in everyone:
         return last_of_all(everyone)
+    # A kill while the run was made leaves ranks without a commit, but then no rank is beyond its first.
     if any(commit is not None and commit > 1 for commit in everyone):
         without = ", ".join(str(rank) for rank, commit in enumerate(everyone) if commit is None)
         raise StoreError(
@@ -356,7 +381,7 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
 
 
 def _check_fits(progress: Snapshot, model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise `StoreError` where buffers or groups are not those of the run."""
+    """Raises `StoreError` if buffers or parameter groups differ from those of the run."""
     mine = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
     theirs = {name: list(buffer.shape) for name, buffer in progress.buffers.items()}
     if mine != theirs:
@@ -370,5 +395,6 @@ def _check_fits(progress: Snapshot, model: nn.Module, optimizer: Optimizer) -> N
 
 
 def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:
+    """Returns the layout of the swap files."""
     layout = describe(plan.layouts, plan.mode, plan.world_size)
     return plan.placement.store(plan.parts, plan.slots, layout, about(model))

@@ -1,6 +1,7 @@
-"""The plan of an engine: every decision, from config, model and sizes alone, before anything is touched.
+"""The plan of an engine: all decisions, made from config, model and sizes alone before anything is changed.
 
-`initialize` carries a plan out. With several ranks each makes its own, and they compare what must be equal.
+`initialize` carries a plan out. With several ranks each makes its own plan, and the ranks compare the facts that must
+be equal.
 """
 
 from __future__ import annotations
@@ -46,24 +47,26 @@ class Plan:
     parts: Partitions
     placement: Placement
     slots: int
-    """Slots of each partition in the store: 2 durable, 1 written in place, 0 where there is no store."""
+    """Slots of each partition in the store: 2 if durable, 1 if written in place, 0 without a store."""
     buffer_dtype: torch.dtype | None
-    """Of floating-point buffers; None leaves them as they are."""
+    """Dtype of floating-point buffers; None leaves them unchanged."""
     commit_every: int
-    """Steps from one commit to the next; 0 where there is none."""
+    """Steps between commits; 0 without commits."""
     resume: bool
     replace: bool
-    """Whether a run of this name that is there goes."""
+    """True if an existing run of this name is deleted."""
     device_kernels: bool
-    """Whether the device has kernels of its own for AdamW and for sums of squares."""
+    """True if the device has kernels of its own for AdamW and for sums of squares."""
     notices: tuple[str, ...]
 
     @property
     def rank(self) -> int:
+        """Rank of this process."""
         return 0 if self.ranks is None else self.ranks.rank
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return 1 if self.ranks is None else self.ranks.size
 
     @property
@@ -82,23 +85,24 @@ def decide(
     optimizer: str,
     kept: Mapping[str, tuple[StateField, ...]],
 ) -> Plan:
-    """Returns the plan of this rank; every rank calls it. Nothing is changed, and disks are looked at only.
+    """Returns the plan of this rank. Collective. Changes nothing; disks are only inspected.
 
     Args:
-        config: the whole config.
-        batch: sizes of batches, as they follow from the config and the number of ranks.
-        model: with all parameters in it, real or to be read.
-        device: the compute device.
-        ranks: all ranks; None where there is one.
-        optimizer: name of the optimizer's rule.
-        kept: for each parameter, the states of an optimizer of torch.
+        config: The whole config.
+        batch: Sizes of batches, which follow from the config and the number of ranks.
+        model: The model with all its parameters, real or deferred.
+        device: The compute device.
+        ranks: All ranks; None if there is only one.
+        optimizer: Name of the optimizer's rule.
+        kept: States that an optimizer of torch keeps of each parameter.
 
     Raises:
-        ConfigError: where model and config do not fit each other.
-        BudgetError: where a budget is too small.
-        StoreError: where the run on the drives does not fit the configured "resume".
+        ConfigError: If model and config do not fit each other.
+        BudgetError: If a budget is too small.
+        StoreError: If the run on the drives does not fit the configured "resume".
     """
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    # Checks that need no other rank come first, so that their error is the one that is reported.
     check_model(model)
     check_alone(optimizer, world_size)
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
@@ -106,6 +110,7 @@ def decide(
     layouts = layouts_of(model, units, world_size, kept)
     check_batch_norm(model, mode, device.torch, buffers)
     if ranks is not None:
+        # Before the disks are inspected: ranks with different configs would look for different runs.
         check_same(ranks, config, batch, mode, layouts, model)
     device_kernels, why_not = _device_kernels(device)
     request = MemoryRequest(
@@ -132,10 +137,12 @@ def decide(
         buffer_dtype=buffers,
         commit_every=memory.commit_every,
         resume=found.resume,
+        # With "never", a closed run of this name is replaced too, with a notice.
         replace=config.offload.resume == "restart" or bool(found.replaced),
         device_kernels=device_kernels,
         notices=(
             *config.notices,
+            # Every rank finds the same run, and one notice is enough.
             *(found.replaced if rank == 0 else ()),
             *memory.notices,
             *why_not,
@@ -145,17 +152,26 @@ def decide(
 
 
 def _with_disks(placed: PlacedStates, ranks: Ranks | None) -> tuple[MemoryPlan, FoundRun]:
-    """Returns the plan that fits the room and the runs on all ranks' drives, and the run that was found."""
+    """Returns the memory plan that fits the room and the runs on all ranks' drives, and the run that was found."""
     config = placed.request.config
     found = find_run(config, placed.placement.on_disk, ranks)
+    # Room is measured only if it can change the result.
     wanted = wanted_slots(placed, on_disk=found.on_disk, resume=found.resume)
     full = no_room(config, placed, ranks) if wanted.depends_on_room else None
     return plan_memory(placed, wanted, full), found
 
 
 def _machine(config: Config, device: Device, ranks: Ranks | None, device_kernels: bool) -> Machine:
-    """Returns what this machine has for one of its ranks."""
+    """Returns the resources of this machine that one of its ranks may use.
+
+    Args:
+        config: The whole config.
+        device: The compute device.
+        ranks: All ranks; None if there is only one.
+        device_kernels: True if the device has kernels of ours.
+    """
     return Machine(
+        # The ranks of one machine divide its free memory evenly.
         free_host=free_host_memory() // (1 if ranks is None else ranks.here),
         free_device=device.free_bytes(),
         host_addressable=device.host_addressable,
@@ -166,7 +182,8 @@ def _machine(config: Config, device: Device, ranks: Ranks | None, device_kernels
 
 
 def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
-    """Whether a device whose memory the host cannot address has kernels of ours, and a line where it could have."""
+    """Returns whether the device has kernels of ours, and a notice if it could have them but has not."""
+    # Memory that the CPU can address is updated by the CPU kernels.
     if device.host_addressable:
         return False, ()
     why_not = cuda.why_not(device.torch) if device.torch.type == "cuda" else None
@@ -178,6 +195,7 @@ def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
 
 
 def _durability(plan: Plan) -> str:
+    """Returns the part of the summary about commits."""
     if not plan.commit_every:
         return ""
     often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
@@ -186,7 +204,7 @@ def _durability(plan: Plan) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """One line: what lives where and what it takes."""
+    """Returns one line about the tier and the size of each kind of state."""
     placement = plan.placement
     stored = placement.store(plan.parts, plan.slots).nbytes
     clip = plan.config.gradient_clipping

@@ -1,4 +1,4 @@
-"""Runs and room that a start finds on the drives: the run to resume or to replace, space for two slots, leftovers."""
+"""Inspection of the drives at the start: the run to resume or replace, room for two slots, leftovers of other runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload.sizes import format_size
 from offload.swapper.store import Shortage, find_removal, find_shortage, holder, other_runs, rank_folders, run_status
 
 _SHOWN = 5
-"""Names in a notice."""
+"""Number of names in a notice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,33 +23,42 @@ class FoundRun:
     """The run of the configured name on the drives, as all ranks agree on it."""
 
     on_disk: bool
-    """Whether any rank has states at home on disk."""
+    """True if any rank has states whose tier is DISK."""
     resume: bool
     replaced: tuple[str, ...]
-    """A notice about the run that this start replaces; empty where there is none."""
+    """Notice about the run that this start replaces; empty if there is none."""
 
 
 def find_run(config: Config, on_disk: bool, ranks: Ranks | None) -> FoundRun:
-    """Returns the run that a start finds; every rank calls it.
+    """Returns the run that a start finds. Collective.
 
     Args:
-        config: the whole config.
-        on_disk: whether this rank has states at home on disk.
-        ranks: all ranks; None where there is one.
+        config: The whole config.
+        on_disk: True if this rank has states whose tier is DISK.
+        ranks: All ranks; None if there is only one.
 
     Raises:
-        StoreError: where the run on the drives and the configured "resume" contradict each other.
+        StoreError: If the run on the drives and the configured "resume" contradict each other.
     """
     if ranks is not None:
+        # Tiers may differ between ranks with different free memory, but either all ranks have a store or none.
         on_disk = any(ranks.share(on_disk))
     resume, replaced = _resume(config, on_disk)
     if ranks is not None:
+        # One rank's drive may be empty, if a kill interrupted the first start: `initialize` decides then by the
+        # commits.
         resume = any(ranks.share(resume))
     return FoundRun(on_disk=on_disk, resume=resume, replaced=replaced)
 
 
 def no_room(config: Config, placed: PlacedStates, ranks: Ranks | None) -> str | None:
-    """Returns a notice where the drives of any rank have no room for two slots, else None; every rank calls it."""
+    """Returns a notice if the drives of any rank have no room for two slots, else None. Collective.
+
+    Args:
+        config: The whole config.
+        placed: The states in their tiers.
+        ranks: All ranks; None if there is only one.
+    """
     short = find_shortage(config.drives, placed.two_slots_nbytes * (1 if ranks is None else ranks.here))
     if ranks is not None:
         short = next((Shortage(*found) for found in ranks.share(short) if found is not None), None)
@@ -69,7 +78,7 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
             raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
         if offload.resume == "auto" and config.drives and run_status(config.drives, offload.run).exists:
             if offload.durability == "auto":
-                return True, ()  # with more memory than it had, or other homes: it goes on with its store
+                return True, ()  # the machine has more memory now, or tiers changed: keep the store
             raise StoreError(
                 f"{os.path.join(config.drives[0], offload.run)} holds a run, but this configuration keeps no "
                 f'store: give it the homes that the run had, or set "durability": "step", or choose another run name'
@@ -78,6 +87,7 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
     status = run_status(config.drives, offload.run)
     folder = os.path.join(config.drives[0], offload.run)
     if status.exists and offload.resume in ("never", "restart"):
+        # A run in use must not be deleted under the process that trains it.
         if held := next((who for rank in rank_folders(Path(folder)) if (who := holder(rank))), None):
             raise StoreError(f"{folder} is in use by {held}, and trains; wait for its end, or choose another run name")
         if offload.resume == "never" and not status.closed:
@@ -101,7 +111,7 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
-    """Returns a notice where other runs that nobody holds take room on the drives. They are never deleted here."""
+    """Returns a notice if other runs that no process uses take room on the drives. They are never deleted here."""
     found = other_runs(config.drives, config.offload.run)
     if not found:
         return ()

@@ -1,17 +1,18 @@
-"""How a folder of checkpoints changes: by one save at a time, and each checkpoint in it is whole or not there.
+"""Changes to a folder of checkpoints: one save at a time, and each checkpoint in the folder is complete or absent.
 
-    .offload.lock     of the save that is under way, which is named in it; locked by `flock`
-    .<tag>.partial    what is being written; it gets its name when all in it is durable
-    .<tag>.old        the one that had the name, between two renames
-    .<tag>.removed    one that goes
-    .latest.<tag>     what `latest` will be
+    .offload.lock     lock of the save in progress, which is named in the file; locked by `flock`
+    .<tag>.partial    checkpoint being written; renamed when all its files are durable
+    .<tag>.old        checkpoint that had the name before, between two renames
+    .<tag>.removed    checkpoint being deleted
+    .latest.<tag>     next content of `latest`
 
-A checkpoint that is there already changes places with the new one, at once where the system can (`RENAME_EXCHANGE`). So
-a folder without a dot is whole, whenever a process was killed; what a kill has left is known by its name and by what is
-in it, and the next save into the folder, whatever its tag, puts it away.
+An existing checkpoint is exchanged with the new one in one step if the system can (`RENAME_EXCHANGE`). So a folder
+whose name has no leading dot is complete whenever the process was killed. Leftovers of a killed save are recognized by
+name and content, and the next save into the folder removes them, whatever its tag.
 
-What is not ours is never touched. A folder goes only if it says that it is a checkpoint and holds nothing else, or has
-one of the names above and holds nothing but files that are named as ours; then these files are deleted, one by one.
+Foreign files are never touched. A folder is deleted only if its manifest is that of a checkpoint and it contains
+nothing else, or if it has one of the names above and contains only files named as ours. Its files are deleted one by
+one.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _FILES = re.compile(r"manifest\.json|(states|progress)\.rank\d+\.safetensors")
 _NAMES = re.compile(r"\.(?P<tag>[^.].*)\.(?P<what>partial|old|removed)", re.DOTALL)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _TRIES = 20
-"""Who asks by `saver` has the lock for a moment, which is waited for. A save is not."""
+"""Attempts to get the lock. `saver` holds the lock for a moment, which is waited for; a save is not waited for."""
 
 
 # -- one at a time ------------------------------------------------------------------------------------
@@ -54,9 +55,16 @@ _TRIES = 20
 
 @contextlib.contextmanager
 def only_save(folder: Path, tag: str, lock: Path | None = None) -> Iterator[None]:
-    """Be the only one that saves into `folder`. Raises `StoreError` that names the one who does.
+    """Holds the lock on saving into `folder` while the context is open.
 
-    The file `lock`, by default one in the folder, is there meanwhile; all who save there must say the same.
+    Args:
+        folder: Folder of checkpoints; must exist.
+        tag: Written into the lock file, for messages of other processes.
+        lock: Lock file, by default one in the folder. All writers of the folder must use the same file.
+
+    Raises:
+        StoreError: If another process saves into the folder; the message names the process.
+        IoError: If the lock file cannot be made.
     """
     path = folder / LOCK if lock is None else lock
     with told(path, "lock"):
@@ -67,6 +75,7 @@ def only_save(folder: Path, tag: str, lock: Path | None = None) -> Iterator[None
                 f"{folder} is being saved to by {error.holder}: save again when that is done, or give each run a "
                 f"folder of its own"
             ) from None
+    # Some network file systems have no locks. A warning is better than no save at all.
     if held.refused is not None:
         logger.warning(
             "%s cannot be locked (%s): nothing else may save into %s now", path, held.refused.strerror, folder
@@ -78,21 +87,21 @@ def only_save(folder: Path, tag: str, lock: Path | None = None) -> Iterator[None
 
 
 def saver(folder: Path) -> str | None:
-    """Returns who saves into `folder` now, as it has written itself down; None where nobody does. Keeps nothing."""
+    """Returns the name of the process that saves into `folder` now, or None. Does not keep the lock."""
     return holder_of(folder / LOCK)
 
 
-# -- what is ours -------------------------------------------------------------------------------------
+# -- our files ----------------------------------------------------------------------------------------
 
 
 def strangers(folder: Path) -> list[str]:
-    """Names in a folder that are not of a checkpoint's files."""
+    """Returns the names in a folder that are not files of a checkpoint."""
     with os.scandir(folder) as entries:
         return sorted(e.name for e in entries if not _FILES.fullmatch(e.name) or not e.is_file(follow_symlinks=False))
 
 
 def _is_left(path: Path) -> bool:
-    """Whether a folder that has one of our names with a dot holds nothing but what a save has written."""
+    """Returns whether a folder with one of our dotted names contains nothing but the output of a save."""
     if path.is_symlink() or not path.is_dir() or strangers(path):
         return False
     if not (path / MANIFEST).exists() or is_checkpoint(path):
@@ -105,14 +114,16 @@ def _is_left(path: Path) -> bool:
 
 
 def _is_left_latest(path: Path) -> bool:
-    """Whether this is what a save has begun to write as `latest`."""
+    """Returns whether `path` is a `latest` file that a save began to write."""
     if path.is_symlink() or not path.is_file():
         return False
     tag = path.name.removeprefix(f".{LATEST}.").encode()
+    # A kill may have cut the file off, so a prefix of the tag is ours too.
     return path.stat().st_size <= len(tag) and tag.startswith(path.read_bytes())
 
 
 def _is_whole(checkpoint: Path) -> bool:
+    """Returns whether all files of a checkpoint exist in their full size."""
     try:
         return not wrong_files(checkpoint, read_manifest(checkpoint))
     except StoreError:
@@ -120,12 +131,14 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def leftovers(folder: Path) -> tuple[list[Path], list[Path]]:
-    """What saves that died have left in a folder: what the next save removes, and what gets its name again."""
+    """Returns the leftovers of killed saves in a folder: the paths to remove, and the checkpoints to rename back."""
     goes: list[Path] = []
     returns: list[Path] = []
     for path in sorted(folder.iterdir()):
         named = _NAMES.fullmatch(path.name)
-        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+        with contextlib.suppress(OSError):  # belongs to another user, or was deleted meanwhile
+            # Three rules. A leftover that is partial or already being removed is deleted. An old checkpoint without a
+            # successor gets its name back. An old checkpoint is deleted only if its successor is complete.
             if named is None or not path.is_dir():
                 if path.name.startswith(f".{LATEST}.") and _is_left_latest(path):
                     goes.append(path)
@@ -141,7 +154,15 @@ def leftovers(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def check_free(checkpoint: Path, latest: bool) -> None:
-    """Raise `StoreError` where something that is not ours has a name that a save needs. Nothing is changed."""
+    """Checks that no foreign file has a name that a save of `checkpoint` needs. Changes nothing.
+
+    Args:
+        checkpoint: Folder that will be saved.
+        latest: True if `latest` will be written too.
+
+    Raises:
+        StoreError: If a name is taken.
+    """
     folder = checkpoint.parent
     if checkpoint.is_symlink():
         raise StoreError(f"{checkpoint} is a symbolic link, which a save does not replace: choose another tag")
@@ -177,7 +198,7 @@ def check_free(checkpoint: Path, latest: bool) -> None:
 
 @contextlib.contextmanager
 def told(path: Path, operation: str) -> Iterator[None]:
-    """The system's errors as ours."""
+    """Converts an `OSError` of the block into an `IoError` about `path` and `operation`."""
     try:
         yield
     except IoError:
@@ -187,14 +208,15 @@ def told(path: Path, operation: str) -> Iterator[None]:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Writes a file that is not there, durably. Raises `IoError`."""
+    """Writes and syncs a file that must not exist. Raises `IoError`."""
     with told(path, "write"):
         fileio.write_new(path, data)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it that are missing; a power cut does not lose them."""
+    """Creates a folder and its missing parents durably: a power cut after the return does not lose them."""
     with told(folder, "make"):
+        # The parents that `mkdir` will make: each new name is durable only after a sync of the folder above.
         new = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         for each in new:
@@ -202,9 +224,15 @@ def make_folder(folder: Path) -> None:
 
 
 def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
-    """Make the folder in which `checkpoint` is written; what saves that died have left beside it goes.
+    """Creates and returns the folder in which `checkpoint` is written, and removes leftovers of killed saves beside it.
 
-    The caller is the only one that saves there. Raises `StoreError` where something else has a name that it needs.
+    Args:
+        checkpoint: Final path of the checkpoint. The caller holds `only_save` of its parent.
+        latest: True if `end_folder` will write `latest`.
+
+    Raises:
+        StoreError: If a foreign file has a name that the save needs.
+        IoError: If the folder cannot be made.
     """
     partial = aside(checkpoint, "partial")
     with told(checkpoint.parent, "make"):
@@ -215,7 +243,8 @@ def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
                 if path in returns:
                     named = _NAMES.fullmatch(path.name)
                     assert named is not None
-                    os.rename(path, path.with_name(named["tag"]))  # a save died between two renames
+                    # A save was killed between two renames: the old checkpoint is the only one.
+                    os.rename(path, path.with_name(named["tag"]))
                 elif path.is_dir():
                     _delete(path)
                 else:
@@ -227,13 +256,20 @@ def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
 
 
 def end_folder(checkpoint: Path, latest: bool) -> None:
-    """Give what was written its name, all of it durable; where `latest`, that of the newest."""
+    """Renames the finished checkpoint to its final name, with all its files durable.
+
+    Args:
+        checkpoint: Final path of the checkpoint; its files were written into the folder of `begin_folder`.
+        latest: True to write the tag into `latest`.
+    """
     folder, partial, old = checkpoint.parent, aside(checkpoint, "partial"), aside(checkpoint, "old")
     new, going = _new_latest(checkpoint), None
     if latest:
         with told(new, "write"):
             new.unlink(missing_ok=True)
-        write_new(new, checkpoint.name.encode())  # a disk that is full is known before anything changes
+        # Written before the renames, so that a full disk is noticed before anything changes.
+        write_new(new, checkpoint.name.encode())
+    # The names in `partial` must be durable before it gets its final name, and the final name before `latest` names it.
     with told(checkpoint, "rename"):
         sync_folder(partial)
         if not checkpoint.exists():
@@ -241,21 +277,22 @@ def end_folder(checkpoint: Path, latest: bool) -> None:
         elif exchange(partial, checkpoint):
             going = partial
         else:
-            # Where one is `old` already, what has the name is damaged, and not what one would go back to.
+            # If `old` exists already, the checkpoint of this name is damaged and not worth keeping as a fallback.
             going = aside(checkpoint, "removed") if old.exists() else old
             os.rename(checkpoint, going)
             os.rename(partial, checkpoint)
+        # `latest` must never name a checkpoint that a power cut could still lose.
         sync_folder(folder)
         if latest:
             replace_durably(new, folder / LATEST)
-    for left in (going, old):  # all is there by now, and what stays is removed by the next save
+    for left in (going, old):  # the save is complete by now; the next one removes what remains
         with contextlib.suppress(OSError):
             if left is not None and left.exists():
                 _delete(left)
 
 
 def drop_partial(checkpoint: Path) -> None:
-    """Remove what was written of a checkpoint that failed."""
+    """Removes the files of a failed save."""
     with contextlib.suppress(OSError):
         _delete(aside(checkpoint, "partial"))
     with contextlib.suppress(OSError):
@@ -263,11 +300,18 @@ def drop_partial(checkpoint: Path) -> None:
 
 
 def prune(folder: Path, keep: int, newest: str) -> list[str]:
-    """Remove the checkpoints of ours in `folder` that were saved first, so that `keep` are left; their tags.
+    """Removes the oldest of our checkpoints in `folder` until `keep` remain, and returns the removed tags.
 
-    Never `newest` nor the latest. One that cannot be removed stays, and a warning says why.
+    Neither `newest` nor the checkpoint that `latest` names is removed. If one cannot be removed, a warning gives the
+    reason.
+
+    Args:
+        folder: Folder of checkpoints.
+        keep: Number of checkpoints to keep.
+        newest: Tag of the checkpoint just saved.
     """
     found = list(checkpoints(folder))
+    # `latest` may name another checkpoint than the newest, if the save was told not to write it.
     kept = {newest}
     with contextlib.suppress(OSError, ValueError):
         kept.add((folder / LATEST).read_text(encoding="utf-8").strip())
@@ -282,9 +326,13 @@ def prune(folder: Path, keep: int, newest: str) -> list[str]:
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint, which has not its name any more while it goes; one that has gone by itself is no error.
+    """Deletes a checkpoint, which is renamed first so that no half-deleted folder has its name.
 
-    Raises `StoreError` where it, or what has the name that it needs, is not ours alone.
+    A checkpoint that another process has deleted meanwhile is no error.
+
+    Raises:
+        StoreError: If the checkpoint, or the folder at the name it is moved to, contains foreign files.
+        IoError: If a file cannot be deleted.
     """
     going = aside(checkpoint, "removed")
     with told(checkpoint, "remove"), contextlib.suppress(FileNotFoundError):
@@ -302,7 +350,8 @@ def remove(checkpoint: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two folders change their names at once; False where the system or the file system cannot."""
+    """Exchanges the names of two folders atomically; returns False if the system or the file system cannot."""
+    # Python has no wrapper of renameat2, and an older C library does not contain it.
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False
@@ -315,13 +364,15 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def _new_latest(checkpoint: Path) -> Path:
+    """Returns the path at which the next `latest` is written."""
     return checkpoint.with_name(f".{LATEST}.{checkpoint.name}")
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder of ours, file by file. The manifest goes last: until then it says whose the folder is.
+    """Deletes a folder of ours, file by file. The manifest goes last: until then it identifies the folder as ours.
 
-    What another process has deleted meanwhile is no error; what has come into it meanwhile stays, and is one.
+    A file that another process has deleted meanwhile is no error. A file that was added meanwhile stays and raises an
+    error.
     """
     with contextlib.suppress(FileNotFoundError):
         names = sorted(os.listdir(folder), key=lambda name: name == MANIFEST)

@@ -1,14 +1,13 @@
-"""The files of a checkpoint, what they are named, and which folder is one.
+"""Names and contents of a checkpoint's files, and the search for checkpoints in a folder.
 
-    <dir>/latest                             the tag of the newest
-    <dir>/<tag>/manifest.json                what it holds: layout, mode, files, a CRC-32C of each tensor
-    <dir>/<tag>/states.rank<r>.safetensors   the partitions that rank r held, one flat tensor of each unit and state
-    <dir>/<tag>/progress.rank<r>.safetensors all else of the moment: counters, generators, schedule, buffers
+    <dir>/latest                             tag of the newest checkpoint
+    <dir>/<tag>/manifest.json                layout, mode, files, and a CRC-32C of each tensor
+    <dir>/<tag>/states.rank<r>.safetensors   partitions of rank r, one flat tensor for each unit and state
+    <dir>/<tag>/progress.rank<r>.safetensors everything else: counters, generators, schedule, buffers
 
-A folder is a checkpoint by what its manifest says of itself, never by the names in it alone: others have files named
-`manifest.json` too, the swap files of a run among them. How a folder comes and goes is `checkpoint_folder`.
-
-Needs no torch to look at one.
+A folder is a checkpoint if its manifest says so, never because of names alone: other programs write a file named
+`manifest.json` too, and so do the swap files of a run. `offload.engine.checkpoint.directory` creates and deletes these
+folders. Looking at a checkpoint does not import torch.
 """
 
 from __future__ import annotations
@@ -36,45 +35,52 @@ FORMAT = 1
 MANIFEST, LATEST = "manifest.json", "latest"
 _KIND = "offload checkpoint"
 _KIND_IN = re.compile(rb'"kind":\s*"offload checkpoint"')
-"""In a manifest of ours that is not JSON any more."""
+"""Finds the kind in a manifest of ours that is no longer valid JSON."""
 _ASIDE = ("partial", "old", "removed")
 _LONGEST = 255 - max(len(f"..{what}") for what in _ASIDE)
-"""Bytes of a tag: with a dot before it and such a word behind it, it must be a name for every file system."""
+"""Longest tag in bytes: a file system must accept the tag with a dot before it and one of these words after it."""
 
 
 class Saved(NamedTuple):
-    """One file: its bytes, and the CRC-32C of each tensor in it, or under "" of the whole file."""
+    """One file: its size in bytes and the CRC-32C of each tensor, or of the whole file under the name ""."""
 
     nbytes: int
     sums: Mapping[str, int]
 
 
 class Manifest(NamedTuple):
-    """What `manifest.json` says."""
+    """Content of `manifest.json`."""
 
     epoch: int
-    """The step after which it was saved."""
+    """Step after which the checkpoint was saved."""
     created: str
     frozen: bool
-    """Whether frozen weights are in it."""
+    """True if frozen weights are included."""
     layout: Mapping[str, Any]
-    """See `description.describe`."""
+    """Made by `offload.layout.fingerprint.describe`."""
     about: Mapping[str, Any]
     files: Mapping[str, Saved]
 
     @property
     def world_size(self) -> int:
+        """Number of ranks that saved the checkpoint."""
         return int(self.layout["world_size"])
 
     def pack(self) -> bytes:
-        """The file."""
+        """Returns the content of the file."""
         files = {name: {"nbytes": each.nbytes, "crc32c": dict(each.sums)} for name, each in self.files.items()}
+        # The kind comes first in the file: `_KIND_IN` still finds it if the end of the file is lost.
         content = {"kind": _KIND, "format": FORMAT, **self._asdict(), "files": files}
         return json.dumps({**content, "crc32c": _sum_of(content)}, indent=1).encode()
 
     @classmethod
     def unpack(cls, data: bytes, where: str) -> Manifest:
-        """Raises `StoreError` that names `where` it lies and what is wrong with it."""
+        """Parses the content of a manifest file.
+
+        Raises:
+            StoreError: If the content is damaged, of another format or of another kind. `where` names the file in the
+                message.
+        """
         try:
             content = json.loads(data)
             if not isinstance(content, dict) or content.get("kind") != _KIND:
@@ -84,6 +90,7 @@ class Manifest(NamedTuple):
                     f"it is of format {content['format']}, this version of offload reads format {FORMAT}; load it with "
                     f"the version that saved it ({content.get('about', {}).get('offload', 'unknown')})"
                 )
+            # The format is checked before: another version may compute another checksum.
             if content.pop("crc32c") != _sum_of(content):
                 raise ValueError("its checksum is not the one written: the file is damaged")
             files = {name: Saved(each["nbytes"], each["crc32c"]) for name, each in content["files"].items()}
@@ -93,24 +100,36 @@ class Manifest(NamedTuple):
 
 
 def _sum_of(content: Mapping[str, Any]) -> int:
-    """CRC-32C of JSON, however it is written down."""
+    """Returns the CRC-32C of JSON, independent of its formatting."""
+    # The inner round trip turns tuples into lists and keys into strings, as a manifest that was read has them.
     return crc32c(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
 
 
 def states_file(rank: int) -> str:
+    """Returns the name of the file with the states of `rank`."""
     return f"states.rank{rank}.safetensors"
 
 
 def progress_file(rank: int) -> str:
+    """Returns the name of the file with the progress of `rank`."""
     return f"progress.rank{rank}.safetensors"
 
 
 def tensor_name(unit: int, state: State) -> str:
+    """Returns the name of a partition in a file of states."""
     return f"{unit}.{state.value}"
 
 
 def tensors_of(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, frozen: bool) -> dict[str, Tensor]:
-    """What every rank's file of states holds, in this order; without frozen weights only where `frozen` is false."""
+    """Returns the tensors of every rank's file of states, in their order in the file.
+
+    Args:
+        layouts: All units.
+        mode: Decides the states and their dtypes.
+        world_size: Number of ranks; each tensor is one rank's partition, of shape (numel / world_size,).
+        frozen: True to include frozen weights.
+    """
+    # Imported late: the module imports torch, which looking at a checkpoint does not need.
     from offload.fileio.safetensors_stream import Tensor
 
     found: dict[str, Tensor] = {}
@@ -118,6 +137,7 @@ def tensors_of(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, froze
         trainable = layout.trainable_stop // world_size
         for state, dtype in mode.states.items():
             numel = layout.numel // world_size if state is State.WEIGHT and frozen else trainable
+            # An optimizer without a kernel runs on one rank only, so its packed state is not partitioned.
             if state is State.PACKED:
                 numel = layout.packed_numel
             if numel:
@@ -129,13 +149,14 @@ def tensors_of(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, froze
 
 
 def check_tag(tag: Any) -> str:
-    """The name of a checkpoint's folder; raises `UsageError` where it cannot be one."""
+    """Returns `tag` as the name of a checkpoint's folder; raises `UsageError` if it cannot be one."""
     name = str(tag)
     if not name or name.startswith(".") or "/" in name or name == LATEST:
         raise UsageError(
             f"the tag {name!r} cannot name a folder of its own: give a name without a slash that does not begin with a "
             f"dot and is not {LATEST!r}, such as global_step100"
         )
+    # Such names are valid for the system, but unreadable in messages and in `latest`.
     if name != name.strip() or any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in name):
         raise UsageError(
             f"the tag {name!r} cannot name a folder of its own: it begins or ends with white space, or has control "
@@ -150,7 +171,15 @@ def check_tag(tag: Any) -> str:
 
 
 def check_folder(folder: Any, name: str) -> Path:
-    """What was given as `name`, a folder of checkpoints; raises `UsageError` where it is no path."""
+    """Returns `folder`, a user's folder of checkpoints, as a path.
+
+    Args:
+        folder: The value that the user gave.
+        name: Name of the user's argument, for messages.
+
+    Raises:
+        UsageError: If the value is no valid path.
+    """
     path = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
     if not isinstance(path, str):
         raise UsageError(f"{name} must be a path, a str or a pathlib.Path, got {type(folder).__name__}: {folder!r}")
@@ -165,13 +194,13 @@ def check_folder(folder: Any, name: str) -> Path:
 
 
 def aside(checkpoint: Path, what: str) -> Path:
-    """Its folder by the name that it has while it is "partial", "old" or "removed"."""
+    """Returns the path of a checkpoint's folder while it is "partial", "old" or "removed"."""
     assert what in _ASIDE
     return checkpoint.with_name(f".{checkpoint.name}.{what}")
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether the manifest in `folder` says that it is one of ours: whole or damaged, of this format or another."""
+    """Returns whether the manifest in `folder` is one of ours: intact or damaged, of this format or another."""
     path = folder / MANIFEST
     try:
         data = path.read_bytes() if path.is_file() else b""
@@ -180,17 +209,21 @@ def is_checkpoint(folder: Path) -> bool:
     try:
         content = json.loads(data)
     except (ValueError, RecursionError):
+        # Truncated or damaged JSON. The folder must still count as ours, so that the damage is reported.
         return _KIND_IN.search(data) is not None
     return isinstance(content, dict) and content.get("kind") == _KIND
 
 
 def may_be_checkpoint(folder: Path) -> bool:
-    """The same, also where the manifest is lost, or damaged beyond that: then what is wrong must be told."""
+    """Returns whether `folder` is or was a checkpoint, even if its manifest is lost.
+
+    A command then reports the damage and not that nothing was found.
+    """
     return is_checkpoint(folder) or (folder / states_file(0)).is_file()
 
 
 def refuse_rank(folder: Path) -> None:
-    """Raise `StoreError` where `folder` holds the swap files of one rank, under whatever name."""
+    """Raises `StoreError` if `folder` holds the swap files of one rank, whatever its name."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         content = {} if is_rank(folder) else json.loads((folder / MANIFEST).read_bytes())
         if is_rank(folder) or (isinstance(content, dict) and {"extents", "stripes"} <= content.keys()):
@@ -201,9 +234,10 @@ def refuse_rank(folder: Path) -> None:
 
 
 def checkpoints(folder: Path) -> dict[str, Manifest]:
-    """Every checkpoint of ours in `folder` that can be read, by its tag; the one that was saved first comes first."""
+    """Returns the readable checkpoints in `folder` by tag, the oldest first."""
     found: dict[str, Manifest] = {}
     for each in folder.iterdir() if folder.is_dir() else ():
+        # Names with a leading dot are unfinished or half-deleted checkpoints.
         if not each.name.startswith("."):
             with contextlib.suppress(StoreError):
                 found[each.name] = read_manifest(each)
@@ -211,15 +245,21 @@ def checkpoints(folder: Path) -> dict[str, Manifest]:
 
 
 def find(load_dir: str | os.PathLike[str], tag: Any) -> str | None:
-    """The folder of the checkpoint `tag`, or of the latest, or `load_dir` itself where it is one; None without any.
+    """Returns the folder of the checkpoint to load, or None if there is none.
 
-    Raises `StoreError` where it is named and not there, and where `load_dir` holds the swap files of a rank.
+    Args:
+        load_dir: Folder of checkpoints, or a checkpoint if `tag` is None.
+        tag: Tag of the checkpoint; None for the one that `latest` names, or for `load_dir` itself.
+
+    Raises:
+        StoreError: If the named checkpoint does not exist, or `load_dir` holds the swap files of a rank.
     """
     folder, named = Path(load_dir), "asked for"
     if tag is None:
         try:
             tag, named = _read_latest(folder), f"named by {folder / LATEST}"
         except FileNotFoundError:
+            # No `latest`: the user may have named the checkpoint itself.
             if may_be_checkpoint(folder):
                 return str(folder)
             refuse_rank(folder)
@@ -227,6 +267,7 @@ def find(load_dir: str | os.PathLike[str], tag: Any) -> str | None:
         except (OSError, ValueError) as error:
             raise StoreError(f"cannot read {folder / LATEST}: {error}") from error
     path = folder / check_tag(tag)
+    # A save was killed between two renames: the checkpoint still exists under its other name.
     if not path.exists() and is_checkpoint(aside(path, "old")):
         return str(aside(path, "old"))
     if not path.is_dir():
@@ -236,6 +277,7 @@ def find(load_dir: str | os.PathLike[str], tag: Any) -> str | None:
 
 
 def _read_latest(folder: Path) -> str:
+    """Returns the tag in the file `latest`; raises `StoreError` if it holds no valid tag."""
     text = (folder / LATEST).read_text(encoding="utf-8").strip()
     try:
         return check_tag(text)
@@ -248,7 +290,7 @@ def _read_latest(folder: Path) -> str:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """What the folder of a checkpoint says it holds; raises `StoreError`."""
+    """Reads the manifest of a checkpoint; raises `StoreError`."""
     path = checkpoint / MANIFEST
     try:
         data = path.read_bytes()
@@ -258,7 +300,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def wrong_files(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
-    """What is missing or of another size, by name; checksums are not looked at."""
+    """Returns the reason for each file that is missing or of another size, by file name. Does not compare checksums."""
     found: dict[str, str] = {}
     for name, saved in manifest.files.items():
         try:

@@ -1,7 +1,7 @@
-"""Loading a checkpoint, in two passes: all that will be read is compared with its checksums first, on all ranks; only
-then is anything of the engine changed. So a checkpoint that is damaged, or does not fit, changes nothing.
+"""First pass of loading a checkpoint: all data that will be read is compared with its checksums, on all ranks.
 
-This is the first pass; the second is `checkpoint_fill`.
+Only after this pass has succeeded on every rank does the second pass, `offload.engine.checkpoint.restore`, change the
+engine. So a checkpoint that is damaged or does not fit changes nothing.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from offload.states import State
 from offload.swapper.modes import MODES, Mode
 
 CLIENT_STATE = "client_state"
-"""The user's own, in the file of progress."""
+"""Name of the user's own state in the progress file."""
 
 
 class LoadOptions(NamedTuple):
-    """What is to be loaded."""
+    """Choice of what to load."""
 
     strict: bool
     states: bool
-    """Moments and counts of steps, beside the weights."""
+    """True to load moments and step counts in addition to the weights."""
     schedule: bool
     module_only: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundCheckpoint:
-    """A checkpoint that was checked, as far as it is to be loaded."""
+    """A checkpoint whose files were checked, except for the bytes of its states."""
 
     folder: Path
     manifest: Manifest
@@ -63,19 +63,25 @@ class FoundCheckpoint:
     mode: Mode
     saved: Mapping[str, tuple[int, Segment]]
     places: Mapping[str, TensorLocation]
-    """Where each tensor lies in every rank's file of states."""
+    """Location of each tensor, the same in every rank's file of states."""
     progress: Snapshot
     contents: Mapping[str, torch.Tensor]
     own: bool
-    """Whether `progress` is this rank's own."""
+    """True if `progress` is this rank's own; False if it is that of rank 0, because the number of ranks differs."""
 
     @property
     def client_state(self) -> Any:
-        """As JSON."""
+        """Returns the user's state, as JSON."""
         return json.loads(bytes(self.contents[CLIENT_STATE].numpy()))
 
     def steps(self, layouts: Sequence[UnitLayout], now: Sequence[Sequence[int]]) -> list[list[int]]:
-        """How often each parameter of `layouts` was updated; `now` of those that the checkpoint has not."""
+        """Returns the number of updates of each parameter of `layouts`.
+
+        Args:
+            layouts: Units of this engine.
+            now: Present counts, which apply to parameters that the checkpoint does not contain.
+        """
+        # Tied names map to the same segment object, so its identity is the key.
         counts = self.progress.facts["parameter_steps"]
         saved = {id(s): counts[u][i] for u, row in enumerate(self.layouts) for i, s in enumerate(row.segments)}
         return [
@@ -91,26 +97,37 @@ class FoundCheckpoint:
 
 
 def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str]) -> FoundCheckpoint:
-    """Read all of a checkpoint but its states; raises `StoreError` where something is missing or damaged.
+    """Reads all of a checkpoint except its states.
 
-    `tied_here` gives the first name of each tied parameter of this model by its other ones.
+    Args:
+        folder: The checkpoint.
+        rank: This rank. Its progress is read if the number of ranks is equal, otherwise that of rank 0.
+        world_size: Number of ranks of this engine; 0 if there is no engine.
+        tied_here: First name of each tied parameter of this model, by its other names.
+
+    Raises:
+        StoreError: If something is missing or damaged.
     """
     manifest = read_manifest(folder)
     try:
         layouts, mode = described_layouts(manifest.layout), MODES[manifest.layout["mode"]]
         tied = manifest.about["tied"]
+        # All ranks' partitions have equal shapes, so one expectation serves every file.
         expected = tensors_of(layouts, mode, manifest.world_size, manifest.frozen)
         names = [name for each in range(manifest.world_size) for name in (states_file(each), progress_file(each))]
         found: dict[str, TensorLocation] = {}
+        # Missing files first, because their names are the most useful message.
         if wrong := wrong_files(folder, manifest):
             raise ValueError("; ".join(f"{name} {reason}" for name, reason in wrong.items()))
         for name in names:
             if name.startswith("states."):
+                # All ranks' files have equal tensors and thus equal headers, so that the locations of one hold for all.
                 found, _ = read_header(folder / name)
                 if {key: place.tensor for key, place in found.items()} != expected:
                     raise ValueError(f"{name} holds other tensors than the manifest says")
                 if found.keys() != manifest.files[name].sums.keys():
                     raise ValueError(f"the manifest has not a checksum of each tensor of {name}")
+        # With another number of ranks no saved progress belongs to this rank, and rank 0's serves all.
         own = manifest.world_size == world_size
         name = progress_file(rank if own else 0)
         data = (folder / name).read_bytes()
@@ -121,6 +138,7 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(f"the checkpoint {folder} is not whole: {error}; load another") from error
     saved = places(layouts, tied, manifest.frozen)
+    # The checkpoint may have saved a tied parameter under a name that is not the first one in this model.
     saved |= {first: saved[name] for name, first in tied_here.items() if name in saved and first not in saved}
     return FoundCheckpoint(
         folder=folder,
@@ -138,9 +156,21 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
 def check_fits(
     found: FoundCheckpoint, held: LocalShards, wish: LoadOptions, names: set[str], buffers: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise `StoreError` where the checkpoint is of another model or mode. `names` are all that the model has."""
+    """Checks that the checkpoint is of this model and mode.
+
+    Args:
+        found: The checkpoint.
+        held: This rank's partitions.
+        wish: Choice of what to load.
+        names: Names of all parameters of the model, tied ones included.
+        buffers: Persistent buffers of the model.
+
+    Raises:
+        StoreError: If names, shapes, mode or optimizer states differ.
+    """
     what = f"the checkpoint {found.folder}"
     shapes = {s.name: s.shape for layout in held.layouts for s in layout.segments}
+    # Frozen weights that were left out of the save are not missing: they keep their values.
     absent: set[str] = set()
     if not found.manifest.frozen:
         absent = {s.name for layout in found.layouts for s in layout.segments if not s.trainable}
@@ -156,6 +186,7 @@ def check_fits(
             f"are not the same: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"
         )
     for segment in (segment for layout in held.layouts for segment in layout.segments if wish.states):
+        # A parameter that the checkpoint does not contain keeps its states, so it cannot differ.
         kept = found.saved[segment.name][1].kept if segment.name in found.saved else segment.kept
         if kept != segment.kept:
             raise StoreError(
@@ -166,11 +197,22 @@ def check_fits(
 
 
 def _names(kept: Sequence[StateField]) -> str:
+    """Returns the names of optimizer states for a message."""
     return ", ".join(each.name for each in kept) or "none"
 
 
 def check_progress(found: FoundCheckpoint, wish: LoadOptions, groups: int, schedule: Any) -> None:
-    """Raise `StoreError` where counters or schedule are of another optimizer. `schedule` is the state of this one's."""
+    """Checks that the checkpoint's progress is of an equal optimizer and schedule.
+
+    Args:
+        found: The checkpoint.
+        wish: Choice of what to load.
+        groups: Number of parameter groups of this optimizer.
+        schedule: State of this learning-rate schedule.
+
+    Raises:
+        StoreError: If groups or schedule differ.
+    """
     facts, what = found.progress.facts, f"the checkpoint {found.folder}"
     if len(facts["groups"]) != groups:
         raise StoreError(
@@ -188,7 +230,14 @@ def check_progress(found: FoundCheckpoint, wish: LoadOptions, groups: int, sched
 def fitting(
     progress: Snapshot, buffers: Mapping[str, torch.Tensor], steps: Sequence[Sequence[int]], schedule: bool
 ) -> Snapshot:
-    """What of `progress` is for this engine: its own buffers, its parameters' `steps`, the schedule if it is loaded."""
+    """Returns the part of `progress` that applies to this engine.
+
+    Args:
+        progress: As saved.
+        buffers: Persistent buffers of the model; others are dropped.
+        steps: Number of updates of each parameter of this engine.
+        schedule: True to keep the state of the learning-rate schedule.
+    """
     facts = {**progress.facts, "parameter_steps": [list(row) for row in steps]}
     if not schedule:
         facts["scheduler"] = None
@@ -197,9 +246,21 @@ def fitting(
 
 
 def check_bytes(found: FoundCheckpoint, wish: LoadOptions, queue: Queue, rank: int, world_size: int) -> None:
-    """Compare this rank's share of what any rank will read with its checksums; raises `StoreError`."""
+    """Compares tensors with their checksums: of all tensors that any rank will read, those assigned to this rank.
+
+    Args:
+        found: The checkpoint.
+        wish: Choice of what to load.
+        queue: Queue for the reads.
+        rank: This rank.
+        world_size: Number of ranks, which divide the work among them.
+
+    Raises:
+        StoreError: If a tensor is damaged or cannot be read.
+    """
     states = found.mode.states if wish.states else KEPT
     wanted = [name for name in found.places if State(name.partition(".")[2]) in states]
+    # Round robin over all tensors: each is compared by exactly one rank.
     work = [(each, name) for each in range(found.manifest.world_size) for name in wanted][rank::world_size]
 
     def damaged(path: Path, name: str) -> None:
@@ -218,10 +279,17 @@ def compare_bytes(
     damaged: Callable[[Path, str], None],
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Compare tensors, by rank and name, with their checksums.
+    """Compares tensors with their checksums.
 
-    `damaged` is told of the file and the tensor that differs, `progress` of bytes as they are compared. Raises
-    `IoError` where something cannot be read.
+    Args:
+        found: The checkpoint.
+        work: Rank and name of each tensor.
+        queue: Queue for the reads.
+        damaged: Called with the file and the name of each tensor that differs.
+        progress: Called with the number of bytes after each comparison.
+
+    Raises:
+        IoError: If something cannot be read.
     """
     files = open_states(found)
     sums: dict[tuple[int, str], int] = {}
@@ -234,7 +302,9 @@ def compare_bytes(
     def ended(piece: _Stretch, _: Sequence[Future]) -> None:
         progress(piece.nbytes)
         key = piece.rank, piece.name
+        # The manifest has one checksum for a whole tensor. Chunks end in order, so their checksums are joined.
         sums[key] = crc32c_joined(sums.get(key, 0), piece.reads[0].crc32c(), piece.nbytes)
+        # More chunks of this tensor follow.
         if piece.start + piece.nbytes < found.places[piece.name].tensor.nbytes:
             return
         path = found.folder / states_file(piece.rank)
@@ -255,7 +325,7 @@ def compare_bytes(
 
 
 class _Stretch(NamedTuple):
-    """Bytes of one rank's file."""
+    """Chunk of a tensor in one rank's file, with its pending reads."""
 
     rank: int
     name: str
@@ -265,7 +335,7 @@ class _Stretch(NamedTuple):
 
 
 def open_states(found: FoundCheckpoint) -> list[DirectFile]:
-    """Every rank's file of states. Raises `StoreError`."""
+    """Opens every rank's file of states; the caller closes them. Raises `StoreError`."""
     files: list[DirectFile] = []
     try:
         for rank in range(found.manifest.world_size):

@@ -1,4 +1,4 @@
-"""What `save_checkpoint` and `load_checkpoint` do between steps: this moment into a folder, and back."""
+"""Saving and loading of checkpoints between steps: implementation of `save_checkpoint` and `load_checkpoint`."""
 
 from __future__ import annotations
 
@@ -40,24 +40,27 @@ logger = logging.getLogger("offload")
 
 
 class Loaded(NamedTuple):
-    """A load that succeeded."""
+    """Result of a load that succeeded."""
 
     folder: str
     client_state: dict[str, Any]
-    """What `save_checkpoint` was given."""
+    """The state that `save_checkpoint` received."""
     notices: tuple[str, ...]
 
 
 class Checkpoints:
-    """Saves and loads an engine's components and state. Between steps, when no update is under way."""
+    """Saves and loads an engine's components and state. Only between steps, when no update is in progress."""
 
     def __init__(self, module: nn.Module, components: EngineComponents, state: TrainingState) -> None:
         self._module, self._components, self._state = module, components, state
 
     def save(self, ordered: Callable[[], SaveRequest], pending: int, client_state: Any) -> None:
-        """See `Engine.save_checkpoint`; `pending` micro-batches are not of a step yet.
+        """Saves a checkpoint; see `Engine.save_checkpoint`. Collective.
 
-        `ordered` may raise: what is wrong on one rank is told to all of them.
+        Args:
+            ordered: Returns the request. It may raise: an error on one rank is raised on all of them.
+            pending: Number of micro-batches since the last optimizer step, whose gradients are not saved.
+            client_state: The user's own state; None or a dict of plain values.
         """
         components = self._components
         with all_or_nothing(components.agreement, Collective.SAVE, "save a checkpoint") as ranks:
@@ -67,7 +70,18 @@ class Checkpoints:
                 save(components.shards, orders[0], lambda: self._moment(pending, client_state), queue, ranks)
 
     def load(self, load_dir: str | os.PathLike[str], tag: Any, wish: LoadOptions) -> Loaded | None:
-        """See `Engine.load_checkpoint`; None where there is none. A failure half-way stops the pager."""
+        """Loads a checkpoint; see `Engine.load_checkpoint`. Collective.
+
+        A failure before the first change leaves the engine as it was; a failure after that stops the pager.
+
+        Args:
+            load_dir: Folder of checkpoints.
+            tag: Tag of the checkpoint, or None for the latest.
+            wish: Choice of what to load.
+
+        Returns:
+            The result, or None if there is no checkpoint.
+        """
         components = self._components
         with all_or_nothing(components.agreement, Collective.LOAD, "load a checkpoint") as ranks:
             ranks.settle(lambda: str(check_folder(load_dir, "load_dir")))
@@ -84,13 +98,16 @@ class Checkpoints:
                     lambda: check_bytes(found[0], wish, queue, self._components.rank, self._components.world_size)
                 )
                 try:
+                    # Only now, after every rank has found all its data intact, does the engine change.
                     ranks.settle(lambda: notices.extend(self._take_over(found[0], wish, queue)))
-                except BaseException as error:  # also where it failed on another rank: half of a load is none
+                except BaseException as error:
+                    # Also if only another rank failed: a half-loaded engine must not train.
                     components.pager.fail(error)
                     raise
         return Loaded(folder, from_plain(found[0].client_state), tuple(notices))
 
     def _moment(self, pending: int, client_state: Any) -> Moment:
+        """Returns the state of this rank that is saved beside its partitions."""
         self._components.unit_views.check_not_gathered("saved")
         if client_state is not None and not isinstance(client_state, Mapping):
             raise UsageError(f"client_state must be a dict or None, got {type(client_state).__name__}")
@@ -106,7 +123,7 @@ class Checkpoints:
         return Moment(self._state.global_steps, contents, layout, about(self._module))
 
     def _inspect(self, folder: Path, wish: LoadOptions) -> FoundCheckpoint:
-        """Read all but the states, and see whether it fits. Nothing is changed."""
+        """Reads all but the states and checks that the checkpoint fits. Changes nothing."""
         self._components.unit_views.settle()
         found = look(folder, self._components.rank, self._components.world_size, about(self._module)["tied"])
         names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
@@ -116,12 +133,14 @@ class Checkpoints:
                 found, wish, len(self._state.optimizer.param_groups), scheduler_state(self._state.lr_scheduler)
             )
             self._state.registered.check_fits(found.progress.facts["registered"], f"the checkpoint {folder}")
-        self._state.of_the_user()  # what cannot be committed with the load is known before it
+        # A state of the user that cannot be committed with the load must fail before anything changes.
+        self._state.of_the_user()
         return found
 
     def _take_over(self, found: FoundCheckpoint, wish: LoadOptions, queue: Queue) -> list[str]:
-        """Make what was found the state of the engine, and commit it; what of it a user should know."""
+        """Makes the checkpoint the state of the engine and commits it; returns notices for the user."""
         components = self._components
+        # Gradients of the weights before the load do not belong to the loaded ones.
         components.hooks.forget_gradients()
         components.gradients.clear()
         components.pager.begin_load()
@@ -148,7 +167,8 @@ class Checkpoints:
                 logger.warning(notice)
         if components.store is not None and self._state.commits:
             held = self._state.take()
-            # The generators follow at the next entry.
+            # The snapshot contains this process's present generators, because the saved ones are set later, at the next
+            # call of the engine. So the commit receives them from the checkpoint.
             components.store.commit(
                 self._state.global_steps,
                 (held if wish.module_only else held._replace(generators=progress.generators)).pack(),

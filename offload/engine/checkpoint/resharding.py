@@ -1,4 +1,4 @@
-"""Where a checkpoint has the parameters of this model: by name, whatever its units and ranks were. Pure."""
+"""Pure functions that map parameters of this model to those of a checkpoint, by name, for any units and ranks."""
 
 from __future__ import annotations
 
@@ -10,34 +10,40 @@ from offload.layout.flat_layout import Segment, UnitLayout
 
 
 class Run(NamedTuple):
-    """Elements [start, stop) of a unit of this model, and where the checkpoint has them, one behind the other."""
+    """Elements [start, stop) of a unit of this model, which are contiguous in the checkpoint too."""
 
     start: int
     stop: int
     saved: Source | None
-    """None of elements that the checkpoint has not: they stay as they are."""
+    """None for elements that the checkpoint does not contain; they keep their values."""
 
 
 class Source(NamedTuple):
-    """Elements of a unit of the checkpoint."""
+    """First element of a run in a unit of the checkpoint."""
 
     unit: int
     start: int
     trainable: bool
-    """Whether they have states beside their weight."""
+    """True if the elements have optimizer states in addition to the weight."""
 
 
 class Difference(NamedTuple):
-    """What of a model and a checkpoint does not match, by name."""
+    """Names that do not match between a model and a checkpoint."""
 
     missing: list[str]
     surplus: list[str]
     shapes: list[str]
 
     def check(self, strict: bool, what: str) -> None:
-        """Raise `StoreError` as `load_state_dict` does; other shapes are an error also where it is not `strict`."""
+        """Raises `StoreError` as `load_state_dict` does. Differing shapes are an error even if `strict` is false.
+
+        Args:
+            strict: True to refuse missing and surplus names.
+            what: The checkpoint, for the message.
+        """
         lines = list(self.shapes)
         if strict and self.missing:
+            # The wording follows `load_state_dict` of torch, which users know.
             lines.insert(0, f"Missing key(s): {', '.join(self.missing)}.")
         if strict and self.surplus:
             lines.insert(0, f"Unexpected key(s): {', '.join(self.surplus)}.")
@@ -49,7 +55,13 @@ class Difference(NamedTuple):
 def difference(
     shapes: Mapping[str, tuple[int, ...]], names: Collection[str], saved: Mapping[str, tuple[int, ...]]
 ) -> Difference:
-    """Compare the `shapes` of what a model has with what was saved, tied names among both `names` and `saved`."""
+    """Compares a model with a checkpoint.
+
+    Args:
+        shapes: Shapes of the model's parameters and buffers that the checkpoint should contain.
+        names: All names of the model, tied ones included.
+        saved: Shapes in the checkpoint, tied names included.
+    """
     return Difference(
         [name for name in shapes if name not in saved],
         [name for name in saved if name not in names],
@@ -62,23 +74,35 @@ def difference(
 
 
 def places(layouts: Sequence[UnitLayout], tied: Mapping[str, str], frozen: bool) -> dict[str, tuple[int, Segment]]:
-    """Unit and segment of each parameter that a checkpoint holds, also by its `tied` names."""
+    """Returns unit and segment of each parameter that a checkpoint contains, by all its names.
+
+    Args:
+        layouts: Units of the checkpoint.
+        tied: First name of each tied parameter, by its other names.
+        frozen: True if the checkpoint includes frozen weights.
+    """
     found = {
         segment.name: (unit, segment)
         for unit, layout in enumerate(layouts)
         for segment in layout.segments
         if segment.trainable or frozen
     }
+    # A tied name points to the segment of the first name: the values are saved once.
     return found | {name: found[first] for name, first in tied.items() if first in found}
 
 
 def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[Run]:
-    """All segments of a unit in order; neighbours that were saved as neighbours are one run, with what is between."""
+    """Returns the segments of a unit, in order, as runs.
+
+    Segments that are neighbours both in this unit and in the checkpoint become one run, together with the padding
+    between.
+    """
     found: list[Run] = []
     for segment in layout.segments:
         place = saved.get(segment.name)
         source = None if place is None else Source(place[0], place[1].start, place[1].trainable)
         run = Run(segment.start, segment.stop, source)
+        # Merging keeps the reads long: without it each parameter would be a request of its own.
         if found and _joins(found[-1], run, layout.trainable_stop):
             run = found.pop()._replace(stop=run.stop)
         found.append(run)
@@ -86,10 +110,11 @@ def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[R
 
 
 def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[Run]:
-    """The same of what an optimizer of torch keeps, in words of the PACKED partitions, parameter after parameter."""
+    """Returns the runs of a torch optimizer's states, in words of the PACKED partitions, one for each parameter."""
     found: list[Run] = []
     for segment in layout.segments:
         place = saved.get(segment.name)
+        # Packed states can only be copied if this optimizer keeps the same states in the same order.
         has = place is not None and place[1].kept == segment.kept
         source = Source(place[0], place[1].packed.start, True) if place is not None and has else None
         found.append(Run(segment.packed.start, segment.packed.stop, source))
@@ -97,7 +122,8 @@ def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) ->
 
 
 def _joins(one: Run, other: Run, border: int) -> bool:
-    """Whether `other` follows in the checkpoint as it does here, within the same stretch of both."""
+    """Returns whether `other` follows `one` in the checkpoint as in this unit, both trainable or both frozen."""
+    # A run must not cross the border between trainable and frozen elements, whose partitions are cut separately.
     if one.saved is None or other.saved is None or one.start < border <= other.start:
         return False
     same = (one.saved.unit, one.saved.trainable) == (other.saved.unit, other.saved.trainable)
@@ -105,11 +131,12 @@ def _joins(one: Run, other: Run, border: int) -> bool:
 
 
 def overlaps(found: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """What lies in elements [start, stop) of `found`."""
+    """Returns the runs that overlap elements [start, stop), cut to this range."""
     cut: list[Run] = []
     for run in found:
         first, last = max(run.start, start), min(run.stop, stop)
         if first < last:
+            # A cut at the front moves the position in the checkpoint by the same number of elements.
             source = run.saved and run.saved._replace(start=run.saved.start + first - run.start)
             cut.append(Run(first, last, source))
     return cut

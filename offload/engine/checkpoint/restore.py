@@ -1,8 +1,8 @@
-"""The second pass of a load: this rank's partitions are given what a checkpoint has of them, stretch by stretch.
+"""Second pass of loading a checkpoint: fills this rank's partitions, chunk by chunk.
 
-Each stretch is found by the names of its parameters, whatever units and ranks there were. What the store keeps goes to
-the slots that the last commit does not name, so that a kill leaves that commit whole; only frozen weights, which have
-no second slot, are written in place, and only where they are other ones.
+The elements of each chunk are found by the names of their parameters, so that units and ranks may differ from those of
+the save. Partitions that the store keeps are written to the slots that the last commit does not name, so a kill leaves
+this commit intact. Frozen weights have no second slot: they are written in place, and only if they differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offload.layout.master_weights import join, split
 from offload.states import State
 
 _STEP = 2048
-"""Elements: 4096 bytes of the smallest state."""
+"""Elements; chunks are multiples of this, which is 4096 bytes of the smallest state (2 bytes an element)."""
 
 
 class _Work(NamedTuple):
@@ -35,13 +35,13 @@ class _Work(NamedTuple):
     start: int
     stop: int
     first: int
-    """The element of the unit that is the partition's `start`."""
+    """Element of the unit that is the partition's `start`."""
     kept: bool = False
-    """Whether all stays as it is, and only moves to the slot that is written."""
+    """True if the values stay and only move to the slot that is written."""
 
 
 class CheckpointRestorer:
-    """The second pass: gives this rank's partitions what a checkpoint has of them. The pager is in `begin_load`."""
+    """The second pass of a load: fills this rank's partitions from a checkpoint. The pager must be in `begin_load`."""
 
     def __init__(self, found: FoundCheckpoint, held: LocalShards, wish: LoadOptions, queue: Queue) -> None:
         self._found, self._held, self._states, self._queue = found, held, wish.states, queue
@@ -51,7 +51,8 @@ class CheckpointRestorer:
         self._files = open_states(found)
 
     def run(self) -> None:
-        """Fill every partition, and make what was written the newest in the store."""
+        """Fills every partition and makes the written slots the newest in the store."""
+        # Before any write: a damaged store must not change.
         self._compare_kept()
         written: list[dict[State, list[tuple[int, Future]]]] = [{} for _ in self._held.layouts]
         try:
@@ -68,14 +69,15 @@ class CheckpointRestorer:
             for file in self._files:
                 file.close()
         for unit, writes in enumerate(written):
+            # All writes were awaited by `flow`, so the slot is complete and may become the newest.
             if writes and self._held.store is not None:
                 self._held.store.wrote(unit, self._slot(unit), writes)
 
     def _compare_kept(self) -> None:
-        """Raise `IoError` where the swap files are damaged in a unit of which some parameters stay as they are.
+        """Raises `IoError` if the swap files are damaged in a unit of which some parameters keep their values.
 
-        What is read in the middle of a stretch cannot be compared, and would be written anew with a checksum of its
-        own. So all of such a unit is read in order before anything changes.
+        A read from the middle of a checksummed range cannot be compared, and its bytes would be written again with a
+        new, valid checksum. So all of such a unit is read in order before anything changes.
         """
         held = self._held
         if not self._two_slots:
@@ -98,28 +100,34 @@ class CheckpointRestorer:
         flow(self._buffers, work, begin, lambda *_: (), lambda *_: None)
 
     def _slot(self, unit: int) -> int:
+        """Returns the slot of the unit that is written next."""
         return 0 if self._held.store is None else self._held.store.target(unit)
 
     @property
     def _converts(self) -> bool:
-        """Whether masters are made anew: they lie in other states, or beside weights that were frozen and had none."""
+        """True if master weights are made anew: the modes differ, or weights were frozen and have no stored masters."""
         mine = self._held.mode.weights
+        # A mode with full masters (fp32 beside a 16-bit weight) needs them for weights that were frozen in the
+        # checkpoint too.
         return self._found.mode.weights != mine or State.MASTER in mine
 
     def _makes_masters(self, targets: Sequence[State]) -> bool:
+        """Returns whether these target states include master weights that are made anew."""
         return self._converts and State.WEIGHT in targets
 
     @property
     def _two_slots(self) -> bool:
+        """True if the store is durable."""
         return self._held.store is not None and self._held.store.spec.slots == 2
 
     def _work(self, unit: int, frozen: bool) -> Iterator[_Work]:
+        """Yields all chunks of a unit; `frozen` is true if its frozen weights are written."""
         yield from self._trainable_work(unit, self._held.shares[unit][0])
         if frozen:
             yield from self._frozen_work(unit)
 
     def _frozen_work(self, unit: int, room: int = BUFFER_NBYTES) -> list[_Work]:
-        """What the checkpoint has of the frozen part, if anything."""
+        """Returns the chunks of a unit's frozen weights, or [] if the checkpoint contains none of them."""
         trainable, frozen = self._held.shares[unit]
         work = list(self._cut(unit, (State.WEIGHT,), len(trainable), frozen, room))
         return work if any(run.saved for piece in work for run in self._overlaps(piece)) else []
@@ -127,7 +135,13 @@ class CheckpointRestorer:
     def _end(
         self, piece: _Work, buffer: memoryview, written: Sequence[dict[State, list[tuple[int, Future]]]]
     ) -> Sequence[Future]:
-        """Give a piece to its homes, and begin to write it."""
+        """Copies a chunk to its tiers in memory and begins to write it to the store.
+
+        Args:
+            piece: The chunk.
+            buffer: Memory that `_begin` has filled.
+            written: Receives the writes of each unit and state, with their start bytes.
+        """
         held, store, slot = self._held, self._held.store, self._slot(piece.unit)
         self._convert(piece, buffer)
         trainable = len(held.shares[piece.unit][0])
@@ -139,13 +153,18 @@ class CheckpointRestorer:
             if store is None or not store.keeps(piece.unit, state):
                 continue
             if self._two_slots and state is State.WEIGHT and trainable <= piece.start:
-                held.pager.mark_rewritten(True)  # what is frozen has no second slot
+                # Frozen weights have no second slot: this write changes bytes that the last commit names, until the
+                # load is committed.
+                held.pager.mark_rewritten(True)
             futures.append(store.write(piece.unit, state, slot, start, memory))
             written[piece.unit].setdefault(state, []).append((start, futures[-1]))
         return futures
 
     def _trainable_work(self, unit: int, share: range) -> Iterator[_Work]:
-        """All states of the trainable part; what is not loaded too, where it moves to another slot."""
+        """Yields the chunks of all states of a unit's trainable elements.
+
+        States that are not loaded are included if they must move to another slot.
+        """
         store = self._held.store
         moves = store is not None and self._slot(unit) != store.newest[unit]
         mine = self._held.mode.weights
@@ -154,35 +173,51 @@ class CheckpointRestorer:
             if state in mine:
                 if not self._converts:
                     yield from self._cut(unit, (state,), 0, share)
+                # All states of the weight are converted together; WEIGHT stands for them, the others are skipped.
                 elif state is State.WEIGHT:
                     yield from self._cut(unit, tuple(mine), 0, share)
             elif self._states:
                 yield from self._cut(unit, (state,), 0, part)
+            # The next commit names one slot for all states of a unit, so states that are not loaded move there too.
             elif moves and self._held.stored(unit, state):
                 yield from (each._replace(kept=True) for each in self._cut(unit, (state,), 0, part))
 
     def _cut(
         self, unit: int, targets: tuple[State, ...], start: int, share: range, room: int = BUFFER_NBYTES
     ) -> Iterator[_Work]:
-        """Pieces that fit `room`, of the elements `share` of a unit, which begin at `start` of the partition."""
+        """Yields chunks that fit into a buffer.
+
+        Args:
+            unit: Index of the unit.
+            targets: States that are written.
+            start: Element of the partition at which `share` begins.
+            share: Elements of the unit.
+            room: Bytes of the buffer.
+        """
         sources = targets
         if self._makes_masters(targets):
             sources = tuple(self._found.mode.weights)
+        # Whole multiples of a page, as direct I/O requires.
         numel = room // sum(self._itemsizes(sources, targets)) // _STEP * _STEP
         for first in range(0, len(share), numel):
             last = min(first + numel, len(share))
             yield _Work(unit, targets, sources, start + first, start + last, share.start + first)
 
     def _itemsizes(self, sources: Sequence[State], targets: Sequence[State]) -> list[int]:
+        """Returns the bytes of an element of each state that a buffer holds."""
         mine, theirs = self._held.mode.states, self._found.mode.states
         found = [mine[state].itemsize for state in targets]
         return found + [theirs[state].itemsize for state in sources] if self._makes_masters(targets) else found
 
     def _regions(self, piece: _Work, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
-        """The memory of each state as the checkpoint has it, and as the engine has it."""
+        """Returns the memory of each state in the checkpoint's mode, and in the engine's mode.
+
+        Both are the same dict if nothing is converted.
+        """
         end, numel = 0, piece.stop - piece.start
         sides: list[dict[State, memoryview]] = []
         for states, mode in ((piece.targets, self._held.mode), (piece.sources, self._found.mode)):
+            # Without a conversion both sides are the same memory, into which the checkpoint's bytes are read directly.
             if sides and not self._makes_masters(piece.targets):
                 sides.append(sides[0])
                 break
@@ -195,15 +230,20 @@ class CheckpointRestorer:
         return sides[1], sides[0]
 
     def _overlaps(self, piece: _Work) -> list[Run]:
+        """Returns the runs of a chunk, in elements of its unit."""
         found = self._packed_runs if piece.targets == (State.PACKED,) else self._runs
         return overlaps(found[piece.unit], piece.first, piece.first + piece.stop - piece.start)
 
     def _begin(self, piece: _Work, buffer: memoryview) -> Sequence[Future]:
-        """Read what the checkpoint has, and of what it has not what is there now; the rest is zero."""
+        """Begins to read a chunk: from the checkpoint, or the engine's own values for elements not in the checkpoint.
+
+        Padding, and states of weights that were frozen, become zero.
+        """
         sources, targets = self._regions(piece, buffer)
         if piece.kept:
             return [future for state in targets for future in self._read_now(piece, state, targets[state], 0, None)]
         found = self._overlaps(piece)
+        # Reads do not fill the whole buffer, which still holds an earlier chunk.
         if sum(run.stop - run.start for run in found) < piece.stop - piece.start or any(
             run.saved and not run.saved.trainable for run in found
         ):
@@ -217,25 +257,42 @@ class CheckpointRestorer:
                     futures += self._read_now(piece, state, memory, start, numel)
                 continue
             for state, memory in sources.items():
+                # Frozen weights have no other states in the checkpoint; the zeros written above stay.
                 if state is State.WEIGHT or run.saved.trainable:
                     futures += self._read_saved(run, state, memory, start)
         return futures
 
     def _read_now(self, piece: _Work, state: State, memory: memoryview, start: int, numel: int | None) -> list[Future]:
-        """Elements of the piece as they are now, from its element `start` on."""
+        """Begins to read present values of a chunk.
+
+        Args:
+            piece: The chunk.
+            state: The state.
+            memory: Memory of the state for the whole chunk.
+            start: First element, counted from the chunk's.
+            numel: Number of elements; None for all from `start` on.
+        """
         itemsize = self._held.mode.states[state].itemsize
         stop = len(memory) if numel is None else (start + numel) * itemsize
         at = (piece.start + start) * itemsize
         return self._held.read(piece.unit, state, at, memory[start * itemsize : stop])
 
     def _read_saved(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Future]:
-        """Elements of a run, which is element `start` of the memory."""
+        """Begins to read the elements of a run from the checkpoint, from all ranks' files that contain some of them.
+
+        Args:
+            run: Elements that the checkpoint contains.
+            state: The state.
+            memory: Memory of the state for the whole chunk.
+            start: Element of `memory` at which the run begins.
+        """
         found, source = self._found, run.saved
         assert source is not None
         itemsize = found.mode.states[state].itemsize
+        # A segment without a name, to find the ranks' partitions that contain these elements of the unit.
         segment = Segment("", (), source.start, run.stop - run.start, source.trainable)
         place = found.places[tensor_name(source.unit, state)]
-        if state is State.PACKED:  # of one rank
+        if state is State.PACKED:  # not partitioned: such an optimizer runs on one rank
             parts = iter([Piece(0, 0, source.start, segment.numel)])
         else:
             parts = pieces(found.layouts[source.unit], found.manifest.world_size, segment)
@@ -248,7 +305,7 @@ class CheckpointRestorer:
             )
 
     def _convert(self, piece: _Work, buffer: memoryview) -> None:
-        """From the checkpoint's mode to the engine's, where they differ."""
+        """Converts a chunk from the checkpoint's mode to the engine's, if they differ."""
         sources, targets = self._regions(piece, buffer)
         if sources is targets or piece.kept:
             return
@@ -261,9 +318,10 @@ class CheckpointRestorer:
                 convert({s: t[part] for s, t in there.items()}, {s: t[part] for s, t in mine.items()})
 
     def _frozen_to_write(self) -> set[int]:
-        """The units whose frozen weights are not what the checkpoint has, or have no need to stay as they are.
+        """Returns the units whose frozen weights must be written: those that differ, or all without a durable store.
 
-        Before anything is written, through the same buffers: one half for the checkpoint's, one for those of now.
+        Nothing is written yet. One half of each buffer receives the checkpoint's weights, the other half the present
+        ones.
         """
         half = BUFFER_NBYTES // 2
         units = [unit for unit in range(len(self._held.layouts)) if self._frozen_work(unit)]
@@ -282,14 +340,20 @@ class CheckpointRestorer:
                 differ.add(piece.unit)
             return ()
 
+        # Lazy: once a unit is known to differ, its remaining chunks are not read.
         work = (piece for unit in units for piece in self._frozen_work(unit, half) if unit not in differ)
         flow(self._buffers, work, begin, end, lambda *_: None)
         return differ
 
 
 def convert(saved: Mapping[State, torch.Tensor], mine: Mapping[State, torch.Tensor]) -> None:
-    """Write weights of one mode, (numel,) of each state, as those of another."""
+    """Converts weights from one mode to another.
+
+    Args:
+        saved: (numel,) of each state of the checkpoint's mode.
+        mine: (numel,) of each state of the engine's mode; filled.
+    """
     weight = mine[State.WEIGHT]
-    if weight.dtype == torch.bfloat16 and State.MASTER_LOW_BITS not in mine:  # frozen, and rounded as all others are
+    if weight.dtype == torch.bfloat16 and State.MASTER_LOW_BITS not in mine:  # frozen: rounded as all others are
         mine = {**mine, State.MASTER_LOW_BITS: torch.empty(len(weight), dtype=torch.int16, device="cpu")}
     split(join(saved), mine)

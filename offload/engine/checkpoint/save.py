@@ -1,8 +1,8 @@
-"""Saving a checkpoint: what this rank holds, streamed into files of its own.
+"""Saving a checkpoint: each rank streams its partitions into files of its own.
 
-Each tensor is the rank's partition of one state of one unit, as it lies in the store. Where the store keeps it, it
-comes from the newest slot, shared by the file system where it can, else copied and compared with the checksums of when
-it was written; otherwise from its home.
+Each tensor is the rank's partition of one state of one unit, in the order of the store. A partition that the store
+keeps comes from its newest slot. The file system shares the bytes (reflink) if it can; otherwise they are copied and
+compared with the checksums from when they were written. Any other partition comes from its tier in memory.
 """
 
 from __future__ import annotations
@@ -49,33 +49,47 @@ from offload.states import State
 from offload.swapper.store import find_shortage
 
 _SLACK = 4 * MIB
-"""Bytes for the manifest, headers and folders."""
+"""Bytes reserved for the manifest, headers and folders."""
 
 
 class SaveRequest(NamedTuple):
-    """What is to be saved, and where."""
+    """Content and destination of a save."""
 
     folder: Path
     tag: str
     latest: bool
     frozen: bool
-    """Whether frozen weights are saved."""
+    """True to save frozen weights."""
     keep_last: int | None
 
     @property
     def checkpoint(self) -> Path:
+        """Folder of the checkpoint."""
         return self.folder / self.tag
 
     @classmethod
     def checked(cls, folder: Any, tag: Any, latest: bool, frozen: bool, keep_last: Any) -> SaveRequest:
-        """Of what a user gave; raises `UsageError`."""
+        """Returns the request for a user's arguments.
+
+        Args:
+            folder: Folder of checkpoints.
+            tag: Name of the checkpoint in the folder.
+            latest: True to write the tag into `latest`.
+            frozen: True to save frozen weights.
+            keep_last: Number of checkpoints to keep; None for all.
+
+        Raises:
+            UsageError: If an argument is not valid.
+        """
         if keep_last is not None:
             keep_last = _count(keep_last)
         return cls(check_folder(folder, "save_dir"), check_tag(tag), bool(latest), bool(frozen), keep_last)
 
 
 def _count(keep_last: Any) -> int:
+    """Returns `keep_last` as an integer of at least 1; raises `UsageError`."""
     try:
+        # `operator.index` accepts True and integers of numpy; only the first of them is a mistake.
         if not isinstance(keep_last, bool):
             keep_last = operator.index(keep_last)
             if keep_last >= 1:
@@ -89,16 +103,18 @@ def _count(keep_last: Any) -> int:
 
 
 class Moment(NamedTuple):
-    """What is saved beside the states."""
+    """State of a rank at the time of the save, beside its partitions."""
 
     epoch: int
     contents: Mapping[str, torch.Tensor]
-    """This rank's: progress and client state."""
+    """This rank's progress and client state."""
     layout: Mapping[str, Any]
     about: Mapping[str, Any]
 
 
 class _Piece(NamedTuple):
+    """Bytes [start, stop) of one partition."""
+
     name: str
     unit: int
     state: State
@@ -108,7 +124,7 @@ class _Piece(NamedTuple):
 
 @contextlib.contextmanager
 def own_or_shared(queue: Queue | None) -> Iterator[Queue]:
-    """The engine's queue, or one for this moment where it has none."""
+    """Yields the engine's queue, or a temporary one if the engine has none."""
     if queue is not None:
         yield queue
         return
@@ -117,11 +133,20 @@ def own_or_shared(queue: Queue | None) -> Iterator[Queue]:
 
 
 def save(held: LocalShards, order: SaveRequest, take: Callable[[], Moment], queue: Queue, ranks: AllOrNothing) -> None:
-    """Write a checkpoint, whole or not at all. `take` gives this moment; all ranks come here.
+    """Writes a checkpoint, completely or not at all. Collective.
 
-    Raises `StoreError` where there is no room, something else has the name, or somebody else saves to the folder, and
-    `IoError` where something cannot be written; what was there stays.
+    Args:
+        held: This rank's partitions.
+        order: Content and destination, equal on all ranks.
+        take: Returns this rank's progress.
+        queue: Queue for the writes.
+        ranks: All ranks.
+
+    Raises:
+        StoreError: If there is not enough room, a name is taken, or another process saves into the folder.
+        IoError: If something cannot be written. Existing checkpoints are unchanged.
     """
+    # Ranks with different arguments would write files that do not belong together.
     ranks.same({"folder": str(order.folder), "tag": order.tag, "frozen": order.frozen, "keep_last": order.keep_last})
     taken: list[tuple[Moment, bytes]] = []
 
@@ -130,28 +155,39 @@ def save(held: LocalShards, order: SaveRequest, take: Callable[[], Moment], queu
         taken.append((moment, safetensors.torch.save(dict(moment.contents))))
         return sum(tensor.nbytes for tensor in _tensors(held, order, ranks.size).values()) + len(taken[0][1])
 
+    # Room is checked once, on rank 0, for the files of all ranks.
     need = sum(ranks.settle(prepare)) + _SLACK
     moment, progress = taken[0]
-    with contextlib.ExitStack() as locks:  # of rank 0
+    # Only rank 0 puts a lock on this stack.
+    with contextlib.ExitStack() as locks:
         partial = Path(ranks.by_first(lambda: str(_begin(order, need, locks))))
         try:
+            # `settle` returns after all ranks have written and synced their files, so the manifest comes last.
             rows = ranks.settle(lambda: _write(held, order, partial, progress, queue, ranks))
             ranks.by_first(lambda: _end(order, moment, partial, rows, locks))
         except BaseException:
+            # The folder is shared, so one rank deletes it.
             if ranks.rank == 0:
                 drop_partial(order.checkpoint)
             raise
 
 
 def _tensors(held: LocalShards, order: SaveRequest, world_size: int) -> dict[str, Tensor]:
+    """Returns the tensors of every rank's file of states."""
     return tensors_of(held.layouts, held.mode, world_size, order.frozen)
 
 
 def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack) -> Path:
-    """Make the folder, if there is room for `need` bytes beside all that is there; nobody else saves until `locks`."""
+    """Locks the folder, creates that of the checkpoint, and checks that there is room. Runs on rank 0.
+
+    Args:
+        order: Content and destination.
+        need: Bytes of all ranks' files.
+        locks: Receives the lock; other saves are kept out until it is closed.
+    """
     make_folder(order.folder)
     locks.enter_context(only_save(order.folder, order.tag))
-    partial = begin_folder(order.checkpoint, order.latest)  # also removes what a save that died has left
+    partial = begin_folder(order.checkpoint, order.latest)  # also frees the room of killed saves
     short = find_shortage([order.folder], need)
     if short is not None:
         drop_partial(order.checkpoint)
@@ -170,6 +206,15 @@ def _end(
     rows: Sequence[Mapping[str, Any]],
     locks: contextlib.ExitStack,
 ) -> None:
+    """Writes the manifest and publishes the checkpoint. Runs on rank 0.
+
+    Args:
+        order: Content and destination.
+        moment: Progress of rank 0.
+        partial: Folder of the files.
+        rows: Size and checksums of each file, for each rank.
+        locks: Closed at the end.
+    """
     files = {name: Saved(*each) for row in rows for name, each in row.items()}
     now = datetime.now(timezone.utc).isoformat()
     manifest = Manifest(moment.epoch, now, order.frozen, moment.layout, moment.about, files)
@@ -177,13 +222,23 @@ def _end(
     end_folder(order.checkpoint, order.latest)
     if order.keep_last is not None:
         prune(order.folder, order.keep_last, order.tag)
-    locks.close()  # before the other ranks go on
+    # Before the other ranks resume: the next save of any of them must find the folder unlocked.
+    locks.close()
 
 
 def _write(
     held: LocalShards, order: SaveRequest, partial: Path, progress: bytes, queue: Queue, ranks: AllOrNothing
 ) -> dict[str, tuple[int, dict[str, int]]]:
-    """Write this rank's files; bytes and checksums of each by its name."""
+    """Writes this rank's files and returns the size and the checksums of each, by file name.
+
+    Args:
+        held: This rank's partitions.
+        order: Content and destination.
+        partial: Folder made by rank 0.
+        progress: This rank's progress file.
+        queue: Queue for the writes.
+        ranks: All ranks.
+    """
     if not partial.is_dir():
         raise StoreError(
             f"rank {ranks.rank} does not see {partial}, which rank 0 has made: save to a folder that all ranks share"
@@ -197,8 +252,19 @@ def _write(
 def _write_states(
     held: LocalShards, path: Path, tensors: Mapping[str, Tensor], queue: Queue
 ) -> tuple[int, dict[str, int]]:
+    """Writes this rank's file of states.
+
+    Args:
+        held: This rank's partitions.
+        path: The new file.
+        tensors: Its tensors by name.
+        queue: Queue for the writes.
+
+    Returns:
+        The size of the file in bytes, and the CRC-32C of each tensor.
+    """
     sums: dict[str, int] = {}
-    # Room that is reserved and then shared instead would stay taken, on Btrfs.
+    # On Btrfs, space that was reserved and is then replaced by shared extents would stay allocated.
     with Writer(path, tensors, reserved=False) as writer, DirectFile(path) as file:
 
         def begin(piece: _Piece, buffer: memoryview) -> Sequence[Future]:
@@ -209,6 +275,7 @@ def _write_states(
             return [queue.write(file, offset, buffer[: piece.stop - piece.start], checksum=True)]
 
         def ended(piece: _Piece, futures: Sequence[Future]) -> None:
+            # The queue computes the CRC-32C as it writes, so no byte is read a second time.
             sums[piece.name] = crc32c_joined(sums.get(piece.name, 0), futures[0].crc32c(), piece.stop - piece.start)
             if piece.stop == tensors[piece.name].nbytes:
                 _compare(held, piece, sums[piece.name], path)
@@ -220,6 +287,7 @@ def _write_states(
                     if name not in tensors:
                         continue
                     nbytes = tensors[name].nbytes
+                    # A shared partition is not read at all: the store's checksum is the checksum of the file.
                     shared = _share(held, unit, state, nbytes, writer, name)
                     if shared is not None:
                         sums[name] = shared
@@ -233,18 +301,38 @@ def _write_states(
 
 
 def _share(held: LocalShards, unit: int, state: State, nbytes: int, writer: Writer, name: str) -> int | None:
-    """Let the file system share a partition with the store; its CRC-32C, or None where it must be copied."""
+    """Lets the file system share a partition with the store (reflink).
+
+    Args:
+        held: This rank's partitions.
+        unit: Index of the unit.
+        state: The state.
+        nbytes: Size of the partition.
+        writer: The file of states.
+        name: Name of the tensor in the file.
+
+    Returns:
+        The CRC-32C of the partition, or None if it must be copied.
+    """
     store = held.store
     if store is None or not store.keeps(unit, state):
         return None
     expected = store.sum_of(unit, state, nbytes)
+    # Without a checksum the file could not be verified later, so the partition is copied and summed.
     if expected is None or not store.clone(unit, state, nbytes, writer.descriptor, writer.places[name].offset):
         return None
     return expected
 
 
 def _compare(held: LocalShards, piece: _Piece, crc: int, path: Path) -> None:
-    """Raise where a whole partition is not what was written to the store."""
+    """Raises `StoreError` if a partition has not the checksum with which it was written to the store.
+
+    Args:
+        held: This rank's partitions.
+        piece: Last chunk of the partition.
+        crc: CRC-32C of the whole partition.
+        path: File that was written, for the message.
+    """
     if held.store is None or not held.store.keeps(piece.unit, piece.state):
         return
     expected = held.store.sum_of(piece.unit, piece.state, piece.stop)

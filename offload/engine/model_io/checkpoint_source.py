@@ -17,10 +17,16 @@ from offload.swapper.store import Compared
 
 
 class CheckpointSource:
-    """A checkpoint's folder; nothing is changed.
+    """A checkpoint as source of weights. Changes nothing; implements `Source`.
 
-    Raises `StoreError` where something is missing or of another size. What is damaged shows when the last byte of its
-    tensor was read.
+    Damage shows when the last byte of a tensor has been read.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+        queue: Queue for the reads; owned by the caller.
+
+    Raises:
+        StoreError: If a file is missing or of another size.
     """
 
     def __init__(self, checkpoint: Path, queue: Queue) -> None:
@@ -34,6 +40,7 @@ class CheckpointSource:
         self.buffers = self._found.progress.buffers
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
+        """Begins to read bytes of a rank's partition; see `Source.read`."""
         name = tensor_name(unit, state)
         place = self._found.places[name]
         assert start + len(buffer) <= place.tensor.nbytes
@@ -41,7 +48,18 @@ class CheckpointSource:
         return Compared(future, partial(self._compare, rank, name, start))
 
     def _compare(self, rank: int, name: str, start: int, nbytes: int, crc: int) -> None:
-        """Take the CRC-32C of bytes that were read; raises `IoError` where a tensor that ends is not what was saved."""
+        """Adds the CRC-32C of bytes that were read, and compares it at the end of the tensor.
+
+        Args:
+            rank: Rank of the partition.
+            name: Name of the tensor.
+            start: First byte; reads of a tensor end in order.
+            nbytes: Number of bytes.
+            crc: Their CRC-32C.
+
+        Raises:
+            IoError: If the tensor is complete and is not what was saved.
+        """
         place, file = self._found.places[name], states_file(rank)
         total = crc32c_joined(self._sums.pop((rank, name), 0), crc, nbytes)
         if start + nbytes < place.tensor.nbytes:
@@ -51,6 +69,6 @@ class CheckpointSource:
             raise IoError(path, place.offset, place.tensor.nbytes, errno.EBADMSG, f"use {name},")
 
     def close(self) -> None:
-        """Close the files; idempotent."""
+        """Closes the files; idempotent."""
         for file in self._files:
             file.close()

@@ -1,7 +1,7 @@
-"""Inside `offload.init`, `from_pretrained` of transformers reads a folder as `load_pretrained` does: unit by unit.
+"""Replacement of transformers' `from_pretrained` inside `offload.init`, which streams a folder unit by unit.
 
-transformers' own way has the whole model in memory at once. It is left to what `load_pretrained` does not do: a name of
-the hub, weights in another format, keywords about how to read. There the model has the same values, all in memory.
+The original loads the whole model into memory at once. It still serves calls that `load_pretrained` cannot: a name of
+the hub, weights in another format, keywords about how to read. The model then has the same values, all in memory.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _NO_VALUES = frozenset(
     "low_cpu_mem_usage use_safetensors local_files_only cache_dir force_download token proxies trust_remote_code "
     "revision code_revision adapter_kwargs _commit_hash _from_auto _fast_init weights_only disable_mmap".split()
 )
-"""Keywords that change no value of what is read from a folder."""
+"""Keywords that do not change the values that are read from a folder."""
 _THEIRS = ("state_dict", "subfolder", "variant", "from_tf", "from_flax", "gguf_file", "key_mapping", "fusion_config")
-"""Keywords that `load_pretrained` does not have; what it refuses itself is not among them."""
+"""Keywords that `load_pretrained` does not have. Keywords that `load_pretrained` refuses itself are not listed."""
 
 
 @contextlib.contextmanager
@@ -27,10 +27,10 @@ def streaming(load: Callable[..., Any]) -> Iterator[None]:
     """Lets `from_pretrained` of transformers stream a local folder, in this thread.
 
     Args:
-        load: is called as `load(model_class, folder, output_loading_info=True, **keywords)` in place of it, and
-            returns the model and what `load_pretrained` tells of its loading.
+        load: Called as `load(model_class, folder, output_loading_info=True, **keywords)` in place of `from_pretrained`;
+            returns the model and its `LoadingInfo`.
     """
-    if "transformers" not in sys.modules:  # what is imported inside reads its own way
+    if "transformers" not in sys.modules:  # an import inside the context is not patched
         yield
         return
     from transformers import PreTrainedModel
@@ -41,6 +41,8 @@ def streaming(load: Callable[..., Any]) -> Iterator[None]:
 
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         theirs: Any = original.__get__(None, cls)
+        # The patch is visible to all threads, and `load_pretrained` itself may build models that call
+        # `from_pretrained`.
         if threading.get_ident() != thread or _is_inside() or args or any(kwargs.get(each) for each in _THEIRS):
             return theirs(name, *args, **kwargs)
         if name is None or not (Path(name).is_dir() and any(Path(name).glob("*.safetensors"))):
@@ -52,7 +54,7 @@ def streaming(load: Callable[..., Any]) -> Iterator[None]:
             model, info = load(cls, name, output_loading_info=True, **fit)
         return (model, info._asdict()) if wants_info else model
 
-    patched.from_pretrained = classmethod(from_pretrained)  # each AutoModel calls it too
+    patched.from_pretrained = classmethod(from_pretrained)  # AutoModel classes call it too
     try:
         yield
     finally:
@@ -60,6 +62,8 @@ def streaming(load: Callable[..., Any]) -> Iterator[None]:
 
 
 class _Depth(threading.local):
+    """Flag of each thread: true while `load_pretrained` builds a model."""
+
     inside = False
 
 
@@ -67,12 +71,13 @@ _depth = _Depth()
 
 
 def _is_inside() -> bool:
-    """Whether `load_pretrained` is building a model, which may have others inside."""
+    """Returns whether `load_pretrained` is building a model in this thread; the model may load others."""
     return _depth.inside
 
 
 @contextlib.contextmanager
 def _inside() -> Iterator[None]:
+    """Sets the flag of this thread while the context is open."""
     _depth.inside = True
     try:
         yield

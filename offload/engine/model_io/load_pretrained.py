@@ -1,10 +1,10 @@
-"""`load_pretrained`: a model whose weights lie in a folder's safetensors files until `initialize` reads them.
+"""`init` and `load_pretrained`: models without weights in memory, which `initialize` fills unit by unit.
 
-    folder ──► heads of the files ──► names, shapes, dtypes are compared ──► absent parameters, each with its origin
+    folder ──► headers of the files ──► names, shapes, dtypes are compared ──► deferred parameters, each with its origin
 
 Everything is compared before anything of the model changes. `initialize` then reads one parameter after the other
-straight into its unit, a few megabytes at a time, so that no more than a unit is ever in memory; what the folder has
-not is initialized by the model's own modules, from the config's seed. Buffers are read at once.
+directly into its unit, a few megabytes at a time, so that never more than a unit is in memory. Parameters that the
+folder does not contain are initialized by the model's own modules, from the config's seed. Buffers are read at once.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _READABLE = (*DTYPES.values(), torch.float64)
 
 
 class LoadingInfo(NamedTuple):
-    """What of a model and a folder did not fit, by the names of transformers."""
+    """Names that did not match between a model and a folder, under the keys of transformers."""
 
     missing_keys: tuple[str, ...]
-    """Of the model, and not in the folder: initialized by the model's modules."""
+    """Names of the model that the folder does not contain; initialized by the model's modules."""
     unexpected_keys: tuple[str, ...]
-    """In the folder, and not of the model: left out."""
+    """Names in the folder that the model does not contain; ignored."""
     mismatched_keys: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    """Of another shape: (name, the folder's shape, the model's); left out, with `ignore_mismatched_sizes`."""
+    """(name, shape in the folder, shape in the model) of ignored tensors; only with `ignore_mismatched_sizes`."""
 
 
 @contextlib.contextmanager
@@ -62,16 +62,29 @@ def init(
     data_parallel_group: Any = None,
     mpu: Any = None,
 ) -> Iterator[None]:
-    """Build a model inside without memory for its parameters; `initialize` makes them, unit by unit.
+    """Builds a model without memory for its parameters, which `initialize` then makes, unit by unit.
 
-    `config` (or `config_dict_or_path`) is accepted as by `deepspeed.zero.Init` and is read by `initialize`. Where it is
-    not `enabled`, nothing is done. The other keywords are DeepSpeed's: None is taken, else `UsageError`. Modules whose
-    class has no `reset_parameters` keep the values that their constructor gave them; those of transformers are
-    initialized by the model's `_init_weights`. Values that a parameter is given otherwise are kept, in memory: by
+    Use as a context around the model's constructor. Affects the calling thread only, and may be nested. Buffers and
+    other tensors are real.
+
+    Modules whose class has no `reset_parameters` keep the values from their constructor. Modules of transformers are
+    initialized by the model's `_init_weights`. A parameter keeps its values, in memory, if code sets them: by
     `nn.init`, `load_state_dict`, `module.weight = ...`, or as an argument of its module. `from_pretrained` of
-    transformers reads a local folder of safetensors as `load_pretrained` does. Buffers and other tensors are real. It
-    may be nested, and counts for its thread. Raises `ConfigError` where a constructor needs values that are not there,
-    or changes them.
+    transformers reads a local folder of safetensors as `load_pretrained` does.
+
+    Args:
+        config: Config that `initialize` will receive, as `deepspeed.zero.Init` accepts it; optional. Only
+            `from_pretrained` uses it, for the dtype of buffers.
+        enabled: False to do nothing.
+        config_dict_or_path: Another name of `config`.
+        remote_device: For compatibility; must be None.
+        dtype: For compatibility; must be None.
+        data_parallel_group: For compatibility; must be None.
+        mpu: For compatibility; must be None.
+
+    Raises:
+        ConfigError: If a constructor needs values that do not exist yet, or changes them.
+        UsageError: If one of the compatibility keywords is not None.
     """
     refuse(remote_device=remote_device, dtype=dtype, data_parallel_group=data_parallel_group, mpu=mpu)
     if not enabled:
@@ -92,19 +105,30 @@ def load_pretrained(
     output_loading_info: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """A model with the weights of `folder`, which `initialize` reads, one unit at a time; until then they are absent.
+    """Returns a model with the weights of `folder`, which `initialize` reads, one unit at a time.
 
-    `model_or_class` is a class of transformers (`AutoModelForCausalLM`, `LlamaForCausalLM`), which is built by the
-    folder's config, on meta and in evaluation mode, as `from_pretrained` gives it; or a module, whose own weights are
-    let go of where the folder has them. `config` is the one for `initialize`; `model_config` is one of transformers, in
-    place of the folder's. `kwargs` go to the config of the model: `attn_implementation="eager"`, `num_labels=3`. With
-    `output_loading_info` it returns (model, `LoadingInfo`).
+    Until `initialize` the parameters have no values and no memory. The folder contains safetensors as `save_pretrained`
+    writes them, in one file or in several with an index. Parameters that are missing in the folder are initialized by
+    the model's modules. A warning names them, and names tensors of the folder that the model does not contain.
 
-    The folder holds safetensors, one file or several with their index, as `save_pretrained` writes them. What is
-    missing is initialized by the model's modules, and named in a warning, as is what the model has not. Raises
-    `StoreError` for files and `ConfigError` for what does not fit, before anything of the model is changed.
+    Args:
+        model_or_class: A class of transformers (`AutoModelForCausalLM`, `LlamaForCausalLM`) or a module. A class is
+            built by the folder's config, on the meta device and in evaluation mode, as `from_pretrained` does. A module
+            drops its own weights if the folder contains them.
+        folder: Local folder of the weights.
+        config: Config for `initialize`; a model of a class gets its dtype for buffers.
+        model_config: Config of transformers, in place of the folder's.
+        ignore_mismatched_sizes: True to initialize parameters whose shape differs in the folder.
+        output_loading_info: True to return (model, `LoadingInfo`).
+        **kwargs: Passed to the config of the model: `attn_implementation="eager"`, `num_labels=3`.
+
+    Raises:
+        StoreError: If files are missing or damaged.
+        ConfigError: If model and folder do not fit each other.
+        UsageError: If an argument is not valid. All errors are raised before anything of the model changes.
     """
     path = Path(folder).absolute()
+    # The headers are read first: a wrong folder is reported before a model is built.
     stored = stored_tensors(path)
     if isinstance(model_or_class, nn.Module):
         if kwargs or model_config is not None:
@@ -117,6 +141,7 @@ def load_pretrained(
     _check_quantized(model, path)
     if any(isinstance(parameter, PagedParameter) for parameter in model.parameters()):
         raise UsageError("this model is under an engine already; call load_pretrained before initialize")
+    # From here to `_take` the model is only read.
     names = _names(model)
     named = name_tensors(model, names, stored)
     found, info = _compare(model, names, named, ignore_mismatched_sizes, path)
@@ -129,7 +154,15 @@ def load_pretrained(
 
 
 def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dict[str, Any]) -> nn.Module:
-    """A model of transformers on meta, by the folder's config."""
+    """Builds a model of transformers on the meta device.
+
+    Args:
+        model_class: A class of transformers.
+        folder: Contains the config.
+        config: Config for `initialize`; None if it is not known yet.
+        theirs: Config of transformers in place of the folder's, or None.
+        kwargs: Passed to the config of the model.
+    """
     if not (isinstance(model_class, type) and hasattr(model_class, "from_pretrained")):
         raise UsageError(f"load_pretrained expects a class of transformers or a torch.nn.Module, got {model_class!r}")
     if not (folder / CONFIG).is_file():
@@ -146,18 +179,21 @@ def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dic
 
     dtype = _dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)))
     if config is not None and dtype is None:
-        dtype = DTYPES[load_config(config).dtype]  # what its buffers are made in, as with from_pretrained
+        dtype = DTYPES[load_config(config).dtype]  # the dtype of its buffers, as with from_pretrained
     try:
         unused = kwargs
         if not isinstance(theirs, PretrainedConfig):  # a folder or a name, as from_pretrained takes it
             theirs, unused = AutoConfig.from_pretrained(theirs or folder, return_unused_kwargs=True, **kwargs)
         _check_type(model_class, theirs, folder)
+        # As from_pretrained sets it.
         theirs.name_or_path = str(folder)
+        # Classes such as AutoModelForCausalLM have the public method, model classes the private one.
         make: Any = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config")  # noqa: B009
         with init(config):
             model: Any = make(theirs, **unused, **({} if dtype is None else {"dtype": dtype}))
         if (folder / GENERATION).is_file() and hasattr(model, "generation_config"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
+    # Errors of this library carry their own advice and are not wrapped below.
     except OffloadError:
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -168,8 +204,9 @@ def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dic
 
 
 def _dtype(given: Any) -> torch.dtype | None:
-    """As from_pretrained takes it; "auto" is that of the engine's config here. Raises `UsageError`."""
+    """Returns a dtype as from_pretrained accepts it; None for "auto", the engine's own. Raises `UsageError`."""
     if given is None or given == "auto" or isinstance(given, torch.dtype):
+        # A None makes `_build` use the dtype of the engine's config.
         return None if given == "auto" else given
     found = getattr(torch, given, None) if isinstance(given, str) else None
     if not isinstance(found, torch.dtype):
@@ -178,6 +215,7 @@ def _dtype(given: Any) -> torch.dtype | None:
 
 
 def _check_type(model_class: Any, config: Any, folder: Path) -> None:
+    """Raises `ConfigError` if the folder's config is of another kind of model than the class."""
     wanted = getattr(getattr(model_class, "config_class", None), "model_type", None)
     if wanted is not None and wanted != config.model_type:
         raise ConfigError(
@@ -187,6 +225,7 @@ def _check_type(model_class: Any, config: Any, folder: Path) -> None:
 
 
 def _check_quantized(model: nn.Module, folder: Path) -> None:
+    """Raises `ConfigError` if the model is quantized."""
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise ConfigError(
             f"{folder} holds quantized weights, which cannot be trained here; give a folder in bf16, fp16 or fp32"
@@ -197,14 +236,28 @@ def _check_quantized(model: nn.Module, folder: Path) -> None:
 
 
 def _names(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, by all their names, and persistent buffers."""
+    """Returns parameters, by all their names, and persistent buffers."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **persistent_buffers(model)}
 
 
 def _compare(
     model: nn.Module, names: Mapping[str, torch.Tensor], named: Named, ignore_sizes: bool, folder: Path
 ) -> tuple[dict[str, Source], LoadingInfo]:
-    """What will be read, one source for each parameter and buffer; raises `ConfigError`."""
+    """Matches the tensors of a folder with those of a model.
+
+    Args:
+        model: The model.
+        names: Its parameters and buffers by all their names.
+        named: Tensors of the folder by the model's names.
+        ignore_sizes: True to leave out tensors of another shape.
+        folder: Folder of the tensors, for messages.
+
+    Returns:
+        One source for each parameter and buffer that will be read, by its first name, and the names that did not match.
+
+    Raises:
+        ConfigError: If nothing matches, or shapes, dtypes or tied values differ.
+    """
     if names and not named.sources:
         raise ConfigError(
             f"no tensor of {folder} has a name of this {type(model).__name__}: it holds "
@@ -222,12 +275,14 @@ def _compare(
             f"the model, the first is {name}: {list(theirs)}, not {list(mine)}; give the config that the folder was "
             f"written with, or say ignore_mismatched_sizes=True to have them initialized anew"
         )
+    # With `ignore_sizes` such parameters are treated like missing ones.
     wrong = {name for name, *_ in mismatched}
     sources: dict[int, tuple[str, Source]] = {}
     for name, source in named.sources.items():
         if name in wrong:
             continue
         _check_dtype(name, names[name], source)
+        # Tied parameters are one object under several names, of which the folder may contain more than one.
         if id(names[name]) in sources:
             _check_tied(sources[id(names[name])], (name, source))
         else:
@@ -241,6 +296,7 @@ def _compare(
 
 
 def _check_dtype(name: str, tensor: torch.Tensor, source: Source) -> None:
+    """Raises `ConfigError` if a weight is stored in a dtype that cannot be read."""
     wrong = [dtype for dtype in source.dtypes if tensor.is_floating_point() and dtype not in _READABLE]
     if wrong:
         raise ConfigError(
@@ -249,7 +305,8 @@ def _check_dtype(name: str, tensor: torch.Tensor, source: Source) -> None:
 
 
 def _check_tied(one: tuple[str, Source], other: tuple[str, Source]) -> None:
-    """Raise where two tensors of a folder are for one parameter, and differ."""
+    """Raises `ConfigError` if the folder contains different values for two names of one parameter."""
+    # Chunk by chunk, so that two large tensors are never both in memory.
     for (_, mine), (_, theirs) in zip(one[1].origin.pieces(), other[1].origin.pieces(), strict=True):
         if not torch.equal(mine, theirs):
             raise ConfigError(
@@ -259,9 +316,10 @@ def _check_tied(one: tuple[str, Source], other: tuple[str, Source]) -> None:
 
 
 def _ignored(model: nn.Module) -> set[str]:
-    """Patterns of names that a folder may have to no effect, as transformers has them."""
+    """Returns the patterns of names that transformers ignores in a folder."""
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()] if hasattr(model, "base_model_prefix") else []
+    # transformers adds these two patterns while it loads, for buffers of its older versions.
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.add(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
@@ -270,6 +328,7 @@ def _ignored(model: nn.Module) -> set[str]:
 
 
 def _without(names: Sequence[str], patterns: Any) -> list[str]:
+    """Returns the names that match none of the patterns."""
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
 
 
@@ -277,24 +336,28 @@ def _without(names: Sequence[str], patterns: Any) -> list[str]:
 
 
 def _take(model: nn.Module, found: Mapping[str, Source]) -> None:
-    """Give each parameter its origin, and each buffer its values."""
+    """Gives each parameter its origin and each buffer its values."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = persistent_buffers(model)
+    # All buffers are read before one changes: an unreadable file leaves the model as it was.
     values = {name: _whole(found[name], buffer) for name, buffer in buffers.items() if name in found}
     with torch.no_grad():
         for name, value in values.items():
             buffers[name].copy_(value)
     for name, source in found.items():
         if name in parameters:
+            # Identity and ties of the parameter stay; only its values are replaced by the origin.
             make_deferred(parameters[name], source.origin)
 
 
 def _whole(source: Source, like: torch.Tensor) -> torch.Tensor:
+    """Returns all values of a source, in the shape of `like`."""
     pieces = [values.clone() for _, values in source.origin.pieces()]
     return torch.cat(pieces).view(like.shape) if pieces else torch.empty_like(like)
 
 
 def _tell(info: LoadingInfo, folder: Path) -> None:
+    """Logs the names that did not match."""
     if info.missing_keys:
         logger.warning(
             "%s not in %s and will be initialized anew: %s",
@@ -319,5 +382,6 @@ def _tell(info: LoadingInfo, folder: Path) -> None:
 
 
 def _brief(names: Sequence[str]) -> str:
+    """Returns the first few names for a message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -1,9 +1,9 @@
-"""Which tensors of a folder are whose: by name, or by the names and conversions that `transformers` has for a model.
+"""Mapping from tensors of a folder to a model, by name or by the renamings and conversions of `transformers`.
 
-transformers 5 keeps some weights otherwise than their folders have them: the experts of a Mixtral, one tensor each in
-the folder, are one parameter of three dimensions. Its own rules are asked here, name by name, and its own conversions
-are carried out, one parameter at a time; before, on meta tensors, so that what cannot fit is known before anything
-is read.
+transformers 5 stores some weights in another form than their folders: the experts of a Mixtral, one tensor each in the
+folder, are one parameter of three dimensions. This module applies the rules of transformers, name by name, and runs the
+conversions of transformers, one parameter at a time. The conversions first run on meta tensors, so that a misfit is
+known before anything is read.
 """
 
 from __future__ import annotations
@@ -21,29 +21,38 @@ from offload.errors import ConfigError
 
 
 class Source(NamedTuple):
-    """What a folder has for one name of a model."""
+    """The tensors of a folder for one name of a model."""
 
     origin: Origin
     dtypes: tuple[torch.dtype, ...]
-    """Of what is read."""
+    """Dtypes of the tensors that are read."""
 
 
 class Conversion:
-    """Tensors of a folder that make one or several parameters of a model, by an operation of transformers.
+    """Tensors of a folder from which an operation of transformers makes one or several parameters of a model.
 
-    What was made and is not yet asked for is held: parameters made together are read one after the other.
+    Results that were made together are held until each has been requested: such parameters are read one after the
+    other.
+
+    Args:
+        model: The model.
+        converter: Converter of transformers; copied before each use, because it collects tensors.
+        first: Name of the model for which the converter was found.
+        parts: Tensors of the folder, each with the pattern that it matched.
     """
 
     def __init__(self, model: nn.Module, converter: Any, first: str, parts: Sequence[tuple[Stored, str]]) -> None:
         self._model, self._converter, self._first, self.parts = model, converter, first, parts
         self._made: dict[str, torch.Tensor] = {}
         self.wanted: set[str] = set()
-        """The names that will be asked for."""
+        """Names that will be requested."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What it makes. Raises `ConfigError` where the tensors do not go together."""
+        """Returns the shapes of the results, by name. Raises `ConfigError` if the tensors do not fit together."""
         try:
+            # On the meta device the conversion computes shapes only, without reading a byte.
             made = self._convert(lambda stored: torch.empty(stored.shape, dtype=stored.dtype, device="meta"))
+        # The converters are transformers' own code and raise errors of any kind.
         except Exception as error:
             names = ", ".join(stored.name for stored, _ in self.parts[:3])
             raise ConfigError(
@@ -53,13 +62,16 @@ class Conversion:
         return {name: tuple(value.shape) for name, value in made.items()}
 
     def take(self, name: str) -> torch.Tensor:
-        """One parameter; the tensors are read where it is the first of them that is asked for."""
+        """Returns one parameter; the tensors are read when the first of their parameters is requested."""
         if name not in self._made:
             made = self._convert(Stored.whole)
+            # Results that nobody will request must not stay in memory.
             self._made = {each: made[each] for each in made if each in self.wanted}
         return self._made.pop(name)
 
     def _convert(self, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Runs the conversion on tensors that `read` returns."""
+        # A converter collects the tensors that it is given, and one converter serves many groups.
         mapping: Any = copy.deepcopy(self._converter)
         for stored, pattern in self.parts:
             mapping.add_tensor(self._first, stored.name, pattern, lambda stored=stored: read(stored))
@@ -68,30 +80,36 @@ class Conversion:
 
 
 class Converted(NamedTuple):
-    """One parameter of a conversion."""
+    """One parameter of a conversion; implements `Origin`."""
 
     conversion: Conversion
     name: str
     shape: tuple[int, ...]
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """All of it at once."""
+        """Yields all values at once."""
         yield 0, self.conversion.take(self.name).contiguous().view(-1)
 
 
 class Named(NamedTuple):
-    """What a folder has for a model."""
+    """Match between a folder and a model."""
 
     sources: Mapping[str, Source]
-    """By the model's names."""
+    """Sources by the model's names."""
     unexpected: Sequence[str]
-    """Names that the model has not."""
+    """Names that the model does not contain."""
 
 
 def name_tensors(model: nn.Module, expected: Mapping[str, Any], stored: Mapping[str, Stored]) -> Named:
-    """Find out whose the tensors of a folder are; `expected` has the model's names.
+    """Maps the tensors of a folder to the names of a model.
 
-    Raises `ConfigError` where two are for one name, or a conversion does not work out.
+    Args:
+        model: The model.
+        expected: The model's names.
+        stored: The tensors of the folder by their names there.
+
+    Raises:
+        ConfigError: If two tensors have one name, or a conversion does not succeed.
     """
     rules = _rules_of_transformers(model)
     if rules is None:
@@ -102,11 +120,13 @@ def name_tensors(model: nn.Module, expected: Mapping[str, Any], stored: Mapping[
     found: dict[str, Source] = {}
     unexpected: list[str] = []
     groups: dict[str, Conversion] = {}
+    # The order of transformers: experts are stacked in the order in which they are added, 2 before 10.
     for key in sorted(stored, key=rules.order):
         name, converter, pattern = rules.rename(key, expected)
         if name not in expected:
             unexpected.append(name)
         elif converter is not None:
+            # All tensors that map to one name are inputs of one conversion.
             group = groups.setdefault(name, Conversion(model, converter, name, []))
             group.parts = [*group.parts, (stored[key], pattern)]
         else:
@@ -123,17 +143,19 @@ def name_tensors(model: nn.Module, expected: Mapping[str, Any], stored: Mapping[
 
 
 def _as_it_is(stored: Stored) -> Source:
+    """Returns the source of a tensor that needs no conversion."""
     return Source(stored, (stored.dtype,))
 
 
 def _add(found: dict[str, Source], name: str, source: Source) -> None:
+    """Adds a source; raises `ConfigError` if the name has one."""
     if name in found:
         raise ConfigError(f"the folder holds {name} twice, under two names that transformers knows; keep one of them")
     found[name] = source
 
 
 class _Rules:
-    """How transformers finds the name of a tensor."""
+    """Renamings and conversions of transformers for one model."""
 
     def __init__(self, model: nn.Module, transformers_loading: Any, mapping: Sequence[Any]) -> None:
         self.order: Callable[[str], Any] = transformers_loading.dot_natural_key
@@ -144,18 +166,19 @@ class _Rules:
         self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
 
     def rename(self, key: str, expected: Mapping[str, Any]) -> tuple[str, Any, str]:
-        """The model's name of a tensor; where it is converted, the converter and its pattern."""
+        """Returns the model's name of a tensor, and the converter and its pattern if the tensor is converted."""
         name, pattern = self._rename(key, self._renamings, self._converters, self._prefix, expected)
-        if name not in expected and key in expected:  # it has the model's own name already
+        if name not in expected and key in expected:  # the tensor has the model's own name already
             name, pattern = self._rename(key, [], [], self._prefix, expected)
         return name, self._by_pattern.get(pattern), pattern or ""
 
 
 def _rules_of_transformers(model: Any) -> _Rules | None:
-    """None for a model that is not of transformers: its names are what they are."""
+    """Returns the rules of a model, or None if it is not of transformers and its names stay unchanged."""
     if not hasattr(model, "base_model_prefix") or not hasattr(model, "config"):
         return None
     try:
+        # Internal modules of transformers, which may change with each version: a missing name is reported as such.
         from transformers import core_model_loading
         from transformers.conversion_mapping import get_model_conversion_mapping
 

@@ -1,13 +1,15 @@
-"""How the files of a model come into their folder: all of them, or none.
+"""Placement of a model's files in their folder: all of them, or none.
 
-    <folder>.partial             what is being written, where the folder is not there yet or holds such files alone:
-                                 it takes the folder's name, or changes places with it at once
-    <folder>/.offload.partial    where other files lie beside them, which stay: the new ones are moved in one by one
-    .<folder>.lock               of the save that is under way, which is named in it; in the folder as .offload.lock
-                                 where nothing can be made beside it
+    <folder>.partial             files being written, if the folder does not exist or contains only such files; takes
+    the
+                                 folder's name or is exchanged with it in one step
+    <folder>/.offload.partial    files being written, if foreign files in the folder must stay; the new files are moved
+                                 in one by one
+    .<folder>.lock               lock of the save in progress, which is named in the file; `.offload.lock` in the folder
+                                 if nothing can be made beside it
 
-In the second case config and index go first and come last, so that a kill between two moves leaves a folder that
-nobody takes for a model, never a mixture that loads.
+In the second case config and index are deleted first and moved in last. A kill between two moves then leaves a folder
+that nobody takes for a model, never a mixture that loads.
 """
 
 from __future__ import annotations
@@ -29,27 +31,38 @@ from offload.sizes import format_size
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _HEADS = (CONFIG, INDEX, SINGLE, "adapter_config.json")
-"""Without them nobody finds the weights."""
+"""Files without which no loader finds the weights."""
 TOKENIZER = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
     "tokenizer.model spiece.model sentencepiece.bpe.model chat_template.jinja chat_template.json"
 ).split()
-"""The files of a tokenizer, as transformers names them."""
+"""Files of a tokenizer, as transformers names them."""
 _ADAPTER = ("adapter_model.safetensors", "adapter_config.json", "README.md")
 
 
 @contextlib.contextmanager
 def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> Iterator[Path]:
-    """A folder in which files of `out` are written, by one save at a time; they are there in the end, or what was is.
+    """Yields a staging folder whose files replace those in `out` if the context ends without an error.
 
-    Where they are a `whole` model, weights of an earlier one go; else every file of another name stays. `notice` is
-    told of what a save that was cut short has left, and is removed. Raises `StoreError` and `IoError`.
+    One writer at a time. After an error `out` is unchanged.
+
+    Args:
+        out: The output folder.
+        notice: Called with a message about leftovers of a killed save, which are removed.
+        whole: True if the files are a complete model: weights of an earlier one are removed. Otherwise every file of
+            another name stays.
+
+    Raises:
+        StoreError: If another process writes to `out`, or the staging folder contains foreign files.
+        IoError: If something cannot be written.
     """
     make_folder(out.parent)
     with only_save(out, out.name, _lock_of(out)):
+        # The staging folder is beside `out` if the whole folder can be replaced, which is atomic; else inside of it.
         beside = not _is_in_use(out) and (_is_free(out) or (whole and _is_ours(out)))
         partial = out.with_name(f"{out.name}.partial") if beside else out / ".offload.partial"
         with told(partial, "make"):
+            # A killed save may have left the folder; `_clear` removes its files or refuses them.
             partial.mkdir(exist_ok=True)
         _clear(partial, notice)
         try:
@@ -62,18 +75,25 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        with told(out, "rename"):  # from here on what was written stays, whatever happens
+        with told(out, "rename"):  # from here on the new files stay, whatever happens
             _arrive(partial, out) if beside else _move_in(partial, out, whole)
 
 
 def _lock_of(out: Path) -> Path:
-    """Where it is depends on nothing that a save changes."""
+    """Returns the path of the lock file. The result must not depend on anything that a save changes."""
+    # Two saves must use the same lock, also if the first of them creates or replaces `out` meanwhile.
     inside = out.is_dir() and not os.access(out.parent, os.W_OK)
     return out / LOCK if inside else out.with_name(f".{out.name}.lock")
 
 
 def check_room(folder: Path, nbytes: int, out: Path) -> None:
-    """Raise `StoreError` where the drive has no room for `nbytes` beside what is there."""
+    """Raises `StoreError` if the drive has no room for `nbytes` more.
+
+    Args:
+        folder: Any folder on the drive.
+        nbytes: Bytes that will be written.
+        out: Output folder, for the message.
+    """
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise StoreError(
@@ -83,18 +103,18 @@ def check_room(folder: Path, nbytes: int, out: Path) -> None:
 
 
 def check_not_a_file(out: Path) -> None:
-    """Raise `StoreError` where files cannot be written to `out` because it is no folder."""
+    """Raises `StoreError` if `out` exists and is no folder."""
     if os.path.lexists(out) and not out.is_dir():
         raise StoreError(f"{out} is not a folder; give a folder, or a name that is not there")
 
 
 def _is_in_use(out: Path) -> bool:
-    """Whether this process is in `out` or below it, so that it would be in a folder that is gone."""
+    """Returns whether the working directory of this process is in `out`, and would be deleted after an exchange."""
     return Path.cwd().is_relative_to(out.resolve())
 
 
 def _keep_mode(partial: Path, out: Path) -> None:
-    """Give the folder that takes the place of `out` its mode and owner."""
+    """Gives the new folder the mode and owner of the one that it replaces."""
     if out.exists():
         there = out.stat()
         os.chown(partial, there.st_uid, there.st_gid)
@@ -102,11 +122,12 @@ def _keep_mode(partial: Path, out: Path) -> None:
 
 
 def _is_free(out: Path) -> bool:
+    """Returns whether `out` does not exist, or is empty and can be replaced."""
     return not out.exists() or (not out.is_mount() and not out.is_symlink() and not any(out.iterdir()))
 
 
 def _is_ours(out: Path) -> bool:
-    """Whether a folder holds nothing but files that a save writes."""
+    """Returns whether a folder contains only files that a save writes."""
     known = (CONFIG, GENERATION, *TOKENIZER)
     return (
         not out.is_mount()
@@ -119,13 +140,14 @@ def _is_ours(out: Path) -> bool:
 
 
 def _clear(partial: Path, notice: Callable[[str], None]) -> None:
-    """Remove what was left by a save that was cut short; raises `StoreError` where there is anything else."""
+    """Removes leftovers of a killed save; raises `StoreError` if there are foreign files among them."""
     left = [path for path in partial.rglob("*") if path.is_file()]
     known = (CONFIG, GENERATION, *TOKENIZER, *_ADAPTER)
     foreign = [path.name for path in left if not (path.name in known or _WEIGHTS.fullmatch(path.name))]
     if foreign:
         raise StoreError(f"{partial} holds {foreign[0]}, which no save leaves; move it away, or choose another name")
     if left:
+        # `st_blocks` counts units of 512 bytes, whatever the file system's block size is.
         nbytes = sum(path.stat().st_blocks * 512 for path in left)
         notice(f"removed {partial}, {format_size(nbytes)} of a save or export that was cut short")
     for path in left:
@@ -133,18 +155,19 @@ def _clear(partial: Path, notice: Callable[[str], None]) -> None:
 
 
 def _keep_others(partial: Path, out: Path) -> None:
-    """Copy what is not written now and stays: a tokenizer, say."""
+    """Copies files that are not written now and stay, such as a tokenizer's."""
     for path in out.iterdir() if out.exists() else ():
         if not _WEIGHTS.fullmatch(path.name) and not (partial / path.name).exists():
             shutil.copy2(path, partial / path.name)
 
 
 def _arrive(partial: Path, out: Path) -> None:
-    """Give what was written its name; what had it goes."""
+    """Gives the staging folder its final name; the folder that had the name is deleted."""
     if not out.exists() or not any(out.iterdir()):
         os.rename(partial, out)
         sync_folder(out.parent)
         return
+    # After the exchange `partial` is the old folder.
     if exchange(partial, out):
         sync_folder(out.parent)
         shutil.rmtree(partial, ignore_errors=True)
@@ -153,15 +176,17 @@ def _arrive(partial: Path, out: Path) -> None:
 
 
 def _move_in(partial: Path, out: Path, whole: bool) -> None:
-    """Replace files one by one; where they are a whole model, weights of an earlier one go."""
+    """Moves files into `out` one by one; if they are a `whole` model, weights of an earlier one are deleted."""
     new = sorted(path.relative_to(partial) for path in partial.rglob("*") if path.is_file())
     heads = [path for path in new if path.name in _HEADS]
     gone = [path for path in out.iterdir() if whole and _WEIGHTS.fullmatch(path.name)]
     gone += [out / path for path in heads if (out / path).exists() and out / path not in gone]
-    if len(new) > 1 or gone != [out / new[0]]:  # else one file takes the place of one, at once
+    # A single file that replaces a single file needs no deletion first: `os.replace` below is atomic.
+    if len(new) > 1 or gone != [out / new[0]]:
         for path in sorted(gone, key=lambda path: (path.name not in _HEADS, path.name)):
             path.unlink()
         sync_folder(out)
+    # The config comes last of all: loaders look for it first.
     for name in [*(path for path in new if path not in heads), *sorted(heads, key=lambda path: path.name == CONFIG)]:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(partial / name, out / name)
@@ -170,7 +195,7 @@ def _move_in(partial: Path, out: Path, whole: bool) -> None:
 
 
 def copy_tokenizer(folder: Path, out: Path) -> None:
-    """Copy the files of a tokenizer; `out` must not have them."""
+    """Copies the files of a tokenizer; `out` must not contain them. Raises `IoError`."""
     for name in tokenizer_files(folder):
         try:
             shutil.copyfile(folder / name, out / name)
@@ -179,7 +204,7 @@ def copy_tokenizer(folder: Path, out: Path) -> None:
 
 
 def tokenizer_files(folder: Path) -> list[str]:
-    """The names of a tokenizer's files; raises `StoreError` where the folder has none."""
+    """Returns the names of a tokenizer's files; raises `StoreError` if the folder contains none."""
     found = [name for name in TOKENIZER if (folder / name).is_file()]
     if not found:
         raise StoreError(f"{folder} holds no file of a tokenizer, such as {TOKENIZER[0]}")

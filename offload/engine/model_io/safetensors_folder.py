@@ -1,4 +1,4 @@
-"""The safetensors files of a model's folder, read tensor by tensor: what lies in them, and where."""
+"""Safetensors files of a model's folder, whose tensors are read one by one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from offload.sizes import MIB
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _PIECE_NBYTES = MIB
-"""Of copies in fp32 of larger ones, which come and go, the allocator was seen to keep a gigabyte."""
+"""With larger chunks, whose fp32 copies are allocated and freed all the time, the allocator kept a gigabyte."""
 
 
 class Stamp(NamedTuple):
-    """What changes with a file."""
+    """Properties of a file that change with its content."""
 
     inode: int
     nbytes: int
@@ -30,11 +30,12 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> Stamp:
+        """Returns the stamp of a file's status."""
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class Stored(NamedTuple):
-    """A tensor of a file, of which nothing is in memory."""
+    """A tensor in a file, none of which is in memory; implements `Origin`."""
 
     name: str
     path: Path
@@ -43,18 +44,25 @@ class Stored(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
         return self.place.tensor.shape
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the tensor in the file."""
         return self.place.tensor.dtype
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Its elements, (n,) at a time, each with the position of the first; a piece is valid until the next one.
+        """Yields the elements, (n,) at a time, each chunk with the position of its first element.
 
-        Raises `IoError`, and `StoreError` where the file has changed since it was looked at.
+        A chunk is valid until the next one is requested.
+
+        Raises:
+            IoError: If the file cannot be read.
+            StoreError: If the file has changed since its header was read.
         """
         itemsize, total = self.dtype.itemsize, self.place.tensor.nbytes
+        # One buffer for all chunks: the consumer copies a chunk before it requests the next.
         buffer = memoryview(bytearray(min(total, _PIECE_NBYTES)))
         with self._open() as file:
             for start in range(0, total, _PIECE_NBYTES):
@@ -63,7 +71,7 @@ class Stored(NamedTuple):
                 yield start // itemsize, torch.frombuffer(part, dtype=self.dtype)
 
     def whole(self) -> torch.Tensor:
-        """All of it, in memory of its own."""
+        """Returns the tensor, in memory of its own."""
         whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         flat = whole.view(-1)
         for position, values in self.pieces():
@@ -71,7 +79,9 @@ class Stored(NamedTuple):
         return whole
 
     def _open(self) -> Any:
+        """Opens the file and checks that it is unchanged. Unbuffered, because the reads are large."""
         try:
+            # Opened for each tensor, so that no file stays open between two reads: each read checks the stamp again.
             file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise IoError(str(self.path), 0, 0, error.errno or errno.EIO, "open") from error
@@ -81,10 +91,12 @@ class Stored(NamedTuple):
         return file
 
     def _fill(self, descriptor: int, offset: int, part: memoryview) -> None:
+        """Fills `part` from a byte offset of the file."""
         done = 0
         try:
             while done < len(part):
                 count = os.preadv(descriptor, [part[done:]], offset + done)
+                # The end of the file: the file was cut after its header was read.
                 if not count:
                     raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
                 done += count
@@ -93,9 +105,13 @@ class Stored(NamedTuple):
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """All tensors of a folder's safetensors files, one file or those of an index, by name. Only their heads are read.
+    """Returns all tensors of a folder's safetensors files by name. Reads only headers.
 
-    Raises `StoreError` where there are none, or a file is missing, not whole or not what the index says.
+    The tensors are in one file, or in the files that an index names.
+
+    Raises:
+        StoreError: If there are none, or a file is missing, incomplete or contradicts the index.
+        IoError: If a file cannot be read.
     """
     if not folder.is_dir():
         raise StoreError(f"there is no folder {folder}; give one that save_pretrained has written")
@@ -108,6 +124,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     for name in sorted(set(places.values())):
         if not (folder / name).is_file():
             raise StoreError(f"{folder / INDEX} names {name}, which is not there; fetch all files of the model")
+        # A file may contain tensors that the index assigns to another file; the index decides.
         held = _of_file(folder / name)
         found |= {tensor: held[tensor] for tensor in held if places.get(tensor, name) == name}
     lost = next((tensor for tensor in places if tensor not in found), None)
@@ -117,7 +134,9 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def _of_file(path: Path) -> dict[str, Stored]:
+    """Returns the tensors of one file."""
     try:
+        # Before the header: a change in between is then noticed by the first read.
         stamp = Stamp.of(path.stat())
     except OSError as error:
         raise IoError(str(path), 0, 0, error.errno or errno.EIO, "look at") from error
@@ -125,19 +144,20 @@ def _of_file(path: Path) -> dict[str, Stored]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor. A file's name that leads out of the folder is no such."""
+    """Returns the file of each tensor. A file name with a path, which could lead out of the folder, is refused."""
     try:
         places = json.loads(path.read_bytes())["weight_map"]
         wrong = next((name for name in places.values() if Path(name).name != name), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{path} is no index of safetensors files: {type(error).__name__}: {error}") from error
+    # An index from a download must not make this process read files outside of the folder.
     if wrong is not None:
         raise StoreError(f"{path} names {wrong!r}, which is not the name of a file beside it")
     return dict(places)
 
 
 def _what_is_there(folder: Path) -> str:
-    """Why there is nothing to load."""
+    """Returns the reason why a folder cannot be loaded, and the next action."""
     names = sorted(path.name for path in folder.iterdir())
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if "adapter_config.json" in names:

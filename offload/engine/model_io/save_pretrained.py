@@ -1,7 +1,7 @@
-"""`engine.save_pretrained` and `save_16bit_model`: the weights of a moment as files that others load.
+"""`engine.save_pretrained` and `save_16bit_model`: the weights between two steps as files that other libraries load.
 
-All ranks go through all partitions in the same order; whose it is reads it and tells the others, and rank 0 writes. An
-adapter of peft is small: every rank gathers it, and rank 0 has peft write it.
+All ranks iterate over all partitions in the same order. The rank that owns a partition reads it and broadcasts it, and
+rank 0 writes. A peft adapter is small: every rank gathers it, and rank 0 has peft write it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from offload.states import State
 logger = logging.getLogger("offload")
 
 _ONE_FILE = 1 << 62
+"""Bytes; no model is cut into several files."""
 
 
 class SaveOptions(NamedTuple):
-    """What is to be saved, as a user says it."""
+    """Arguments of a save as a user gives them."""
 
     folder: Any
     max_shard_size: Any = "50GB"
@@ -44,10 +45,10 @@ class SaveOptions(NamedTuple):
     tokenizer: Any = None
     frozen: bool = True
     file_name: str | None = None
-    """Of the one file that is written; None for all that a model's folder has."""
+    """Name of the single file that is written; None for all files of a model's folder."""
 
     def check(self) -> None:
-        """Raise `UsageError`, `ConfigError` or `StoreError` where it cannot be."""
+        """Raises `UsageError`, `ConfigError` or `StoreError` if an argument is not valid."""
         check_not_a_file(check_folder(self.folder, "save_directory"))
         shard_size(self.max_shard_size)
         check_dtype(self.dtype)
@@ -66,7 +67,7 @@ class SaveOptions(NamedTuple):
 
 
 class EngineSource:
-    """The weights of an engine between steps. Of several ranks all read the same, at the same time."""
+    """The weights of an engine between steps, as a `Source`. All ranks read the same bytes at the same time."""
 
     def __init__(
         self,
@@ -79,11 +80,11 @@ class EngineSource:
         """Describes the model.
 
         Args:
-            module: the model.
-            parts: the components of its engine.
-            epoch: the number of the step.
-            ranks: the processes that read together.
-            check: raises if this rank has failed since the last read. Called where the other ranks learn of it.
+            module: The model.
+            components: The components of its engine.
+            epoch: Number of the step.
+            ranks: The ranks that read together.
+            check: Raises if this rank has failed since the last read. Called when all ranks can learn of the failure.
         """
         self._components, self._ranks, self._check = components, ranks, check
         self.description: Mapping[str, Any] = describe(components.layouts, components.shards.mode, ranks.size)
@@ -95,17 +96,29 @@ class EngineSource:
         self._over = False
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
+        """Begins to read bytes of a rank's partition, on the rank that owns it; see `Source.read`."""
+        # Only the owner reads; the others receive the bytes in `wait`, at the same place of their own iteration.
         futures = self._components.shards.read(unit, state, start, buffer) if rank == self._ranks.rank else []
         return _Told(self, rank, buffer, futures)
 
     def tell(self, rank: int, buffer: memoryview, futures: list[Future]) -> None:
-        """Give every rank what `rank` reads into its buffer. A failure is raised on all ranks, and once."""
+        """Broadcasts the bytes that `rank` reads into its buffer. Collective.
+
+        A failure is raised on all ranks, and only once.
+
+        Args:
+            rank: The rank that owns the bytes.
+            buffer: Filled on all ranks.
+            futures: Pending reads of the owner; [] on the other ranks.
+        """
 
         def mine() -> None:
             for future in futures:
                 future.wait()
             self._check()
 
+        # After a failure the reads in flight are still waited for, because their buffers are about to be freed. The
+        # other ranks are not contacted again.
         if self._over:
             for future in futures:
                 future.wait()
@@ -115,15 +128,16 @@ class EngineSource:
         except BaseException:
             self._over = True
             raise
+        # The broadcast is reached only if no rank has failed, so all ranks take part in it.
         if self._components.ranks is not None:
             self._components.ranks.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), rank)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
 class _Told(NamedTuple):
-    """A read in flight on one rank, for which the others wait."""
+    """A read in flight on one rank, for which all ranks wait."""
 
     source: EngineSource
     rank: int
@@ -131,6 +145,7 @@ class _Told(NamedTuple):
     futures: list[Future]
 
     def wait(self) -> int:
+        """Waits for the bytes and returns their number; collective."""
         self.source.tell(self.rank, self.buffer, self.futures)
         return len(self.buffer)
 
@@ -142,7 +157,7 @@ class _FirstFailure:
         self._error: Exception | None = None
 
     def record(self, error: Exception) -> None:
-        """Keeps `error`. Writing must have stopped since the first."""
+        """Stores `error`. The caller must not write after the first error."""
         self._error = error
 
     @property
@@ -151,18 +166,22 @@ class _FirstFailure:
         return self._error is not None
 
     def check(self) -> None:
-        """Raises the error that was recorded, if any."""
+        """Raises the recorded error, if any."""
         if self._error is not None:
             raise self._error
 
 
 class _Forgiving:
-    """A sink that passes data on to another until that fails, and records the failure instead of raising it."""
+    """A sink that forwards data to another sink, and records its first failure without raising it.
+
+    Rank 0 must stay in step with the broadcasts: an exception in the middle would leave the other ranks waiting.
+    """
 
     def __init__(self, sink: Sink | None, failure: _FirstFailure) -> None:
         self._sink, self._failure = sink, failure
 
     def put(self, name: str, start: int, data: memoryview) -> None:
+        """Writes bytes of a tensor, unless an earlier write failed."""
         if self._sink is None or self._failure.failed:
             return
         try:
@@ -172,15 +191,21 @@ class _Forgiving:
 
 
 class PretrainedWriter:
-    """Writes an engine's model into folders. Between steps, when no update is under way."""
+    """Writes an engine's model into folders. Only between steps, when no update is in progress."""
 
     def __init__(self, module: nn.Module, components: EngineComponents) -> None:
         self._module, self._components = module, components
 
     def save(self, wanted: SaveOptions, epoch: int) -> None:
-        """Write the whole model, or the adapter of a model of peft where no file is named. All ranks come here."""
+        """Writes the whole model, or the adapter of a peft model if no file is named. Collective.
+
+        Args:
+            wanted: Arguments of the user.
+            epoch: Number of the step.
+        """
         adapter = wanted.file_name is None and hasattr(self._module, "peft_config")
-        gathered = adapter_state(self._module, self._components) if adapter else {}  # before: others may serve it
+        # Gather before the meeting below: other ranks can serve a gather only until they are in the meeting themselves.
+        gathered = adapter_state(self._module, self._components) if adapter else {}
         with all_or_nothing(self._components.agreement, Collective.SAVE, "save the model") as ranks:
             ranks.settle(wanted.check)
             ranks.settle(lambda: self._components.unit_views.check_not_gathered("saved"))
@@ -192,12 +217,22 @@ class PretrainedWriter:
                 self._write(wanted, out, epoch, ranks)
 
     def _write(self, wanted: SaveOptions, out: Path, epoch: int, ranks: AllOrNothing) -> None:
+        """Writes the model; rank 0 holds the files. Collective.
+
+        Args:
+            wanted: Arguments of the user.
+            out: The output folder.
+            epoch: Number of the step.
+            ranks: All ranks.
+        """
         failure = _FirstFailure()
+        # A failed write on rank 0 reaches the others through `check` at the next read.
         source = EngineSource(self._module, self._components, epoch, ranks, failure.check)
         shard_nbytes = _ONE_FILE if wanted.file_name else shard_size(wanted.max_shard_size)
         plan = make_plan(source, wanted.dtype, shard_nbytes, wanted.frozen, wanted.file_name)
+        # Two stacks, because the files must be durable and closed before the folder is renamed.
         with contextlib.ExitStack() as folder_open, contextlib.ExitStack() as files_open:
-            made: list[tuple[Path, Files]] = []  # on rank 0
+            made: list[tuple[Path, Files]] = []  # filled on rank 0 only
 
             def begin() -> None:
                 folder = folder_open.enter_context(arriving(out, logger.warning, wanted.file_name is None))
@@ -211,6 +246,7 @@ class PretrainedWriter:
                     _save_tokenizer(wanted.tokenizer, made[0][0])
                 folder_open.close()
 
+            # Only rank 0 holds the staging folder open; the other ranks iterate with an empty sink.
             ranks.by_first(begin)
             beyond = stream(source, plan, _Forgiving(made[0][1] if made else None, failure))
             ranks.by_first(end)
@@ -218,29 +254,33 @@ class PretrainedWriter:
             logger.warning("%s: %s", out, notice)
 
     def _write_adapter(self, wanted: SaveOptions, out: Path, state: dict[str, torch.Tensor]) -> None:
+        """Has peft write the adapter `state` into `out`. Runs on rank 0."""
         module: Any = self._module
         with arriving(out, logger.warning, whole=False) as folder, told(folder, "write"):
             check_room(folder, sum(value.nbytes for value in state.values()), out)
             if (out / "README.md").is_file():
-                shutil.copyfile(out / "README.md", folder / "README.md")  # peft adds to a model's card
+                # peft extends an existing model card, so the new folder must contain it.
+                shutil.copyfile(out / "README.md", folder / "README.md")
             module.save_pretrained(str(folder), state_dict=state)
             if wanted.tokenizer is not None:
                 _save_tokenizer(wanted.tokenizer, folder)
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Writes a tokenizer's files."""
     with told(folder, "write"):
         tokenizer.save_pretrained(str(folder))
 
 
 def adapter_state(module: Any, components: EngineComponents) -> dict[str, torch.Tensor]:
-    """What of a model of peft its `save_pretrained` writes: CPU tensors by the model's names.
+    """Returns the tensors that peft's `save_pretrained` writes for a model, on the CPU, by the model's names.
 
-    It is asked with empty tensors in the place of all weights, and those that it takes are gathered.
+    peft receives empty tensors on the meta device in place of all weights; only those that peft selects are gathered.
     """
     from peft import get_peft_model_state_dict
 
     named = {**dict(module.named_parameters(remove_duplicate=False)), **persistent_buffers(module)}
+    # Values on meta cost no memory: a model larger than the RAM still has a small adapter.
     empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in named.items()}
     names = {id(value): name for name, value in empty.items()}
     taken: set[str] = set()
@@ -256,6 +296,7 @@ def adapter_state(module: Any, components: EngineComponents) -> dict[str, torch.
 
 
 def _gather(value: torch.Tensor, components: EngineComponents) -> torch.Tensor:
+    """Returns a CPU copy of a parameter or buffer."""
     place = components.weights.place(value)
     return (
         value.detach().to("cpu", copy=True) if place is None else components.weights.weight(place.unit, place.position)

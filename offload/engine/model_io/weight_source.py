@@ -1,4 +1,4 @@
-"""Weights and states that lie on a disk, read without the model's code: of a run's store, all its ranks together."""
+"""Weights and states on disk, read without the model's code: the store of a run, all its ranks together."""
 
 from __future__ import annotations
 
@@ -26,50 +26,71 @@ if TYPE_CHECKING:
 
 
 class Reading(Protocol):
-    """A read in flight."""
+    """Protocol of a read in flight."""
 
     def wait(self) -> int:
-        """Bytes read; raises `IoError` where they cannot be read, or are not what was written."""
+        """Waits for the read and returns its bytes; raises `IoError` if it fails or the bytes are not those written."""
         ...
 
 
 class Source(Protocol):
-    """What an export reads from."""
+    """Protocol of a source of weights for an export."""
 
     description: Mapping[str, Any]
-    """As `description.describe` made it."""
+    """Made by `offload.layout.fingerprint.describe`."""
     about: Mapping[str, Any]
     epoch: int
     frozen: bool
-    """Whether weights that do not train are there."""
+    """True if frozen weights are included."""
     buffers: Mapping[str, torch.Tensor]
     """Persistent buffers of the model, by name."""
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
-        """Fill `buffer` from byte `start` of a rank's partition, which is read in order, to be compared."""
+        """Begins to fill `buffer` from a rank's partition.
+
+        A partition must be read in order, so that its bytes can be compared with their checksums.
+
+        Args:
+            rank: Rank of the partition.
+            unit: Index of the unit.
+            state: The state.
+            start: First byte of the partition.
+            buffer: Filled; owned by the caller, and in use until the read has ended.
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Releases files and locks; idempotent."""
+        ...
 
 
 class StoreSource:
-    """The last commit of a run that all its ranks hold. Nobody else may open the run meanwhile; nothing is changed.
+    """The last commit that all ranks of a run hold. Changes nothing; implements `Source`.
 
-    Raises `StoreError` while a process holds it, and where a rank or a commit is missing. What is damaged shows as it
-    is read.
+    The run is locked until `close`. Damage shows as the bytes are read.
+
+    Args:
+        run: Folder of the run.
+        queue: Queue for the reads; owned by the caller.
+
+    Raises:
+        StoreError: If a process uses the run, or a rank or a commit is missing.
     """
 
     def __init__(self, run: Path, queue: Queue) -> None:
+        # Imported late: the module imports torch, which `offload verify` does not need.
         from offload.engine.training.snapshot import Snapshot
 
         self._queue = queue
         self._open = contextlib.ExitStack()
         try:
+            # All folders are locked before one is inspected: a commit in progress would change them.
             found = ranks_of(run, lock_and_look(run, self._open))
             self._commits = commits_of_all(found)
             self._files = [self._open.enter_context(each.open_states()) for each in found]
             self._places = [_manifest(each).spec.places() for each in found]
             self._tables = [commit.table for commit in self._commits]
+            # State of the comparison, one for each rank's file.
             self._passages = [Passages() for _ in found]
             first = _manifest(found[0])
             self.description, self.about = first.spec.fingerprint, first.spec.about
@@ -80,6 +101,7 @@ class StoreSource:
             raise
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
+        """Begins to read bytes of a rank's partition; see `Source.read`."""
         slot = self._commits[rank].record.slots[unit]
         place = self._places[rank][unit][state][slot]
         assert start + len(buffer) <= place.nbytes
@@ -88,7 +110,19 @@ class StoreSource:
         return Compared(future, partial(self._compare, rank, unit, state, start, place))
 
     def _compare(self, rank: int, unit: int, state: State, start: int, place: Extents, nbytes: int, crc: int) -> None:
-        """Raise `IoError` where bytes that were read are, as far as it is known yet, not what was written."""
+        """Raises `IoError` if bytes that were read are known to differ from those written.
+
+        Bytes that end within a checksummed range are compared later, together with the rest of the range.
+
+        Args:
+            rank: Rank of the partition.
+            unit: Index of the unit.
+            state: The state.
+            start: First byte.
+            place: Position of the partition in the file.
+            nbytes: Number of bytes.
+            crc: Their CRC-32C.
+        """
         key = (unit, state)
         right, _ = self._passages[rank].compare(key, self._tables[rank][key], start, nbytes, crc)
         if not right:
@@ -96,14 +130,19 @@ class StoreSource:
             raise IoError(path, place.offset(start), nbytes, errno.EBADMSG, what)
 
     def close(self) -> None:
-        """Close the files and give the locks back; idempotent."""
+        """Closes the files and releases the locks; idempotent."""
         self._open.close()
 
 
 def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
-    """What lies in each rank's folder of a run, which nobody else may open until `stack` is closed.
+    """Locks and inspects each rank's folder of a run.
 
-    Raises `StoreError` where there is none, or a process has one.
+    Args:
+        run: Folder of the run.
+        stack: Receives the locks; other processes are kept out until it is closed.
+
+    Raises:
+        StoreError: If there is no such folder, or a process uses one.
     """
     folders = [folder for folder in rank_folders(run) if is_rank(folder)]
     if not folders:
@@ -113,20 +152,23 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
             f"save_checkpoint has made"
         )
     for folder in folders:
+        # A lock that is already held raises and releases those taken so far, through the caller's stack.
         stack.enter_context(Lock(folder))
     return [look(folder) for folder in folders]
 
 
 def ranks_of(run: Path, found: Sequence[Found]) -> list[Found]:
-    """The ranks of a run, in order, without folders that an earlier run with more ranks has left.
+    """Returns the ranks of a run, in order, without folders that an earlier run with more ranks has left.
 
-    Raises `StoreError` where one is missing, or they are not of one run.
+    Raises:
+        StoreError: If a rank is missing, or the folders are of different runs.
     """
     manifest = next((each.manifest for each in found if each.manifest is not None), None)
     size = len(found) if manifest is None else int(manifest.spec.fingerprint.get("world_size", 1))
     ranks = [each for each in found if each.rank < size]
     for each in ranks:
         check_can_be_read(each)
+    # Weights of all ranks are needed: each rank holds a partition of every parameter.
     missing = sorted(set(range(size)) - {each.rank for each in ranks})
     if missing:
         raise StoreError(
@@ -138,15 +180,18 @@ def ranks_of(run: Path, found: Sequence[Found]) -> list[Found]:
 
 
 def commits_of_all(found: Sequence[Found]) -> list[Commit]:
-    """The last commit that every rank of a run holds whole, one of each rank.
+    """Returns the last commit that is complete on every rank, once for each rank.
 
-    Raises `StoreError` where there is none.
+    Raises:
+        StoreError: If there is none.
     """
     for each in found:
         if not each.whole:
             words = "; ".join(map(str, each.wrong)) or "nothing was committed yet"
             raise StoreError(f"{each.folder} holds no whole commit: {words}")
+    # A kill may leave one rank a commit ahead of the others, whose last commit it still holds.
     serial = last_of_all(each.whole[0].record.serial for each in found)
+    # At least one rank exists, so there is a last commit.
     assert serial is not None
     chosen: list[Commit] = []
     for each in found:
@@ -159,7 +204,7 @@ def commits_of_all(found: Sequence[Found]) -> list[Commit]:
 
 
 def check_can_be_read(found: Found) -> None:
-    """Raise `StoreError` where a rank's folder is of a kind that holds no commits that this version reads."""
+    """Raises `StoreError` if a rank's folder is of a kind without commits that this version reads."""
     if found.other_format is not None:
         raise StoreError(f"{found.folder} is of {found.other_format}")
     if found.drive:
@@ -170,5 +215,6 @@ def check_can_be_read(found: Found) -> None:
 
 
 def _manifest(found: Found) -> Manifest:
+    """Returns the manifest of a folder that contains a complete commit."""
     assert found.manifest is not None, "a commit that is whole holds one"
     return found.manifest

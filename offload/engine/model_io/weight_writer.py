@@ -1,10 +1,10 @@
-"""The weights of a model as files that `transformers` loads, from whatever holds its partitions.
+"""Writing of a model's weights as files that `transformers` loads, from any source of partitions.
 
-    units ──► chunks of a rank's partition ──► in the dtype asked for ──► each stretch to its place in its file
+    units ──► chunks of a rank's partition ──► requested dtype ──► each segment to its place in its file
 
-A partition is read in order, a few chunks ahead, so neither a unit nor a parameter is ever in memory as a whole, and
-all that is read is compared with its checksums where it has some. `offload export` writes from a store or a checkpoint,
-`save_pretrained` from an engine.
+A partition is read in order, a few chunks ahead, so neither a unit nor a parameter is ever in memory as a whole. Bytes
+with checksums are compared as they are read. `offload export` writes from a store or a checkpoint, `save_pretrained`
+from an engine.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _CHUNKS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What will be written: decided before a file is made."""
+    """Names, dtypes and files of an export, decided before a file is made."""
 
     layouts: tuple[UnitLayout, ...]
     mode: Mode
     world_size: int
     frozen: bool
-    """Whether weights that do not train are written."""
+    """True if frozen weights are written."""
     dtype: torch.dtype
     names: Mapping[str, tuple[str, ...]]
-    """For each parameter the names under which it is written: its own, and tied ones that no loader would tie."""
+    """For each parameter, the names under which it is written: its own, and tied names that no loader would tie."""
     shards: Mapping[str, Mapping[str, Tensor]]
-    """For each file its tensors."""
+    """Tensors of each file."""
     config: Mapping[str, Any] | None
-    """Of transformers; None where the model has none, or it is not asked for."""
+    """Config of transformers; None if the model has none, or only weights are written."""
     generation: Mapping[str, Any] | None
     metadata: Mapping[str, str]
 
@@ -71,8 +71,9 @@ class Plan:
 
 
 def shard_size(text: str | int) -> int:
-    """Bytes that a file may have at most. Raises `ConfigError`."""
+    """Returns the limit of a file's size in bytes; raises `ConfigError`."""
     nbytes = parse_size(text)
+    # A limit of 0 would put each tensor into a file of its own, which nobody means.
     if not nbytes:
         raise ConfigError(f"no weights go into files of max_shard_size {text!r}; give a size such as 5GB")
     return nbytes
@@ -81,9 +82,17 @@ def shard_size(text: str | int) -> int:
 def make_plan(
     source: Source, dtype: str | torch.dtype | None, shard_nbytes: int, frozen: bool = True, name: str | None = None
 ) -> Plan:
-    """Decide names, dtypes and files.
+    """Decides names, dtypes and files.
 
-    With `name` it is one file of that name, and nothing else; without `frozen`, weights that train and buffers alone.
+    Args:
+        source: The weights.
+        dtype: Dtype of the written weights; None for that of the model.
+        shard_nbytes: Limit of a file's size in bytes.
+        frozen: False to write only trainable weights and buffers.
+        name: Name of a single file, which is then all that is written; None for all files of a model's folder.
+
+    Raises:
+        ConfigError: If weights cannot be saved in `dtype`.
     """
     layouts = described_layouts(source.description)
     mode = MODES[source.description["mode"]]
@@ -91,8 +100,9 @@ def make_plan(
     frozen = frozen and source.frozen
     tied: Mapping[str, str] = source.about.get("tied", {})
     config = source.about.get("config")
-    # A loader of transformers ties what the config says; without a config, `safetensors.torch.load_model` does, of a
-    # folder. One file of such a model is for `load_state_dict`, which wants all names.
+    # A loader of transformers ties weights according to the config. Without a config, `safetensors.torch.load_model`
+    # ties them for a folder, by the metadata. A single file without a config is for `load_state_dict`, which expects
+    # all names.
     loader_ties = name is None if config is None else config.get("tie_word_embeddings", True)
     names: dict[str, tuple[str, ...]] = {}
     tensors: dict[str, Tensor] = {}
@@ -125,7 +135,7 @@ def make_plan(
 
 
 def check_dtype(wanted: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype that a user asks for; raises `ConfigError` where weights cannot be saved in it."""
+    """Returns the dtype that a user asks for; raises `ConfigError` if weights cannot be saved in it."""
     if wanted is None:
         return None
     found = DTYPES.get(wanted) if isinstance(wanted, str) else wanted
@@ -135,11 +145,12 @@ def check_dtype(wanted: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _file_name(index: int, count: int) -> str:
+    """Returns the name that transformers expects of a file of weights."""
     return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _config(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> dict[str, Any]:
-    """As `save_pretrained` writes it: transformers 5 has another name for the dtype."""
+    """Returns the config as `save_pretrained` writes it. transformers 5 uses another key for the dtype."""
     made_by = str(config.get("transformers_version", "")).partition(".")[0]
     key = "dtype" if "dtype" in config or (made_by.isdigit() and int(made_by) >= 5) else "torch_dtype"
     return {**config, "architectures": [architecture], key: str(dtype).removeprefix("torch.")}
@@ -149,17 +160,29 @@ def _config(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) ->
 
 
 class Sink(Protocol):
-    """What takes the bytes of tensors."""
+    """Protocol of a receiver of tensors."""
 
     def put(self, name: str, start: int, data: memoryview) -> None:
-        """Take bytes of a tensor, from its byte `start` on; they are valid until this returns."""
+        """Receives bytes of a tensor.
+
+        Args:
+            name: Name of the tensor.
+            start: First byte of the tensor.
+            data: Valid until this returns.
+        """
         ...
 
 
 class Files:
-    """The files of a plan, being made in a folder that has none of them; they are durable when it is left.
+    """The files of a plan, created in a folder that contains none of them; durable when the context ends.
 
-    Raises `IoError`, where the disk has no room before a byte of a weight is written.
+    Args:
+        folder: Must exist.
+        plan: Names and sizes.
+        buffers: Persistent buffers of the model, which are written at once.
+
+    Raises:
+        IoError: If a file cannot be written. A full disk shows before any weight is written.
     """
 
     def __init__(self, folder: Path, plan: Plan, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -177,9 +200,11 @@ class Files:
             raise
 
     def put(self, name: str, start: int, data: memoryview) -> None:
+        """Writes bytes of a tensor into its file."""
         self._writers[name].write(name, start, data)
 
     def _write_heads(self) -> None:
+        """Writes the index and the configs."""
         plan = self._plan
         if len(plan.shards) > 1:
             total = {"total_size": plan.weights_nbytes}
@@ -198,17 +223,29 @@ class Files:
     ) -> None:
         self._open.__exit__(kind, error, trace)
         if kind is None:
+            # Last, after all weights are durable: without an index or a config nobody takes the folder for a model.
             self._write_heads()
 
 
 def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], None] = lambda _: None) -> int:
-    """Give `sink` every byte of the weights; how many finite values have become infinite in the dtype asked for.
+    """Passes every byte of the weights to `sink`.
 
-    `progress` is told of bytes as they are read. Raises `IoError` where they cannot be, or are damaged.
+    Args:
+        source: The weights.
+        plan: Made by `make_plan` for this source.
+        sink: Receives the bytes, on the calling thread.
+        progress: Called with the number of bytes after each read.
+
+    Returns:
+        The number of finite values that became infinite in the dtype of the plan.
+
+    Raises:
+        IoError: If bytes cannot be read or are damaged.
     """
     beyond = 0
     for chunk in _chunks(source, plan, progress):
         values = chunk.values.to(plan.dtype)
+        # bf16 has the range of fp32, so only fp16 is checked.
         if plan.dtype is torch.float16:
             beyond += int((values.isinf() & ~chunk.values.isinf()).sum())
         for segment in plan.layouts[chunk.unit].segments:
@@ -222,7 +259,13 @@ def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], Non
 
 
 def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
-    """What whoever reads the files should know."""
+    """Returns messages for the reader of the files.
+
+    Args:
+        source: The weights.
+        plan: The plan that was written.
+        beyond: Result of `stream`.
+    """
     found: list[str] = []
     if beyond:
         found.append(
@@ -241,6 +284,7 @@ def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes `content` to a new file, readable for people."""
     write_new(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
@@ -248,9 +292,11 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class _Chunk(NamedTuple):
+    """Elements of a unit, in the dtype of the weight, or in fp32 if they were made from master weights."""
+
     unit: int
     start: int
-    """The first element, in the unit's layout."""
+    """First element, in the unit's layout."""
     values: torch.Tensor
 
 
@@ -260,21 +306,23 @@ class _Stretch(NamedTuple):
     rank: int
     unit: int
     start: int
-    """The first, in the unit's layout."""
+    """First element, in the unit's layout."""
     position: int
-    """The first, in the partition."""
+    """First element, in the partition."""
     numel: int
     states: tuple[State, ...]
-    """What is read of them: the weight, or that of which the master is made."""
+    """States that are read: the weight, or those from which the master weight is made."""
 
 
 def read_nbytes(plan: Plan) -> int:
-    """Bytes that an export reads."""
+    """Returns the bytes that an export reads."""
     return sum(s.numel * plan.mode.weights[state].itemsize for s in _stretches(plan) for state in s.states)
 
 
 def _stretches(plan: Plan) -> Iterator[_Stretch]:
+    """Yields the chunks of all units and ranks, in the order of each partition."""
     weight: tuple[State, ...] = (State.WEIGHT,)
+    # In the model's own dtype the weight is exact; in any other the master weights are rounded once.
     wanted = weight if plan.dtype is plan.mode.weight_dtype else sources(plan.mode.weights)
     for unit, layout in enumerate(plan.layouts):
         for rank in range(plan.world_size):
@@ -288,9 +336,9 @@ def _stretches(plan: Plan) -> Iterator[_Stretch]:
 
 
 def _chunks(source: Source, plan: Plan, progress: Callable[[int], None]) -> Iterator[_Chunk]:
-    """The elements of all units, a few chunks read ahead; in fp32 where there is more of them than the weight."""
+    """Yields the elements of all units, with a few chunks read ahead; in fp32 if they are made from master weights."""
     dtypes = plan.mode.weights
-    buffers = [aligned_empty(_CHUNK_NUMEL * 4) for _ in range(_CHUNKS)]  # at most 4 bytes are read of an element
+    buffers = [aligned_empty(_CHUNK_NUMEL * 4) for _ in range(_CHUNKS)]  # at most 4 bytes are read for an element
     flying: deque[tuple[_Stretch, dict[State, memoryview], list[Reading]]] = deque()
 
     def deliver() -> _Chunk:
@@ -298,6 +346,8 @@ def _chunks(source: Source, plan: Plan, progress: Callable[[int], None]) -> Iter
         for reading in readings:
             progress(reading.wait())
         flying.popleft()
+        # The values may be views of the buffer: the buffer is reused only after the consumer has asked for the next
+        # chunk.
         parts = {state: torch.frombuffer(memory, dtype=dtypes[state]) for state, memory in read.items()}
         values = parts[State.WEIGHT] if stretch.states == (State.WEIGHT,) else join(parts)
         return _Chunk(stretch.unit, stretch.start, values)
@@ -314,11 +364,14 @@ def _chunks(source: Source, plan: Plan, progress: Callable[[int], None]) -> Iter
                 start, end = end, end + stretch.numel * dtypes[state].itemsize
                 read[state] = buffers[count % _CHUNKS][start:end]
                 at = stretch.position * dtypes[state].itemsize
+                # The entry is in `flying` before its reads begin, so that an error in between waits for those already
+                # begun.
                 readings.append(source.read(stretch.rank, stretch.unit, state, at, read[state]))
         while flying:
             yield deliver()
     finally:
+        # After an error, or if the consumer stops early: buffers must outlive their requests.
         for *_, readings in flying:
             for reading in readings:
-                with contextlib.suppress(OSError):  # what has ended this is told; memory must outlive its requests
+                with contextlib.suppress(OSError):
                     reading.wait()
