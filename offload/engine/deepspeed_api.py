@@ -105,7 +105,7 @@ class DeepSpeedApi:
         return self._core.boundary.applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Returns the gradient norm of the last optimizer step before the clip; None before the first."""
+        """Returns the gradient norm of the last optimizer step before the clip; None before the first and after a load."""
         return self._core.boundary.grad_norm
 
     @property
@@ -171,6 +171,7 @@ class DeepSpeedApi:
         """
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
             raise UsageError(f"clip_grad_norm_ expects a number of at least 0, got {max_norm!r}")
+        # 0 is the core's value for "no clip"; a norm of inf clips nothing either.
         self._core.boundary.clip_next(float(max_norm) if math.isfinite(max_norm) else 0.0)
 
     # -- the config ---------------------------------------------------------------------------------
@@ -186,6 +187,7 @@ class DeepSpeedApi:
         Changes of the copy have no effect. The config of the model, if the model has one, is `engine.module.config`.
         """
         choices = self._choices
+        # The settings, not the config, hold the sizes: `set_train_batch_size` may have changed them since.
         return choices.config.model_dump(mode="json") | {
             "train_batch_size": choices.total_batch_size,
             "train_micro_batch_size_per_gpu": choices.micro_batch_size,
@@ -259,6 +261,7 @@ class DeepSpeedApi:
     @property
     def local_rank(self) -> int:
         """The rank of this process on its machine, from the launcher's LOCAL_RANK."""
+        # LOCAL_RANK may be set in the environment of a process that trains alone.
         return 0 if self._core.components.ranks is None else int(os.environ.get("LOCAL_RANK", "0"))
 
     @property
