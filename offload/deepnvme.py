@@ -1,4 +1,4 @@
-"""DeepNVMe's `aio_handle`, for scripts that were written for it. New code does better with `offload.aio.IoQueue`."""
+"""DeepNVMe's `aio_handle`, for scripts that were written for it. New code should use `offload.aio.IoQueue`."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ _VALIDATE_BYTES = 16 * MIB
 
 
 class _Request(NamedTuple):
-    """One read or write under way, and what is to be checked once it has ended."""
+    """A read or write in flight, with the check that follows its end."""
 
     future: IoFuture
     check: Callable[[], None] | None
 
     def end(self) -> None:
+        """Waits for the request and checks it. Raises `IoError` if either fails."""
         self.future.wait()
         if self.check is not None:
             self.check()
 
 
 class _Reopened(DirectFile):
-    """The file that a descriptor of the user is open on, with the access that it has.
+    """The file of a user's descriptor, opened again with the descriptor's own access mode.
 
-    The kernel finds it by the descriptor: it may have another name by now, or none.
+    The kernel finds the file by the descriptor, since the file may have another name by now, or none.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -71,23 +72,24 @@ class _Reopened(DirectFile):
 
 
 class aio_handle:
-    """Reads and writes of whole buffers, over one `IoQueue`, under the names of DeepNVMe.
+    """Reads and writes of whole buffers over one `IoQueue`, under the names of DeepNVMe.
 
     `block_size` is in bytes, `queue_depth` in blocks for each of the `intra_op_parallelism` threads. `single_submit`
-    and `overlap_events` are kept for their getters and mean nothing: the queue always submits what it has at once, and
-    takes ends as they come.
+    and `overlap_events` are stored for their getters and have no effect: the queue submits all requests at once, and
+    takes completions as they come.
 
-    A buffer is a contiguous tensor of the CPU, a numpy array, or anything with the buffer protocol, of any size and
-    address; `file_offset`, in bytes, is any too. A buffer is the handle's until `wait` has returned, and is kept alive
-    until then. What is under way runs in no certain order: `wait` between a write and a read of the same bytes.
+    A buffer is a contiguous CPU tensor, a numpy array, or an object with the buffer protocol, of any size and address.
+    `file_offset`, in bytes, may be any too. The handle owns and keeps the buffer alive until `wait` has returned.
+    Requests in flight complete in any order: call `wait` between a write and a read of the same bytes.
 
-    `filename` is a path or a descriptor. A write makes a missing file, with mode 0600, and never truncates one. The
-    file of a descriptor is opened a second time for the request, whatever its name is by now; the descriptor stays the
-    caller's, and may be closed at once. A file that cannot be opened is an `IoError` of the call. Any other failure is
-    an `IoError` of the synchronous call or of `wait`. `validate` reads the file again, by ordinary reads, once the
-    request has ended, and bytes that differ are an `IoError` too (EBADMSG).
+    `filename` is a path or a descriptor. A write creates a missing file with mode 0600, and never truncates one. The
+    file of a descriptor is opened a second time for the request; the descriptor stays the caller's, and may be closed
+    at once. A file that cannot be opened raises `IoError` in the call. Any other failure raises `IoError` in the
+    synchronous call or in `wait`. `validate` reads the file again by ordinary reads when the request has ended; bytes
+    that differ raise `IoError` (EBADMSG).
 
-    For one thread at a time. A handle that is dropped lets what is under way end, in silence; `close` reports.
+    One thread at a time may use a handle. If a handle is dropped, requests in flight end without a report; `close`
+    reports.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class aio_handle:
         overlap_events: bool = False,
         intra_op_parallelism: int = 1,
     ) -> None:
+        """Creates the queue and its threads. The class describes the arguments."""
         self._block_size, self._queue_depth, self._threads = block_size, queue_depth, intra_op_parallelism
         self._single_submit, self._overlap_events = single_submit, overlap_events
         self._pending: deque[_Request] = deque()
@@ -106,69 +109,124 @@ class aio_handle:
     # -- as they were given -------------------------------------------------------------------------
 
     def get_block_size(self) -> int:
-        """Bytes."""
+        """Returns the size of a block in bytes."""
         return self._block_size
 
     def get_queue_depth(self) -> int:
-        """Blocks."""
+        """Returns the depth of the queue in blocks."""
         return self._queue_depth
 
     def get_single_submit(self) -> bool:
-        """As it was given."""
+        """Returns the constructor's argument."""
         return self._single_submit
 
     def get_overlap_events(self) -> bool:
-        """As it was given."""
+        """Returns the constructor's argument."""
         return self._overlap_events
 
     def get_intra_op_parallelism(self) -> int:
-        """Threads."""
+        """Returns the number of threads."""
         return self._threads
 
     def get_alignment(self) -> int:
-        """Bytes. Buffers of a multiple of it go past the page cache as a whole; all others work too."""
+        """Returns the alignment, in bytes, at which whole buffers bypass the page cache. All others work too."""
         return PAGE
 
     # -- reads and writes ---------------------------------------------------------------------------
 
     def async_pread(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Start to fill `buffer`. 0."""
+        """Returns 0 as soon as a read into `buffer` has started.
+
+        Args:
+            buffer: destination, in use until `wait` returns.
+            filename: path or descriptor.
+            file_offset: first byte in the file.
+        """
         return self.pread(buffer, filename, False, True, file_offset)
 
     def async_pwrite(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Start to write `buffer`. 0."""
+        """Returns 0 as soon as a write of `buffer` has started.
+
+        Args:
+            buffer: source, in use until `wait` returns.
+            filename: path or descriptor.
+            file_offset: first byte in the file.
+        """
         return self.pwrite(buffer, filename, False, True, file_offset)
 
     def sync_pread(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Wait as `wait` does, then fill `buffer`. How many requests have ended: 1 if nothing was under way."""
+        """Returns the number of requests that have ended after waiting as `wait` does, and then filling `buffer`.
+
+        Args:
+            buffer: destination.
+            filename: path or descriptor.
+            file_offset: first byte in the file.
+        """
         return self.pread(buffer, filename, False, False, file_offset)
 
     def sync_pwrite(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Wait as `wait` does, then write `buffer`. How many requests have ended: 1 if nothing was under way."""
+        """Returns the number of requests that have ended after waiting as `wait` does, and then writing `buffer`.
+
+        Args:
+            buffer: source.
+            filename: path or descriptor.
+            file_offset: first byte in the file.
+        """
         return self.pwrite(buffer, filename, False, False, file_offset)
 
     def pread(self, buffer: Memory, filename: Filename, validate: bool, async_: bool, file_offset: int = 0) -> int:
-        """`async_pread` or `sync_pread`."""
+        """Returns the result of `async_pread` or `sync_pread`.
+
+        Args:
+            buffer: destination.
+            filename: path or descriptor.
+            validate: True to read the file again and compare.
+            async_: True for `async_pread`.
+            file_offset: first byte in the file.
+        """
         return self._do("read", buffer, filename, validate, async_, file_offset)
 
     def pwrite(self, buffer: Memory, filename: Filename, validate: bool, async_: bool, file_offset: int = 0) -> int:
-        """`async_pwrite` or `sync_pwrite`."""
+        """Returns the result of `async_pwrite` or `sync_pwrite`.
+
+        Args:
+            buffer: source.
+            filename: path or descriptor.
+            validate: True to read the file back and compare.
+            async_: True for `async_pwrite`.
+            file_offset: first byte in the file.
+        """
         return self._do("write", buffer, filename, validate, async_, file_offset)
 
     def read(self, buffer: Memory, filename: Filename, validate: bool = False, file_offset: int = 0) -> int:
-        """Fill `buffer`, beside what is under way. 0."""
+        """Returns 0 after filling `buffer`. Other requests stay in flight.
+
+        Args:
+            buffer: destination.
+            filename: path or descriptor.
+            validate: True to read the file again and compare.
+            file_offset: first byte in the file.
+        """
         self._start("read", buffer, filename, validate, file_offset).end()
         return 0
 
     def write(self, buffer: Memory, filename: Filename, validate: bool = False, file_offset: int = 0) -> int:
-        """Write `buffer`, beside what is under way. 0."""
+        """Returns 0 after writing `buffer`. Other requests stay in flight.
+
+        Args:
+            buffer: source.
+            filename: path or descriptor.
+            validate: True to read the file back and compare.
+            file_offset: first byte in the file.
+        """
         self._start("write", buffer, filename, validate, file_offset).end()
         return 0
 
     def wait(self) -> int:
-        """Wait for all that is under way: how many requests that was, 0 for none.
+        """Returns the number of requests in flight after all of them have ended; 0 for none.
 
-        Where some have failed, raises the error of the first, after all have ended; nothing is under way then.
+        Raises:
+            IoError: the first failure, after all requests have ended.
         """
         ended, first = 0, None
         while self._pending:
@@ -183,7 +241,7 @@ class aio_handle:
         return ended
 
     def close(self) -> None:
-        """`wait`, and raise what it raises; then join the threads. Idempotent."""
+        """Waits as `wait` does, raises what `wait` raises, and joins the threads in any case. Idempotent."""
         try:
             self.wait()
         finally:
@@ -195,6 +253,7 @@ class aio_handle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # After an exception of the caller, a failure of `wait` would hide it.
         if kind is None:
             self.close()
         else:
@@ -203,29 +262,37 @@ class aio_handle:
     # -- memory -------------------------------------------------------------------------------------
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """(num_elem,) zeros of the dtype of `example_tensor`, in 2 MiB pages at a multiple of 2 MiB.
+        """Returns (num_elem,) zeros in 2 MiB pages at a multiple of 2 MiB, registered with CUDA if available.
 
-        Where CUDA is available the memory is registered with it, so that copies to and from the GPU go at full speed;
-        `BudgetError` where CUDA refuses. It lives as long as the tensor or a view of it, whatever becomes of the
-        handle. A forked child does not have it.
+        Registered memory is copied to and from the GPU at full speed. The memory lives as long as the tensor or a view
+        of it, also after the handle. A forked child does not have it. `BudgetError` if CUDA refuses.
+
+        Args:
+            num_elem: number of elements.
+            example_tensor: a tensor of the dtype.
         """
         if num_elem == 0:
             return torch.empty(0, dtype=example_tensor.dtype)
         memory = aligned_empty(num_elem * example_tensor.element_size())
-        torchs = memory[:]  # dies with the tensor; `memory` lives until CUDA has let go of it
+        # torch holds `torchs`, which dies with the tensor; `memory` stays mapped until CUDA has unregistered it.
+        torchs = memory[:]
         tensor = torch.frombuffer(torchs, dtype=example_tensor.dtype)
         registered = torch.cuda.is_available()
         if registered:
             _register(tensor.data_ptr(), memory.nbytes)
         end = weakref.finalize(torchs, _forget, tensor.data_ptr(), memory, os.getpid() if registered else None)
+        # At exit CUDA may be gone already, and the process gives all memory back.
         end.atexit = False
         _locked[tensor.data_ptr()] = end
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` came from `new_cpu_locked_tensor`, of any handle, and was not freed before.
+        """Returns True if `tensor` came from `new_cpu_locked_tensor`, of any handle, and was not freed before.
 
-        CUDA lets go of the memory now, which goes back to the system with the last reference to it.
+        CUDA unregisters the memory now; the system receives it with the last reference.
+
+        Args:
+            tensor: a tensor.
         """
         end = _locked.get(tensor.data_ptr())
         if end is None:
@@ -234,7 +301,11 @@ class aio_handle:
         return True
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Whether `buffer` lies in a tensor of `new_cpu_locked_tensor` or in memory that torch has pinned."""
+        """Returns True if `buffer` is in memory of `new_cpu_locked_tensor`, or in memory that torch has pinned.
+
+        Args:
+            buffer: a tensor.
+        """
         return buffer.untyped_storage().data_ptr() in _locked or buffer.is_pinned()
 
     # -----------------------------------------------------------------------------------------------
@@ -245,6 +316,7 @@ class aio_handle:
         if asynchronous:
             self._pending.append(self._start(operation, buffer, filename, validate, offset))
             return 0
+        # DeepNVMe counts a synchronous request together with those that were in flight before.
         before = self.wait()
         self._start(operation, buffer, filename, validate, offset).end()
         return before + 1
@@ -259,7 +331,7 @@ class aio_handle:
         return _Request(future, lambda: _compare(file, offset, np.frombuffer(view, np.uint8)))
 
     def _open(self, filename: Filename, write: bool) -> DirectFile:
-        """Where this process has no descriptor left, requests under way end first: each holds two."""
+        """Opens a file. If no descriptor is free, requests in flight end first, since each holds two."""
         ended = 0
         while True:
             try:
@@ -267,7 +339,7 @@ class aio_handle:
             except IoError as error:
                 if error.errno != errno.EMFILE or ended == len(self._pending):
                     raise
-            with contextlib.suppress(IoError):  # `wait` raises it
+            with contextlib.suppress(IoError):  # `wait` raises it later
                 self._pending[ended].future.wait()
             ended += 1
 
@@ -275,14 +347,15 @@ class aio_handle:
 def _open(filename: Filename, write: bool) -> DirectFile:
     if isinstance(filename, int):
         return _Reopened(filename)
-    path = os.path.realpath(os.fsdecode(filename))  # a link may be what the caller means; `DirectFile` refuses one
+    # A path may be a symbolic link on purpose; `DirectFile` refuses links.
+    path = os.path.realpath(os.fsdecode(filename))
     return DirectFile(path, create=write, writable=write)
 
 
 def _bytes(buffer: Memory) -> memoryview:
-    """The bytes of `buffer`, which they keep alive.
+    """Returns the bytes of `buffer` as a view that keeps it alive.
 
-    Not by `Tensor.numpy`: that forbids for ever to resize the storage, which is how some give memory back.
+    Not by `Tensor.numpy`, which forbids for ever to resize the storage; some callers free memory that way.
     """
     if not isinstance(buffer, torch.Tensor):
         return memoryview(buffer)
@@ -302,7 +375,7 @@ def _bytes(buffer: Memory) -> memoryview:
 
 
 def _compare(file: DirectFile, offset: int, expected: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-    """Raise `IoError` where `file` differs from `expected`, (nbytes,) uint8, from byte `offset` on. Closes `file`."""
+    """Raises `IoError` if `file` differs from `expected`, (nbytes,) uint8, from byte `offset` on. Closes `file`."""
     found = np.empty(min(expected.nbytes, _VALIDATE_BYTES), np.uint8)
     at = 0
     with file:
@@ -313,16 +386,18 @@ def _compare(file: DirectFile, offset: int, expected: np.ndarray[Any, np.dtype[n
             except OSError as error:
                 code = error.errno or errno.EIO
                 raise IoError(file.path, offset, expected.nbytes, code, "validate") from error
+            # A file that ends early differs too.
             if count == 0 or not np.array_equal(found[:count], part[:count]):
                 raise IoError(file.path, offset, expected.nbytes, errno.EBADMSG, "validate")
             at += count
 
 
 _locked: dict[int, weakref.finalize[..., memoryview]] = {}
-"""By its address, what ends each tensor of `new_cpu_locked_tensor`."""
+"""Finalizer of each live tensor of `new_cpu_locked_tensor`, by address."""
 
 
 def _register(address: int, nbytes: int) -> None:
+    """Registers memory with CUDA. Raises `BudgetError` if CUDA refuses."""
     cudart: Any = torch.cuda.cudart()
     try:
         torch.cuda.check_error(int(cudart.cudaHostRegister(address, nbytes, 0)))
@@ -334,9 +409,10 @@ def _register(address: int, nbytes: int) -> None:
 
 
 def _forget(address: int, memory: memoryview, registered_by: int | None) -> None:
-    """`memory` is an argument so that it is mapped until here."""
+    """Unregisters memory from CUDA. `memory` is an argument so that it stays mapped until then."""
     _locked.pop(address, None)
     if registered_by == os.getpid():  # a forked child has neither the memory nor CUDA
-        torch.cuda.synchronize()  # a copy that nobody waits for may still be under way
+        # An asynchronous copy from or to this memory may still be in flight.
+        torch.cuda.synchronize()
         cudart: Any = torch.cuda.cudart()
         torch.cuda.check_error(int(cudart.cudaHostUnregister(address)))

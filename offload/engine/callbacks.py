@@ -1,7 +1,7 @@
 """The calls that the components of an engine make to the engine that owns them.
 
-Imports go one way: the engine imports its components, and no component imports the engine. A component that must
-reach up calls this protocol, which it receives through its constructor.
+Imports go one way: the engine imports its components, and no component imports the engine. A component that must reach
+up calls this protocol, which it receives through its constructor.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ class Edit:
     """(stop - start,) on the CPU.
 
     Weights: fp32 values become the master. Values in the mode's weight dtype change only elements whose bits differ;
-    the
-    others keep the low bits of their master. Other states: fp32.
+    the others keep the low bits of their master. Other states: fp32.
     """
     state: State = State.WEIGHT

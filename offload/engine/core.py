@@ -92,8 +92,7 @@ class EngineCore(EngineCallbacks):
             layouts: the segments of each unit.
             commits: True if steps are committed.
             assemble: builds the components, which store the callbacks that they receive. If a later step of this
-                constructor
-                fails, the components are closed.
+                constructor fails, the components are closed.
         """
         self.module, self.device, self.optimizer = module, device, optimizer
         self.state = TrainingState(module, device, optimizer, lr_scheduler, loader, choices, layouts, commits)
@@ -166,8 +165,7 @@ class EngineCore(EngineCallbacks):
         self.components.hooks.reset_aborted()
         self.state.enter()
         # The commit of step k waits for random generators, counters and buffers of one moment: the first entry after
-        # the
-        # step. The update worker's thread writes the blob, this thread must take it.
+        # the step. The update worker's thread writes the blob, this thread must take it.
         updater, progress = self.components.update_worker, self.state.after_step
         if updater is not None and updater.wants_blob and progress is not None:
             updater.deliver_blob(progress.pack())
@@ -189,8 +187,7 @@ class EngineCore(EngineCallbacks):
             self.enter()
             self.boundary.end_step()
         # The device arena was planned without knowledge of activations. After one forward and backward torch's
-        # allocator
-        # shows their peak, and the arena may grow into what they leave free.
+        # allocator shows their peak, and the arena may grow into what they leave free.
         if self._is_first_step:
             self._is_first_step = False
             memory = grow(self.components.pager, self.state.choices.device_need, self.components.shards.device)
@@ -237,8 +234,7 @@ class EngineCore(EngineCallbacks):
         components = self.components
         assert components.update_worker is not None, "an engine that trains nothing refuses edits before it comes here"
         # Order matters: a live view of old weights is refused before anything changes. Then the update in flight ends
-        # with
-        # its commit, after which the other slot of the unit may be written.
+        # with its commit, after which the other slot of the unit may be written.
         components.unit_views.settle()
         components.update_worker.finish()
         if components.agreement is not None:

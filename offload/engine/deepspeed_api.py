@@ -105,7 +105,7 @@ class DeepSpeedApi:
         return self._core.boundary.applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Returns the gradient norm of the last optimizer step before the clip; None before the first and after a load."""
+        """Returns the gradient norm of the last step before the clip; None before the first step and after a load."""
         return self._core.boundary.grad_norm
 
     @property
@@ -117,8 +117,7 @@ class DeepSpeedApi:
         """Returns True if the `step()` of the current micro-batch updates the weights.
 
         The answer is known before the forward of the micro-batch and holds until its `step()` has ended. Always True
-        without
-        accumulation, always False in `no_sync`.
+        without accumulation, always False in `no_sync`.
         """
         return self._core.micro.is_boundary(self._choices.accumulation)
 
@@ -288,10 +287,8 @@ class DeepSpeedApi:
         """Returns bytes of RAM and of the device by owner, in sums that add up. `print` it for a readable form.
 
         `["host"]`: rss = base + arena + device_arena + other_engines + other. `base` was resident before the engine;
-        `other`
-        came later, such as activations and libraries. `["device"]`: allocated = arena + other. Each of `["classes"]`
-        lists its
-        budget in the host arena, the bytes in use now, and the peak.
+        `other` came later, such as activations and libraries. `["device"]`: allocated = arena + other. Each of
+        `["classes"]` lists its budget in the host arena, the bytes in use now, and the peak.
         """
         return memory_report(self._core.components, self._core.base_bytes)
 

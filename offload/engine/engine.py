@@ -5,8 +5,8 @@
 
 An optimizer step waits for the updates of the step before, decides on norm, clip and overflow, and schedules its own
 updates. The update worker executes them while the next forward runs and waits, unit by unit, for the weights that it
-uses. At most one optimizer step is in flight. The first call of the engine after an optimizer step takes the state
-blob for which the commit of that step waits, so that random generators, schedule and counters belong to one moment.
+uses. At most one optimizer step is in flight. The first call of the engine after an optimizer step takes the state blob
+for which the commit of that step waits, so that random generators, schedule and counters belong to one moment.
 
 Threads. All methods belong to the thread that runs the model. In a forked child every call raises.
 """
@@ -41,8 +41,7 @@ class Engine(DeepSpeedApi):
 
     All methods belong to the thread that runs the model; in a forked child every call raises. An error on a background
     thread of the engine is raised, as the cause of an `EngineFailed`, by the next call. From then on the engine is
-    stopped,
-    and the last commit remains valid. Attributes that the engine does not define are looked up on the model:
+    stopped, and the last commit remains valid. Attributes that the engine does not define are looked up on the model:
     `engine.generate`, `engine.parameters`.
     """
 
@@ -60,8 +59,7 @@ class Engine(DeepSpeedApi):
     # -- training -----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model. Moves input tensors to the engine's device first and casts them as `auto_cast` of the config
-        says.
+        """Runs the model on inputs that are moved to the engine's device and cast as `auto_cast` of the config says.
 
         Args:
             *args: positional inputs of the model. Tensors are found in lists, tuples, mappings and dataclasses too.
@@ -121,8 +119,7 @@ class Engine(DeepSpeedApi):
 
         Blocks are compiled before `initialize`, so that the hooks that fetch weights stay outside of the graphs.
         Defined because DeepSpeed has the call. Without it the call would reach `compile` of the model, which would
-        trace
-        through the hooks.
+        trace through the hooks.
 
         Args:
             *args: ignored.
@@ -162,8 +159,7 @@ class Engine(DeepSpeedApi):
 
         Raises:
             UsageError: if `loss` is no tensor of one element or does not require a gradient, or if a keyword of
-                DeepSpeed has
-                another value.
+                DeepSpeed has another value.
             EngineFailed: if an error has stopped the engine.
         """
         refuse(allreduce_gradients=allreduce_gradients, release_loss=release_loss)
@@ -199,11 +195,9 @@ class Engine(DeepSpeedApi):
 
         Raises:
             UsageError: if several backwards ran since the last call while micro-batches accumulate, so that their
-                number is
-                ambiguous; if this rank cannot step now; or if `lr_kwargs` is not None.
+                number is ambiguous; if this rank cannot step now; or if `lr_kwargs` is not None.
             NumericsError: if the gradient norm is inf or NaN and the config does not skip such a step. Gradients are
-                dropped
-                and nothing is updated.
+                dropped and nothing is updated.
             EngineFailed: if an error has stopped the engine.
         """
         refuse(lr_kwargs=lr_kwargs)
@@ -234,15 +228,12 @@ class Engine(DeepSpeedApi):
         """Runs micro-batches of `data_iter` until a step is complete, including the step.
 
         If the data end before the step is complete, `StopIteration` is raised as `next` raises it. The gradients stay,
-        and the
-        next call resumes with them.
+        and the next call resumes with them.
 
         Args:
             data_iter: an iterator of micro-batches. A mapping is passed as keywords, a tuple or list as positional
-                arguments,
-                anything else as the only argument. The model must return the loss, or an output that holds it as
-                `.loss`, as
-                `["loss"]` or as its first item.
+                arguments, anything else as the only argument. The model must return the loss, or an output that holds
+                it as `.loss`, as `["loss"]` or as its first item.
 
         Returns:
             The mean loss of the micro-batches on this rank, () fp32, on the device of the losses.
@@ -284,8 +275,7 @@ class Engine(DeepSpeedApi):
         """Sets whether the next `step()` updates the weights, regardless of the count of micro-batches.
 
         The setting holds until the next call. A loop that sets it may omit the `step()` of other micro-batches, as
-        `accelerate` does. `backward` still divides by
-        gradient_accumulation_steps.
+        `accelerate` does. `backward` still divides by gradient_accumulation_steps.
 
         Args:
             is_boundary: True or False; None returns to the count.
@@ -302,10 +292,8 @@ class Engine(DeepSpeedApi):
         Each backward in the context counts as a micro-batch.
 
         `step()` never updates weights in the context. Results do not change: gradients are reduced over the ranks as
-        they come,
-        inside of the context and outside. Gradients for which the GPU has room accumulate on the GPU in both cases, and
-        are
-        copied to the host with the last micro-batch.
+        they come, inside of the context and outside. Gradients for which the GPU has room accumulate on the GPU in both
+        cases, and are copied to the host with the last micro-batch.
         """
         self._core.check()
         return self._core.micro.no_sync()
@@ -328,16 +316,14 @@ class Engine(DeepSpeedApi):
 
         In a resumed run as many objects as the run had must be registered in the same order before the first step. Each
         receives its state at once. Then the values of the optimizer's groups, such as learning rates, become those of
-        the commit
-        again, because the constructor of a schedule may have overwritten them.
+        the commit again, because the constructor of a schedule may have overwritten them.
 
         Args:
             *objects: objects with `state_dict()`, which returns plain values, and `load_state_dict(state)`.
 
         Raises:
             UsageError: if an object lacks one of the methods, its state is not plain, or it is not the object that the
-                resumed
-                run holds at this position.
+                resumed run holds at this position.
         """
         self._core.check()
         self._core.state.registered.add(objects)
@@ -347,10 +333,8 @@ class Engine(DeepSpeedApi):
         """Restores the random generators of the end of the last step, for loops with their own DataLoader.
 
         Call it in a resumed run, or after `load_checkpoint`, when the loop has skipped the batches that were trained on
-        and is
-        about to fetch the next one. Random numbers drawn between this call and the first call of the engine then equal
-        those
-        of the uninterrupted run. In a new run, and from the first step on, the call does nothing.
+        and is about to fetch the next one. Random numbers drawn between this call and the first call of the engine then
+        equal those of the uninterrupted run. In a new run, and from the first step on, the call does nothing.
         """
         self._core.check()
         self._core.state.restore_generators()
@@ -406,8 +390,7 @@ class Engine(DeepSpeedApi):
         """Returns the weights and persistent buffers by the model's names, as ordinary tensors on the CPU.
 
         Weights are copies in the compute dtype, read one parameter after the other; tied weights stay tied. No
-        collective: one
-        rank may call it alone.
+        collective: one rank may call it alone.
 
         Raises:
             BudgetError: if the copies would not fit into the RAM.
@@ -456,8 +439,7 @@ class Engine(DeepSpeedApi):
 
         Raises:
             StoreError: before anything is written, if the disk has no room, if a folder that is no checkpoint has the
-                name, or
-                if another save into `save_dir` is under way; on the other ranks also if one rank fails.
+                name, or if another save into `save_dir` is under way; on the other ranks also if one rank fails.
             IoError: if a write fails.
             UsageError: if an argument is invalid, or if a forward or a backward is running.
         """
@@ -485,12 +467,9 @@ class Engine(DeepSpeedApi):
         Every rank calls it, between steps.
 
         Everything is read and checked before the engine changes. Gradients are dropped, and the loaded state is
-        committed at
-        once. `engine.client_state`, the values of the optimizer's groups and the position of `training_data` are
-        restored, and
-        registered objects receive their states. Objects that are registered later receive theirs then, as in a resumed
-        run;
-        objects that the checkpoint does not hold stay as they are.
+        committed at once. `engine.client_state`, the values of the optimizer's groups and the position of
+        `training_data` are restored, and registered objects receive their states. Objects that are registered later
+        receive theirs then, as in a resumed run; objects that the checkpoint does not hold stay as they are.
 
         Args:
             load_dir: the folder that `save_checkpoint` received as `save_dir`.
@@ -498,20 +477,17 @@ class Engine(DeepSpeedApi):
             load_module_strict: True to refuse a checkpoint whose parameters are not those of the model.
             load_optimizer_states: False to load weights without optimizer states.
             load_lr_scheduler_states: False to leave the schedule that `initialize` received and the groups' values as
-                they
-                are. Registered objects are loaded in any case.
+                they are. Registered objects are loaded in any case.
             load_module_only: True to load weights and buffers only.
             custom_load_fn: DeepSpeed's keyword; must be None.
 
         Returns:
             The folder of the checkpoint and the `client_state` that was saved; (None, {}) if no tag is given and
-            `load_dir`
-            names no latest checkpoint.
+            `load_dir` names no latest checkpoint.
 
         Raises:
             StoreError: if the named checkpoint does not exist, is damaged, or belongs to another model or to other
-                registered
-                objects.
+                registered objects.
             UsageError: if an argument is invalid, or if a forward or a backward is running.
         """
         refuse(custom_load_fn=custom_load_fn)
@@ -541,10 +517,8 @@ class Engine(DeepSpeedApi):
         """Writes the model as `from_pretrained` of transformers loads it: safetensors, their index and the configs.
 
         Weights are streamed from their tier: the RAM holds no more than a few chunks. A model of peft writes its
-        adapters, as
-        peft does. In an existing folder, files of the same names are replaced atomically and other files stay. Every
-        rank calls
-        it, between steps; rank 0 writes.
+        adapters, as peft does. In an existing folder, files of the same names are replaced atomically and other files
+        stay. Every rank calls it, between steps; rank 0 writes.
 
         Args:
             save_directory: the folder to write.
@@ -572,14 +546,12 @@ class Engine(DeepSpeedApi):
 
         Tied weights are stored under each of their names if the model has no transformers config, so that a strict
         `load_state_dict` takes the file. Weights that transformers ties itself are stored under their first name, as in
-        its own
-        files.
+        its own files.
 
         Args:
             save_dir: the folder of the file.
             save_filename: name of the file; must end with ".safetensors". DeepSpeed's default, the name of a pickle, is
-                an
-                error.
+                an error.
             exclude_frozen_parameters: True to leave out the weights of frozen parameters.
 
         Returns:
@@ -606,19 +578,14 @@ class Engine(DeepSpeedApi):
         """Finishes and commits complete steps, joins every thread and closes the store.
 
         With several ranks the call waits until all ranks have come here, and serves them until then. Idempotent; may be
-        called
-        again after an interruption. The model's parameters stay placeholders. An error of finishing is raised after
-        everything
-        is closed. Only an error about values of `client_state` or registered objects that cannot be committed is raised
-        before,
-        so that the caller can correct the values.
+        called again after an interruption. The model's parameters stay placeholders. An error of finishing is raised
+        after everything is closed. Only an error about values of `client_state` or registered objects that cannot be
+        committed is raised before, so that the caller can correct the values.
 
         Args:
             remove: True deletes the run from the disk. False keeps the run, and a later start under the same name that
-                does not
-                resume it is refused. None keeps the run too, but such a start replaces it, with a notice. `"resume":
-                "auto"`
-                resumes a run that was kept.
+                does not resume it is refused. None keeps the run too, but such a start replaces it, with a notice.
+                `"resume": "auto"` resumes a run that was kept.
         """
         self._core.ending.destroy(remove)
 

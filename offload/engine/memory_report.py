@@ -54,9 +54,8 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
     """Returns the memory of this process by owner, in bytes.
 
     `host`: rss = base + arena + device_arena + other_engines + other. "other" came after the engine was built:
-    activations,
-    gradients in flight, libraries. `device`: allocated = arena + other. Each of `classes` lists its budget in the host
-    arena, the bytes in use now, and the peak.
+    activations, gradients in flight, libraries. `device`: allocated = arena + other. Each of `classes` lists its budget
+    in the host arena, the bytes in use now, and the peak.
 
     Args:
         components: components of the engine.

@@ -47,6 +47,7 @@ class OptimizerStates:
         if kept:
             found = {each.name: self._looking.read_state(place, each.name) for each in kept}
             return {name: value.cpu() for name, value in found.items() if value is not None}
+        # torch's optimizers keep the count as a floating-point tensor.
         values: dict[str, Any] = {_STEP: torch.tensor(float(count), device="cpu")}
         for state in self._moments:
             value = self._looking.read(place, state)
@@ -73,6 +74,7 @@ class OptimizerStates:
                 "the states of an optimizer without a kernel can be looked at, and not be set: engine.load_checkpoint "
                 "loads them"
             )
+        # An empty state resets a parameter that was updated, so there is nothing to compare.
         names = [moment.value for moment in self._moments] if state else []
         shape = self._layouts[place.unit].segments[place.position].shape
         for name in names:
@@ -98,6 +100,7 @@ class OptimizerStates:
         for moment in self._moments:
             value = state[moment.value].float() if state else torch.zeros(shape, device="cpu")
             self._looking.write(place, moment, value)
+        # A state without a count, such as that of SGD, counts as one update, so that `read` finds it again.
         self._moment.parameter_steps[place.unit][place.position] = int(state.get(_STEP, 1)) if state else 0
 
     def _steps(self, place: ParamHandle) -> int:

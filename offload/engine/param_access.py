@@ -88,8 +88,7 @@ class ParamAccess:
         """Returns a copy of an optimizer state as `read` does, or None for a frozen parameter.
 
         A state of an optimizer without a kernel has the shape that torch gives it, and is None before the first update.
-        All
-        ranks call this.
+        All ranks call this.
         """
         if not place.trainable:
             return None
@@ -234,8 +233,7 @@ class ParamAccess:
             whole[piece.position : piece.position + piece.numel] = values.detach().to("cpu", torch.float32)
 
         # Ranks hold segments of any length, so each fills its own into a copy of the whole, and `write` takes the whole
-        # from
-        # there: one path for edits.
+        # from there: one path for edits.
         with self._together("set a part of a parameter", place, state) as everyone:
             everyone.settle(mine)
             self._complete(place, whole)

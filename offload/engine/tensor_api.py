@@ -23,8 +23,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     In bf16 the master is the weight together with the low bits of the master, bit for bit.
 
     All functions of this module that read or set values are called between forwards and backwards, by every rank with
-    the
-    same parameter. They allocate memory for that one parameter outside of all budgets.
+    the same parameter. They allocate memory for that one parameter outside of all budgets.
 
     Args:
         param: a parameter of a model under an engine.
@@ -88,8 +87,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     Args:
         param: a parameter of a model under an engine.
         value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. With several ranks all of them
-            call,
-            and the value of rank 0 counts.
+            call, and the value of rank 0 counts.
 
     Raises:
         UsageError: if `value` has another shape or dtype; if `param` belongs to no engine, is gathered, or the model
@@ -106,8 +104,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     Args:
         param: a trainable parameter of a model under an engine.
         value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. With several ranks all of them
-            call,
-            and the value of rank 0 counts.
+            call, and the value of rank 0 counts.
 
     Raises:
         UsageError: if `param` is frozen; if `value` has another shape or dtype; if `param` belongs to no engine, is
@@ -124,8 +121,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     Args:
         param: a trainable parameter of a model under an engine.
         value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. With several ranks all of them
-            call,
-            and the value of rank 0 counts.
+            call, and the value of rank 0 counts.
         optim_state_key: name of the state.
 
     Raises:
@@ -141,8 +137,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Returns this rank's partition of the result of `safe_get_full_fp32_param`. A rank may call it alone.
 
     Partitions are consecutive elements; those of all ranks, in the order of the ranks, are the parameter. They may
-    differ
-    in length, because ranks divide units, not parameters.
+    differ in length, because ranks divide units, not parameters.
 
     Args:
         param: a parameter of a model under an engine.
