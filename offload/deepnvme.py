@@ -39,19 +39,16 @@ class _Request(NamedTuple):
     check: Callable[[], None] | None
 
     def end(self) -> None:
-        """Waits for the request and checks it. Raises `IoError` if either fails."""
         self.future.wait()
         if self.check is not None:
             self.check()
 
 
 class _Reopened(DirectFile):
-    """The file of a user's descriptor, opened again with the descriptor's own access mode.
-
-    The kernel finds the file by the descriptor, since the file may have another name by now, or none.
-    """
+    """The file of a user's descriptor, opened again through /proc with the descriptor's own access mode."""
 
     def __init__(self, descriptor: int) -> None:
+        # The file may have another name by now, or none.
         own = f"/proc/self/fd/{descriptor}"
         try:
             self._access = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
@@ -75,10 +72,8 @@ class aio_handle:
     """Reads and writes of whole buffers over one `IoQueue`, under the names of DeepNVMe.
 
     `block_size` is in bytes, `queue_depth` in blocks for each of the `intra_op_parallelism` threads. `single_submit`
-    and `overlap_events` are stored for their getters and have no effect: the queue submits all requests at once, and
-    takes completions as they come.
-
-    A buffer is a contiguous CPU tensor, a numpy array, or an object with the buffer protocol, of any size and address.
+    and `overlap_events` have no effect: the queue submits all requests at once, and takes completions as they come. A
+    buffer is a contiguous CPU tensor, a numpy array, or an object with the buffer protocol, of any size and address.
     `file_offset`, in bytes, may be any too. The handle owns and keeps the buffer alive until `wait` has returned.
     Requests in flight complete in any order: call `wait` between a write and a read of the same bytes.
 
@@ -88,8 +83,7 @@ class aio_handle:
     synchronous call or in `wait`. `validate` reads the file again by ordinary reads when the request has ended; bytes
     that differ raise `IoError` (EBADMSG).
 
-    One thread at a time may use a handle. If a handle is dropped, requests in flight end without a report; `close`
-    reports.
+    One thread at a time may use a handle. Dropping it lets requests in flight end without a report; `close` reports.
     """
 
     def __init__(
@@ -100,7 +94,6 @@ class aio_handle:
         overlap_events: bool = False,
         intra_op_parallelism: int = 1,
     ) -> None:
-        """Creates the queue and its threads. The class describes the arguments."""
         self._block_size, self._queue_depth, self._threads = block_size, queue_depth, intra_op_parallelism
         self._single_submit, self._overlap_events = single_submit, overlap_events
         self._pending: deque[_Request] = deque()
@@ -264,8 +257,8 @@ class aio_handle:
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
         """Returns (num_elem,) zeros in 2 MiB pages at a multiple of 2 MiB, registered with CUDA if available.
 
-        Registered memory is copied to and from the GPU at full speed. The memory lives as long as the tensor or a view
-        of it, also after the handle. A forked child does not have it. `BudgetError` if CUDA refuses.
+        The memory lives as long as the tensor or its views; a forked child does not have it. `BudgetError` if CUDA
+        refuses.
 
         Args:
             num_elem: number of elements.
@@ -289,11 +282,10 @@ class aio_handle:
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         """Returns True if `tensor` came from `new_cpu_locked_tensor`, of any handle, and was not freed before.
 
-        CUDA unregisters the memory now; the system receives it with the last reference.
-
         Args:
             tensor: a tensor.
         """
+        # The finalizer runs once: CUDA unregisters the memory now, the system receives it with the last reference.
         end = _locked.get(tensor.data_ptr())
         if end is None:
             return False
@@ -347,16 +339,12 @@ class aio_handle:
 def _open(filename: Filename, write: bool) -> DirectFile:
     if isinstance(filename, int):
         return _Reopened(filename)
-    # A path may be a symbolic link on purpose; `DirectFile` refuses links.
-    path = os.path.realpath(os.fsdecode(filename))
+    path = os.path.realpath(os.fsdecode(filename))  # may be a link on purpose; `DirectFile` refuses links
     return DirectFile(path, create=write, writable=write)
 
 
 def _bytes(buffer: Memory) -> memoryview:
-    """Returns the bytes of `buffer` as a view that keeps it alive.
-
-    Not by `Tensor.numpy`, which forbids for ever to resize the storage; some callers free memory that way.
-    """
+    """Returns the bytes of `buffer` as a view that keeps it alive."""
     if not isinstance(buffer, torch.Tensor):
         return memoryview(buffer)
     if buffer.device.type != "cpu":
@@ -369,6 +357,7 @@ def _bytes(buffer: Memory) -> memoryview:
             f"expected a contiguous tensor, got a view or layout whose bytes are not its values in order (shape "
             f"{tuple(buffer.shape)}, {buffer.layout}): call .contiguous(), or .resolve_conj() or .resolve_neg()"
         )
+    # `Tensor.numpy` would forbid for ever to resize the storage, which is how some callers free memory.
     memory = (ctypes.c_ubyte * buffer.nbytes).from_address(buffer.data_ptr())
     vars(memory)["owner"] = buffer
     return memoryview(memory)
@@ -386,7 +375,6 @@ def _compare(file: DirectFile, offset: int, expected: np.ndarray[Any, np.dtype[n
             except OSError as error:
                 code = error.errno or errno.EIO
                 raise IoError(file.path, offset, expected.nbytes, code, "validate") from error
-            # A file that ends early differs too.
             if count == 0 or not np.array_equal(found[:count], part[:count]):
                 raise IoError(file.path, offset, expected.nbytes, errno.EBADMSG, "validate")
             at += count
@@ -397,7 +385,6 @@ _locked: dict[int, weakref.finalize[..., memoryview]] = {}
 
 
 def _register(address: int, nbytes: int) -> None:
-    """Registers memory with CUDA. Raises `BudgetError` if CUDA refuses."""
     cudart: Any = torch.cuda.cudart()
     try:
         torch.cuda.check_error(int(cudart.cudaHostRegister(address, nbytes, 0)))
@@ -412,7 +399,6 @@ def _forget(address: int, memory: memoryview, registered_by: int | None) -> None
     """Unregisters memory from CUDA. `memory` is an argument so that it stays mapped until then."""
     _locked.pop(address, None)
     if registered_by == os.getpid():  # a forked child has neither the memory nor CUDA
-        # An asynchronous copy from or to this memory may still be in flight.
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # an asynchronous copy from or to this memory may still be in flight
         cudart: Any = torch.cuda.cudart()
         torch.cuda.check_error(int(cudart.cudaHostUnregister(address)))

@@ -125,6 +125,7 @@ class DeepSpeedApi:
 
     def get_lr(self) -> list[float]:
         """Returns the learning rate of each group for the next step."""
+        # torch allows a tensor as learning rate.
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
@@ -177,6 +178,7 @@ class DeepSpeedApi:
 
     @property
     def _choices(self) -> StepSettings:
+        # Read through the state each time: `set_train_batch_size` replaces the object.
         return self._core.state.choices
 
     @property

@@ -108,6 +108,7 @@ class Engine(DeepSpeedApi):
             Raises:
                 AttributeError: if the model does not define it either.
             """
+            # `self.module` would call this method again while the constructor has not set it yet.
             module = self.__dict__.get("module")
             if module is None or name.startswith("_") or not hasattr(module, name):
                 model = "" if module is None else f", nor has its model (engine.module), {type(module).__name__}"
@@ -268,6 +269,7 @@ class Engine(DeepSpeedApi):
         if self.micro_batches:
             ran = count_of(self.micro_batches, "micro-batch", "micro-batches")
             raise UsageError(f"set_train_batch_size is for between steps, {ran} of this one ran: call it after step()")
+        # A dtype that the engine chose because a step had one micro-batch may be too narrow to add several up.
         kept = None if self._choices.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
         self._core.state.change_settings(resized(self._choices, train_batch_size, self.world_size, kept))
 
@@ -327,6 +329,7 @@ class Engine(DeepSpeedApi):
         """
         self._core.check()
         self._core.state.registered.add(objects)
+        # The constructor of a schedule writes its first learning rates into the groups, over the committed ones.
         self._core.state.put_values()
 
     def restore_generators(self) -> None:
@@ -446,6 +449,7 @@ class Engine(DeepSpeedApi):
         self._core.enter_between_steps("save_checkpoint")
         name = f"global_step{self.global_steps}" if tag is None else tag
         self._core.checkpoints.save(
+            # Checked inside of the collective: an argument that is invalid on one rank fails the call on all ranks.
             lambda: SaveRequest.checked(save_dir, name, save_latest, not exclude_frozen_parameters, keep_last),
             self.micro_batches,
             client_state,

@@ -109,6 +109,7 @@ class OptimizerStates:
 
     @property
     def _moments(self) -> tuple[State, ...]:
+        # PACKED is one blob of all states that torch's own code keeps for a parameter.
         return tuple(state for state in self._mode.moments if state is not State.PACKED)
 
     def _place(self, parameter: nn.Parameter) -> ParamHandle:

@@ -120,6 +120,7 @@ class Accelerator(accelerate.Accelerator):
                 f"Accelerator of its own; one that does not, requires_grad_(False)"
             )
         loaders = [item for item in given if isinstance(item, torch.utils.data.DataLoader)]
+        # References were built first and share the device memory of the config with the model that trains.
         config = self.beside_references(self._config(loaders[0].batch_size if loaders else None))
         self.use(initialize(model=models[0], optimizer=optimizers[0], config=config).engine, optimizers[0])
 

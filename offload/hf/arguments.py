@@ -93,6 +93,7 @@ def check_kinds(content: Mapping[str, Any], args: Any) -> None:
         ("scheduler", "lr_scheduler_type", ("linear",), _SCHEDULE_KINDS),
     ):
         asked, there = getattr(args, argument), content.get(block)
+        # The arguments hold an enum or a string, depending on how they were set.
         name = str(getattr(asked, "value", asked))
         if not isinstance(there, Mapping) or name in defaults:
             continue
@@ -122,6 +123,7 @@ def said_by_arguments(content: Mapping[str, Any], args: Any) -> list[Said]:
         said.append(Said("bf16.enabled", bool(args.bf16), "bf16"))
         said.append(Said("fp16.enabled", bool(args.fp16), "fp16"))
     said.append(Said("offload.device", args.device.type, "the device of the arguments"))
+    # The Trainer resumes from its own checkpoints, so commits of the engine would only cost writes.
     said.append(Said("offload.durability", "none", "what a Trainer can go on from, its checkpoints"))
     return said
 

@@ -111,6 +111,7 @@ def said_of_optimizer(content: Mapping[str, Any], args: Any) -> list[Said]:
     block = content.get("optimizer")
     if not isinstance(block, Mapping):
         return []
+    # Types may be written in any case.
     kind = {name.lower(): name for name in OPTIMIZER_DEFAULTS}.get(str(block.get("type", "AdamW")).lower(), "")
     said = [
         Said("optimizer.params.lr", args.learning_rate, "learning_rate"),

@@ -131,6 +131,8 @@ class OffloadMixin(_Base):
             raise ConfigError("Accelerate was launched with DeepSpeed or FSDP; launch OffloadTrainer by torchrun")
         # The class of the object changes, not the object: the Trainer's `gather_function` is bound to it already.
         self.accelerator.__class__ = _TrainersAccelerator
+        # `create_optimizer` and `create_scheduler` make objects of these two blocks, so the engine's config has
+        # neither.
         self.accelerator.offload_config = without(self._content, "optimizer", "scheduler")
         # Precision is the engine's: Accelerate must neither autocast nor scale the loss a second time.
         self.accelerator.native_amp, self.accelerator.scaler = False, None
@@ -153,8 +155,7 @@ class OffloadMixin(_Base):
         return super().call_model_init(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Creates the config's optimizer over all trainable parameters, or that of the arguments in the Trainer's
-        groups.
+        """Creates the config's optimizer over all trainable parameters, or that of the Trainer's arguments.
 
         Args:
             *args: as in the Trainer.
@@ -241,6 +242,7 @@ class OffloadMixin(_Base):
             return
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        # A collective: every rank calls it, while only one process saves the arguments.
         self.engine.save_pretrained(folder, tokenizer=tokenizer)
         if self.args.should_save:
             torch.save(self.args, folder / _ARGUMENTS)

@@ -103,6 +103,7 @@ class OneCycle(Schedule):
         """Sets the learning rate, and betas[0] if the momentum is changed, of each group."""
         momenta = self.get_mom()
         super().apply()
+        # Without momenta there is nothing to set.
         for group, momentum in zip(self.optimizer.param_groups, momenta or (), strict=False):
             group["betas"] = (momentum, *group["betas"][1:])
 

@@ -202,5 +202,6 @@ class WarmupCosineLR(Schedule):
         if steps <= length:
             start = params.warmup_min_ratio
             return start + (1 - start) * _rise(steps, params)
+        # After the last step the rate stays at the end of the cosine.
         done = min(1.0, (steps - length) / max(1, params.total_num_steps - length))
         return params.cos_min_ratio + (1 - params.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2
