@@ -255,10 +255,10 @@ class aio_handle:
     # -- memory -------------------------------------------------------------------------------------
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """Returns (num_elem,) zeros in 2 MiB pages at a multiple of 2 MiB, registered with CUDA if available.
+        """Returns (num_elem,) zeros in 2 MiB pages at a multiple of 2 MiB, pinned by CUDA, if available, for fast
+        copies.
 
-        The memory lives as long as the tensor or its views; a forked child does not have it. `BudgetError` if CUDA
-        refuses.
+        The memory lives as long as the tensor or a view; a forked child lacks it. `BudgetError` if CUDA refuses.
 
         Args:
             num_elem: number of elements.
@@ -267,8 +267,7 @@ class aio_handle:
         if num_elem == 0:
             return torch.empty(0, dtype=example_tensor.dtype)
         memory = aligned_empty(num_elem * example_tensor.element_size())
-        # torch holds `torchs`, which dies with the tensor; `memory` stays mapped until CUDA has unregistered it.
-        torchs = memory[:]
+        torchs = memory[:]  # dies with the tensor; `memory` stays mapped until CUDA has unregistered it
         tensor = torch.frombuffer(torchs, dtype=example_tensor.dtype)
         registered = torch.cuda.is_available()
         if registered:
@@ -300,15 +299,13 @@ class aio_handle:
         """
         return buffer.untyped_storage().data_ptr() in _locked or buffer.is_pinned()
 
-    # -----------------------------------------------------------------------------------------------
-
     def _do(
         self, operation: str, buffer: Memory, filename: Filename, validate: bool, asynchronous: bool, offset: int
     ) -> int:
         if asynchronous:
             self._pending.append(self._start(operation, buffer, filename, validate, offset))
             return 0
-        # DeepNVMe counts a synchronous request together with those that were in flight before.
+        # The result counts the requests that were in flight before, too.
         before = self.wait()
         self._start(operation, buffer, filename, validate, offset).end()
         return before + 1

@@ -88,16 +88,15 @@ class Engine(DeepSpeedApi):
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Returns the context of a forward that `torch_autocast` of the config asks for.
 
-        `engine(...)` enters it by itself.
-
-        torch's autocast cache is off: its copies of weights would outlive the device buffers of their units.
+        `engine(...)` enters it by itself. torch's autocast cache is off: its copies of weights would outlive the device
+        buffers of their units.
         """
         if not self._choices.config.torch_autocast.enabled:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     # A type checker that saw `__getattr__` would accept any attribute name.
-    if not TYPE_CHECKING:  # else any name would be right for a checker of types
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             """Returns the model's attribute of a name that the engine does not define: `generate`, `named_modules`.
@@ -291,11 +290,10 @@ class Engine(DeepSpeedApi):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context for micro-batches that do not end a step.
 
-        Each backward in the context counts as a micro-batch.
-
-        `step()` never updates weights in the context. Results do not change: gradients are reduced over the ranks as
-        they come, inside of the context and outside. Gradients for which the GPU has room accumulate on the GPU in both
-        cases, and are copied to the host with the last micro-batch.
+        Each backward in the context counts as a micro-batch. `step()` never updates weights in the context. Results do
+        not change: gradients are reduced over the ranks as they come, inside of the context and outside. Gradients for
+        which the GPU has room accumulate on the GPU in both cases, and are copied to the host with the last
+        micro-batch.
         """
         self._core.check()
         return self._core.micro.no_sync()
@@ -314,11 +312,10 @@ class Engine(DeepSpeedApi):
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Includes the states of `objects` in each commit, as `accelerate` does.
 
-        Example: a schedule that the user steps.
-
-        In a resumed run as many objects as the run had must be registered in the same order before the first step. Each
-        receives its state at once. Then the values of the optimizer's groups, such as learning rates, become those of
-        the commit again, because the constructor of a schedule may have overwritten them.
+        Example: a schedule that the user steps. In a resumed run as many objects as the run had must be registered in
+        the same order before the first step. Each receives its state at once. Then the values of the optimizer's
+        groups, such as learning rates, become those of the commit again, because the constructor of a schedule may have
+        overwritten them.
 
         Args:
             *objects: objects with `state_dict()`, which returns plain values, and `load_state_dict(state)`.
@@ -425,9 +422,7 @@ class Engine(DeepSpeedApi):
     ) -> bool:
         """Writes weights, optimizer states and training state to `save_dir`/`tag` atomically.
 
-        Every rank calls it, between steps.
-
-        Gradients of micro-batches since the last step are not saved.
+        Every rank calls it, between steps. Gradients of micro-batches since the last step are not saved.
 
         Args:
             save_dir: folder of the checkpoints, created if it does not exist.
@@ -468,12 +463,11 @@ class Engine(DeepSpeedApi):
     ) -> tuple[str | None, dict[str, Any]]:
         """Resumes from a checkpoint that was saved with any placement and number of ranks.
 
-        Every rank calls it, between steps.
-
-        Everything is read and checked before the engine changes. Gradients are dropped, and the loaded state is
-        committed at once. `engine.client_state`, the values of the optimizer's groups and the position of
-        `training_data` are restored, and registered objects receive their states. Objects that are registered later
-        receive theirs then, as in a resumed run; objects that the checkpoint does not hold stay as they are.
+        Every rank calls it, between steps. Everything is read and checked before the engine changes. Gradients are
+        dropped, and the loaded state is committed at once. `engine.client_state`, the values of the optimizer's groups
+        and the position of `training_data` are restored, and registered objects receive their states. Objects that are
+        registered later receive theirs then, as in a resumed run; objects that the checkpoint does not hold stay as
+        they are.
 
         Args:
             load_dir: the folder that `save_checkpoint` received as `save_dir`.
