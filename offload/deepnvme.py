@@ -255,8 +255,7 @@ class aio_handle:
     # -- memory -------------------------------------------------------------------------------------
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """Returns (num_elem,) zeros in 2 MiB pages at a multiple of 2 MiB, pinned by CUDA, if available, for fast
-        copies.
+        """Returns (num_elem,) zeros in 2 MiB pages at a multiple of 2 MiB, pinned by CUDA if available.
 
         The memory lives as long as the tensor or a view; a forked child lacks it. `BudgetError` if CUDA refuses.
 

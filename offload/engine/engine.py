@@ -576,14 +576,18 @@ class Engine(DeepSpeedApi):
         """Finishes and commits complete steps, joins every thread and closes the store.
 
         With several ranks the call waits until all ranks have come here, and serves them until then. Idempotent; may be
-        called again after an interruption. The model's parameters stay placeholders. An error of finishing is raised
-        after everything is closed. Only an error about values of `client_state` or registered objects that cannot be
-        committed is raised before, so that the caller can correct the values.
+        called again after an interruption. The model's parameters stay placeholders. If an error has stopped the
+        engine, nothing is finished and the run is kept. An error of finishing is raised after everything is closed.
+        Only an error about values of `client_state` or registered objects that cannot be committed is raised before, so
+        that the caller can correct the values.
 
         Args:
             remove: True deletes the run from the disk. False keeps the run, and a later start under the same name that
                 does not resume it is refused. None keeps the run too, but such a start replaces it, with a notice.
                 `"resume": "auto"` resumes a run that was kept.
+
+        Raises:
+            UsageError: before anything is closed, if `client_state` or a registered object cannot be committed.
         """
         self._core.ending.destroy(remove)
 

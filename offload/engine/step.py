@@ -90,7 +90,7 @@ class OptimizerStep:
         components.unit_views.settle()
         components.update_worker.finish()
         known = self._known()
-        # Gradients were computed of the scaled loss, so their norm has the loss scale as a factor.
+        # Gradients were computed from the scaled loss, so their norm has the loss scale as a factor.
         norm = known.norm / self._state.loss_scale
         refusal = self._refusal(norm)
         try:

@@ -167,6 +167,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
         BudgetError: if the RAM has no room for the copy.
     """
     looking, place = _find(param, "safe_get_local_grad")
+    # All ranks must know whether a gradient exists, so this call is a collective, unlike those for other states.
     return looking.read_local(place, State.GRAD)
 
 
@@ -257,6 +258,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """
     _check_external("register_external_parameter", module, parameter)
     if not _is_in(parameter, external_parameters(module)):
+        # The list stays on the module, for an engine that is built later.
         set_external_parameters(module, [*external_parameters(module), parameter])
         owner = _owner(parameter)
         if owner is not None:
@@ -277,6 +279,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     _check_external("unregister_external_parameter", module, parameter)
     if not _is_in(parameter, external_parameters(module)):
         raise UsageError(f"this parameter was not registered with this {type(module).__name__}")
+    # By identity: `list.remove` would compare tensors by value.
     set_external_parameters(module, [other for other in external_parameters(module) if other is not parameter])
     owner = _owner(parameter)
     if owner is not None:

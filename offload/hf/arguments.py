@@ -42,7 +42,7 @@ def check_arguments(args: Any) -> None:
         value = getattr(args, name, None)
         if value:
             raise ConfigError(f"OffloadTrainer does not go together with {name}={value!r}: {reason}")
-    # The Trainer would wrap the model in `nn.DataParallel`, which copies parameters that are placeholders.
+    # The Trainer would wrap the model in `nn.DataParallel`, which copies every parameter to each GPU.
     if args.n_gpu > 1:
         raise ConfigError(
             f"this process sees {args.n_gpu} GPUs and would copy the model to each; start one process for each by "

@@ -25,7 +25,7 @@ def _rise(steps: int, params: WarmupParams | WarmupCosineParams) -> float:
         steps: steps taken; at most those of the warm-up.
         params: params with the length and the type of the warm-up.
     """
-    # log(0) is not defined, and DeepSpeed starts at 0 too.
+    # log(0) is not defined, and the linear formula would be negative.
     if not steps:
         return 0.0
     length = _length(params)
