@@ -1,8 +1,8 @@
-"""Train PyTorch models larger than the GPU and larger than the RAM, from NVMe.
+"""Training of PyTorch models that are larger than the GPU and the RAM, from NVMe.
 
-engine, optimizer, loader, scheduler = offload.initialize(model=model, config="ds_config.json")
+    engine, optimizer, loader, scheduler = offload.initialize(model=model, config="ds_config.json")
 
-`import offload` is light: what a name stands for is imported with its first use, and torch with it.
+`import offload` is light: the module of a public name, and torch with it, is imported when the name is first used.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ __all__ = [
     "unregister_external_parameter",
 ]
 
+# Strings instead of imports: `offload --help` must not wait seconds for torch.
 _MODULE_OF = {
     "BudgetError": "offload.errors",
     "ConfigError": "offload.errors",
@@ -85,7 +86,7 @@ _MODULE_OF = {
     "safe_set_local_optimizer_state": "offload.engine.tensor_api",
     "unregister_external_parameter": "offload.engine.tensor_api",
 }
-"""Where each public name is. `__all__` and what a type checker reads, below, have the same: a test compares."""
+"""Module of each public name. A test compares it with `__all__` and with the imports for type checkers below."""
 
 _PARTS = {
     "aio": "offload.aio",
@@ -98,7 +99,10 @@ _PARTS = {
     "sizes": "offload.sizes",
     "swapper": "offload.engine.build.initialize",
 }
-"""Modules that are there, with a dot, after `import offload` alone; and what to import so that what is in them is."""
+"""Modules that are reachable by a dot after `import offload` alone, with the module to import first.
+
+The import makes their own submodules reachable too.
+"""
 
 _OF_DEEPSPEED = {
     "zero": "offload.init is zero.Init, offload.gathered is zero.GatheredParameters",
@@ -106,8 +110,9 @@ _OF_DEEPSPEED = {
     "init_distributed": "there is nothing to call: initialize joins the ranks that torchrun has started",
     "add_config_arguments": "there is nothing to add: config= of initialize takes the path of the JSON file",
 }
-"""Names of DeepSpeed that are not here, with what is in their place."""
+"""Names of DeepSpeed that this library does not have, with the replacement."""
 
+# Type checkers do not execute `__getattr__`, so they need the imports.
 if TYPE_CHECKING:
     from offload import schedules
     from offload.engine.build.dtype_choice import auto_dtype
@@ -151,7 +156,14 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """What `name` stands for, from then on without this call."""
+        """Returns the object of a public name and stores it in the module, so that the next access does not call this.
+
+        Args:
+            name: a public name, or a module that is reachable by a dot.
+
+        Raises:
+            AttributeError: if there is no such name; for names of DeepSpeed with the replacement.
+        """
         if name in _PARTS:
             import_module(_PARTS[name])
             return import_module(f"{__name__}.{name}")
@@ -159,8 +171,10 @@ else:
             instead = f": {_OF_DEEPSPEED[name]}" if name in _OF_DEEPSPEED else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
         value = getattr(import_module(_MODULE_OF[name]), name)
+        # Module attributes are looked up before `__getattr__`: the next access is an ordinary one.
         globals()[name] = value
         return value
 
     def __dir__() -> list[str]:
+        """Returns all public names, imported or not."""
         return sorted({*globals(), *__all__, *_PARTS})

@@ -1,4 +1,4 @@
-"""DeepNVMe's `aio_handle`, for scripts that were written for it. New code does better with `offload.aio.IoQueue`."""
+"""DeepNVMe's `aio_handle`, for scripts that were written for it. New code should use `offload.aio.IoQueue`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _VALIDATE_BYTES = 16 * MIB
 
 
 class _Request(NamedTuple):
-    """One read or write under way, and what is to be checked once it has ended."""
+    """A read or write in flight, with the check that follows its end."""
 
     future: IoFuture
     check: Callable[[], None] | None
@@ -45,12 +45,10 @@ class _Request(NamedTuple):
 
 
 class _Reopened(DirectFile):
-    """The file that a descriptor of the user is open on, with the access that it has.
-
-    The kernel finds it by the descriptor: it may have another name by now, or none.
-    """
+    """The file of a user's descriptor, opened again through /proc with the descriptor's own access mode."""
 
     def __init__(self, descriptor: int) -> None:
+        # The file may have another name by now, or none.
         own = f"/proc/self/fd/{descriptor}"
         try:
             self._access = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
@@ -71,23 +69,21 @@ class _Reopened(DirectFile):
 
 
 class aio_handle:
-    """Reads and writes of whole buffers, over one `IoQueue`, under the names of DeepNVMe.
+    """Reads and writes of whole buffers over one `IoQueue`, under the names of DeepNVMe.
 
     `block_size` is in bytes, `queue_depth` in blocks for each of the `intra_op_parallelism` threads. `single_submit`
-    and `overlap_events` are kept for their getters and mean nothing: the queue always submits what it has at once, and
-    takes ends as they come.
+    and `overlap_events` have no effect: the queue submits all requests at once, and takes completions as they come. A
+    buffer is a contiguous CPU tensor, a numpy array, or an object with the buffer protocol, of any size and address.
+    `file_offset`, in bytes, may be any too. The handle owns and keeps the buffer alive until `wait` has returned.
+    Requests in flight complete in any order: call `wait` between a write and a read of the same bytes.
 
-    A buffer is a contiguous tensor of the CPU, a numpy array, or anything with the buffer protocol, of any size and
-    address; `file_offset`, in bytes, is any too. A buffer is the handle's until `wait` has returned, and is kept alive
-    until then. What is under way runs in no certain order: `wait` between a write and a read of the same bytes.
+    `filename` is a path or a descriptor. A write creates a missing file with mode 0600, and never truncates one. The
+    file of a descriptor is opened a second time for the request; the descriptor stays the caller's, and may be closed
+    at once. A file that cannot be opened raises `IoError` in the call. Any other failure raises `IoError` in the
+    synchronous call or in `wait`. `validate` reads the file again by ordinary reads when the request has ended; bytes
+    that differ raise `IoError` (EBADMSG).
 
-    `filename` is a path or a descriptor. A write makes a missing file, with mode 0600, and never truncates one. The
-    file of a descriptor is opened a second time for the request, whatever its name is by now; the descriptor stays the
-    caller's, and may be closed at once. A file that cannot be opened is an `IoError` of the call. Any other failure is
-    an `IoError` of the synchronous call or of `wait`. `validate` reads the file again, by ordinary reads, once the
-    request has ended, and bytes that differ are an `IoError` too (EBADMSG).
-
-    For one thread at a time. A handle that is dropped lets what is under way end, in silence; `close` reports.
+    One thread at a time may use a handle. Dropping it lets requests in flight end without a report; `close` reports.
     """
 
     def __init__(
@@ -106,69 +102,124 @@ class aio_handle:
     # -- as they were given -------------------------------------------------------------------------
 
     def get_block_size(self) -> int:
-        """Bytes."""
+        """Returns the size of a block in bytes."""
         return self._block_size
 
     def get_queue_depth(self) -> int:
-        """Blocks."""
+        """Returns the depth of the queue in blocks."""
         return self._queue_depth
 
     def get_single_submit(self) -> bool:
-        """As it was given."""
+        """Returns the constructor's argument."""
         return self._single_submit
 
     def get_overlap_events(self) -> bool:
-        """As it was given."""
+        """Returns the constructor's argument."""
         return self._overlap_events
 
     def get_intra_op_parallelism(self) -> int:
-        """Threads."""
+        """Returns the number of threads."""
         return self._threads
 
     def get_alignment(self) -> int:
-        """Bytes. Buffers of a multiple of it go past the page cache as a whole; all others work too."""
+        """Returns the alignment, in bytes, at which whole buffers bypass the page cache. All others work too."""
         return PAGE
 
     # -- reads and writes ---------------------------------------------------------------------------
 
     def async_pread(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Start to fill `buffer`. 0."""
+        """Returns 0 as soon as a read into `buffer` has started.
+
+        Args:
+            buffer: destination, in use until `wait` returns.
+            filename: path or descriptor.
+            file_offset: first byte in the file.
+        """
         return self.pread(buffer, filename, False, True, file_offset)
 
     def async_pwrite(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Start to write `buffer`. 0."""
+        """Returns 0 as soon as a write of `buffer` has started.
+
+        Args:
+            buffer: source, in use until `wait` returns.
+            filename: path or descriptor.
+            file_offset: first byte in the file.
+        """
         return self.pwrite(buffer, filename, False, True, file_offset)
 
     def sync_pread(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Wait as `wait` does, then fill `buffer`. How many requests have ended: 1 if nothing was under way."""
+        """Returns the number of requests that have ended after waiting as `wait` does, and then filling `buffer`.
+
+        Args:
+            buffer: destination.
+            filename: path or descriptor.
+            file_offset: first byte in the file.
+        """
         return self.pread(buffer, filename, False, False, file_offset)
 
     def sync_pwrite(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Wait as `wait` does, then write `buffer`. How many requests have ended: 1 if nothing was under way."""
+        """Returns the number of requests that have ended after waiting as `wait` does, and then writing `buffer`.
+
+        Args:
+            buffer: source.
+            filename: path or descriptor.
+            file_offset: first byte in the file.
+        """
         return self.pwrite(buffer, filename, False, False, file_offset)
 
     def pread(self, buffer: Memory, filename: Filename, validate: bool, async_: bool, file_offset: int = 0) -> int:
-        """`async_pread` or `sync_pread`."""
+        """Returns the result of `async_pread` or `sync_pread`.
+
+        Args:
+            buffer: destination.
+            filename: path or descriptor.
+            validate: True to read the file again and compare.
+            async_: True for `async_pread`.
+            file_offset: first byte in the file.
+        """
         return self._do("read", buffer, filename, validate, async_, file_offset)
 
     def pwrite(self, buffer: Memory, filename: Filename, validate: bool, async_: bool, file_offset: int = 0) -> int:
-        """`async_pwrite` or `sync_pwrite`."""
+        """Returns the result of `async_pwrite` or `sync_pwrite`.
+
+        Args:
+            buffer: source.
+            filename: path or descriptor.
+            validate: True to read the file back and compare.
+            async_: True for `async_pwrite`.
+            file_offset: first byte in the file.
+        """
         return self._do("write", buffer, filename, validate, async_, file_offset)
 
     def read(self, buffer: Memory, filename: Filename, validate: bool = False, file_offset: int = 0) -> int:
-        """Fill `buffer`, beside what is under way. 0."""
+        """Returns 0 after filling `buffer`. Other requests stay in flight.
+
+        Args:
+            buffer: destination.
+            filename: path or descriptor.
+            validate: True to read the file again and compare.
+            file_offset: first byte in the file.
+        """
         self._start("read", buffer, filename, validate, file_offset).end()
         return 0
 
     def write(self, buffer: Memory, filename: Filename, validate: bool = False, file_offset: int = 0) -> int:
-        """Write `buffer`, beside what is under way. 0."""
+        """Returns 0 after writing `buffer`. Other requests stay in flight.
+
+        Args:
+            buffer: source.
+            filename: path or descriptor.
+            validate: True to read the file back and compare.
+            file_offset: first byte in the file.
+        """
         self._start("write", buffer, filename, validate, file_offset).end()
         return 0
 
     def wait(self) -> int:
-        """Wait for all that is under way: how many requests that was, 0 for none.
+        """Returns the number of requests in flight after all of them have ended; 0 for none.
 
-        Where some have failed, raises the error of the first, after all have ended; nothing is under way then.
+        Raises:
+            IoError: the first failure, after all requests have ended.
         """
         ended, first = 0, None
         while self._pending:
@@ -183,7 +234,7 @@ class aio_handle:
         return ended
 
     def close(self) -> None:
-        """`wait`, and raise what it raises; then join the threads. Idempotent."""
+        """Waits as `wait` does, raises what `wait` raises, and joins the threads in any case. Idempotent."""
         try:
             self.wait()
         finally:
@@ -195,6 +246,7 @@ class aio_handle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # After an exception of the caller, a failure of `wait` would hide it.
         if kind is None:
             self.close()
         else:
@@ -203,30 +255,35 @@ class aio_handle:
     # -- memory -------------------------------------------------------------------------------------
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """(num_elem,) zeros of the dtype of `example_tensor`, in 2 MiB pages at a multiple of 2 MiB.
+        """Returns (num_elem,) zeros in 2 MiB pages at a multiple of 2 MiB, pinned by CUDA if available.
 
-        Where CUDA is available the memory is registered with it, so that copies to and from the GPU go at full speed;
-        `BudgetError` where CUDA refuses. It lives as long as the tensor or a view of it, whatever becomes of the
-        handle. A forked child does not have it.
+        The memory lives as long as the tensor or a view; a forked child lacks it. `BudgetError` if CUDA refuses.
+
+        Args:
+            num_elem: number of elements.
+            example_tensor: a tensor of the dtype.
         """
         if num_elem == 0:
             return torch.empty(0, dtype=example_tensor.dtype)
         memory = aligned_empty(num_elem * example_tensor.element_size())
-        torchs = memory[:]  # dies with the tensor; `memory` lives until CUDA has let go of it
+        torchs = memory[:]  # dies with the tensor; `memory` stays mapped until CUDA has unregistered it
         tensor = torch.frombuffer(torchs, dtype=example_tensor.dtype)
         registered = torch.cuda.is_available()
         if registered:
             _register(tensor.data_ptr(), memory.nbytes)
         end = weakref.finalize(torchs, _forget, tensor.data_ptr(), memory, os.getpid() if registered else None)
+        # At exit CUDA may be gone already, and the process gives all memory back.
         end.atexit = False
         _locked[tensor.data_ptr()] = end
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` came from `new_cpu_locked_tensor`, of any handle, and was not freed before.
+        """Returns True if `tensor` came from `new_cpu_locked_tensor`, of any handle, and was not freed before.
 
-        CUDA lets go of the memory now, which goes back to the system with the last reference to it.
+        Args:
+            tensor: a tensor.
         """
+        # The finalizer runs once: CUDA unregisters the memory now, the system receives it with the last reference.
         end = _locked.get(tensor.data_ptr())
         if end is None:
             return False
@@ -234,10 +291,12 @@ class aio_handle:
         return True
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Whether `buffer` lies in a tensor of `new_cpu_locked_tensor` or in memory that torch has pinned."""
-        return buffer.untyped_storage().data_ptr() in _locked or buffer.is_pinned()
+        """Returns True if `buffer` is in memory of `new_cpu_locked_tensor`, or in memory that torch has pinned.
 
-    # -----------------------------------------------------------------------------------------------
+        Args:
+            buffer: a tensor.
+        """
+        return buffer.untyped_storage().data_ptr() in _locked or buffer.is_pinned()
 
     def _do(
         self, operation: str, buffer: Memory, filename: Filename, validate: bool, asynchronous: bool, offset: int
@@ -245,6 +304,7 @@ class aio_handle:
         if asynchronous:
             self._pending.append(self._start(operation, buffer, filename, validate, offset))
             return 0
+        # The result counts the requests that were in flight before, too.
         before = self.wait()
         self._start(operation, buffer, filename, validate, offset).end()
         return before + 1
@@ -259,7 +319,7 @@ class aio_handle:
         return _Request(future, lambda: _compare(file, offset, np.frombuffer(view, np.uint8)))
 
     def _open(self, filename: Filename, write: bool) -> DirectFile:
-        """Where this process has no descriptor left, requests under way end first: each holds two."""
+        """Opens a file. If no descriptor is free, requests in flight end first, since each holds two."""
         ended = 0
         while True:
             try:
@@ -267,7 +327,7 @@ class aio_handle:
             except IoError as error:
                 if error.errno != errno.EMFILE or ended == len(self._pending):
                     raise
-            with contextlib.suppress(IoError):  # `wait` raises it
+            with contextlib.suppress(IoError):  # `wait` raises it later
                 self._pending[ended].future.wait()
             ended += 1
 
@@ -275,15 +335,12 @@ class aio_handle:
 def _open(filename: Filename, write: bool) -> DirectFile:
     if isinstance(filename, int):
         return _Reopened(filename)
-    path = os.path.realpath(os.fsdecode(filename))  # a link may be what the caller means; `DirectFile` refuses one
+    path = os.path.realpath(os.fsdecode(filename))  # may be a link on purpose; `DirectFile` refuses links
     return DirectFile(path, create=write, writable=write)
 
 
 def _bytes(buffer: Memory) -> memoryview:
-    """The bytes of `buffer`, which they keep alive.
-
-    Not by `Tensor.numpy`: that forbids for ever to resize the storage, which is how some give memory back.
-    """
+    """Returns the bytes of `buffer` as a view that keeps it alive."""
     if not isinstance(buffer, torch.Tensor):
         return memoryview(buffer)
     if buffer.device.type != "cpu":
@@ -296,13 +353,14 @@ def _bytes(buffer: Memory) -> memoryview:
             f"expected a contiguous tensor, got a view or layout whose bytes are not its values in order (shape "
             f"{tuple(buffer.shape)}, {buffer.layout}): call .contiguous(), or .resolve_conj() or .resolve_neg()"
         )
+    # `Tensor.numpy` would forbid for ever to resize the storage, which is how some callers free memory.
     memory = (ctypes.c_ubyte * buffer.nbytes).from_address(buffer.data_ptr())
     vars(memory)["owner"] = buffer
     return memoryview(memory)
 
 
 def _compare(file: DirectFile, offset: int, expected: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-    """Raise `IoError` where `file` differs from `expected`, (nbytes,) uint8, from byte `offset` on. Closes `file`."""
+    """Raises `IoError` if `file` differs from `expected`, (nbytes,) uint8, from byte `offset` on. Closes `file`."""
     found = np.empty(min(expected.nbytes, _VALIDATE_BYTES), np.uint8)
     at = 0
     with file:
@@ -319,7 +377,7 @@ def _compare(file: DirectFile, offset: int, expected: np.ndarray[Any, np.dtype[n
 
 
 _locked: dict[int, weakref.finalize[..., memoryview]] = {}
-"""By its address, what ends each tensor of `new_cpu_locked_tensor`."""
+"""Finalizer of each live tensor of `new_cpu_locked_tensor`, by address."""
 
 
 def _register(address: int, nbytes: int) -> None:
@@ -334,9 +392,9 @@ def _register(address: int, nbytes: int) -> None:
 
 
 def _forget(address: int, memory: memoryview, registered_by: int | None) -> None:
-    """`memory` is an argument so that it is mapped until here."""
+    """Unregisters memory from CUDA. `memory` is an argument so that it stays mapped until then."""
     _locked.pop(address, None)
     if registered_by == os.getpid():  # a forked child has neither the memory nor CUDA
-        torch.cuda.synchronize()  # a copy that nobody waits for may still be under way
+        torch.cuda.synchronize()  # an asynchronous copy from or to this memory may still be in flight
         cudart: Any = torch.cuda.cudart()
         torch.cuda.check_error(int(cudart.cudaHostUnregister(address)))

@@ -1,16 +1,16 @@
-"""Every error that `offload` raises on purpose.
+"""The errors that `offload` raises on purpose.
 
     OffloadError
-    ├── ConfigError      the JSON, an option or the model cannot be honoured; nothing was touched
-    ├── BudgetError      a memory budget cannot hold what must be in it at one time
+    ├── ConfigError      the JSON, an option or the model is not supported; nothing was changed
+    ├── BudgetError      a memory budget cannot hold what must be in memory at one time
     ├── IoError          one read or write failed (path, offset, nbytes, errno)
-    ├── StoreError       the swap store: no room, held by another process, torn, of another model
-    ├── UsageError       the engine was called in a way that cannot be right
-    ├── RankError        another process of the run is gone, or has come to another place of the program
-    ├── NumericsError    a gradient norm that is not finite; weights were not touched
+    ├── StoreError       the swap store: no room, locked by another process, damaged, of another model
+    ├── UsageError       a call of the engine that is not valid now
+    ├── RankError        another process of the run is gone, or executes another collective
+    ├── NumericsError    a gradient norm that is inf or NaN; weights were not changed
     └── EngineFailed     an earlier error on a background thread has stopped this engine
 
-Each message says what was expected, what came, and what to do next.
+Each message states the expected value, the actual value, and the next thing to do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REASONS = {
     errno.EBADMSG: "the checksum is not the expected one: the bytes are damaged",
     errno.ELOOP: "it is a symbolic link, which is not followed; give os.path.realpath of it where that is meant",
 }
-"""What the system's own words leave out."""
+"""Reasons that the system's own messages do not give."""
 
 
 class OffloadError(Exception):
@@ -31,21 +31,30 @@ class OffloadError(Exception):
 
 
 class ConfigError(OffloadError, ValueError):
-    """A configuration, an option or a model that cannot be honoured."""
+    """An invalid or unsupported configuration, option or model."""
 
 
 class BudgetError(OffloadError, MemoryError):
-    """A memory budget too small for what must be held at one time."""
+    """A memory budget that is too small for what must be in memory at one time."""
 
 
 class IoError(OffloadError, OSError):
-    """A read or write of a swap file failed.
+    """A failed read or write of a swap file.
 
-    `offset` and `nbytes` are those of the request, in bytes, 0 where it is about the whole file; `errno` is the
-    system's.
+    `offset` and `nbytes` are those of the request, in bytes; both are 0 if the error concerns the whole file. `errno`
+    is the system's.
     """
 
     def __init__(self, path: str, offset: int, nbytes: int, errno: int, operation: str = "access") -> None:
+        """Sets the attributes of the same names.
+
+        Args:
+            path: the file.
+            offset: first byte of the request.
+            nbytes: bytes of the request, or 0 if the error concerns the whole file.
+            errno: the system's error number.
+            operation: the verb of the message, such as "read".
+        """
         OSError.__init__(self, errno, os.strerror(errno), path)
         self.path = path
         self.offset = offset
@@ -53,23 +62,25 @@ class IoError(OffloadError, OSError):
         self.operation = operation
 
     def __str__(self) -> str:
+        """Returns the operation, its bytes and the reason on one line."""
         what = f"{self.nbytes} bytes at offset {self.offset} of {self.path}" if self.nbytes else self.path
         return f"cannot {self.operation} {what}: [Errno {self.errno}] {_REASONS.get(self.errno or 0, self.strerror)}"
 
     def __reduce__(self) -> tuple[type[IoError], tuple[str, int, int, int, str]]:
+        """Returns the constructor's arguments: exceptions that cross processes are pickled."""
         return (IoError, (self.path, self.offset, self.nbytes, self.errno or 0, self.operation))
 
 
 class StoreError(OffloadError):
-    """A swap store that cannot be made, opened or trusted."""
+    """A swap store that cannot be created, opened or trusted."""
 
 
 class UsageError(OffloadError, RuntimeError):
-    """A call that cannot be right at this moment."""
+    """A call that is not valid at this moment."""
 
 
 class RankError(OffloadError):
-    """Another rank is gone, or does something that cannot go together with what this one does."""
+    """Another rank is gone, or executes something that does not match this rank's collective."""
 
 
 class NumericsError(OffloadError, ArithmeticError):
@@ -77,4 +88,4 @@ class NumericsError(OffloadError, ArithmeticError):
 
 
 class EngineFailed(OffloadError, RuntimeError):
-    """The engine stopped at an earlier error, which is this error's cause."""
+    """A call of an engine that an earlier error has stopped; that error is the `__cause__`."""

@@ -1,7 +1,7 @@
 """The calls that the components of an engine make to the engine that owns them.
 
-Imports go one way: the engine imports its components, and no component imports the engine. Where a component must
-reach up, it calls this protocol, which it receives through its constructor.
+Imports go one way: the engine imports its components, and no component imports the engine. A component that must reach
+up calls this protocol, which it receives through its constructor.
 """
 
 from __future__ import annotations
@@ -23,25 +23,30 @@ class EngineCallbacks(Protocol):
     """
 
     def enter_forward(self) -> None:
-        """Runs before each outermost forward: checks the engine and carries out pending edits."""
+        """Checks the engine and writes pending edits. Called before each outermost forward."""
 
     def enter_weights(self) -> None:
-        """Runs before a user reads or edits weights."""
+        """Checks the engine. Called before a user reads or edits weights."""
 
     def begin_backward(self) -> None:
-        """Runs when an outermost backward starts, on its thread. If it raises, the backward has not started."""
+        """Prepares an outermost backward. Called on its thread; if it raises, the backward has not started."""
 
     def end_backward(self) -> None:
-        """Runs after an outermost backward that has produced a gradient, on its thread."""
+        """Counts an outermost backward that has produced a gradient. Called on its thread."""
 
     def is_last_micro_batch(self) -> bool:
-        """Returns whether the backward under way is known to be the last of its step."""
+        """Returns True if the running backward is known to be the last of its step."""
 
     def await_updates(self) -> None:
         """Waits until every scheduled update has read its gradient. Autograd's threads call this too."""
 
     def apply_edits(self, unit: int, edits: Sequence[Edit]) -> None:
-        """Writes new values of one unit before anybody reads its weights."""
+        """Writes new values of one unit before its weights are read again.
+
+        Args:
+            unit: the unit.
+            edits: values of this rank, in the order in which they were made. With several ranks all of them call this.
+        """
 
     def report_missed_gradient(self, name: str) -> None:
         """Tells the user where gradients are, after user code has read `.grad` of the parameter `name`."""
@@ -64,9 +69,9 @@ class GradientStats:
     """Facts about the gradients of a step on which the step is decided."""
 
     sum_squares: float
-    """Of all of them, added in float64 in layout order; inf or NaN if any value is."""
+    """Sum of squares of all gradients, added in float64 in layout order; inf or NaN if any value is."""
     present: list[set[int]]
-    """For each unit the segments that have one."""
+    """For each unit the segments that have a gradient."""
 
     @property
     def norm(self) -> float:
@@ -81,6 +86,9 @@ class Edit:
     start: int
     stop: int
     values: torch.Tensor
-    """(stop - start,) on the CPU. Of a weight in fp32, which makes them the master, or in the mode's weight dtype: then
-    elements whose bits do not change keep what the master has beyond them. Of another state in fp32."""
+    """(stop - start,) on the CPU.
+
+    Weights: fp32 values become the master. Values in the mode's weight dtype change only elements whose bits differ;
+    the others keep the low bits of their master. Other states: fp32.
+    """
     state: State = State.WEIGHT

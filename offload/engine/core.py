@@ -1,9 +1,9 @@
 """The core of an engine: its components, its training state, and the order in which a call enters them.
 
-    Engine (what users call) ─► EngineCore ─► components ─► EngineCallbacks, which the core implements
+    Engine (what users call) ─► EngineCore ─► components ─► EngineCallbacks, implemented by the core
 
-The core exists before its components do: each of them receives it as `EngineCallbacks` through its constructor, so no
-component is wired up after it was built.
+The core exists before its components: each of them receives the core as `EngineCallbacks` through its constructor, so
+no component is wired up after it was built.
 
 Threads. Every method belongs to the thread that runs the model, except where `EngineCallbacks` says otherwise.
 """
@@ -49,16 +49,18 @@ logger = logging.getLogger("offload")
 class _ZeroGrad:
     """`model.zero_grad()` under an engine, which holds the gradients.
 
-    A deep copy of the model gets the method of its class again.
+    A deep copy of the model receives the method of its class again.
     """
 
     def __init__(self, module: nn.Module, forget: Callable[[], None]) -> None:
         self._module, self._forget = module, forget
 
     def __call__(self, set_to_none: bool = True) -> None:
+        """Drops the engine's gradients. `set_to_none` has no effect, since `.grad` is always None."""
         self._forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Returns the class's own `zero_grad`, bound to the copied module."""
         return types.MethodType(type(self._module).zero_grad, memo[id(self._module)])
 
 
@@ -78,26 +80,27 @@ class EngineCore(EngineCallbacks):
         commits: bool,
         assemble: Callable[[EngineCallbacks], EngineComponents],
     ) -> None:
-        """Builds the components and takes the model and the optimizer over.
+        """Builds the components and takes over the model and the optimizer.
 
         Args:
             module: the model that is trained.
-            device: where it computes.
+            device: the device on which the model computes.
             optimizer: groups of the model's parameters.
             lr_scheduler: a schedule with `step()`, or None.
             loader: batches of `training_data`, or None.
             choices: settings of a step.
             layouts: the segments of each unit.
-            commits: whether steps are committed.
-            assemble: builds the components, which keep the callbacks that it is given. If a later step of this
-                constructor fails, they are closed here.
+            commits: True if steps are committed.
+            assemble: builds the components, which store the callbacks that they receive. If a later step of this
+                constructor fails, the components are closed.
         """
         self.module, self.device, self.optimizer = module, device, optimizer
         self.state = TrainingState(module, device, optimizer, lr_scheduler, loader, choices, layouts, commits)
         self.micro = GradientAccumulation()
         self._is_first_step = True
-        """Until the first step of this process ends nobody knows the memory of its activations."""
+        """True until the first step of this process ends. Until then the memory of its activations is unknown."""
         self._missed_gradient_reported = False
+        # The components store `self` without a call: attributes that are set below do not exist yet.
         components = self.components = assemble(self)
         try:
             self.checkpoints = Checkpoints(module, components, self.state)
@@ -106,13 +109,14 @@ class EngineCore(EngineCallbacks):
             self.looking = ParamAccess(components, self)
             self.saving = PretrainedWriter(module, components)
             self.base_bytes = base_bytes(components)
-            """Resident bytes when the engine began, without the memory of engines."""
+            """Resident bytes of the process when the engine was built, without the memory of engines."""
             states = OptimizerStates(self.looking, components.layouts, components.shards.mode, self.state)
             optimizer.attach(self.end_step, self.forget_gradients, self.state.regrouped, states)
             module.__dict__["zero_grad"] = _ZeroGrad(module, self.forget_gradients)
             self.ending = Shutdown(module, components, self.state, self.enter)
         except BaseException:
             module.__dict__.pop("zero_grad", None)
+            # A half-built engine must not leave threads, locks or pinned memory behind.
             with contextlib.suppress(Exception):  # the first error is the one that is reported
                 close_all(*components.closing())
             raise
@@ -120,13 +124,18 @@ class EngineCore(EngineCallbacks):
     # -- entry --------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises if this engine can no longer be used: `UsageError` after its end, `EngineFailed` after an error."""
+        """Raises if this engine can no longer be used.
+
+        Raises:
+            UsageError: if the engine was destroyed, or if the process is a forked child.
+            EngineFailed: if an error has stopped the engine.
+        """
         self.ending.check()
         self.components.pager.check_whole()
         self.components.pager.check()
 
     def enter(self) -> None:
-        """Starts a call of the engine: checks it, clears what an aborted call left, and carries out pending edits.
+        """Starts a call of the engine: checks it, clears what an aborted call left, and writes pending edits.
 
         Does nothing inside of a backward.
         """
@@ -150,31 +159,35 @@ class EngineCore(EngineCallbacks):
             self.components.update_worker.finish()
 
     def _begin(self) -> None:
-        """Checks the engine, clears what an aborted call left, and delivers the state blob that a commit waits for."""
+        """Checks the engine, clears what an aborted call left, and delivers the state blob for which a commit waits."""
         self.components.hooks.leave_all()
         self.check()
         self.components.hooks.reset_aborted()
         self.state.enter()
+        # The commit of step k waits for random generators, counters and buffers of one moment: the first entry after
+        # the step. The update worker's thread writes the blob, this thread must take it.
         updater, progress = self.components.update_worker, self.state.after_step
         if updater is not None and updater.wants_blob and progress is not None:
             updater.deliver_blob(progress.pack())
 
     def enter_model(self, inputs: Any) -> Any:
-        """Starts a forward: enters the engine and returns the inputs on its device."""
+        """Enters the engine for a forward and returns the inputs on its device."""
         self.enter()
         return self.inputs(inputs)
 
     def advised(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which torch's out-of-memory error of the device says what to change."""
+        """Returns a context in which torch's out-of-memory error of the device also advises what to change."""
         return advised(self.components.pager.arena, self.state.choices.device_need)
 
     # -- steps --------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Ends a step at a boundary. `Engine.step` and the user's `optimizer.step()` both come here."""
+        """Performs an optimizer step. `Engine.step` and the user's `optimizer.step()` both call this method."""
         with self.components.timeline.span(Row.COMPUTE, f"step {self.state.global_steps + 1}"):
             self.enter()
             self.boundary.end_step()
+        # The device arena was planned without knowledge of activations. After one forward and backward torch's
+        # allocator shows their peak, and the arena may grow into what they leave free.
         if self._is_first_step:
             self._is_first_step = False
             memory = grow(self.components.pager, self.state.choices.device_need, self.components.shards.device)
@@ -184,7 +197,7 @@ class EngineCore(EngineCallbacks):
             self.components.meter.end_step(self.boundary.stepped())
 
     def forget_gradients(self) -> None:
-        """Drops the gradients since the last boundary, and their micro-batches, on all ranks."""
+        """Drops the gradients since the last optimizer step, and their micro-batches, on all ranks."""
         self.enter()
         self.components.hooks.forget_gradients()
         self.components.gradients.forget()
@@ -220,6 +233,8 @@ class EngineCore(EngineCallbacks):
     def apply_edits(self, unit: int, edits: Sequence[Edit]) -> None:
         components = self.components
         assert components.update_worker is not None, "an engine that trains nothing refuses edits before it comes here"
+        # Order matters: a live view of old weights is refused before anything changes. Then the update in flight ends
+        # with its commit, after which the other slot of the unit may be written.
         components.unit_views.settle()
         components.update_worker.finish()
         if components.agreement is not None:
@@ -228,6 +243,7 @@ class EngineCore(EngineCallbacks):
             return
         part = components.trainable[unit]
         try:
+            # If this is interrupted, a part of the edit may be scheduled already: nothing may be committed after it.
             components.update_worker.schedule([UnitUpdate(unit=unit, numel=len(part), edits=cut(edits, part))], None)
         except BaseException as error:
             components.pager.fail(error)
@@ -248,6 +264,7 @@ class EngineCore(EngineCallbacks):
     def give_cache(self) -> None:
         components = self.components
         components.pager.check_whole()
+        # The waits below would raise this engine's failure in the thread of another, sound engine.
         if components.pager.failed:
             return
         logger.info(
@@ -256,6 +273,7 @@ class EngineCore(EngineCallbacks):
         )
         if components.update_worker is not None:
             components.update_worker.finish(commit=False)
+        # No update may use a host buffer while the pager takes all of them away; `finish` above has ended them.
         components.pager.give_cache(
             components.update_worker.drop_spare if components.update_worker is not None else lambda: None
         )

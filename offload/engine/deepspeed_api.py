@@ -1,6 +1,6 @@
-"""What a loop asks an engine, and what it may set between steps: counters, learning rates, batch sizes, the config.
+"""The part of the engine's API that mirrors DeepSpeed: counters, learning rates, batch sizes, the config.
 
-Nothing here runs the model, waits for an update or talks to other ranks.
+Nothing in this module runs the model, waits for an update or communicates with other ranks.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ class DeepSpeedApi:
     """Getters and setters of DeepSpeed's engine that read the core and run nothing."""
 
     def __init__(self, core: EngineCore) -> None:
-        """Makes the API over the core of an engine, which is complete."""
+        """Creates the API over a complete core.
+
+        Args:
+            core: components and training state.
+        """
         self._core = core
         self.module = core.module
-        """The model that was given to `initialize`."""
+        """The model that `initialize` received."""
         self.device = core.device
         """The device on which the model computes."""
         self.optimizer = core.optimizer
@@ -45,36 +49,39 @@ class DeepSpeedApi:
 
     @property
     def global_steps(self) -> int:
-        """Boundaries passed, skipped ones among them; after a resume, those that were committed."""
+        """Optimizer steps so far, including skipped ones; after a resume, the committed ones."""
         return self._core.state.global_steps
 
     @property
     def skipped_steps(self) -> int:
-        """Boundaries at which the norm was not finite and nothing was updated."""
+        """Optimizer steps that updated nothing because the gradient norm was inf or NaN."""
         return self._core.state.skipped_steps
 
     @property
     def loss_scale(self) -> float:
-        """By which the loss of the next backward is multiplied: 1 but in fp16."""
+        """Factor by which the loss of the next backward is multiplied; 1 except in fp16."""
         return self._core.state.loss_scale
 
     @property
     def micro_steps(self) -> int:
-        """Calls of `step()`, the next of which counts micro-batches for which it was left out too.
+        """Micro-batches so far, counted by `step()`.
 
-        After a resume, those up to the boundary that was committed.
+        A micro-batch whose `step()` the loop omitted is counted by the next call. After a resume, those up to the
+        committed optimizer step.
         """
         return self._core.state.micro_steps
 
     @property
     def global_samples(self) -> int:
-        """Samples of all boundaries passed, on all ranks."""
+        """Samples of all optimizer steps so far, on all ranks."""
         return self._core.state.global_samples
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """The user's own: numbers, strings, lists and dicts. Each commit holds it, as it is when that of step k is
-        taken: at the first engine call after step k."""
+        """Values of the user that each commit includes: numbers, strings, lists and dicts.
+
+        The commit of step k includes them as they are at the first call of the engine after step k.
+        """
         return self._core.state.client_state
 
     @client_state.setter
@@ -83,7 +90,7 @@ class DeepSpeedApi:
 
     @property
     def lr_scheduler(self) -> Any:
-        """The schedule that was given to `initialize`, or None."""
+        """The schedule that `initialize` received, or None."""
         return self._core.state.lr_scheduler
 
     @lr_scheduler.setter
@@ -91,40 +98,50 @@ class DeepSpeedApi:
         self._core.state.set_lr_scheduler(value)
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` updated the weights.
+        """Returns True if the last `step()` updated the weights.
 
-        False before the first, between boundaries, and where the norm was not finite.
+        False before the first step, after a `step()` that only ended a micro-batch, and if the norm was inf or NaN.
         """
         return self._core.boundary.applied
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last boundary's gradient before the clip; None before the first."""
+        """Returns the gradient norm of the last step before the clip; None before the first step and after a load."""
         return self._core.boundary.grad_norm
 
     @property
     def micro_batches(self) -> int:
-        """Backwards since the last boundary."""
+        """Backwards since the last optimizer step."""
         return self._core.micro.count
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the `step()` of the micro-batch that is under way updates the weights, until that `step()` has ended.
+        """Returns True if the `step()` of the current micro-batch updates the weights.
 
-        The answer is known before its forward. It is True always without accumulation, and never in `no_sync`.
+        The answer is known before the forward of the micro-batch and holds until its `step()` has ended. Always True
+        without accumulation, always False in `no_sync`.
         """
         return self._core.micro.is_boundary(self._choices.accumulation)
 
     # -- the optimizer ------------------------------------------------------------------------------
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group, as the next step will use it."""
+        """Returns the learning rate of each group for the next step."""
+        # torch allows a tensor as learning rate.
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
-        """Set the learning rate of all groups, or that of each; a schedule sets its own again when it steps."""
+        """Sets the learning rate of all groups. A schedule overwrites the values when it steps.
+
+        Args:
+            lr: one number for all groups, or a list of one number for each group.
+
+        Raises:
+            UsageError: if a number is negative or not finite, or if a list has another length than the groups.
+        """
         groups = self.optimizer.param_groups
         rates: list[Any] = list(lr) if isinstance(lr, list | tuple) else [lr] * len(groups)
         if len(rates) != len(groups):
             raise UsageError(f"set_lr expects one number, or {len(groups)}, one for each group, got {len(rates)}")
+        # All values are checked before the first is set, so that a refused call changes nothing.
         for rate in rates:
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
                 raise UsageError(f"set_lr expects a finite number of at least 0, got {rate!r}")
@@ -132,37 +149,46 @@ class DeepSpeedApi:
             group["lr"] = float(rate)
 
     def get_mom(self) -> list[Any]:
-        """The betas of each group, or its momentum where the optimizer has no betas (SGD; 0.0 for Adagrad)."""
+        """Returns the betas of each group, or its momentum if the optimizer has no betas (SGD; 0.0 for Adagrad)."""
         return [
             group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in self.optimizer.param_groups
         ]
 
     def get_type(self) -> list[str]:
-        """The name of each group's optimizer, as the config would say it."""
+        """Returns the name of each group's optimizer as the config spells it."""
         return [self.optimizer.rule.title(group) for group in self.optimizer.param_groups]
 
     def clip_grad_norm_(self, max_norm: float) -> None:
-        """Clip the gradient of the next step to `max_norm`, 0 for not at all, in place of gradient_clipping.
+        """Clips the gradient of the next step to `max_norm` in place of gradient_clipping of the config.
 
-        The norm is known when the step is made: `get_global_grad_norm()` after it.
+        The norm is computed by the step: call `get_global_grad_norm()` after it.
+
+        Args:
+            max_norm: largest 2-norm over all parameters; 0 or inf for no clip.
+
+        Raises:
+            UsageError: if `max_norm` is no number of at least 0.
         """
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
             raise UsageError(f"clip_grad_norm_ expects a number of at least 0, got {max_norm!r}")
+        # 0 is the core's value for "no clip"; a norm of inf clips nothing either.
         self._core.boundary.clip_next(float(max_norm) if math.isfinite(max_norm) else 0.0)
 
     # -- the config ---------------------------------------------------------------------------------
 
     @property
     def _choices(self) -> StepSettings:
+        # Read through the state each time: `set_train_batch_size` replaces the object.
         return self._core.state.choices
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config with its defaults and all three batch sizes, as JSON would have it: a copy, not to be set.
+        """A copy of the config with its defaults and all three batch sizes, as JSON values.
 
-        The model's own, where it has one, is `engine.module.config`.
+        Changes of the copy have no effect. The config of the model, if the model has one, is `engine.module.config`.
         """
         choices = self._choices
+        # The settings, not the config, hold the sizes: `set_train_batch_size` may have changed them since.
         return choices.config.model_dump(mode="json") | {
             "train_batch_size": choices.total_batch_size,
             "train_micro_batch_size_per_gpu": choices.micro_batch_size,
@@ -170,40 +196,48 @@ class DeepSpeedApi:
         }
 
     def zero_optimization_stage(self) -> int:
-        """The stage of ZeRO that the config names."""
+        """Returns the stage of ZeRO that the config names."""
         return self._choices.config.zero_optimization.stage
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether weights may be saved in stage 3; here they may unless the config says false."""
+        """Returns True if `save_16bit_model` may write in stage 3: unless the config sets the key to false."""
         return self._choices.config.zero_optimization.stage3_gather_16bit_weights_on_model_save is not False
 
     def fp16_enabled(self) -> bool:
-        """Whether weights are fp16."""
+        """Returns True if weights are fp16."""
         return self._choices.config.dtype == "fp16"
 
     def bfloat16_enabled(self) -> bool:
-        """Whether weights are bf16."""
+        """Returns True if weights are bf16."""
         return self._choices.config.dtype == "bf16"
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
+        """Returns the number of micro-batches of a step."""
         return self._choices.accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch on this rank."""
+        """Returns the number of samples of a micro-batch on this rank."""
         return self._choices.micro_batch_size
 
     def train_batch_size(self) -> int:
-        """Samples of a step on all ranks."""
+        """Returns the number of samples of a step on all ranks."""
         return self._choices.total_batch_size
 
     def deepspeed_io(
         self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[[list[Any]], Any] | None = None
     ) -> Loader:
-        """A loader as that of `training_data`: this rank's rows of each batch, shuffled by the config's seed.
+        """Returns a loader like that of `training_data`: this rank's rows of each batch, shuffled by the config's seed.
 
-        `batch_size` is that of one rank, the micro-batch's by default. Its position is in no commit; that of
-        `training_data` is. Raises `UsageError`, and `ConfigError` where the data have no length, or not one batch.
+        No commit includes the position of this loader; commits include that of `training_data` only.
+
+        Args:
+            dataset: a dataset with a length.
+            batch_size: samples of a batch on this rank; the micro-batch size by default.
+            collate_fn: makes a batch of a list of samples; torch's default if None.
+
+        Raises:
+            UsageError: if an argument is invalid.
+            ConfigError: if the dataset has no length, or less than one batch.
         """
         check_data(dataset, collate_fn)
         choices = self._choices
@@ -217,27 +251,28 @@ class DeepSpeedApi:
 
     @property
     def global_rank(self) -> int:
-        """The number of this process among those that train together."""
+        """The rank of this process among those that train together."""
         return self._core.components.rank
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """The number of processes that train together."""
         return self._core.components.world_size
 
     @property
     def local_rank(self) -> int:
-        """The number of this process among those of its machine, as its launcher says."""
+        """The rank of this process on its machine, from the launcher's LOCAL_RANK."""
+        # LOCAL_RANK may be set in the environment of a process that trains alone.
         return 0 if self._core.components.ranks is None else int(os.environ.get("LOCAL_RANK", "0"))
 
     @property
     def parameter_count(self) -> int:
-        """Elements of all parameters; a tied one counts once."""
+        """Elements of all parameters; a tied parameter counts once."""
         return sum(segment.numel for layout in self._core.components.layouts for segment in layout.segments)
 
     @property
     def host_memory(self) -> int:
-        """Bytes of the host arena: this engine's part of the host budget."""
+        """Bytes of the host arena: this engine's host budget."""
         return self._core.components.arena.nbytes
 
     @property
@@ -246,32 +281,32 @@ class DeepSpeedApi:
         return self._core.components.pager.arena.nbytes
 
     def io_bytes(self) -> IoBytes:
-        """Bytes read and written so far by the engine."""
+        """Returns the bytes that the engine has read and written so far in this process."""
         queue = self._core.components.queue
         return IoBytes(0, 0) if queue is None else IoBytes(queue.read_bytes, queue.written_bytes)
 
     def memory_report(self) -> MemoryReport:
-        """Bytes of RAM and of the device by who holds them, in sums that add up; `print` it for the words.
+        """Returns bytes of RAM and of the device by owner, in sums that add up. `print` it for a readable form.
 
-        Of `["host"]`, rss = base + arena + device_arena + other_engines + other, where base is what was resident before
-        the engine, and other what came since: activations, libraries. Of `["device"]`, allocated = arena + other. Each
-        of `["classes"]` has its part of the host budget, what is used of it now, and the most that ever was.
+        `["host"]`: rss = base + arena + device_arena + other_engines + other. `base` was resident before the engine;
+        `other` came later, such as activations and libraries. `["device"]`: allocated = arena + other. Each of
+        `["classes"]` lists its budget in the host arena, the bytes in use now, and the peak.
         """
         return memory_report(self._core.components, self._core.base_bytes)
 
     def drive_writes(self) -> tuple[DriveWrites, ...]:
-        """What this rank has written to each drive: in this process, and in all of the run's that it goes on with."""
+        """Returns the bytes that this rank has written to each drive, in this process and in the life of the run."""
         return self._core.components.written.drives()
 
     @property
     def measured(self) -> Mapping[str, float]:
-        """Numbers of the last step, by the names of guides/monitor.md; empty where none were asked for.
+        """Numbers of the last step, by the names of guides/monitor.md; empty if none were requested.
 
-        `wall_clock_breakdown` asks for all of them, on the first rank.
+        `wall_clock_breakdown` requests all of them, on the first rank.
         """
         meter = self._core.components.meter
         return {} if meter is None or meter.last is None else meter.last.values
 
     def use_counts(self) -> PrefetchStats:
-        """How often units were used so far, found on the device, and used otherwise than foreseen."""
+        """Returns how often units were used so far, found on the device, and used in another order than predicted."""
         return self._core.components.pager.counts()

@@ -1,7 +1,7 @@
-"""The device's memory beside the arena, which activations take: what they leave free, and what to say when it ends.
+"""Growth of the device arena after the first step, and advice when the device is out of memory.
 
-first step ─► what torch keeps now is what activations took ─► the arena grows into what they have left free:
-              room for all units, and beyond that for gradients that are added up there
+first step ─► torch's allocator holds what activations took ─► the arena grows into what they have left free:
+              memory for all units, and beyond that for gradients that accumulate on the device
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ logger = logging.getLogger("offload")
 
 
 def grow(pager: Pager, need: DeviceNeed, device: Device) -> dict[int, torch.Tensor]:
-    """Let the arena take what the first step has left free. Between steps.
+    """Lets the device arena take memory that the first step has left free. Between steps.
 
-    Returns memory for totals of gradients, (nbytes,) uint8 each, by unit.
+    Args:
+        pager: owner of the device arena.
+        need: bounds of the arena, in bytes.
+        device: the compute device.
+
+    Returns:
+        Memory for gradient totals by unit, (nbytes,) uint8 each, owned by the arena; empty if the arena does not grow.
     """
     before, room = pager.arena.nbytes, device.room()
     nbytes = growth(before, need, room)
@@ -34,6 +40,8 @@ def grow(pager: Pager, need: DeviceNeed, device: Device) -> dict[int, torch.Tens
     added = need.added(before + nbytes)
     try:
         memory = pager.grow_device(nbytes, [each for _, each in added])
+    # `room()` was read before the allocation: another process may have taken the memory in between. The engine works
+    # without the growth.
     except BudgetError as error:  # somebody else was faster
         logger.info("the device budget stays %s: %s", format_size(before), error)
         return {}
@@ -50,7 +58,12 @@ def grow(pager: Pager, need: DeviceNeed, device: Device) -> dict[int, torch.Tens
 
 @contextlib.contextmanager
 def advised(arena: DeviceArena, need: DeviceNeed) -> Iterator[None]:
-    """torch's error of a device that is full says in here what to change as well; it stays torch's own."""
+    """Appends advice on what to change to torch's out-of-memory error of the device. The error keeps its type.
+
+    Args:
+        arena: the device arena, whose size the advice names.
+        need: bounds of the arena; `need.least` is the smallest size that works.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -59,7 +72,12 @@ def advised(arena: DeviceArena, need: DeviceNeed) -> Iterator[None]:
 
 
 def advice(nbytes: int, least: int) -> str:
-    """What to change where activations have no room beside an arena of `nbytes`."""
+    """Returns what to change if activations do not fit beside a device arena of `nbytes`.
+
+    Args:
+        nbytes: size of the arena.
+        least: the smallest size that works, in bytes.
+    """
     ways = "smaller micro-batches, shorter sequences, or model.gradient_checkpointing_enable() give them room"
     if nbytes > least:
         ways += (

@@ -1,11 +1,12 @@
-"""The engine: what a training loop calls.
+"""The engine: the object that a training loop calls.
 
-    engine(batch) ─► backward(loss) ─► step()      (per micro-batch; a boundary every `accumulation` of them)
+    engine(batch) ─► backward(loss) ─► step()      (per micro-batch; every `accumulation`-th step() is an optimizer
+    step)
 
-`step()` at a boundary finishes what the step before left in flight, decides, and schedules the updates; they
-run on the update worker while the next forward, unit by unit, waits for what it needs. One step is in flight
-at most. The first call of the engine after a boundary takes the state blob that the commit of that step waits
-for, so that random generators, schedule and counters are those of one moment.
+An optimizer step waits for the updates of the step before, decides on norm, clip and overflow, and schedules its own
+updates. The update worker executes them while the next forward runs and waits, unit by unit, for the weights that it
+uses. At most one optimizer step is in flight. The first call of the engine after an optimizer step takes the state blob
+for which the commit of that step waits, so that random generators, schedule and counters belong to one moment.
 
 Threads. All methods belong to the thread that runs the model. In a forked child every call raises.
 """
@@ -36,15 +37,16 @@ logger = logging.getLogger("offload")
 
 
 class Engine(DeepSpeedApi):
-    """A model whose weights and optimizer states are paged; made by `offload.initialize`.
+    """A model whose weights and optimizer states are paged. Created by `offload.initialize`.
 
-    All methods belong to the thread that runs the model; in a forked child every call raises. An error on a thread of
-    the engine is raised, with its cause, by the next call: from then on the engine is stopped (`EngineFailed`), and the
-    last commit is whole. What an engine has not is the model's: `engine.generate`, `engine.parameters`.
+    All methods belong to the thread that runs the model; in a forked child every call raises. An error on a background
+    thread of the engine is raised, as the cause of an `EngineFailed`, by the next call. From then on the engine is
+    stopped, and the last commit remains valid. Attributes that the engine does not define are looked up on the model:
+    `engine.generate`, `engine.parameters`.
     """
 
     def __init__(self, core: EngineCore, notices: Sequence[str]) -> None:
-        """Makes the API over a core, which is complete.
+        """Creates the API over a complete core.
 
         Args:
             core: components and training state.
@@ -52,20 +54,31 @@ class Engine(DeepSpeedApi):
         """
         super().__init__(core)
         self.notices = tuple(notices)
-        """Lines that were reported at the start: homes, budgets, keys without an effect, what a resume found."""
+        """Lines reported at the start: placements, budgets, keys without an effect, the result of a resume."""
 
     # -- training -----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on `args`, whose tensors are moved to the engine's device first, and cast by `auto_cast`.
+        """Runs the model on inputs that are moved to the engine's device and cast as `auto_cast` of the config says.
 
-        Raises `UsageError` where `auto_cast` is false and the model cannot compute with the dtype of an input.
+        Args:
+            *args: positional inputs of the model. Tensors are found in lists, tuples, mappings and dataclasses too.
+            **kwargs: keyword inputs of the model, treated alike.
+
+        Returns:
+            The output of the model.
+
+        Raises:
+            UsageError: if `auto_cast` is false and the model cannot compute with the dtype of an input.
+            EngineFailed: if an error has stopped the engine.
         """
         args, kwargs = self._core.enter_model((args, kwargs))
         with self.autocast(), self._core.advised():
             try:
                 return self.module(*args, **kwargs)
             except RuntimeError as error:
+                # torch reports a dtype mismatch deep inside the model; the replacement names the input and the config
+                # key.
                 if (clearer := self._core.inputs.explain(error, (args, kwargs))) is None:
                     raise
                 raise clearer from error
@@ -73,18 +86,28 @@ class Engine(DeepSpeedApi):
     forward = __call__
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """A context for a forward, as `torch_autocast` asks for; `engine(...)` has it by itself.
+        """Returns the context of a forward that `torch_autocast` of the config asks for.
 
-        Without torch's cache: its copies of weights would outlive their slices.
+        `engine(...)` enters it by itself. torch's autocast cache is off: its copies of weights would outlive the device
+        buffers of their units.
         """
         if not self._choices.config.torch_autocast.enabled:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
-    if not TYPE_CHECKING:  # else any name would be right for a checker of types
+    # A type checker that saw `__getattr__` would accept any attribute name.
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """What an engine has not is the model's: `generate`, `parameters`, `named_modules`."""
+            """Returns the model's attribute of a name that the engine does not define: `generate`, `named_modules`.
+
+            Args:
+                name: the attribute. Names that begin with an underscore are not looked up on the model.
+
+            Raises:
+                AttributeError: if the model does not define it either.
+            """
+            # `self.module` would call this method again while the constructor has not set it yet.
             module = self.__dict__.get("module")
             if module is None or name.startswith("_") or not hasattr(module, name):
                 model = "" if module is None else f", nor has its model (engine.module), {type(module).__name__}"
@@ -92,9 +115,18 @@ class Engine(DeepSpeedApi):
             return getattr(module, name)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raise `UsageError`: blocks are compiled before `initialize`, and the hooks that bring weights stay outside.
+        """Raises `UsageError`: an engine is not compiled as a whole.
 
-        DeepSpeed's call, which would otherwise reach that of the model, which hooks go through.
+        Blocks are compiled before `initialize`, so that the hooks that fetch weights stay outside of the graphs.
+        Defined because DeepSpeed has the call. Without it the call would reach `compile` of the model, which would
+        trace through the hooks.
+
+        Args:
+            *args: ignored.
+            **kwargs: ignored.
+
+        Raises:
+            UsageError: always.
         """
         raise UsageError(
             "an engine is not compiled as a whole, since weights come and go between its blocks: call block.compile() "
@@ -111,10 +143,24 @@ class Engine(DeepSpeedApi):
         allreduce_gradients: bool | None = None,
         release_loss: bool | None = None,
     ) -> torch.Tensor:
-        """Add the gradients of `loss`, a scalar, divided by the accumulation unless `scale_wrt_gas` is false.
+        """Runs the backward of `loss`, which adds its gradients to those of the current step.
 
-        In fp16 of the loss times the loss scale; what is returned is without it. The last two are DeepSpeed's: their
-        defaults there, True and False, are taken; another value is a `UsageError`.
+        In fp16 the loss is multiplied by the loss scale first; the returned loss is without the scale.
+
+        Args:
+            loss: a tensor of one element that depends on a trainable parameter.
+            retain_graph: as in `Tensor.backward`.
+            scale_wrt_gas: True to divide the loss by gradient_accumulation_steps.
+            allreduce_gradients: DeepSpeed's keyword; None or its default there, True.
+            release_loss: DeepSpeed's keyword; None or its default there, False.
+
+        Returns:
+            The loss after the division, with its graph.
+
+        Raises:
+            UsageError: if `loss` is no tensor of one element or does not require a gradient, or if a keyword of
+                DeepSpeed has another value.
+            EngineFailed: if an error has stopped the engine.
         """
         refuse(allreduce_gradients=allreduce_gradients, release_loss=release_loss)
         self._core.enter()
@@ -125,21 +171,34 @@ class Engine(DeepSpeedApi):
             raise UsageError("backward got a loss that does not depend on any trainable parameter (no_grad? detach?)")
         divided = loss / self._choices.accumulation if scale_wrt_gas else loss
         with self._core.advised():
+            # Activations are largest in the backward: torch's out-of-memory error says in here what to change.
             self.scale(divided).backward(retain_graph=retain_graph)
         if self._core.components.meter is not None:
             self._core.components.meter.add_loss(divided, first=self.micro_batches <= 1)
         return divided
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the loss scale, for a `backward()` of one's own; it is as it was outside of fp16."""
+        """Returns `loss` times the loss scale in fp16, and `loss` itself otherwise.
+
+        For loops that call `.backward()` themselves.
+
+        Args:
+            loss: the loss of a micro-batch, divided by gradient_accumulation_steps if gradients accumulate.
+        """
         return loss if self._core.state.scaler is None else self._core.state.scaler.multiply(loss)
 
     def step(self, lr_kwargs: None = None) -> None:
-        """End a micro-batch; at a boundary, clip, schedule the updates and advance the learning rates.
+        """Ends a micro-batch. If it completes a step, clips, schedules the updates and advances the learning rates.
 
-        Raises `UsageError` where several backwards ran since the last call and micro-batches accumulate, since it
-        cannot know what they are, and `NumericsError` where the norm is not finite: then the gradients are dropped and
-        nothing was updated. `lr_kwargs` is DeepSpeed's: another value than None is a `UsageError`.
+        Args:
+            lr_kwargs: DeepSpeed's keyword; must be None.
+
+        Raises:
+            UsageError: if several backwards ran since the last call while micro-batches accumulate, so that their
+                number is ambiguous; if this rank cannot step now; or if `lr_kwargs` is not None.
+            NumericsError: if the gradient norm is inf or NaN and the config does not skip such a step. Gradients are
+                dropped and nothing is updated.
+            EngineFailed: if an error has stopped the engine.
         """
         refuse(lr_kwargs=lr_kwargs)
         self._core.enter()
@@ -150,6 +209,8 @@ class Engine(DeepSpeedApi):
         self._step_and_schedule()
 
     def _step_and_schedule(self) -> None:
+        # The count tells below whether the optimizer step itself went through: only then are weights ahead of the
+        # schedule.
         before = self.global_steps
         try:
             self.optimizer.step()
@@ -157,20 +218,32 @@ class Engine(DeepSpeedApi):
                 self.lr_scheduler.step()
                 self._core.state.ended()
         except BaseException as error:
-            # A step whose schedule did not move, or moved by half, must not be committed; the last commit is whole.
+            # A step whose schedule did not advance, or advanced partly, must not be committed: a resumed run would
+            # train with the wrong learning rate. The last commit stays valid.
             if self.lr_scheduler is not None and self.global_steps != before:
                 self._core.components.pager.fail(error)
             raise
 
     def train_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
-        """Run micro-batches of `data_iter` up to the next boundary and step there; their mean loss, on this rank.
+        """Runs micro-batches of `data_iter` until a step is complete, including the step.
 
-        A batch that is a mapping has the model's keywords, a tuple or list its arguments; anything else is the only
-        one. The model returns its loss, or something whose `loss`, `["loss"]` or first item that is; else `UsageError`.
-        Where the data end before the boundary `StopIteration` comes out, as `next` raises it; the gradients stay, and
-        the next call goes on with them.
+        If the data end before the step is complete, `StopIteration` is raised as `next` raises it. The gradients stay,
+        and the next call resumes with them.
+
+        Args:
+            data_iter: an iterator of micro-batches. A mapping is passed as keywords, a tuple or list as positional
+                arguments, anything else as the only argument. The model must return the loss, or an output that holds
+                it as `.loss`, as `["loss"]` or as its first item.
+
+        Returns:
+            The mean loss of the micro-batches on this rank, () fp32, on the device of the losses.
+
+        Raises:
+            UsageError: if `data_iter` is no iterator, or if the model returns no loss of one element.
+            NumericsError: as in `step`.
         """
         batch.check_batches(data_iter)
+        # `step()` decides where the step ends, by the count or as the user says, so the loop watches its counter.
         steps, losses = self.global_steps, list[torch.Tensor]()
         while self.global_steps == steps:
             loss = batch.run(self, next(data_iter))
@@ -180,81 +253,133 @@ class Engine(DeepSpeedApi):
         return torch.stack(losses).mean()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Train on so many samples of all ranks a step from the next on: it changes how many micro-batches it has.
+        """Changes the number of samples of a step on all ranks, and with it the number of micro-batches.
 
-        Between steps alone. Raises `UsageError` where that cannot be.
+        Between steps only.
+
+        Args:
+            train_batch_size: samples of a step on all ranks; a multiple of train_micro_batch_size_per_gpu * ranks.
+
+        Raises:
+            UsageError: if a micro-batch of the current step has run, if the number is no such multiple, or if several
+                micro-batches would have to be added up in a 16-bit dtype.
         """
         self._core.enter_between_steps("set_train_batch_size")
         if self.micro_batches:
             ran = count_of(self.micro_batches, "micro-batch", "micro-batches")
             raise UsageError(f"set_train_batch_size is for between steps, {ran} of this one ran: call it after step()")
+        # A dtype that the engine chose because a step had one micro-batch may be too narrow to add several up.
         kept = None if self._choices.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
         self._core.state.change_settings(resized(self._choices, train_batch_size, self.world_size, kept))
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the next `step()` updates the weights, whatever the count, until this is called again.
+        """Sets whether the next `step()` updates the weights, regardless of the count of micro-batches.
 
-        With None the count says it again. A loop that says it may leave out the `step()` of other micro-batches, as
-        `accelerate` does. `backward` divides by gradient_accumulation_steps all the same.
+        The setting holds until the next call. A loop that sets it may omit the `step()` of other micro-batches, as
+        `accelerate` does. `backward` still divides by gradient_accumulation_steps.
+
+        Args:
+            is_boundary: True or False; None returns to the count.
+
+        Raises:
+            UsageError: if `is_boundary` is anything else.
         """
         self._core.check()
         self._core.micro.tell(is_boundary)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """A context for micro-batches that do not end a step: each backward in it is one, `step()` never updates.
+        """Returns a context for micro-batches that do not end a step.
 
-        It changes no result. Ranks add each gradient up as it comes, in it as outside of it; what a GPU has room for is
-        added up there, in it as outside of it, and leaves for the host with the last micro-batch.
+        Each backward in the context counts as a micro-batch. `step()` never updates weights in the context. Results do
+        not change: gradients are reduced over the ranks as they come, inside of the context and outside. Gradients for
+        which the GPU has room accumulate on the GPU in both cases, and are copied to the host with the last
+        micro-batch.
         """
         self._core.check()
         return self._core.micro.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients since the last boundary, and their micro-batches.
+        """Drops the gradients since the last optimizer step, and their micro-batches.
 
-        With several ranks all of them do, where there is anything to forget: it was added up already.
+        With several ranks every rank must call it if there is a gradient to drop, because gradients are reduced
+        already.
+
+        Args:
+            set_to_none: accepted for compatibility with torch; has no effect.
         """
         self._core.forget_gradients()
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Hold the states of `objects` in each commit, as `accelerate` does: such as a schedule that the user steps.
+        """Includes the states of `objects` in each commit, as `accelerate` does.
 
-        They have `state_dict()`, of plain values, and `load_state_dict(state)`, which is called at once on a resumed
-        run. There, as many objects as the run had must come in the same order before the first step; then the groups'
-        values (learning rates and such) become those of the commit again. Raises `UsageError`.
+        Example: a schedule that the user steps. In a resumed run as many objects as the run had must be registered in
+        the same order before the first step. Each receives its state at once. Then the values of the optimizer's
+        groups, such as learning rates, become those of the commit again, because the constructor of a schedule may have
+        overwritten them.
+
+        Args:
+            *objects: objects with `state_dict()`, which returns plain values, and `load_state_dict(state)`.
+
+        Raises:
+            UsageError: if an object lacks one of the methods, its state is not plain, or it is not the object that the
+                resumed run holds at this position.
         """
         self._core.check()
         self._core.state.registered.add(objects)
+        # The constructor of a schedule writes its first learning rates into the groups, over the committed ones.
         self._core.state.put_values()
 
     def restore_generators(self) -> None:
-        """Put the random generators back as they were at the end of the last step, in a loop with its own DataLoader.
+        """Restores the random generators of the end of the last step, for loops with their own DataLoader.
 
-        Call it in a resumed run, or after a load, when the batches that were trained on are skipped, right before the
-        next one is fetched: what is drawn between there and the first call of the engine comes out as in the run. In a
-        new run, and from the first step on, it does nothing.
+        Call it in a resumed run, or after `load_checkpoint`, when the loop has skipped the batches that were trained on
+        and is about to fetch the next one. Random numbers drawn between this call and the first call of the engine then
+        equal those of the uninterrupted run. In a new run, and from the first step on, the call does nothing.
         """
         self._core.check()
         self._core.state.restore_generators()
 
     def mean(self, value: float) -> float:
-        """The mean of a number over all ranks, such as a loss to log; every rank must ask for it at the same place."""
+        """Returns the mean of a number over all ranks, such as a loss to log.
+
+        A collective: every rank calls it at the same place.
+
+        Args:
+            value: the number of this rank.
+
+        Raises:
+            RankError: if another rank is gone or does something else.
+        """
         self._core.enter()
         return value if self._core.components.agreement is None else self._core.components.agreement.mean(value)
 
     def train(self, mode: bool = True) -> Engine:
-        """Set the model's training mode, as `nn.Module.train` does."""
+        """Sets the model's training mode, as `nn.Module.train` does.
+
+        Args:
+            mode: True for training, False for evaluation.
+
+        Returns:
+            The engine.
+        """
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """Set the model to evaluation, as `nn.Module.eval` does."""
+        """Sets the model to evaluation, as `nn.Module.eval` does.
+
+        Returns:
+            The engine.
+        """
         return self.train(False)
 
     def synchronize(self) -> None:
-        """Wait until the updates of the last step are done, and what is to be durable of it is committed.
+        """Waits until the updates of the last step are done and committed as far as the config's durability asks.
 
-        Nothing needs it but measurements: whoever reads a weight gets the new one.
+        Only measurements need it: a read of a weight waits for the newest value by itself.
+
+        Raises:
+            UsageError: if a forward or a backward is running.
         """
         with self._core.components.timeline.span(Row.COMPUTE, "synchronize"):  # a part of the step, as the meter counts
             self._core.enter_between_steps("synchronize")
@@ -262,15 +387,25 @@ class Engine(DeepSpeedApi):
     # -- weights ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's weights and persistent buffers by the model's names: ordinary tensors on the CPU.
+        """Returns the weights and persistent buffers by the model's names, as ordinary tensors on the CPU.
 
-        Weights are copies, in the dtype that the model computes in, read one parameter after the other; tied ones stay
-        tied. A rank may ask for it alone. Raises `BudgetError` where they would not fit into the RAM.
+        Weights are copies in the compute dtype, read one parameter after the other; tied weights stay tied. No
+        collective: one rank may call it alone.
+
+        Raises:
+            BudgetError: if the copies would not fit into the RAM.
         """
         return self.module_state_dict()
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The same as `state_dict`, also without frozen parameters."""
+        """Returns the result of `state_dict`, optionally without frozen parameters.
+
+        Args:
+            exclude_frozen_parameters: True to leave out parameters that do not require a gradient.
+
+        Raises:
+            BudgetError: if the copies would not fit into the RAM.
+        """
         self._core.check()
         return self._core.looking.state_dict(self.module, exclude_frozen_parameters)
 
@@ -285,18 +420,31 @@ class Engine(DeepSpeedApi):
         exclude_frozen_parameters: bool = False,
         keep_last: int | None = None,
     ) -> bool:
-        """Write weights, optimizer states and all else of this moment to `save_dir`/`tag`, whole or not at all.
+        """Writes weights, optimizer states and training state to `save_dir`/`tag` atomically.
 
-        `tag` is "global_step<N>" by default; a checkpoint of that name is replaced. `client_state` is given back by
-        `load_checkpoint`: numbers, strings, lists and dicts. With `save_latest` it is what a load without a tag takes;
-        `keep_last` then removes the oldest others, so that so many are left. Every rank calls it. True.
+        Every rank calls it, between steps. Gradients of micro-batches since the last step are not saved.
 
-        Raises `StoreError` where there is no room, something that is no checkpoint has its name, or another save into
-        `save_dir` is under way, before anything is written, and `IoError` where the disk refuses.
+        Args:
+            save_dir: folder of the checkpoints, created if it does not exist.
+            tag: name of the checkpoint; "global_step<N>" by default. A checkpoint of that name is replaced.
+            client_state: values that `load_checkpoint` returns: numbers, strings, lists and dicts.
+            save_latest: True to make this checkpoint the one that a load without a tag takes.
+            exclude_frozen_parameters: True to leave out the weights of frozen parameters.
+            keep_last: number of checkpoints to keep in `save_dir`; the oldest others are deleted. None keeps all.
+
+        Returns:
+            True.
+
+        Raises:
+            StoreError: before anything is written, if the disk has no room, if a folder that is no checkpoint has the
+                name, or if another save into `save_dir` is under way; on the other ranks also if one rank fails.
+            IoError: if a write fails.
+            UsageError: if an argument is invalid, or if a forward or a backward is running.
         """
         self._core.enter_between_steps("save_checkpoint")
         name = f"global_step{self.global_steps}" if tag is None else tag
         self._core.checkpoints.save(
+            # Checked inside of the collective: an argument that is invalid on one rank fails the call on all ranks.
             lambda: SaveRequest.checked(save_dir, name, save_latest, not exclude_frozen_parameters, keep_last),
             self.micro_batches,
             client_state,
@@ -313,26 +461,42 @@ class Engine(DeepSpeedApi):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from a checkpoint, saved with any placement and number of ranks: its folder, and its `client_state`.
+        """Resumes from a checkpoint that was saved with any placement and number of ranks.
 
-        Without a `tag` it is the latest; where there is none, (None, {}). Everything is checked before anything of the
-        engine changes. Gradients are dropped; what the store commits is the loaded state, at once. With
-        `load_module_only` weights and buffers alone are loaded. Every rank calls it.
+        Every rank calls it, between steps. Everything is read and checked before the engine changes. Gradients are
+        dropped, and the loaded state is committed at once. `engine.client_state`, the values of the optimizer's groups
+        and the position of `training_data` are restored, and registered objects receive their states. Objects that are
+        registered later receive theirs then, as in a resumed run; objects that the checkpoint does not hold stay as
+        they are.
 
-        `engine.client_state`, the groups' values and the position of `training_data` come back too, and registered
-        objects get their states. Objects that are registered later get them then, as on a resumed run; those that the
-        checkpoint has not stay as they are. Without `load_lr_scheduler_states` the schedule that was given to
-        `initialize` goes on as it is, and with it the groups' values; registered objects are the user's, and loaded.
+        Args:
+            load_dir: the folder that `save_checkpoint` received as `save_dir`.
+            tag: name of the checkpoint; the latest by default.
+            load_module_strict: True to refuse a checkpoint whose parameters are not those of the model.
+            load_optimizer_states: False to load weights without optimizer states.
+            load_lr_scheduler_states: False to leave the schedule that `initialize` received and the groups' values as
+                they are. Registered objects are loaded in any case.
+            load_module_only: True to load weights and buffers only.
+            custom_load_fn: DeepSpeed's keyword; must be None.
 
-        Raises `StoreError` where it is named and not there, damaged, of another model or of other registered objects.
+        Returns:
+            The folder of the checkpoint and the `client_state` that was saved; (None, {}) if no tag is given and
+            `load_dir` names no latest checkpoint.
+
+        Raises:
+            StoreError: if the named checkpoint does not exist, is damaged, or belongs to another model or to other
+                registered objects.
+            UsageError: if an argument is invalid, or if a forward or a backward is running.
         """
         refuse(custom_load_fn=custom_load_fn)
         self._core.enter_between_steps("load_checkpoint")
+        # A frozen engine keeps neither states nor a schedule: it loads the weights only, whatever was asked for.
         trains = self._core.components.update_worker is not None and not load_module_only
         wish = LoadOptions(load_module_strict, trains and load_optimizer_states, load_lr_scheduler_states, not trains)
         loaded = self._core.checkpoints.load(load_dir, tag, wish)
         if loaded is None:
             return None, {}
+        # Micro-batches that ran before the load belong to gradients that are gone.
         self._core.micro.reset()
         if not wish.module_only:
             self._core.boundary.forget_norm()
@@ -348,13 +512,24 @@ class Engine(DeepSpeedApi):
         dtype: str | torch.dtype | None = None,
         tokenizer: Any = None,
     ) -> None:
-        """Write the model as `from_pretrained` of transformers loads it: safetensors, their index, the configs.
+        """Writes the model as `from_pretrained` of transformers loads it: safetensors, their index and the configs.
 
-        It is streamed, wherever things lie: no more than a few chunks are in RAM. `dtype` ("bf16", "fp16", "fp32") is
-        that of the weights by default; fp32 gives the exact masters. A model of peft gives its adapters, as peft writes
-        them. In a folder that is there, files of these names are replaced, whole or not at all, and others stay. Every
-        rank calls it, rank 0 writes. Raises `StoreError` where there is no room, before anything is written, and
-        `IoError` where the disk refuses.
+        Weights are streamed from their tier: the RAM holds no more than a few chunks. A model of peft writes its
+        adapters, as peft does. In an existing folder, files of the same names are replaced atomically and other files
+        stay. Every rank calls it, between steps; rank 0 writes.
+
+        Args:
+            save_directory: the folder to write.
+            max_shard_size: upper bound of one safetensors file, in bytes or as text such as "50GB".
+            dtype: "bf16", "fp16", "fp32" or a torch dtype; by default that of the weights. fp32 gives the exact
+                masters.
+            tokenizer: a tokenizer of transformers to save beside the model, or None.
+
+        Raises:
+            StoreError: if the disk has no room, before anything is written.
+            IoError: if a write fails.
+            UsageError: if an argument is invalid, or if a forward or a backward is running.
+            ConfigError: if an argument has a value that is not supported.
         """
         self._core.enter_between_steps("save_pretrained")
         self._core.saving.save(SaveOptions(save_directory, max_shard_size, dtype, tokenizer), self.global_steps)
@@ -365,12 +540,26 @@ class Engine(DeepSpeedApi):
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the weights that the model computes with into one safetensors file, and nothing else; True.
+        """Writes the weights in the compute dtype into one safetensors file, and no other file. Every rank calls it.
 
-        Tied weights of a model without a transformers config are there under each of their names, so that a strict
-        `load_state_dict` takes the file; those that transformers ties itself under the first, as in its own files.
-        DeepSpeed's default name is that of a pickle, which is an error here. Where the config says
-        `"stage3_gather_16bit_weights_on_model_save": false`, stage 3 writes nothing, says so and gives False.
+        Tied weights are stored under each of their names if the model has no transformers config, so that a strict
+        `load_state_dict` takes the file. Weights that transformers ties itself are stored under their first name, as in
+        its own files.
+
+        Args:
+            save_dir: the folder of the file.
+            save_filename: name of the file; must end with ".safetensors". DeepSpeed's default, the name of a pickle, is
+                an error.
+            exclude_frozen_parameters: True to leave out the weights of frozen parameters.
+
+        Returns:
+            True; False, after a warning, if nothing was written because stage 3 is configured with
+            `"stage3_gather_16bit_weights_on_model_save": false`.
+
+        Raises:
+            StoreError: if the disk has no room, before anything is written.
+            IoError: if a write fails.
+            UsageError: if an argument is invalid, or if a forward or a backward is running.
         """
         self._core.enter_between_steps("save_16bit_model")
         if not self.zero_gather_16bit_weights_on_model_save() and self.zero_optimization_stage() == 3:
@@ -384,25 +573,31 @@ class Engine(DeepSpeedApi):
         return True
 
     def destroy(self, remove: bool | None = None) -> None:
-        """Finish and commit what is complete, join every thread, close the store.
+        """Finishes and commits complete steps, joins every thread and closes the store.
 
-        What the store holds can be gone on with by `"resume": "auto"`. With `remove` nothing of it is left; with False,
-        a later start under the same name that does not resume it is refused; by default such a start replaces it, with
-        a line.
+        With several ranks the call waits until all ranks have come here, and serves them until then. Idempotent; may be
+        called again after an interruption. The model's parameters stay placeholders. If an error has stopped the
+        engine, nothing is finished and the run is kept. An error of finishing is raised after everything is closed.
+        Only an error about values of `client_state` or registered objects that cannot be committed is raised before, so
+        that the caller can correct the values.
 
-        With several ranks it waits for the others to come here too, and serves them until then. Idempotent, and may be
-        called again where it was interrupted. The model's parameters stay placeholders. Raises what finishing raised,
-        after closing; only what cannot be committed, in `client_state` or registered objects, it raises before.
+        Args:
+            remove: True deletes the run from the disk. False keeps the run, and a later start under the same name that
+                does not resume it is refused. None keeps the run too, but such a start replaces it, with a notice.
+                `"resume": "auto"` resumes a run that was kept.
+
+        Raises:
+            UsageError: before anything is closed, if `client_state` or a registered object cannot be committed.
         """
         self._core.ending.destroy(remove)
 
     def finish(self, facts: Mapping[str, Any]) -> None:
-        """Do what `destroy(remove=True)` does, but leave a note that the run has ended.
+        """Ends the engine as `destroy(remove=True)` does, but leaves a note that the run has ended. All ranks call it.
 
-        Under `"resume": "auto"` or `"must"` a later start of that name is refused then. All ranks call it.
+        A later start of the same name with `"resume"` set to `"auto"` or `"must"` is then refused.
 
         Args:
-            facts: what `finished.json` says of the end, beside its steps and date; JSON.
+            facts: contents of `finished.json` beside its steps and date; plain JSON values.
         """
         self._core.ending.finish(facts)
 

@@ -1,4 +1,4 @@
-"""Keywords of DeepSpeed's calls that this library does not have: None is what scripts pass on, and is taken."""
+"""Keywords of DeepSpeed's calls that this library does not support. None, which scripts pass on, is accepted."""
 
 from __future__ import annotations
 
@@ -25,11 +25,18 @@ _ADVICE = {
     "lr_kwargs": "the schedule's step() is called without arguments; step one of your own, and pass no lr_scheduler",
 }
 _DEFAULTS = {"modifier_rank": 0, "allreduce_gradients": True, "release_loss": False}
-"""What DeepSpeed has where None is not said; it is what is done here."""
+"""DeepSpeed's defaults that describe what this library does anyway."""
 
 
 def refuse(**given: Any) -> None:
-    """Raise `UsageError` for the first keyword of DeepSpeed whose value is not None and asks for what is not here."""
+    """Raises `UsageError` for the first keyword of DeepSpeed whose value asks for something that is not supported.
+
+    Args:
+        **given: keywords and the values that the caller received. None and DeepSpeed's own defaults are accepted.
+
+    Raises:
+        UsageError: with the keyword, its value and advice.
+    """
     for name, value in given.items():
         if value is None or (name == "dist_init_required" and isinstance(value, bool)):
             continue

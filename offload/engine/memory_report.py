@@ -1,4 +1,4 @@
-"""Where a process's memory is, so that it adds up: RSS and device memory by who holds it."""
+"""RSS and device memory of a process by owner, in sums that add up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.swapper.memory.host_arena import process_memory
 
 
 class MemoryReport(dict[str, Any]):
-    """Plain numbers of bytes, by name; `str()` says the same in words."""
+    """Numbers of bytes by name; `str()` renders them as text."""
 
     def __str__(self) -> str:
         host, device = self["host"], self["device"]
@@ -39,29 +39,34 @@ class MemoryReport(dict[str, Any]):
 
 
 def resident_of_arenas(components: EngineComponents) -> tuple[int, int]:
-    """Bytes of RAM that the host arena has, and the device arena where the device is the CPU."""
+    """Returns resident bytes of the host arena, and of the device arena if the device is the CPU."""
     pieces = [memory for _, memory in components.pager.arena.pieces if memory.device.type == "cpu" and memory.numel()]
     on_cpu = sum(resident_bytes(memory.data_ptr(), memory.numel()) for memory in pieces)
     return resident_bytes(components.arena.address, components.arena.nbytes), on_cpu
 
 
 def base_bytes(components: EngineComponents) -> int:
-    """What is resident and none of any engine's."""
+    """Returns resident bytes of this process that no engine's arena accounts for."""
     return int(psutil.Process().memory_info().rss) - sum(resident_of_arenas(components)) - _others(components)
 
 
 def memory_report(components: EngineComponents, base: int) -> MemoryReport:
-    """`base` is what `base_bytes` said when the engine began. All in bytes.
+    """Returns the memory of this process by owner, in bytes.
 
-    `host`: rss = base + arena + device_arena + other_engines + other, where "other" has come since: activations,
-    gradients on their way, libraries. `device`: allocated = arena + other. Each of `classes` has its part of the host
-    budget, what is leased of it now, and the most that ever was.
+    `host`: rss = base + arena + device_arena + other_engines + other. "other" came after the engine was built:
+    activations, gradients in flight, libraries. `device`: allocated = arena + other. Each of `classes` lists its budget
+    in the host arena, the bytes in use now, and the peak.
+
+    Args:
+        components: components of the engine.
+        base: the result of `base_bytes` when the engine was built.
     """
     arena, device_arena = resident_of_arenas(components)
     others = _others(components)
     rss = int(psutil.Process().memory_info().rss)
     budget = components.pager.arena
     device = components.shards.device.torch
+    # The CPU has no allocator to ask, so the arena stands for the whole device.
     allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else budget.nbytes
     return MemoryReport(
         host={
@@ -87,6 +92,6 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
 
 
 def _others(components: EngineComponents) -> int:
-    """Bytes of RAM of the host arenas of other engines of this process."""
+    """Returns resident bytes of the host arenas of other engines of this process."""
     arenas = [arena for arena in process_memory().arenas if arena is not components.arena]
     return sum(resident_bytes(arena.address, arena.nbytes) for arena in arenas)

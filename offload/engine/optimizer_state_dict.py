@@ -1,7 +1,7 @@
-"""The optimizer's states as `torch.optim.Optimizer.state_dict` has them: of each parameter by its number, in RAM.
+"""The optimizer's states in the form of `torch.optim.Optimizer.state_dict`: by parameter number, in RAM.
 
-Commits and checkpoints hold them without this, and larger than the RAM. It is for code that asks an optimizer for its
-state, and to take over what a plain optimizer of torch has come to.
+Commits and checkpoints store the states without this module, even if they exceed the RAM. It serves code that asks an
+optimizer for its state, and code that loads the state of a plain optimizer of torch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,21 @@ _STEP = "step"
 
 
 class OptimizerStates:
-    """Reads and sets what an optimizer keeps of parameters, all of it. Every rank calls it, for the same parameters."""
+    """Reads and sets all optimizer states of a parameter. A collective: every rank calls it for the same parameters."""
 
     def __init__(self, looking: ParamAccess, layouts: Sequence[UnitLayout], mode: Mode, moment: TrainingState) -> None:
+        """Stores the components.
+
+        Args:
+            looking: access to the states of one parameter.
+            layouts: the segments of each unit.
+            mode: the states that the optimizer keeps.
+            moment: training state, which counts the updates of each parameter.
+        """
         self._looking, self._layouts, self._mode, self._moment = looking, layouts, mode, moment
 
     def read(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Copies, on the CPU; empty before the first step, and of a frozen parameter."""
+        """Returns copies on the CPU by name; empty before the first update and for a frozen parameter."""
         place = self._place(parameter)
         count = self._steps(place)
         if not count:
@@ -39,6 +47,7 @@ class OptimizerStates:
         if kept:
             found = {each.name: self._looking.read_state(place, each.name) for each in kept}
             return {name: value.cpu() for name, value in found.items() if value is not None}
+        # torch's optimizers keep the count as a floating-point tensor.
         values: dict[str, Any] = {_STEP: torch.tensor(float(count), device="cpu")}
         for state in self._moments:
             value = self._looking.read(place, state)
@@ -47,7 +56,16 @@ class OptimizerStates:
         return values
 
     def check(self, parameter: nn.Parameter, state: Mapping[str, Any], number: int) -> None:
-        """Raise `UsageError` where `state` is none that `write` takes."""
+        """Checks that `write` would accept `state`.
+
+        Args:
+            parameter: a parameter of the model.
+            state: tensors by name, each of the parameter's shape; empty for the state before the first step.
+            number: the parameter's number in the state dict, for the error.
+
+        Raises:
+            UsageError: if a state is missing or has another shape, or if the optimizer has no kernel here.
+        """
         place = self._place(parameter)
         if not state and not self._steps(place):
             return
@@ -56,6 +74,7 @@ class OptimizerStates:
                 "the states of an optimizer without a kernel can be looked at, and not be set: engine.load_checkpoint "
                 "loads them"
             )
+        # An empty state resets a parameter that was updated, so there is nothing to compare.
         names = [moment.value for moment in self._moments] if state else []
         shape = self._layouts[place.unit].segments[place.position].shape
         for name in names:
@@ -68,9 +87,11 @@ class OptimizerStates:
                 )
 
     def write(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Make `state`, which was checked, what is kept of a parameter; what else there is in it has no effect.
+        """Replaces the states of a parameter. Entries of other names have no effect.
 
-        An empty one is that of before the first step.
+        Args:
+            parameter: a parameter of the model.
+            state: a state that `check` has accepted; empty resets to the state before the first step.
         """
         place = self._place(parameter)
         if not state and not self._steps(place):
@@ -79,14 +100,16 @@ class OptimizerStates:
         for moment in self._moments:
             value = state[moment.value].float() if state else torch.zeros(shape, device="cpu")
             self._looking.write(place, moment, value)
+        # A state without a count, such as that of SGD, counts as one update, so that `read` finds it again.
         self._moment.parameter_steps[place.unit][place.position] = int(state.get(_STEP, 1)) if state else 0
 
     def _steps(self, place: ParamHandle) -> int:
-        """How often it was updated; never, where it is frozen."""
+        """Returns the number of updates of a parameter; 0 if it is frozen."""
         return self._moment.parameter_steps[place.unit][place.position]
 
     @property
     def _moments(self) -> tuple[State, ...]:
+        # PACKED is one blob of all states that torch's own code keeps for a parameter.
         return tuple(state for state in self._mode.moments if state is not State.PACKED)
 
     def _place(self, parameter: nn.Parameter) -> ParamHandle:

@@ -1,10 +1,10 @@
-"""What there is of one parameter, whole and in fp32: its master, its gradient, its optimizer states; read and set.
+"""Access to the full fp32 values of one parameter: its master, its gradient, its optimizer states.
 
-For between forwards and backwards, wherever things lie; what users call is in `calls`. A read
-copies the newest values, a few chunks at a time, from the parameter's own stretch of each partition alone; of several
-ranks, each gives what it holds. What is set is an edit like that of a weight (see `weights`): it goes through the
+For calls between forwards and backwards, whatever the tier of the values; users call `tensor_api`. A read copies the
+newest values, a few chunks at a time, from the parameter's own segment of each partition; with several ranks each of
+them contributes what it holds. A write is an edit, like that of a weight (see `weight_edits`): it goes through the
 update worker to the slot that the last commit does not name, together with other edits of its unit, and is committed
-with the next step. A gradient that is set is that of the next step, whose norm and clip see it.
+with the next step. A written gradient is that of the next step, and is included in its norm and clip.
 """
 
 from __future__ import annotations
@@ -34,30 +34,48 @@ from offload.states import State
 from offload.swapper.memory.limits import free_host_memory
 
 _EXACT = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes whose every value fp32 has."""
+"""Dtypes that fp32 represents exactly."""
 
+# Weak, so that an engine that the user has dropped is not kept alive.
 _engines: weakref.WeakSet[ParamAccess] = weakref.WeakSet()
 
 
 def engines() -> list[ParamAccess]:
-    """Those of this process: a parameter that is bound looks like any other, and one of them knows it."""
+    """Returns the accessors of all engines of this process.
+
+    A bound parameter does not name its engine, so all are asked.
+    """
     return list(_engines)
 
 
 class ParamAccess:
-    """Reads and sets what there is of the parameters of one engine. Belongs to the thread that runs the model."""
+    """Reads and sets the values of the parameters of one engine. Belongs to the thread that runs the model."""
 
     def __init__(self, components: EngineComponents, callbacks: EngineCallbacks) -> None:
+        """Registers the accessor for `engines`.
+
+        Args:
+            components: components of the engine.
+            callbacks: the engine.
+        """
         self._components, self._held, self._callbacks = components, components.shards, callbacks
         self._states = {state.value: state for state in components.shards.mode.moments if state is not State.PACKED}
         _engines.add(self)
 
     def place(self, parameter: Any) -> ParamHandle | None:
-        """The place of a parameter of this engine's model, also while it is bound."""
+        """Returns the handle of a parameter of this engine's model, bound or not, or None."""
         return self._components.weights.place(parameter)
 
     def state(self, place: ParamHandle, name: Any) -> State:
-        """The optimizer state of that name. Raises `UsageError` where the optimizer has none."""
+        """Returns the optimizer state of a name.
+
+        Args:
+            place: handle of the parameter.
+            name: a name such as "exp_avg". States of an optimizer without a kernel map to PACKED.
+
+        Raises:
+            UsageError: if the optimizer keeps no state of that name.
+        """
         by_torch = [each.name for each in self._segment(place).kept]
         if name in by_torch:
             return State.PACKED
@@ -67,7 +85,11 @@ class ParamAccess:
         return self._states[name]
 
     def read_state(self, place: ParamHandle, name: Any) -> torch.Tensor | None:
-        """What `read` gives, of an optimizer state by its name; of what torch keeps in the shape that it has there."""
+        """Returns a copy of an optimizer state as `read` does, or None for a frozen parameter.
+
+        A state of an optimizer without a kernel has the shape that torch gives it, and is None before the first update.
+        All ranks call this.
+        """
         if not place.trainable:
             return None
         state = self.state(place, name)
@@ -76,6 +98,8 @@ class ParamAccess:
         self._begin(state)
         self._finish()
         segment = self._segment(place)
+        # The states of torch's own optimizers are one blob for each parameter, stored as fp32 words whatever their
+        # dtypes.
         words = torch.empty(len(segment.packed), dtype=torch.float32, device="cpu")
         self._read_newest(place, State.PACKED, segment.packed.start, words)
         value = unpack(segment.kept, words.view(torch.uint8)).get(name)
@@ -85,14 +109,14 @@ class ParamAccess:
         return value.to(place.device, torch.float32 if value.is_floating_point() else None, copy=True)
 
     def check_idle(self, place: ParamHandle, call: str) -> None:
-        """Raise `UsageError` where the model runs, or the parameter has memory of its own."""
+        """Raises `UsageError` if the model runs, or if the parameter is gathered. `call` names the public function."""
         if self._components.hooks.running:
             raise UsageError(f"{call} is for between steps, not for inside of a forward or a backward")
         if place.gathered:
             raise UsageError(f"{call}: {place.name} is gathered; leave `with offload.gathered(...)` first")
 
     def read_state_local(self, place: ParamHandle, name: Any) -> torch.Tensor | None:
-        """This rank's part of it, flat."""
+        """Returns this rank's partition of an optimizer state, flat, or None for a frozen parameter."""
         if not place.trainable:
             return None
         state = self.state(place, name)
@@ -102,9 +126,20 @@ class ParamAccess:
         return None if value is None else value.view(-1)
 
     def read(self, place: ParamHandle, state: State) -> torch.Tensor | None:
-        """A copy of a state, of the parameter's shape in fp32 on the compute device; for WEIGHT that of the master.
+        """Returns a copy of a state, of the parameter's shape in fp32, on the compute device. Every rank calls it.
 
-        None for a gradient where there is none, and for all but the weight of a frozen parameter. Every rank calls it.
+        For WEIGHT the copy is of the master.
+
+        Args:
+            place: handle of the parameter.
+            state: the state to read.
+
+        Returns:
+            The copy; None for a gradient if no rank holds one, and for any state except the weight of a frozen
+            parameter.
+
+        Raises:
+            BudgetError: if the RAM has no room for the copy.
         """
         if not self._settled(place, state):
             return None
@@ -122,11 +157,21 @@ class ParamAccess:
                 return None
             everyone.settle(mine)
             self._complete(place, whole)
+        # The memory was allocated inside of the collective, so a rank without room has failed the call on all ranks.
         return whole.view(self._shape(place)).to(place.device)
 
     def write(self, place: ParamHandle, state: State, values: torch.Tensor) -> None:
-        """Make `values`, of the parameter's shape, its state; where there are several ranks all call it, and those of
-        rank 0 count."""
+        """Replaces a state. With several ranks all of them call it, and the values of rank 0 count.
+
+        Args:
+            place: handle of the parameter.
+            state: the state to replace.
+            values: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied.
+
+        Raises:
+            UsageError: if the parameter is frozen, the values have another shape or dtype, or the state cannot be set.
+            BudgetError: if the RAM has no room for a copy.
+        """
         self._begin(state)
         if state is not State.WEIGHT and not place.trainable:
             raise UsageError(f"parameter {place.name} is frozen: it has no gradient and no optimizer states to set")
@@ -138,12 +183,20 @@ class ParamAccess:
             )
         if state is State.GRAD:
             self._finish()
+            # No update may still read the gradient of the step before while it is replaced.
             self._set_gradient(place, values.detach().to("cpu", torch.float32, copy=True).contiguous().view(-1))
         else:
             self._components.weights.edit(place.unit, place.position, values.detach().float(), state)
 
     def read_local(self, place: ParamHandle, state: State) -> torch.Tensor | None:
-        """This rank's part of what `read` gives, flat. Alone, but for a gradient: whether there is one, all know."""
+        """Returns this rank's partition of the result of `read`, flat.
+
+        No collective, except for a gradient: all ranks must agree whether there is one.
+
+        Args:
+            place: handle of the parameter.
+            state: the state to read.
+        """
         if not self._settled(place, state):
             return None
         if state is State.GRAD:
@@ -157,7 +210,17 @@ class ParamAccess:
         return values.to(place.device)
 
     def write_local(self, place: ParamHandle, state: State, values: torch.Tensor) -> None:
-        """Make `values`, (n,), this rank's part of a state; every rank calls it, with its own part."""
+        """Replaces this rank's partition of a state. Every rank calls it with its own partition.
+
+        Args:
+            place: handle of the parameter.
+            state: the state to replace.
+            values: (n,), the elements of this rank; copied.
+
+        Raises:
+            UsageError: as in `write`.
+            BudgetError: if the RAM has no room for two copies of the whole parameter.
+        """
         self._begin(state)
         whole = torch.empty(0, device="cpu")
 
@@ -169,13 +232,15 @@ class ParamAccess:
             whole = torch.empty(self._numel(place), dtype=torch.float32, device="cpu")
             whole[piece.position : piece.position + piece.numel] = values.detach().to("cpu", torch.float32)
 
+        # Ranks hold segments of any length, so each fills its own into a copy of the whole, and `write` takes the whole
+        # from there: one path for edits.
         with self._together("set a part of a parameter", place, state) as everyone:
             everyone.settle(mine)
             self._complete(place, whole)
         self.write(place, state, whole.view(self._shape(place)))
 
     def state_dict(self, module: nn.Module, without_frozen: bool) -> dict[str, Any]:
-        """`module.state_dict()` with every tensor on the CPU."""
+        """Returns `module.state_dict()` with every tensor on the CPU, optionally without frozen parameters."""
         weights = self._components.weights
         with weights.leaving_out_frozen() if without_frozen else contextlib.nullcontext():
             state: dict[str, Any] = module.state_dict()
@@ -185,11 +250,11 @@ class ParamAccess:
         return state
 
     def use_in(self, module: nn.Module, place: ParamHandle) -> None:
-        """Bind the parameter's unit as well whenever `module` runs."""
+        """Binds the parameter's unit also whenever `module` runs."""
         self._components.hooks.use_in(module, place.unit)
 
     def end_use_in(self, module: nn.Module, place: ParamHandle) -> None:
-        """Take one `use_in` back."""
+        """Reverts one `use_in`."""
         self._components.hooks.end_use_in(module, place.unit)
 
     # -- on the way ---------------------------------------------------------------------------------
@@ -200,17 +265,18 @@ class ParamAccess:
             self._components.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch
 
     def _settled(self, place: ParamHandle, state: State) -> bool:
-        """Whether a parameter has this state, which lies where it belongs then, with all that was set."""
+        """Returns True if a parameter has this state. Its newest values, with pending edits, are then on their tier."""
         self._begin(state)
         if state is not State.WEIGHT and not place.trainable:
             return False
+        # Edits of a unit are gathered before they are written: a read of an edited value must write them first.
         if self._components.weights.waits(place.unit, place.position, state):
             self._components.weights.flush()
         self._finish()
         return True
 
     def _finish(self) -> None:
-        """Wait until all states lie where they belong, and no update reads a gradient any more."""
+        """Waits until all states are stored on their tier, and no update reads a gradient any more."""
         if self._components.update_worker is not None:
             self._components.update_worker.finish(commit=False)
 
@@ -219,19 +285,19 @@ class ParamAccess:
 
     @contextlib.contextmanager
     def _together(self, what: str, place: ParamHandle, state: State) -> Iterator[AllOrNothing]:
-        """Every rank does this, with the same state of the same parameter."""
+        """Yields a collective in which every rank reads or sets the same state of the same parameter."""
         with all_or_nothing(self._components.agreement, Collective.LOOK, what) as everyone:
             everyone.same({"parameter": place.name, "what": state.value})
             yield everyone
 
     def _complete(self, place: ParamHandle, whole: torch.Tensor) -> None:
-        """Fill in what the other ranks have; `whole` has this rank's part."""
+        """Receives the segments of other ranks into `whole`, which holds this rank's segment already."""
         if self._components.ranks is not None:
             for piece in self._pieces(place):
                 self._components.ranks.broadcast(whole[piece.position : piece.position + piece.numel], piece.rank)
 
     def _read_piece(self, place: ParamHandle, state: State, piece: Piece, values: torch.Tensor) -> None:
-        """Fill `values` with what this rank holds."""
+        """Fills `values`, (piece.numel,), with the elements that this rank holds."""
         if state is State.GRAD:
             if piece.numel:
                 self._components.gradients.look(place.unit, place.position, piece.position, values)
@@ -240,7 +306,15 @@ class ParamAccess:
             self._read_newest(place, state, piece.start + first, values[first : first + CHUNK])
 
     def _read_newest(self, place: ParamHandle, state: State, start: int, values: torch.Tensor) -> None:
-        """Fill `values` from element `start` of this rank's partition on."""
+        """Fills `values` with the newest elements of a state in this rank's partition.
+
+        Args:
+            place: handle of the parameter.
+            state: the state to read.
+            start: first element, counted in the partition of the unit.
+            values: (n,) fp32 on the CPU.
+        """
+        # A bf16 weight and the low bits of its master are two states on disk that together are the fp32 master.
         joined = state is State.WEIGHT and place.trainable
         found: dict[State, torch.Tensor] = {}
         futures: list[Future] = []
@@ -249,7 +323,7 @@ class ParamAccess:
                 dtype = self._held.mode.states[each]
                 buffer = aligned_empty(len(values) * dtype.itemsize)
                 found[each] = torch.frombuffer(buffer, dtype=dtype)
-                # A stretch that begins and ends anywhere has no checksum to compare with.
+                # A segment begins and ends anywhere, so there is no checksum to compare with.
                 futures += self._held.read(place.unit, each, start * dtype.itemsize, buffer, compare=False)
             for future in futures:
                 future.wait()
@@ -265,6 +339,7 @@ class ParamAccess:
             part = values[piece.position : piece.position + piece.numel]
             self._components.gradients.replace(place.unit, place.position, piece.position, part)
 
+        # A collective, since rank 0's values go to all ranks and each keeps its own segment.
         with self._together("set a gradient", place, State.GRAD) as everyone:
             if self._components.ranks is not None:
                 self._components.ranks.broadcast(values, 0)
@@ -279,7 +354,7 @@ class ParamAccess:
         return self._components.layouts[place.unit].segments[place.position]
 
     def _piece(self, place: ParamHandle) -> Piece:
-        """This rank's part of a parameter, which may be empty."""
+        """Returns this rank's segment of a parameter, which may be empty."""
         rank = self._components.rank
         return next((piece for piece in self._pieces(place) if piece.rank == rank), Piece(rank, 0, 0, 0))
 

@@ -1,11 +1,12 @@
-"""The end of an engine: what is complete is committed, everything is closed, and the store stays or goes.
+"""The end of an engine: complete steps are committed, everything is closed, and the store is kept or deleted.
 
-    destroy      what was begun is finished and committed; with several ranks all come here, and serve each other until
-                 then; the store goes where the user says so
-    at exit      the same, for a process that ends without it; one that ends by an error leaves what no start replaces
-    abandon      nothing is finished: the last commit is what there is
+    destroy      finishes and commits what was begun; with several ranks waits for all of them and serves them until
+                 then; keeps or deletes the store as the user asks
+    at exit      does the same in a process that ends without a call; after an exception, the run is kept and no later
+                 start replaces it
+    abandon      finishes nothing: the last commit stands
 
-In a forked child none of it does anything.
+In a forked child none of them does anything.
 """
 
 from __future__ import annotations
@@ -29,22 +30,32 @@ logger = logging.getLogger("offload")
 
 
 class Shutdown:
-    """Ends one engine, once, also where it was interrupted. Belongs to the thread that runs the model."""
+    """The shutdown of one engine: runs once, and can be repeated after an interruption.
+
+    Belongs to the thread that runs the model.
+    """
 
     def __init__(
         self, module: nn.Module, components: EngineComponents, state: TrainingState, enter: Callable[[], None]
     ) -> None:
-        """`enter` is what every call of the engine begins with."""
+        """Registers the shutdown with the interpreter's exit.
+
+        Args:
+            module: the model.
+            components: components of the engine.
+            state: training state.
+            enter: starts a call of the engine; see `EngineCore.enter`.
+        """
         self._module, self._components, self._state, self._enter = module, components, state, enter
         self._pid = os.getpid()
         self._alive = True
         self._closed = False
         self._told = False
-        """Whether it was said what stays on the disk, here or by the first rank."""
+        """True once the user was told what is left on the disk, by this rank or the first one."""
         atexit.register(self.at_exit)
 
     def check(self) -> None:
-        """Raise `UsageError` in a forked child, and after the end."""
+        """Raises `UsageError` in a forked child and after the end."""
         if os.getpid() != self._pid:
             raise UsageError(f"this engine belongs to process {self._pid}; a forked child cannot use it")
         if not self._alive:
@@ -59,46 +70,58 @@ class Shutdown:
     # -- ways to end --------------------------------------------------------------------------------
 
     def destroy(self, remove: bool | None) -> None:
-        """See `Engine.destroy`."""
+        """Ends the engine. See `Engine.destroy`."""
         self._end_by_hand(remove, None)
 
     def finish(self, facts: Mapping[str, Any]) -> None:
-        """See `Engine.finish`."""
+        """Ends the engine, removes the run and leaves a note. See `Engine.finish`."""
         self._end_by_hand(True, facts)
 
     def _end_by_hand(self, remove: bool | None, facts: Mapping[str, Any] | None) -> None:
+        """Ends the engine for a call of the user, who can still correct values that cannot be committed."""
         if self._alive and os.getpid() == self._pid and not self._components.pager.failed and not remove:
             if self._state.after_step_is_due:
-                self._state.of_the_user()  # while it can still be mended, and the last step be committed
+                # Raises while the user can still fix the value, and the last step can be committed afterwards.
+                self._state.of_the_user()
         self._end(bool(remove), meet=True, keep=remove is False, facts=facts)
 
     def abandon(self, remove: bool) -> None:
-        """Close without finishing anything: what `initialize` does when its last steps fail."""
+        """Closes without finishing anything. Called by `initialize` if its last steps fail."""
         self._alive = False
         self._close(remove)
 
     def at_exit(self) -> None:
-        """End the process as `destroy()` does, where it ends by no error; else what is committed is kept, and said."""
+        """Ends the engine as `destroy()` does if the process ends without an exception.
+
+        Otherwise the committed run is kept, and the user is told where.
+        """
         if not self._alive or os.getpid() != self._pid:
             return
-        # An exception that ends this process, which is known by now, ends the run: nobody is served any more.
+        # `sys.last_value` is set by now if an exception ends this process. The other ranks are not served then: they
+        # learn from the lost connection, rather than waiting for a rank that fails.
         broken = hasattr(sys, "last_value")
         try:
             self._end(remove=False, meet=not broken, keep=broken)
+        # An exception in an exit handler would only print a traceback; the run is kept, so a line is enough.
         except (OffloadError, OSError, RuntimeError) as error:  # the last from CUDA
             logger.error("at exit: %s", error)
         if not self._told:
             self._say_what_is_left(keep=True)
 
     def _end(self, remove: bool, meet: bool, keep: bool = True, facts: Mapping[str, Any] | None = None) -> None:
-        """`meet` says whether to wait for the other ranks, `keep` whether a later start must not replace the run.
+        """Finishes, commits and closes, once.
 
-        With `facts` a removed run leaves a note that has them.
+        Args:
+            remove: True to delete the run.
+            meet: True to wait for the other ranks.
+            keep: True if no later start may replace the run unless it resumes it.
+            facts: contents of a note that a removed run leaves, or None for no note.
         """
         if self._closed or os.getpid() != self._pid:
             return
         finished = False
         if self._alive:
+            # A Ctrl-C may have come in the middle of a change of the pager: nothing may be committed then.
             self._components.pager.check_whole()
         try:
             if self._alive and not self._components.pager.failed:
@@ -107,11 +130,11 @@ class Shutdown:
                 if rounds is not None and ranks is not None and meet:
                     if remove or not (ranks.lost or rounds.interrupted):
                         rounds.end(remove)
-                        if remove:  # nobody deletes anything before the note is there that says that all may go
+                        if remove:  # no rank deletes anything before the note exists that marks the rest as leftovers
                             self._note_end(facts or {})
                             ranks.share(None, "delete its store")
                     else:
-                        ranks.look()  # a launcher stops this rank when another dies, and may be faster
+                        ranks.look()  # raises if a rank is lost: the launcher's signal may come before the news
                 elif remove:
                     self._note_end(facts or {})
                 finished = True
@@ -124,19 +147,24 @@ class Shutdown:
     # -- finishing ----------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Complete and commit what was begun."""
+        """Completes and commits pending updates and edits."""
         store, updater, state = self._components.store, self._components.update_worker, self._state
         self._enter()
         if updater is not None:
             updater.finish()
         if store is None or store.durable is None:
             return
+        # Edits since the last step, and steps that the durability setting left uncommitted, become a commit now.
         if state.edited or store.durable.epoch != state.global_steps:
             store.commit(state.global_steps, state.for_commit().pack())
             state.mark_edited(False)
 
     def _leave(self, keep: bool) -> None:
-        """Say, on the first rank for all, what stays on the disk; note that it may go, unless it is to be kept."""
+        """Reports, on the first rank, what is left on the disk.
+
+        Args:
+            keep: False to note on the disk that a later start may replace the run.
+        """
         store = self._components.store
         if self._components.rank != 0:
             self._told = True
@@ -145,17 +173,21 @@ class Shutdown:
         if not keep:
             try:
                 store.note_closed({"steps": store.durable.epoch})
-            except OSError:  # a full disk: what cannot be noted is kept
+            except OSError:  # such as a full disk: without the note, the run is kept
                 keep = True
         self._say_what_is_left(keep)
 
     def _note_end(self, facts: Mapping[str, Any]) -> None:
-        """Leave a note that the run has ended, which its first rank does for all."""
+        """Writes a note that the run has ended. The first rank writes for all."""
         if self._components.store is not None and self._components.rank == 0:
             self._components.store.note_end({"steps": self._state.global_steps, **facts})
 
     def _say_what_is_left(self, keep: bool) -> None:
-        """Say where the run is, and what the next start does with it; nothing where none can go on with it."""
+        """Reports the run folder and what the next start does with it; nothing if the run cannot be resumed.
+
+        Args:
+            keep: True if a start that does not resume the run is refused.
+        """
         self._told = True
         store, folder, steps = self._components.store, self.resumable, self._state.global_steps
         if store is None or folder is None:
@@ -173,9 +205,11 @@ class Shutdown:
     # -- closing ------------------------------------------------------------------------------------
 
     def _close(self, remove: bool, notes: bool = False) -> None:
-        """Give everything back. The store stays where it can be resumed from, unless it is to be removed.
+        """Releases everything. The store is kept if it can be resumed from, unless `remove` is True.
 
-        With `notes` those of the run's end go with it.
+        Args:
+            remove: True to delete the store.
+            notes: True to delete the notes of the run's end with it.
         """
         try:
             self._close_parts(remove, notes)
@@ -185,11 +219,14 @@ class Shutdown:
                 self._components.meter.close()
 
     def _close_parts(self, remove: bool, notes: bool) -> None:
+        """Closes the components, then the process group, then the store. See `_close` for the arguments."""
         components = self._components
+        # The registration would keep the memory of the engine alive until the process exits.
         atexit.unregister(self.at_exit)
         self._module.__dict__.pop("zero_grad", None)
         closing = components.closing()
-        if components.ranks is not None:  # after the arena, so that no collective is under way
+        # The process group closes after the arena, so that no collective is in flight.
+        if components.ranks is not None:
             ranks, reason = components.ranks, f"its engine was closed at step {self._state.global_steps}"
             closing.append(lambda: ranks.close(reason))
         if components.store is not None:
@@ -203,7 +240,8 @@ class Shutdown:
         self._closed = True
 
     def _close_store(self, store: Store, remove: bool, notes: bool) -> None:
-        if remove or not self._state.commits:  # nothing in it was ever committed
+        """Closes the store, or deletes it if it must go or holds no commit."""
+        if remove or not self._state.commits:  # without commits the store holds nothing to resume from
             store.remove(notes and remove)
         else:
             store.close()

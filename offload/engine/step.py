@@ -1,8 +1,8 @@
-"""The end of a step: what is left of the one before is finished, this one is decided, and its updates are scheduled.
+"""The optimizer step: the step before is finished, this one is decided, and its updates are scheduled.
 
-    finish the step before ─► what the ranks know of the gradients ─► norm, clip, overflow ─► updates, unit by unit
+    finish the step before ─► gradient statistics of all ranks ─► norm, clip, overflow ─► updates, unit by unit
 
-On several ranks all come here, and take the same decision.
+With several ranks all of them execute the same step and take the same decision.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("offload")
 
 
 class OptimizerStep:
-    """Ends the steps of one engine. Belongs to the thread that runs the model."""
+    """The optimizer steps of one engine. Belongs to the thread that runs the model."""
 
     def __init__(
         self,
@@ -39,22 +39,31 @@ class OptimizerStep:
         module: nn.Module,
         optimizer: Optimizer,
     ) -> None:
+        """Stores the components.
+
+        Args:
+            components: components of the engine.
+            state: training state.
+            micro: count of micro-batches.
+            module: the model.
+            optimizer: groups of the model's parameters.
+        """
         self._components, self._state, self._micro, self._optimizer = components, state, micro, optimizer
         self._decider = UpdateBuilder(components.layouts, components.trainable, module, optimizer)
         self._unforeseen = 0
         self.grad_norm: float | None = None
-        """Of the last one's gradient, before the clip."""
+        """Norm of the last step's gradient before the clip; None before the first step and after a load."""
         self.applied = False
-        """Whether the last `step()` updated the weights."""
+        """True if the last `step()` updated the weights."""
         self._clip_once: float | None = None
-        """To what norm the next gradient is clipped, where the user says it."""
+        """Norm to which the next gradient is clipped in place of the config's; None if the user has set none."""
 
     def clip_next(self, max_norm: float) -> None:
-        """Clips the gradient of the next step to `max_norm`, 0 for not at all, in place of the config's norm."""
+        """Clips the gradient of the next step to `max_norm` in place of the config's norm; 0 for no clip."""
         self._clip_once = max_norm
 
     def pass_micro_batch(self) -> None:
-        """Ends a `step()` that is no boundary: it updates nothing."""
+        """Ends a `step()` that completes no optimizer step and updates nothing."""
         self._state.count_micro_steps(self._micro.passed(self._state.choices.accumulation))
         self.applied = False
 
@@ -63,10 +72,12 @@ class OptimizerStep:
         self.grad_norm = None
 
     def end_step(self) -> None:
-        """Decide on the gradients since the last boundary, and schedule what they change.
+        """Decides on the gradients since the last optimizer step, and schedules the updates.
 
-        Raises `UsageError` where there can be no boundary now, and nothing has changed; `NumericsError` where the norm
-        is not finite: then the gradients are dropped and nothing is updated.
+        Raises:
+            UsageError: if the engine cannot step now. Nothing has changed then.
+            NumericsError: if the norm is inf or NaN and the config does not skip such a step. Gradients are dropped and
+                nothing is updated.
         """
         components = self._components
         if components.update_worker is None:
@@ -74,14 +85,19 @@ class OptimizerStep:
         self._micro.check_boundary(self._state.choices.accumulation)
         self._state.registered.check_complete()
         self._optimizer.check_groups()
+        # Checks that raise come first, while nothing has changed. Then live views of weights are refused, since the
+        # updates would change the memory under them, and the step before ends: at most one step is in flight.
         components.unit_views.settle()
         components.update_worker.finish()
         known = self._known()
+        # Gradients were computed from the scaled loss, so their norm has the loss scale as a factor.
         norm = known.norm / self._state.loss_scale
         refusal = self._refusal(norm)
         try:
             self._apply(components.update_worker, norm, known.present, self._order(), refused=refusal is not None)
-        except BaseException as error:  # Ctrl-C: half of a boundary is none, and the last commit is whole
+        except BaseException as error:
+            # Ctrl-C: counters, gradients and scheduled updates may disagree. Nothing may be committed after it, and the
+            # last commit stays valid.
             components.pager.fail(error)
             raise
         if refusal is not None:
@@ -90,11 +106,12 @@ class OptimizerStep:
                 f"the gradient norm of step {steps + 1} is {norm}: the step was not applied, and its gradients were "
                 f"dropped; the weights are those of step {steps}. {refusal}"
             )
+        # Without overlap this thread waits until the updates have ended; only for finding faults.
         if not self._state.choices.overlap:
             components.update_worker.finish(commit=False)
 
     def stepped(self) -> Stepped:
-        """What the last step was, for who measures it."""
+        """Returns the facts of the last step that the step meter records."""
         state, norm = self._state, self.grad_norm
         assert norm is not None
         return Stepped(
@@ -107,21 +124,22 @@ class OptimizerStep:
         )
 
     def _known(self) -> GradientStats:
-        """What is known of the gradients, by all ranks."""
+        """Returns the gradient statistics over all ranks."""
         components, state = self._components, self._state
-        components.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch
+        # What an aborted backward has added counts, as in torch.
+        components.gradients.end_backward()
         known = components.gradients.known
         try:
             if components.agreement is None:
                 return known()
             settings = self._optimizer.checksum(self._clip)
             return components.agreement.step(self._micro.count, state.global_steps, settings, known)
-        except KeyboardInterrupt as error:  # a gradient on its way from the device may be half added
+        except KeyboardInterrupt as error:  # a gradient in flight from the device may be partly added
             components.pager.fail(error)
             raise
 
     def _order(self) -> Sequence[int]:
-        """The uses of units in this step, as the next one will make them."""
+        """Returns the uses of units in this step as the access order predicted for the next step."""
         unforeseen = self._components.pager.counts().unforeseen
         if unforeseen > self._unforeseen:
             more = unforeseen - self._unforeseen
@@ -131,11 +149,11 @@ class OptimizerStep:
 
     @property
     def _clip(self) -> float:
-        """The largest norm of the next gradient; 0 leaves it as it is."""
+        """The largest norm of the next gradient; 0 for no clip."""
         return self._state.choices.clip if self._clip_once is None else self._clip_once
 
     def _refusal(self, norm: float) -> str | None:
-        """What to do about a norm that is not finite and cannot be skipped; None where the step may go on."""
+        """Returns the advice for a norm that is inf or NaN and must not be skipped; None if the step may proceed."""
         scaler = self._state.scaler
         if math.isfinite(norm):
             return None
@@ -153,7 +171,17 @@ class OptimizerStep:
     def _apply(
         self, updater: UpdateWorker, norm: float, present: Sequence[set[int]], order: Sequence[int], refused: bool
     ) -> None:
-        """Count the step and schedule its updates; drop its gradients where it is skipped or `refused`."""
+        """Counts the step and schedules its updates.
+
+        Gradients are dropped if the step is skipped or refused.
+
+        Args:
+            updater: the update worker.
+            norm: the gradient norm, without the loss scale; inf or NaN skips the step.
+            present: for each unit the segments that have a gradient.
+            order: the uses of units, which orders the updates.
+            refused: True if the step raises `NumericsError`.
+        """
         state = self._state
         micro_batches = self._micro.trained(state.choices.accumulation)
         state.count_micro_steps(self._micro.passed(state.choices.accumulation))
@@ -183,12 +211,21 @@ class OptimizerStep:
     def _updates(
         self, updater: UpdateWorker, present: Sequence[set[int]], order: Sequence[int], scale: float
     ) -> list[UnitUpdate]:
-        """What each unit is told; gradients of which this rank has no part to update are dropped."""
+        """Returns the update of each unit. Gradients are dropped if this rank has no partition to update with them.
+
+        Args:
+            updater: the update worker, which LAMB's norms use.
+            present: for each unit the segments that have a gradient.
+            order: the uses of units.
+            scale: factor for each gradient: the clip and the inverse of the loss scale.
+        """
         components = self._components
         updates = self._decider.updates(present, order, scale, self._state.parameter_steps)
         for update in updates:
             if not update.segments:
                 components.gradients.drop(update.unit)
+        # LAMB scales the update of each parameter by norms over the whole parameter, of which each rank holds a
+        # segment.
         if components.agreement is not None and components.shards.mode.optimizer == LAMB:
             return with_ratios(updates, components.shards, components.gradients, updater, components.agreement)
         return updates

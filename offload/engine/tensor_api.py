@@ -1,6 +1,6 @@
-"""What users call with a parameter: DeepSpeed's functions to read and set what there is of it, and to announce it.
+"""Functions that users call with a parameter: DeepSpeed's names to read and set its values, and to announce its uses.
 
-Each finds the engine whose parameter it is; what is read and set, and how, is in `looking`.
+Each function finds the engine that owns the parameter; `param_access` reads and writes the values.
 """
 
 from __future__ import annotations
@@ -18,121 +18,268 @@ from offload.states import State
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """A copy of a parameter's fp32 master, of its shape, on the compute device; of a frozen one, of its weight.
+    """Returns a copy of a parameter's fp32 master, or of the weight if the parameter is frozen.
 
-    In bf16 the master is weight and residual together, bit for bit. All functions here take a parameter of a model that
-    an engine has, are called between forwards and backwards, by every rank with the same parameter, and take memory
-    for that one parameter outside of all budgets. They raise `UsageError` where that does not hold, and `BudgetError`
-    where the RAM has no room.
+    In bf16 the master is the weight together with the low bits of the master, bit for bit.
+
+    All functions of this module that read or set values are called between forwards and backwards, by every rank with
+    the same parameter. They allocate memory for that one parameter outside of all budgets.
+
+    Args:
+        param: a parameter of a model under an engine.
+
+    Returns:
+        The copy, of the parameter's shape, on the compute device.
+
+    Raises:
+        UsageError: if `param` belongs to no engine, is gathered, or the model runs.
+        BudgetError: if the RAM has no room for the copy.
     """
     looking, place = _find(param, "safe_get_full_fp32_param")
     return looking.read(place, State.WEIGHT)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """A copy in fp32 of the gradient that the next step will use, as added so far, of the parameter's shape.
+    """Returns a copy in fp32 of the gradient that the next step will use, as accumulated so far.
 
-    It is the mean over the ranks, divided by the accumulation, before the clip, with the precision in which the engine
-    keeps gradients (`data_types.grad_accum_dtype`). None before a backward, after `step()`, and where none came.
+    The gradient is the mean over the ranks, divided by the accumulation, before the clip, in the precision in which the
+    engine keeps gradients (`data_types.grad_accum_dtype`).
+
+    Args:
+        param: a parameter of a model under an engine.
+
+    Returns:
+        The copy, of the parameter's shape, on the compute device. None before a backward, after `step()`, and if the
+        parameter received no gradient.
+
+    Raises:
+        UsageError: if `param` belongs to no engine, is gathered, or the model runs.
+        BudgetError: if the RAM has no room for the copy.
     """
     looking, place = _find(param, "safe_get_full_grad")
     return looking.read(place, State.GRAD)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A copy in fp32 of an optimizer state such as "exp_avg", of the parameter's shape; None of a frozen parameter.
+    """Returns a copy in fp32 of an optimizer state such as "exp_avg".
 
-    Zeros before the first step. Of an optimizer that has no kernel here it has the shape that it has there, and is None
-    before the first step. Raises `UsageError`, with the names that there are, for another one.
+    Args:
+        param: a parameter of a model under an engine.
+        optim_state_key: name of the state.
+
+    Returns:
+        The copy, of the parameter's shape, on the compute device; zeros before the first step, None if the parameter is
+        frozen. A state of an optimizer without a kernel has the shape that torch gives it, and is None before the first
+        step.
+
+    Raises:
+        UsageError: if the optimizer keeps no such state, with the names that exist; if `param` belongs to no engine, is
+            gathered, or the model runs.
+        BudgetError: if the RAM has no room for the copy.
     """
     looking, place = _find(param, "safe_get_full_optimizer_state")
     return looking.read_state(place, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Make `value`, of the parameter's shape, its fp32 master; the weight is rounded from it.
+    """Replaces a parameter's fp32 master; the weight is rounded from the master.
 
-    Like every value that is set here it is copied; of several ranks, all of which come here, that of rank 0 counts.
+    Args:
+        param: a parameter of a model under an engine.
+        value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. With several ranks all of them
+            call, and the value of rank 0 counts.
+
+    Raises:
+        UsageError: if `value` has another shape or dtype; if `param` belongs to no engine, is gathered, or the model
+            runs.
+        BudgetError: if the RAM has no room for a copy.
     """
     looking, place = _find(param, "safe_set_full_fp32_param")
     looking.write(place, State.WEIGHT, value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Make `value`, of the parameter's shape, the gradient that the next step will use; later backwards add to it."""
+    """Replaces the gradient that the next step will use. Later backwards add to it.
+
+    Args:
+        param: a trainable parameter of a model under an engine.
+        value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. With several ranks all of them
+            call, and the value of rank 0 counts.
+
+    Raises:
+        UsageError: if `param` is frozen; if `value` has another shape or dtype; if `param` belongs to no engine, is
+            gathered, or the model runs.
+        BudgetError: if the RAM has no room for a copy.
+    """
     looking, place = _find(param, "safe_set_full_grad")
     looking.write(place, State.GRAD, value)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Make `value`, of the parameter's shape, an optimizer state such as "exp_avg". How often the parameter was updated
-    stays."""
+    """Replaces an optimizer state such as "exp_avg". The number of updates of the parameter stays.
+
+    Args:
+        param: a trainable parameter of a model under an engine.
+        value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. With several ranks all of them
+            call, and the value of rank 0 counts.
+        optim_state_key: name of the state.
+
+    Raises:
+        UsageError: if the optimizer keeps no such state, or one without a kernel; if `param` is frozen; if `value` has
+            another shape or dtype; if `param` belongs to no engine, is gathered, or the model runs.
+        BudgetError: if the RAM has no room for a copy.
+    """
     looking, place = _find(param, "safe_set_full_optimizer_state")
     looking.write(place, looking.state(place, optim_state_key), value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of what `safe_get_full_fp32_param` gives: flat, of no elements where this rank has none.
+    """Returns this rank's partition of the result of `safe_get_full_fp32_param`. A rank may call it alone.
 
-    A part is elements one behind the other; those of all ranks, in the order of the ranks, are the parameter. Parts
-    need not be equally long: ranks share units, not parameters. A rank may ask for its part alone, but for a
-    gradient's.
+    Partitions are consecutive elements; those of all ranks, in the order of the ranks, are the parameter. They may
+    differ in length, because ranks divide units, not parameters.
+
+    Args:
+        param: a parameter of a model under an engine.
+
+    Returns:
+        (n,) fp32 on the compute device; no elements if this rank holds none.
+
+    Raises:
+        UsageError: if `param` belongs to no engine, is gathered, or the model runs.
+        BudgetError: if the RAM has no room for the copy.
     """
     looking, place = _find(param, "safe_get_local_fp32_param")
     return looking.read_local(place, State.WEIGHT)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of what `safe_get_full_grad` gives. Every rank calls it, with the same parameter."""
+    """Returns this rank's partition of the result of `safe_get_full_grad`. Every rank calls it with the same parameter.
+
+    Args:
+        param: a parameter of a model under an engine.
+
+    Returns:
+        (n,) fp32 on the compute device, or None if the parameter has no gradient.
+
+    Raises:
+        UsageError: if `param` belongs to no engine, is gathered, or the model runs.
+        BudgetError: if the RAM has no room for the copy.
+    """
     looking, place = _find(param, "safe_get_local_grad")
+    # All ranks must know whether a gradient exists, so this call is a collective, unlike those for other states.
     return looking.read_local(place, State.GRAD)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's part of what `safe_get_full_optimizer_state` gives."""
+    """Returns this rank's partition of the result of `safe_get_full_optimizer_state`. A rank may call it alone.
+
+    Args:
+        param: a parameter of a model under an engine.
+        optim_state_key: name of the state.
+
+    Returns:
+        (n,) fp32 on the compute device, or None if the parameter is frozen.
+
+    Raises:
+        UsageError: if the optimizer keeps no such state; if `param` belongs to no engine, is gathered, or the model
+            runs.
+        BudgetError: if the RAM has no room for the copy.
+    """
     looking, place = _find(param, "safe_get_local_optimizer_state")
     return looking.read_state_local(place, optim_state_key)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Make `value`, flat and as long as this rank's part, that part of the master. Every rank calls it with its own."""
+    """Replaces this rank's partition of a parameter's fp32 master. Every rank calls it with its own partition.
+
+    Args:
+        param: a parameter of a model under an engine.
+        value: (n,), the elements of this rank, in fp32, bf16 or fp16; copied.
+
+    Raises:
+        UsageError: if `value` has another shape or dtype; if `param` belongs to no engine, is gathered, or the model
+            runs.
+        BudgetError: if the RAM has no room for two copies of the parameter.
+    """
     looking, place = _find(param, "safe_set_local_fp32_param")
     looking.write_local(place, State.WEIGHT, value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """The same for the gradient that the next step will use."""
+    """Replaces this rank's partition of the gradient that the next step will use.
+
+    Every rank calls it with its own partition.
+
+    Args:
+        param: a trainable parameter of a model under an engine.
+        value: (n,), the elements of this rank, in fp32, bf16 or fp16; copied.
+
+    Raises:
+        UsageError: if `param` is frozen; if `value` has another shape or dtype; if `param` belongs to no engine, is
+            gathered, or the model runs.
+        BudgetError: if the RAM has no room for two copies of the parameter.
+    """
     looking, place = _find(param, "safe_set_local_grad")
     looking.write_local(place, State.GRAD, value)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """The same for an optimizer state such as "exp_avg"."""
+    """Replaces this rank's partition of an optimizer state. Every rank calls it with its own partition.
+
+    Args:
+        param: a trainable parameter of a model under an engine.
+        value: (n,), the elements of this rank, in fp32, bf16 or fp16; copied.
+        optim_state_key: name of the state, such as "exp_avg".
+
+    Raises:
+        UsageError: if the optimizer keeps no such state, or one without a kernel; if `param` is frozen; if `value` has
+            another shape or dtype; if `param` belongs to no engine, is gathered, or the model runs.
+        BudgetError: if the RAM has no room for two copies of the parameter.
+    """
     looking, place = _find(param, "safe_set_local_optimizer_state")
     looking.write_local(place, looking.state(place, optim_state_key), value)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Say that the forward of `module` uses `parameter`, which belongs to another module.
+    """Declares that the forward of `module` uses `parameter`, which belongs to another module.
 
-    Seldom needed: a parameter that is used anywhere is found when a function of torch is given it, or asked for its
-    `data_ptr()`. Functions that torch does not see, such as those of a C++ extension that is called directly, read
-    memory; what they are given must be registered, before `offload.initialize` (for modules of the model) or after. A
-    second time changes nothing.
+    Seldom needed: a use of a parameter is detected if a function of torch receives it, or if its `data_ptr()` is read.
+    Functions that torch does not see, such as those of a C++ extension that is called directly, read memory; parameters
+    that they receive must be registered. Registering twice has no further effect.
+
+    Args:
+        module: the module whose forward uses the parameter. Before `offload.initialize` or after it; before only for
+            modules of the model.
+        parameter: the parameter.
+
+    Raises:
+        UsageError: if an argument has another type.
     """
     _check_external("register_external_parameter", module, parameter)
     if not _is_in(parameter, external_parameters(module)):
+        # The list stays on the module, for an engine that is built later.
         set_external_parameters(module, [*external_parameters(module), parameter])
         owner = _owner(parameter)
         if owner is not None:
+            # The engine has placed its hooks already; a later `initialize` reads the list of the module.
             owner[0].use_in(module, owner[1])
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Take `register_external_parameter` back. Raises `UsageError` where there was none."""
+    """Reverts `register_external_parameter`.
+
+    Args:
+        module: the module that was registered.
+        parameter: the parameter that was registered with it.
+
+    Raises:
+        UsageError: if the parameter is not registered with the module, or an argument has another type.
+    """
     _check_external("unregister_external_parameter", module, parameter)
     if not _is_in(parameter, external_parameters(module)):
         raise UsageError(f"this parameter was not registered with this {type(module).__name__}")
+    # By identity: `list.remove` would compare tensors by value.
     set_external_parameters(module, [other for other in external_parameters(module) if other is not parameter])
     owner = _owner(parameter)
     if owner is not None:
@@ -140,24 +287,35 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def _find(parameter: Any, call: str) -> tuple[ParamAccess, ParamHandle]:
-    """Whose `parameter` is, and where it lies. Raises `UsageError` where it cannot be looked at now."""
+    """Returns the engine and the handle of a parameter, for a call between forwards and backwards.
+
+    Args:
+        parameter: the argument of the user.
+        call: name of the public function, for the error.
+
+    Raises:
+        UsageError: if the parameter belongs to no engine, is gathered, or the model runs.
+    """
     if not isinstance(parameter, nn.Parameter):
         raise UsageError(f"{call} expects a parameter of a model under an engine, got {type(parameter).__name__}")
     owner = _owner(parameter)
     if owner is None:
+        # A parameter that keeps its placeholder class outlived its engine.
         place = handle_of(parameter)
         if place is not None:
-            _ = place.engine  # raises: it was destroyed
+            _ = place.engine  # raises, since the engine was destroyed
         raise UsageError(
             f"{call} expects a parameter of a model under an engine; this one, of shape {list(parameter.shape)}, is of "
             f"none: take it from engine.module"
         )
+    # A running model uses the parameter's device buffer, and a gathered one has memory that the user may be changing.
     owner[0].check_idle(owner[1], call)
     return owner
 
 
 def _owner(parameter: nn.Parameter) -> tuple[ParamAccess, ParamHandle] | None:
-    """The engine that has a parameter now; None where there is none, or none any more."""
+    """Returns the engine that owns a parameter now and the parameter's handle; None if no engine does."""
+    # A bound parameter is an ordinary parameter without a handle, so each engine looks it up in its own table.
     for looking in engines():
         place = looking.place(parameter)
         if place is not None and place.owner is not None:
@@ -166,6 +324,7 @@ def _owner(parameter: nn.Parameter) -> tuple[ParamAccess, ParamHandle] | None:
 
 
 def _check_external(call: str, module: Any, parameter: Any) -> None:
+    """Raises `UsageError` if the arguments are not a module and a parameter."""
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise UsageError(
             f"{call} expects a module and a parameter, got {type(module).__name__} and {type(parameter).__name__}"
@@ -173,5 +332,8 @@ def _check_external(call: str, module: Any, parameter: Any) -> None:
 
 
 def _is_in(parameter: nn.Parameter, parameters: list[nn.Parameter]) -> bool:
-    """By identity: tensors compare element by element."""
+    """Returns True if `parameters` contains this very object.
+
+    Tensors compare element by element, so `in` does not work.
+    """
     return any(other is parameter for other in parameters)

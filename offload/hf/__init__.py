@@ -3,7 +3,7 @@
     trainer = OffloadTrainer(model=model, args=args, train_dataset=dataset, offload_config="ds_config.json")
     accelerator = Accelerator(offload_config="ds_config.json")
 
-Needs `pip install 'offload[hf]'`.
+Requires `pip install 'offload[hf]'`.
 """
 
 from __future__ import annotations

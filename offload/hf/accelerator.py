@@ -3,8 +3,8 @@
     accelerator = Accelerator(offload_config="ds_config.json")
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-What comes back for the model is the model itself: its hooks bring the weights, so whatever looks at its class, unwraps
-it or calls its `generate` finds what it expects. The loop is the one of Accelerate's documentation.
+`prepare` returns the model itself: its hooks fetch the weights, so code that reads its class, unwraps it or calls its
+`generate` works unchanged. The loop is the one of Accelerate's documentation.
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ from offload.sizes import count_of, format_size, parse_size
 logger = logging.getLogger("offload")
 
 _PREPARED = "_is_accelerate_prepared"
-"""Accelerate's mark of what it leaves as it is."""
+"""Accelerate's mark of objects that `prepare` returns unchanged."""
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """An engine's optimizer as Accelerate holds one: it steps where gradients are complete, and nowhere else."""
+    """An engine's optimizer in Accelerate's wrapper: steps only when gradients are complete."""
 
     def __init__(self, engine: Engine) -> None:
-        # Placing would exchange the groups, which the user's schedule holds.
+        """Wraps the optimizer of `engine`."""
+        # Device placement would replace the groups, which the user's schedule refers to.
         super().__init__(engine.optimizer, device_placement=False, scaler=None)
         self.engine = engine
         self.norms: list[torch.Tensor] = []
-        """Given out by `clip_grad_norm_`, to be filled by the step."""
+        """Tensors returned by `clip_grad_norm_` that the next step fills."""
 
     def step(self, closure: Any = None) -> None:
+        """Steps if gradients are complete, and fills the norms that `clip_grad_norm_` has returned."""
         super().step(closure)
         if self.gradient_state.sync_gradients:
             norm = self.engine.get_global_grad_norm()
@@ -53,44 +55,58 @@ class EngineOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was not applied: in fp16 an overflow, else `"on_nonfinite": "skip"`."""
+        """True if the last step was not applied: an overflow in fp16, otherwise `"on_nonfinite": "skip"`."""
         return bool(self.optimizer.overflow)
 
 
 class Accelerator(accelerate.Accelerator):
-    """Trains one model, by an engine, and pages what `prepare_model(model, evaluation_mode=True)` is given, each by
-    a frozen engine; other models are prepared as ever.
+    """Accelerate's `Accelerator` that trains one model by an engine.
 
-    `offload_config` is what `offload.initialize` takes as config. Without it, `prepare` is given an engine.
+    Models that `prepare_model(model, evaluation_mode=True)` receives are paged too, each by a frozen engine. Other
+    models are prepared as in Accelerate.
     """
 
     offload_config: Any = None
+    """Config of `offload.initialize`, a path or a dict. None if `prepare` receives an engine."""
     engine: Engine | None = None
-    """What trains, from `prepare` on."""
+    """The engine that trains, from `prepare` on."""
     references: tuple[Engine, ...] = ()
-    """What pages the models of `prepare_model(model, evaluation_mode=True)`, such as a reference or a reward."""
+    """Engines of the models of `prepare_model(model, evaluation_mode=True)`, such as a reference or a reward model."""
     _optimizer: EngineOptimizer | None = None
     _given: torch.optim.Optimizer | None = None
     _said = False
 
     def __init__(self, *args: Any, offload_config: Any = None, **kwargs: Any) -> None:
+        """Constructs Accelerate's object, whose other arguments are unchanged."""
         super().__init__(*args, **kwargs)
         self.offload_config = offload_config
 
     # -- preparing ----------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerate's; the model and its optimizer must come in one call, which makes the engine."""
+        """Returns the objects prepared as by Accelerate, after building the engine of the model that trains.
+
+        Args:
+            *args: models, optimizers, loaders and schedules. The model that trains and its optimizer must come in one
+                call; or an engine instead of the model.
+            device_placement: as in Accelerate.
+
+        Raises:
+            UsageError: if there is an engine already, or not exactly one model that trains and one optimizer.
+            ConfigError: if the config and the Accelerator disagree.
+        """
         self._make_engine(args)
         return super().prepare(*args, device_placement=device_placement)
 
     def _make_engine(self, given: Iterable[Any]) -> None:
+        """Builds the engine if `given` contains a model that trains, or takes the engine that it contains."""
         engines = [item for item in given if isinstance(item, Engine)]
         if engines:
             _check_accumulation(engines[0], self.gradient_accumulation_steps)
             self.use(engines[0])
             return
         models = [item for item in given if isinstance(item, nn.Module) and not self._is_mine(item)]
+        # A frozen model, such as a reference, may come in the same call and is prepared as in Accelerate.
         models = [model for model in models if any(p.requires_grad for p in model.parameters())]
         optimizers = [item for item in given if isinstance(item, torch.optim.Optimizer)]
         if self.offload_config is None or not models:
@@ -104,22 +120,32 @@ class Accelerator(accelerate.Accelerator):
                 f"Accelerator of its own; one that does not, requires_grad_(False)"
             )
         loaders = [item for item in given if isinstance(item, torch.utils.data.DataLoader)]
+        # References were built first and share the device memory of the config with the model that trains.
         config = self.beside_references(self._config(loaders[0].batch_size if loaders else None))
         self.use(initialize(model=models[0], optimizer=optimizers[0], config=config).engine, optimizers[0])
 
     def use(self, engine: Engine, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Train by `engine` from here on; `optimizer` is what it was made with, where that is not its own."""
+        """Trains by `engine` from now on.
+
+        Args:
+            engine: the engine.
+            optimizer: the optimizer from which the engine was built, if `prepare` will receive that one and not the
+                engine's.
+        """
         self.engine, self._given = engine, optimizer
+        # A frozen engine has an optimizer without parameters, which nothing can step.
         self._optimizer = EngineOptimizer(engine) if engine.optimizer.param_groups[0]["params"] else None
 
     def _is_mine(self, model: Any) -> bool:
+        """Returns True if `model` is that of the engine that trains."""
         return self.engine is not None and model is self.engine.module
 
     def _is_paged(self, model: nn.Module) -> bool:
+        """Returns True if a parameter of `model` belongs to an engine."""
         return any(handle_of(parameter) is not None for parameter in model.parameters())
 
     def _page(self, model: nn.Module) -> None:
-        """Put a model that does not train under an engine of its own."""
+        """Puts a model that does not train under an engine of its own."""
         config = self._config(None)
         if self.engine is not None and value_of(config, "offload.device_memory") is not None:
             raise UsageError(
@@ -131,9 +157,13 @@ class Accelerator(accelerate.Accelerator):
         self.references = (*self.references, engine)
 
     def beside_references(self, config: Any) -> dict[str, Any]:
-        """The config of the model that trains: a `device_memory` less what the references have of it.
+        """Returns the config of the model that trains, with `device_memory` reduced by that of the references.
 
-        Raises `BudgetError` where they leave nothing.
+        Args:
+            config: a path or a dict.
+
+        Raises:
+            BudgetError: if the references leave no device memory.
         """
         content = content_of(config)
         given, taken = value_of(content, "offload.device_memory"), sum(each.device_memory for each in self.references)
@@ -151,20 +181,36 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """The engine's model as it is: no copy on a device, no DDP, no autocast round it.
+        """Returns the engine's model unchanged: no copy on a device, no DDP, no autocast around it.
 
-        With `evaluation_mode` another model comes under a frozen engine, as trl asks for a reference: it does not train
-        from here on. It must be prepared before the one that trains where the config has a `device_memory`, which both
-        share; else that is a `UsageError`.
+        Args:
+            model: the model.
+            device_placement: as in Accelerate.
+            evaluation_mode: True to put a model that is under no engine under a frozen one, as trl asks for a
+                reference. The model does not train from then on.
+
+        Raises:
+            UsageError: if the config sets `device_memory` and the model that trains is prepared already, since both
+                share it.
         """
         if evaluation_mode and self.offload_config is not None and not self._is_paged(model):
             self._page(model)
         if self._is_paged(model):
+            # Accelerate leaves a marked object alone: it would move the whole model to the device, or wrap it in DDP.
             setattr(model, _PREPARED, True)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Returns the wrapper of the engine's optimizer for this optimizer, or for the one from which it was built.
+
+        Args:
+            optimizer: the optimizer.
+            device_placement: as in Accelerate.
+
+        Raises:
+            UsageError: if the optimizer belongs to an engine that was not prepared here.
+        """
         mine = self._optimizer
         if mine is not None and (optimizer is self._given or optimizer is mine.optimizer):
             setattr(mine, _PREPARED, True)
@@ -176,11 +222,24 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_optimizer(optimizer, device_placement)
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model, of an engine too."""
+        """Returns the model of a wrapper, of an engine too.
+
+        Args:
+            model: a model, a wrapper or an engine.
+            *args: as in Accelerate.
+            **kwargs: as in Accelerate.
+        """
         return super().unwrap_model(model.module if isinstance(model, Engine) else model, *args, **kwargs)
 
     def _config(self, micro: int | None) -> dict[str, Any]:
-        """The config with what the Accelerator says."""
+        """Returns the config with the values of the Accelerator.
+
+        Args:
+            micro: the loader's batch size, or None if there is no loader.
+
+        Raises:
+            ConfigError: if the config contradicts the Accelerator, or has a block that has no effect with it.
+        """
         content = content_of(self.offload_config)
         for block in ("optimizer", "scheduler"):
             if content.pop(block, None) is not None:
@@ -199,6 +258,7 @@ class Accelerator(accelerate.Accelerator):
         if self.mixed_precision in ("bf16", "fp16"):
             said.append(Said(f"{self.mixed_precision}.enabled", True, "that of mixed_precision"))
         if value_of(content, "gradient_clipping") is None:
+            # The script clips through `clip_grad_norm_`; a config without the key must not clip in addition.
             said.append(Said("gradient_clipping", 0, "clip_grad_norm_"))
         said.append(Said("offload.device", self.device.type, "the Accelerator's device"))
         return filled(content, said)
@@ -206,17 +266,33 @@ class Accelerator(accelerate.Accelerator):
     # -- a step -------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As Accelerate's, by the engine: divided by the accumulation, and in fp16 times the loss scale."""
+        """Runs the backward of a loss in the engine: divided by the accumulation, and in fp16 times the loss scale.
+
+        Args:
+            loss: a tensor of one element.
+            **kwargs: keywords of `Engine.backward`.
+        """
         if self.engine is None:
             super().backward(loss, **kwargs)
             return
+        # Accelerate decides which micro-batch ends a step, also at the end of a loader, so the engine's count must not.
         self.engine.set_gradient_accumulation_boundary(bool(self.sync_gradients))
+        # The division is done here, as in Accelerate, so the engine must not divide again.
         self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the gradient of the next step, in the engine; a tensor that has the norm once `optimizer.step()` ran.
+        """Clips the gradient of the next step, in the engine.
 
-        The norm is of all that trains, whatever `parameters` are a part of. Raises `UsageError`.
+        Args:
+            parameters: all parameters that train, in any order; the norm is over all of them.
+            max_norm: largest norm; 0 for no clip.
+            norm_type: must be 2.
+
+        Returns:
+            A tensor () that holds the norm as soon as `optimizer.step()` has run, and NaN until then.
+
+        Raises:
+            UsageError: if `norm_type` is not 2, or a parameter that trains is missing.
         """
         if self.engine is None or self._optimizer is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -232,12 +308,13 @@ class Accelerator(accelerate.Accelerator):
             )
         self._say_what_clips(max_norm)
         self.engine.clip_grad_norm_(max_norm)
+        # The norm is known only after the gradients of all ranks are complete, in the step: NaN until then.
         norm = torch.full((), math.nan)
         self._optimizer.norms.append(norm)
         return norm
 
     def _say_what_clips(self, max_norm: float) -> None:
-        """One line, at the first clip."""
+        """Logs one line at the first clip."""
         assert self.engine is not None
         if not self._said:
             other = self.engine.config["gradient_clipping"]
@@ -247,7 +324,15 @@ class Accelerator(accelerate.Accelerator):
         self._said = True
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Raises `UsageError`: gradients lie in the engine, which clips their norm."""
+        """Raises `UsageError` with an engine, which holds the gradients and clips only their norm.
+
+        Args:
+            parameters: as in Accelerate.
+            clip_value: as in Accelerate.
+
+        Raises:
+            UsageError: if an engine trains.
+        """
         if self.engine is None:
             super().clip_grad_value_(parameters, clip_value)
             return
@@ -256,7 +341,15 @@ class Accelerator(accelerate.Accelerator):
     # -- checkpoints --------------------------------------------------------------------------------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises `UsageError` with an engine, which saves more than Accelerate would find."""
+        """Returns the result of Accelerate without an engine; an engine saves its own, larger checkpoints.
+
+        Args:
+            *args: as in Accelerate.
+            **kwargs: as in Accelerate.
+
+        Raises:
+            UsageError: if an engine trains.
+        """
         if self.engine is None:
             return super().save_state(*args, **kwargs)
         raise UsageError(
@@ -265,16 +358,25 @@ class Accelerator(accelerate.Accelerator):
         )
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises `UsageError` with an engine."""
+        """Returns the result of Accelerate without an engine; an engine loads its own checkpoints.
+
+        Args:
+            *args: as in Accelerate.
+            **kwargs: as in Accelerate.
+
+        Raises:
+            UsageError: if an engine trains.
+        """
         if self.engine is None:
             return super().load_state(*args, **kwargs)
         raise UsageError("weights and states are in the engine: call accelerator.engine.load_checkpoint(folder)")
 
 
 def _as_reference(config: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """The config of a model that does not train: weights lie as those that train do, and what tells of steps is out.
+    """Returns the config of a model that does not train.
 
-    It has a run of its own, which nobody resumes, and the device memory that it needs.
+    Weights have the tiers of the model that trains; keys that concern steps are dropped. The run has a name of its own
+    and is never resumed, and the engine chooses its own device memory.
     """
     kept = ("zero_optimization", "aio", "bf16", "fp16", "torch_autocast")
     block = dict(config.get("offload") or {})
@@ -287,7 +389,7 @@ def _as_reference(config: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _check_accumulation(engine: Engine, accumulation: int) -> None:
-    """Raise `ConfigError` where engine and Accelerator count otherwise."""
+    """Raises `ConfigError` if the engine and the Accelerator accumulate different numbers of micro-batches."""
     if engine.gradient_accumulation_steps() != accumulation:
         raise ConfigError(
             f"gradient_accumulation_steps is {engine.gradient_accumulation_steps()} in the engine's config and "

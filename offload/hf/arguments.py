@@ -1,4 +1,4 @@
-"""What `TrainingArguments` and a model must be for an engine, and what they say about its config."""
+"""Checks of `TrainingArguments` and of the model, and the config values that the arguments determine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from offload.errors import ConfigError
 from offload.hf.auto_values import Said, said_of_batches, said_of_optimizer, value_of
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adagrad", "sgd", "rmsprop", "adafactor")
-"""Values of `optim` that an engine does: the first four by a kernel, the others by running them."""
+"""Values of `optim` that an engine supports: the first four by a kernel, the others by running torch's own code."""
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 _OPTIMIZER_KINDS = {"adagrad": "Adagrad", "sgd": "SGD"}
 _SCHEDULE_KINDS = {"constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"}
-"""What arguments call the types of a config."""
+"""Config types by the names of the arguments."""
 
 _REFUSED = {
     "deepspeed": "offload_config is in its place: give the same file there, and leave deepspeed out",
@@ -30,11 +30,19 @@ _REFUSED = {
 
 
 def check_arguments(args: Any) -> None:
-    """Raise `ConfigError` where an argument cannot go together with an engine."""
+    """Raises `ConfigError` if an argument is not compatible with an engine.
+
+    Args:
+        args: transformers' `TrainingArguments`.
+
+    Raises:
+        ConfigError: with the argument and the reason.
+    """
     for name, reason in _REFUSED.items():
         value = getattr(args, name, None)
         if value:
             raise ConfigError(f"OffloadTrainer does not go together with {name}={value!r}: {reason}")
+    # The Trainer would wrap the model in `nn.DataParallel`, which copies every parameter to each GPU.
     if args.n_gpu > 1:
         raise ConfigError(
             f"this process sees {args.n_gpu} GPUs and would copy the model to each; start one process for each by "
@@ -43,7 +51,14 @@ def check_arguments(args: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raise `ConfigError` where the model is not one that an engine can take over; None is made later."""
+    """Raises `ConfigError` if an engine cannot take the model over.
+
+    Args:
+        model: the Trainer's model; None if `model_init` makes it later.
+
+    Raises:
+        ConfigError: if `model` is an engine, or is under one.
+    """
     if isinstance(model, Engine):
         raise ConfigError("OffloadTrainer makes the engine itself; give it the model, before offload.initialize")
     if model is not None and any(handle_of(parameter) is not None for parameter in model.parameters()):
@@ -53,7 +68,7 @@ def check_model(model: Any) -> None:
 
 
 def check_optim(name: str) -> None:
-    """Raise `ConfigError` for an optimizer of the arguments that an engine does not do."""
+    """Raises `ConfigError` for an optimizer of the arguments that an engine does not support."""
     if name not in OPTIMIZERS:
         raise ConfigError(
             f'optim="{name}" cannot be done on states that are paged; expected one of {", ".join(OPTIMIZERS)}, or a '
@@ -62,15 +77,23 @@ def check_optim(name: str) -> None:
 
 
 def check_kinds(content: Mapping[str, Any], args: Any) -> None:
-    """Raise `ConfigError` where the config has an optimizer or a schedule, and the arguments ask for another kind.
+    """Checks that config and arguments name the same optimizer and the same schedule.
 
-    What is the default of the arguments asks for nothing.
+    A default of the arguments is compatible with everything.
+
+    Args:
+        content: the config.
+        args: transformers' `TrainingArguments`.
+
+    Raises:
+        ConfigError: if the config has a block, and the arguments name another kind.
     """
     for block, argument, defaults, kinds in (
         ("optimizer", "optim", _ADAMW, _OPTIMIZER_KINDS),
         ("scheduler", "lr_scheduler_type", ("linear",), _SCHEDULE_KINDS),
     ):
         asked, there = getattr(args, argument), content.get(block)
+        # The arguments hold an enum or a string, depending on how they were set.
         name = str(getattr(asked, "value", asked))
         if not isinstance(there, Mapping) or name in defaults:
             continue
@@ -83,7 +106,15 @@ def check_kinds(content: Mapping[str, Any], args: Any) -> None:
 
 
 def said_by_arguments(content: Mapping[str, Any], args: Any) -> list[Said]:
-    """All that the arguments say, but of the schedule. Raises `ConfigError` where the run would be resumed twice."""
+    """Returns all config values that the arguments determine, except those of the schedule.
+
+    Args:
+        content: the config.
+        args: transformers' `TrainingArguments`.
+
+    Raises:
+        ConfigError: if the config asks the engine to commit or resume, which the Trainer's checkpoints do.
+    """
     _check_resume(content.get("offload") or {})
     said = said_of_batches(content, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size)
     said += said_of_optimizer(content, args)
@@ -92,13 +123,15 @@ def said_by_arguments(content: Mapping[str, Any], args: Any) -> list[Said]:
         said.append(Said("bf16.enabled", bool(args.bf16), "bf16"))
         said.append(Said("fp16.enabled", bool(args.fp16), "fp16"))
     said.append(Said("offload.device", args.device.type, "the device of the arguments"))
+    # The Trainer resumes from its own checkpoints, so commits of the engine would only cost writes.
     said.append(Said("offload.durability", "none", "what a Trainer can go on from, its checkpoints"))
     return said
 
 
 def _check_resume(block: Mapping[str, Any]) -> None:
-    """[Note: two ways to go on] A Trainer goes on from a folder that it has written itself, with its own counters, log
-    and callbacks. Swap files hold none of them, so their commits would cost writes and be of no use."""
+    """Raises `ConfigError` if the config asks for commits, or for a resume from swap files."""
+    # [Note: two ways to resume] A Trainer resumes from a folder that it has written itself, with its own counters, log
+    # and callbacks. Swap files hold none of them, so their commits would cost writes and be of no use.
     for key, fine in (("resume", (None, "never")), ("durability", (None, "auto", "none"))):
         if block.get(key) not in fine:
             raise ConfigError(

@@ -1,5 +1,7 @@
-"""What a script says and a config may say too: filled in where the config has "auto" or nothing, an error where both
-say something else. Pure functions; nothing here knows transformers.
+"""Merge of a script's values into a config.
+
+A key that the config leaves out or sets to "auto" takes the script's value; two different values are an error. Pure
+functions, which do not depend on transformers.
 """
 
 from __future__ import annotations
@@ -14,17 +16,17 @@ from offload.sizes import count_of
 
 
 class Said(NamedTuple):
-    """What the script says about one key of the config."""
+    """A value that the script determines for one key of the config."""
 
     key: str
-    """With dots between blocks."""
+    """Path of the key, with dots between blocks."""
     value: Any
     argument: str
-    """Its name in the script."""
+    """Name of the value in the script, for errors."""
 
 
 def content_of(config: Any) -> dict[str, Any]:
-    """A copy of the config, a path or a dict, in which bf16 has its newer name."""
+    """Returns a copy of the config, given as a path or a mapping, with "bfloat16" renamed to "bf16"."""
     content = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else read_json(config)
     if "bfloat16" in content and "bf16" not in content:
         content["bf16"] = content.pop("bfloat16")
@@ -32,13 +34,22 @@ def content_of(config: Any) -> dict[str, Any]:
 
 
 def filled(content: Mapping[str, Any], said: Iterable[Said]) -> dict[str, Any]:
-    """A copy of `content` with all that was `said`. Raises `ConfigError` that names each pair of values that differ."""
+    """Returns a copy of `content` with the values of the script.
+
+    Args:
+        content: the config.
+        said: values of the script.
+
+    Raises:
+        ConfigError: with each pair of values that differ.
+    """
     result = copy.deepcopy(dict(content))
     wrong: list[str] = []
     for key, value, argument in said:
         *path, last = key.split(".")
         block: Any = result
         for name in path:
+            # A block may be missing or null in JSON; both become a block that holds the script's value.
             block[name] = block = dict(block.get(name) or {})
         if block.get(last) in (None, "auto"):
             block[last] = value
@@ -53,13 +64,15 @@ def filled(content: Mapping[str, Any], said: Iterable[Said]) -> dict[str, Any]:
 
 
 def _equal(mine: Any, theirs: Any) -> bool:
+    """Returns True if two JSON values are equal; a list equals a tuple, and True does not equal 1."""
     if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
         return list(mine) == list(theirs)
+    # In Python True == 1; in a config they are different values.
     return bool(mine == theirs) and isinstance(mine, bool) == isinstance(theirs, bool)
 
 
 def value_of(content: Mapping[str, Any], key: str) -> Any:
-    """What the config has there; None for "auto", and where it has nothing."""
+    """Returns the config's value at a dotted key; None for "auto" and for a key that is missing."""
     value: Any = content
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -67,11 +80,19 @@ def value_of(content: Mapping[str, Any], key: str) -> Any:
 
 
 def said_of_batches(content: Mapping[str, Any], micro: int, accumulation: int, ranks: int) -> list[Said]:
-    """The three batch sizes by the names of `TrainingArguments`; the sum only where the config has it."""
+    """Returns the three batch sizes under the names of `TrainingArguments`; the total only if the config names it.
+
+    Args:
+        content: the config.
+        micro: samples of a micro-batch on one rank.
+        accumulation: micro-batches of a step.
+        ranks: number of processes.
+    """
     said = [
         Said("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size"),
         Said("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps"),
     ]
+    # The engine computes the total if the config leaves it out.
     if content.get("train_batch_size") is not None:
         total = f"per_device_train_batch_size * gradient_accumulation_steps * {count_of(ranks, 'rank')}"
         said.append(Said("train_batch_size", micro * accumulation * ranks, total))
@@ -79,10 +100,18 @@ def said_of_batches(content: Mapping[str, Any], micro: int, accumulation: int, r
 
 
 def said_of_optimizer(content: Mapping[str, Any], args: Any) -> list[Said]:
-    """What `TrainingArguments` say of the config's optimizer: of Adam all, of others what they have in common."""
+    """Returns the values of `TrainingArguments` for the config's optimizer.
+
+    Adam and AdamW take all of them; other optimizers take the learning rate and the weight decay.
+
+    Args:
+        content: the config.
+        args: transformers' `TrainingArguments`.
+    """
     block = content.get("optimizer")
     if not isinstance(block, Mapping):
         return []
+    # Types may be written in any case.
     kind = {name.lower(): name for name in OPTIMIZER_DEFAULTS}.get(str(block.get("type", "AdamW")).lower(), "")
     said = [
         Said("optimizer.params.lr", args.learning_rate, "learning_rate"),
@@ -96,7 +125,13 @@ def said_of_optimizer(content: Mapping[str, Any], args: Any) -> list[Said]:
 
 
 def said_of_schedule(content: Mapping[str, Any], args: Any, steps: int) -> list[Said]:
-    """What `TrainingArguments` say of the config's schedule, in a training of so many `steps`."""
+    """Returns the values of `TrainingArguments` for the config's schedule.
+
+    Args:
+        content: the config.
+        args: transformers' `TrainingArguments`.
+        steps: steps of the whole training.
+    """
     block = content.get("scheduler")
     if not isinstance(block, Mapping):
         return []
@@ -104,6 +139,7 @@ def said_of_schedule(content: Mapping[str, Any], args: Any, steps: int) -> list[
     known = SCHEDULES[kind].model_fields if kind else {}
     said = {
         "total_num_steps": (steps, "the steps of the training"),
+        # The Trainer allows a warm-up of 0 steps; 1 is the least that the schedules accept.
         "warmup_num_steps": (max(1, args.get_warmup_steps(steps)), "warmup_steps"),
         "warmup_max_lr": (args.learning_rate, "learning_rate"),
     }
@@ -111,5 +147,5 @@ def said_of_schedule(content: Mapping[str, Any], args: Any, steps: int) -> list[
 
 
 def without(content: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The config less some of its blocks."""
+    """Returns the config without the blocks `names`."""
     return {key: value for key, value in content.items() if key not in names}

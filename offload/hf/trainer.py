@@ -1,21 +1,22 @@
-"""`OffloadTrainer`: transformers' `Trainer` whose model, gradients and optimizer states are an engine's.
+"""`OffloadTrainer`: transformers' `Trainer` on an engine that holds the model, the gradients and the optimizer states.
 
     trainer = OffloadTrainer(model=model, args=args, train_dataset=dataset, offload_config="ds_config.json")
 
-The loop is the Trainer's own. It gives its model and optimizer to `accelerator.prepare`, and there the engine comes in:
-`Accelerator` of this package does a backward, a clip and a step by it. What is left for the mixin is to fill in the
-config, to give the Trainer's checkpoints what the engine holds, and to refuse what cannot be (`arguments.py`).
+The loop is the Trainer's own. The loop passes its model and optimizer to `accelerator.prepare`, which builds the
+engine; `Accelerator` of this package runs each backward, clip and step in the engine. The mixin completes the config,
+writes and reads the engine's part of the Trainer's checkpoints, and refuses arguments that an engine cannot honour
+(`arguments.py`).
 
-[Note: names that are not public] Overridden here, though transformers does not promise them, each with what it is for:
+[Note: names that are not public] The mixin overrides these methods, although transformers does not promise them:
 
-    _move_model_to_device            the engine places weights: a model larger than the device never goes there whole
+    _move_model_to_device            the engine places weights: a model larger than the device never moves as a whole
     _save                            weights are streamed into safetensors
-    _save_optimizer_and_scheduler    the engine's checkpoint, in place of optimizer.pt
-    _load_from_checkpoint            nothing is loaded yet: there is no engine
-    _load_optimizer_and_scheduler    the engine's checkpoint, or weights alone
-    _load_best_model                 the weights of the engine's checkpoint
+    _save_optimizer_and_scheduler    writes the engine's checkpoint in place of optimizer.pt
+    _load_from_checkpoint            loads nothing yet: the engine does not exist
+    _load_optimizer_and_scheduler    loads the engine's checkpoint, or weights only
+    _load_best_model                 loads the weights of the engine's checkpoint
 
-and Accelerate's mark `_is_accelerate_prepared` is set, in `accelerator.py`. A test holds that all of them exist.
+`accelerator.py` sets Accelerate's mark `_is_accelerate_prepared`. A test checks that all of them exist.
 """
 
 from __future__ import annotations
@@ -61,21 +62,35 @@ else:
 
 
 class _TrainersAccelerator(Accelerator):
-    """Its config is complete: the Trainer's arguments have said all, and the accumulation is not Accelerate's."""
+    """The Trainer's accelerator, with a config that the Trainer's arguments have completed.
+
+    The accumulation is not Accelerate's: the Trainer counts micro-batches itself.
+    """
 
     def _config(self, micro: int | None) -> dict[str, Any]:
+        """Returns the complete config, whatever `micro` is."""
         config: dict[str, Any] = self.offload_config
         return config
 
 
 class OffloadMixin(_Base):
-    """Put before a Trainer: `class MyTrainer(OffloadMixin, SFTTrainer)`. It takes `offload_config` beside all else."""
+    """Mixin to put before a Trainer: `class MyTrainer(OffloadMixin, SFTTrainer)`."""
 
     optimizer: Any
     lr_scheduler: Any
 
     def __init__(self, *args: Any, offload_config: Any, **kwargs: Any) -> None:
-        """`offload_config` is the path of a DeepSpeed-style JSON file, or its content as a dict."""
+        """Constructs the Trainer.
+
+        Args:
+            *args: as in the Trainer.
+            offload_config: path of a DeepSpeed-style JSON file, or its content as a dict.
+            **kwargs: as in the Trainer.
+
+        Raises:
+            ConfigError: if the config has an optimizer or a schedule and the Trainer received one too, or if an
+                argument is not compatible with an engine.
+        """
         self._content = content_of(offload_config)
         self._schedule: Any = None
         super().__init__(*args, **kwargs)
@@ -90,40 +105,67 @@ class OffloadMixin(_Base):
 
     @property
     def engine(self) -> Engine | None:
-        """The engine, from the first `train()`, `evaluate()` or `predict()` on."""
+        """The engine, from the first `train()`, `evaluate()` or `predict()` on; None before."""
         engine: Engine | None = self.accelerator.engine
         return engine
 
     # -- beginning ----------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Called by `__init__` as soon as it knows its arguments: the first moment to refuse them."""
+        """Checks the arguments and completes the config.
+
+        Called by the Trainer's `__init__` as soon as its arguments are known.
+
+        Raises:
+            ConfigError: if an argument is not compatible with an engine, or if Accelerate was launched with DeepSpeed
+                or FSDP.
+        """
         check_arguments(self.args)
         check_model(self.model)
         check_kinds(self._content, self.args)
         self._content = filled(self._content, said_by_arguments(self._content, self.args))
-        load_config(without(self._content, "scheduler"))  # which may wait for the number of steps
+        # Raises for invalid values now. The schedule may still need the number of steps.
+        load_config(without(self._content, "scheduler"))
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ConfigError("Accelerate was launched with DeepSpeed or FSDP; launch OffloadTrainer by torchrun")
-        self.accelerator.__class__ = _TrainersAccelerator  # `gather_function` is bound to this very object
+        # The class of the object changes, not the object: the Trainer's `gather_function` is bound to it already.
+        self.accelerator.__class__ = _TrainersAccelerator
+        # `create_optimizer` and `create_scheduler` make objects of these two blocks, so the engine's config has
+        # neither.
         self.accelerator.offload_config = without(self._content, "optimizer", "scheduler")
-        self.accelerator.native_amp, self.accelerator.scaler = False, None  # precision is the engine's
+        # Precision is the engine's: Accelerate must neither autocast nor scale the loss a second time.
+        self.accelerator.native_amp, self.accelerator.scaler = False, None
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Does nothing: the engine places weights."""
         return
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
-        """A new model: the engine of the one before ends."""
+        """Returns a new model, after the engine of the model before has ended and its run was removed.
+
+        Args:
+            *args: as in the Trainer.
+            **kwargs: as in the Trainer.
+        """
         if self.accelerator.engine is not None:
+            # Both engines would hold the same run folder and the device memory.
             self.accelerator.engine.destroy(remove=True)
             self.accelerator.engine = None
         return super().call_model_init(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The config's optimizer over all parameters that train, or that of the arguments in the Trainer's groups."""
+        """Creates the config's optimizer over all trainable parameters, or that of the Trainer's arguments.
+
+        Args:
+            *args: as in the Trainer.
+            **kwargs: as in the Trainer.
+
+        Returns:
+            The optimizer.
+        """
         if self.optimizer is None:
-            config = self._config(self.state.max_steps)  # a schedule that is wrong is an error now
+            config = self._config(self.state.max_steps)  # raises now if the schedule is invalid
             if config.optimizer is not None:
                 trainable = [p for p in self.model.parameters() if p.requires_grad]
                 self.optimizer = from_config(trainable, config.optimizer)
@@ -132,24 +174,42 @@ class OffloadMixin(_Base):
         return super().create_optimizer(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """The config's schedule, or that of the arguments."""
+        """Creates the config's schedule, or that of the arguments.
+
+        Args:
+            num_training_steps: steps of the whole training.
+            *args: as in the Trainer.
+            **kwargs: as in the Trainer.
+
+        Returns:
+            The schedule.
+        """
         block = self._config(num_training_steps).scheduler
         if block is None:
             return super().create_scheduler(num_training_steps, *args, **kwargs)
-        if self.lr_scheduler is None or self.lr_scheduler is self._schedule:  # a second train() begins anew
+        if self.lr_scheduler is None or self.lr_scheduler is self._schedule:  # a second train() starts a new schedule
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
             self.lr_scheduler = self._schedule = choose(block, None, optimizer).schedule
         return self.lr_scheduler
 
     def _config(self, steps: int) -> Config:
-        """All of the config, for a training of so many steps; without the schedule where they are not known."""
+        """Returns the complete config of a training of `steps` steps; without the schedule if `steps` <= 0, unknown."""
         if steps <= 0:
             return load_config(without(self._content, "scheduler"))
         return load_config(filled(self._content, said_of_schedule(self._content, self.args, steps)))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; before `train()` it makes the engine, with which `train()` goes on."""
+        """Evaluates as the Trainer does. Before `train()` it builds the engine, which `train()` then uses.
+
+        Args:
+            *args: as in the Trainer.
+            **kwargs: as in the Trainer.
+
+        Returns:
+            The output of the Trainer's loop.
+        """
         if self.engine is None:
+            # An engine is built only once for a model, so it must have the optimizer that `train()` will need.
             if any(p.requires_grad for p in self.model.parameters()):
                 _, self.optimizer = self.accelerator.prepare(self.model, self.create_optimizer())
             else:
@@ -158,7 +218,12 @@ class OffloadMixin(_Base):
         return super().evaluation_loop(*args, **kwargs)
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
-        """What `torch_autocast` of the config asks for, round each forward."""
+        """Returns the context of each forward that `torch_autocast` of the config asks for.
+
+        Args:
+            *args: as in the Trainer.
+            **kwargs: as in the Trainer.
+        """
         if self.engine is None:
             return super().autocast_smart_context_manager(*args, **kwargs)
         return self.engine.autocast()
@@ -166,22 +231,39 @@ class OffloadMixin(_Base):
     # -- checkpoints --------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Saves the model by the engine, and the tokenizer and arguments as the Trainer does.
+
+        Args:
+            output_dir: the folder; the Trainer's by default.
+            state_dict: weights to save in place of the engine's.
+        """
         if self.engine is None or state_dict is not None:
             super()._save(output_dir, state_dict)
             return
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        # A collective: every rank calls it, while only one process saves the arguments.
         self.engine.save_pretrained(folder, tokenizer=tokenizer)
         if self.args.should_save:
             torch.save(self.args, folder / _ARGUMENTS)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Writes the engine's checkpoint and the schedule's state into the Trainer's checkpoint `output_dir`."""
         assert self.engine is not None
         self.engine.save_checkpoint(output_dir, exclude_frozen_parameters=_has_adapters(self.model))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Checks a checkpoint that will be loaded as soon as the engine exists.
+
+        Args:
+            resume_from_checkpoint: the folder.
+            model: as in the Trainer; not used.
+
+        Raises:
+            StoreError: if the folder does not exist, is incomplete, or was written by the stock Trainer.
+        """
         folder = Path(resume_from_checkpoint)
         if not folder.is_dir():
             raise StoreError(f"resume_from_checkpoint is {folder}, which is no folder")
@@ -193,6 +275,7 @@ class OffloadMixin(_Base):
         _check_whole(folder, self.args)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Loads the engine's checkpoint from the Trainer's; only weights if the Trainer saved only weights."""
         if checkpoint is None:
             return
         assert self.engine is not None
@@ -206,6 +289,7 @@ class OffloadMixin(_Base):
             self.engine.set_lr(self.lr_scheduler.get_last_lr())
 
     def _load_best_model(self) -> None:
+        """Loads the weights of the best checkpoint into the engine."""
         best = self.state.best_model_checkpoint
         if self.engine is None or not _has_engine(Path(best)):
             super()._load_best_model()
@@ -215,11 +299,15 @@ class OffloadMixin(_Base):
 
 
 class OffloadTrainer(OffloadMixin, Trainer):
-    """transformers' `Trainer`, with weights, gradients and optimizer states where `offload_config` says."""
+    """transformers' `Trainer`, with weights, gradients and optimizer states placed as `offload_config` says."""
 
 
 def _has_engine(folder: Path) -> bool:
-    """Whether an engine's checkpoint is in the Trainer's. Raises `StoreError` where it cannot be told."""
+    """Returns True if a checkpoint of the Trainer contains one of an engine.
+
+    Raises:
+        StoreError: if the engine's states are present, but not the file that names them.
+    """
     if (folder / LATEST).is_file():
         return True
     if left := sorted(folder.glob("global_step*")):
@@ -231,9 +319,17 @@ def _has_engine(folder: Path) -> bool:
 
 
 def _check_whole(folder: Path, args: Any) -> None:
-    """Raise `StoreError` where a file that the Trainer itself reads is not there, or is cut short."""
+    """Checks the files that the Trainer itself reads.
+
+    Args:
+        folder: a checkpoint of the Trainer.
+        args: transformers' `TrainingArguments`.
+
+    Raises:
+        StoreError: if a file is missing or truncated.
+    """
     rng = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
-    goes_on = _has_engine(folder)  # else only its weights are taken
+    goes_on = _has_engine(folder)  # otherwise only its weights are loaded
     needed = (_STATE, _SCHEDULER) if goes_on else (_STATE,)
     for name in (_STATE, _SCHEDULER, rng):
         there = (folder / name).exists()
@@ -248,9 +344,10 @@ def _check_whole(folder: Path, args: Any) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file of the Trainer's can be read to its end."""
+    """Returns True if a file of the Trainer can be read to its end."""
     if path.suffix != ".json":
-        return zipfile.is_zipfile(path)  # as torch.save writes it: its table of contents is the last part
+        # torch.save writes a zip file, whose table of contents comes last: a truncated file has none.
+        return zipfile.is_zipfile(path)
     try:
         json.loads(path.read_bytes())
     except ValueError:
@@ -259,5 +356,5 @@ def _is_whole(path: Path) -> bool:
 
 
 def _has_adapters(model: Any) -> bool:
-    """Whether only adapters are saved as weights, so that frozen ones come from where the base model does."""
+    """Returns True if only adapters are saved as weights; frozen weights then come from the base model."""
     return hasattr(model, "peft_config")

@@ -1,7 +1,7 @@
-"""DeepSpeed's schedules of learning rates, step for step.
+"""DeepSpeed's learning-rate schedules, step for step.
 
-A schedule sets the rates of the first step when it is made, and those of the next in each `step()`, which the engine
-calls at the end of a step. With n steps taken, N steps of warm-up and T steps in all, the next step has
+A schedule sets the rates of the first step when it is constructed, and those of the next step in each `step()`, which
+the engine calls at the end of a step. With n steps taken, N steps of warm-up and T steps in all, the next step uses
 
     WarmupLR         min + (max - min) * rise            rise = log(n) / log(N), or (n - 1) / N; 0 at n = 0, at most 1
     WarmupDecayLR    the same up to n = N, then min + (max - min) * (T - n + 1) / (T - N), and no less than min
@@ -11,19 +11,20 @@ calls at the end of a step. With n steps taken, N steps of warm-up and T steps i
                      then min / (1 + rate * more)        more: intervals since
     LRRangeTest      min * (1 + rate * n / size)         n / size rounded down with a staircase
 
-The first three count one behind, so that their first two steps are both at the start. DeepSpeed counts so, and the
-learning rates of a run are the same there and here. Where DeepSpeed does otherwise than it says, this does as it says:
+The first three count one behind, so that their first two steps both use the start value. DeepSpeed counts the same way,
+so a run has the same learning rates under both. If DeepSpeed's behaviour differs from its documentation, these classes
+follow the documentation:
 
-    the first step of WarmupCosineLR is at warmup_min_ratio             there at 0
-    the first step of OneCycle has the momentum of both ends            there that of the middle
-    OneCycle moves betas[0] and leaves betas[1]                         there it becomes 0.99
-    warmup_max_lr "auto" is each group's own learning rate              there all have that of the first
-    a list of one value for each group works for OneCycle too           there it fails
+    the first step of WarmupCosineLR is at warmup_min_ratio             DeepSpeed: at 0
+    the first step of OneCycle has the momentum of both ends            DeepSpeed: that of the middle
+    OneCycle changes betas[0] and leaves betas[1]                       DeepSpeed: betas[1] becomes 0.99
+    warmup_max_lr "auto" is each group's own learning rate              DeepSpeed: all groups use that of the first
+    a list of one value for each group works for OneCycle too           DeepSpeed: fails
 
-The state is how many steps were taken (`last_batch_iteration`, one less) and the groups' own learning rates. What the
-params say now counts after a resume, so that a longer run can be asked for.
+The state is the number of steps taken, less one (`last_batch_iteration`), and the groups' own learning rates. The
+current params apply after a resume, so that a run can be extended.
 
-Scripts that make them as of `deepspeed.runtime.lr_schedules` import them from here:
+Scripts that import the classes from `deepspeed.runtime.lr_schedules` can import them from here:
 
     schedule = offload.schedules.WarmupLR(optimizer, warmup_num_steps=100)
     engine, *_ = offload.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
@@ -46,4 +47,4 @@ MADE_BY: dict[str, Callable[..., Schedule]] = {
     "OneCycle": OneCycle,
     "LRRangeTest": LRRangeTest,
 }
-"""By the type that a config names."""
+"""Class of each type that a config can name."""

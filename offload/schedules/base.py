@@ -1,4 +1,4 @@
-"""A learning-rate schedule: what all of DeepSpeed's have in common."""
+"""The base class of DeepSpeed's learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -15,12 +15,23 @@ from offload.sizes import count_of
 
 
 class Schedule(abc.ABC):
-    """Sets `lr` of each group of an optimizer; what all schedules of DeepSpeed have in common."""
+    """A schedule that sets `lr` of each group of an optimizer."""
 
     PEAK: ClassVar[str] = ""
-    """The field of the params that is the highest rate, where that does not follow from the groups' own."""
+    """Field of the params that is the highest rate; empty if the highest rate follows from the groups' own."""
 
     def __init__(self, optimizer: Any, params: ScheduleParams, last_batch_iteration: int) -> None:
+        # DeepSpeed's and Accelerate's wrappers hold the optimizer as `optimizer`.
+        """Sets the learning rates of the next step.
+
+        Args:
+            optimizer: an optimizer with `param_groups`, or a wrapper that holds one as `optimizer`.
+            params: checked params of the schedule.
+            last_batch_iteration: number of the last step taken, from 0; -1 before the first.
+
+        Raises:
+            ConfigError: if `optimizer` is none, or the params do not fit its groups.
+        """
         optimizer = optimizer if hasattr(optimizer, "param_groups") else getattr(optimizer, "optimizer", optimizer)
         if not hasattr(optimizer, "param_groups"):
             raise ConfigError(f"{type(self).__name__} expects an optimizer, got {type(optimizer).__name__}")
@@ -34,35 +45,47 @@ class Schedule(abc.ABC):
 
     @property
     def peaks(self) -> list[float]:
-        """The highest rate of each group, where it is not their own."""
+        """The highest rate of each group; empty if it is the groups' own."""
         peaks = self._of_each(self.PEAK) if self.PEAK else self.base_lrs
         return [] if peaks == self.base_lrs else peaks
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What it was made with, as JSON has it."""
+        """The params, as JSON values."""
         return self._params.model_dump(mode="json")
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group for the next step."""
+        """Returns the learning rate of each group for the next step."""
         return self._lrs(self.last_batch_iteration + 1)
 
     def get_last_lr(self) -> list[float]:
-        """The learning rate of each group as it is set."""
+        """Returns the learning rate of each group as it is set now."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def step(self, iteration: int | None = None) -> None:
-        """A step was taken: set what the next one has. `iteration` is the number of the one taken, from 0."""
+        """Advances by one step and sets the values of the next step. Nothing changes if it raises.
+
+        Args:
+            iteration: number of the step taken, from 0; by default one more than the last.
+
+        Raises:
+            ConfigError: if a value of the next step is invalid, such as a momentum of 1 or more.
+        """
         before = self.last_batch_iteration
         self.last_batch_iteration = before + 1 if iteration is None else iteration
         try:
             self.apply()
+        # An invalid value must not advance the schedule: the user may change the params and step again.
         except ConfigError:
             self.last_batch_iteration = before
             raise
 
     def take_in(self) -> None:
-        """Set the rate of a group that came last too. Raises `UsageError` where the params have none for it."""
+        """Sets the rate of a group that was added last.
+
+        Raises:
+            UsageError: if the params have no value for the group.
+        """
         before = self.base_lrs
         self._note_rates()
         try:
@@ -72,36 +95,47 @@ class Schedule(abc.ABC):
             raise UsageError(f"{type(self).__name__} has no learning rate for a further group: {error}") from error
 
     def _note_rates(self) -> None:
+        """Records the own learning rate of groups that are new."""
         groups = self.optimizer.param_groups
         for group in groups:
-            group.setdefault("initial_lr", float(group["lr"]))  # where torch's schedules note it too
+            # torch's schedules use the same key, so a rate that one of them has recorded counts here.
+            group.setdefault("initial_lr", float(group["lr"]))
         self.base_lrs = [*self.base_lrs, *(float(group["initial_lr"]) for group in groups[len(self.base_lrs) :])]
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of the last step taken, from 0, and each group's own learning rate."""
+        """Returns the number of the last step taken, from 0, and each group's own learning rate."""
         return {"last_batch_iteration": self.last_batch_iteration, "base_lrs": list(self.base_lrs)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; DeepSpeed's states have only the iteration."""
+        """Resumes from a state and sets the values of the next step.
+
+        Args:
+            state: the result of `state_dict`, or a state of DeepSpeed, which holds only the iteration.
+        """
         self.last_batch_iteration = state["last_batch_iteration"]
+        # Learning rates of the resumed run, not those of the script, are the base that the values scale.
         self.base_lrs = list(state.get("base_lrs", self.base_lrs))
         self.apply()
 
     def apply(self) -> None:
-        """Set what the next step has."""
+        """Sets the values of the next step in the groups."""
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate
 
     def _begin(self) -> None:
-        """Check the params against the groups."""
+        """Checks the params against the groups. Called once, before the first `apply`."""
         return  # most have nothing to check
 
     @abc.abstractmethod
     def _lrs(self, steps: int) -> list[float]:
-        """The learning rates after so many steps."""
+        """Returns the learning rates after `steps` steps."""
 
     def _of_each(self, name: str) -> list[float]:
-        """The params' `name` for each group; "auto" is the group's own learning rate."""
+        """Returns the params' `name` for each group; "auto" is the group's own learning rate.
+
+        Raises:
+            ConfigError: if a list has another length than the groups.
+        """
         value = getattr(self._params, name)
         if value == "auto":
             return self.base_lrs
@@ -116,6 +150,7 @@ class Schedule(abc.ABC):
         return list(value)
 
     def _check_pairs(self) -> None:
+        """Raises `ConfigError` if a lower bound exceeds its upper bound in any group."""
         for low, high in self._params.ORDERED:
             more = " (the learning rate of its group)" if getattr(self._params, high) == "auto" else ""
             check_order(low, self._of_each(low), high + more, self._of_each(high))

@@ -1,4 +1,4 @@
-"""Schedules that go up and down again, and the range test."""
+"""Schedules that rise and fall again, and the learning-rate range test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("offload")
 
 
 class OneCycle(Schedule):
-    """Goes from one learning rate up to another and back, the momentum (betas[0]) the other way round; then decays.
+    """A cycle from one learning rate up to another and back, with the momentum (betas[0]) reversed; then a decay.
 
     `cycle_min_lr`, `cycle_max_lr`, `cycle_min_mom` and `cycle_max_mom` are a number, or a list of one for each group.
     """
@@ -44,6 +44,28 @@ class OneCycle(Schedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
+        """Sets the learning rates and momenta of the next step.
+
+        Args:
+            optimizer: an optimizer with `param_groups`, or a wrapper that holds one as `optimizer`.
+            cycle_min_lr: learning rate at both ends of the cycle.
+            cycle_max_lr: learning rate in the middle.
+            decay_lr_rate: after the cycle the rate is cycle_min_lr / (1 + decay_lr_rate * steps / decay_step_size).
+            cycle_first_step_size: steps of the rise.
+            cycle_second_step_size: steps of the fall; as many as of the rise by default.
+            cycle_first_stair_count: stairs of the rise; 0 to rise in each step.
+            cycle_second_stair_count: stairs of the fall; as many as of the rise by default.
+            decay_step_size: steps of one interval of the decay; 0 for no decay.
+            cycle_momentum: True to change betas[0] too.
+            cycle_min_mom: momentum in the middle.
+            cycle_max_mom: momentum at both ends of the cycle.
+            decay_mom_rate: after the cycle the momentum is cycle_max_mom * (1 + decay_mom_rate * steps /
+                decay_step_size).
+            last_batch_iteration: number of the last step taken, from 0; -1 before the first.
+
+        Raises:
+            ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
+        """
         given = {
             "cycle_min_lr": cycle_min_lr,
             "cycle_max_lr": cycle_max_lr,
@@ -63,17 +85,25 @@ class OneCycle(Schedule):
     def _begin(self) -> None:
         self._check_pairs()
         self._moves_momentum = self._params.cycle_momentum
+        # The cycle defines betas[0] only, which optimizers such as SGD do not have.
         if self._moves_momentum and not all("betas" in group for group in self.optimizer.param_groups):
             logger.warning("OneCycle leaves the momentum as it is: %s has no betas", type(self.optimizer).__name__)
             self._moves_momentum = False
 
     def get_mom(self) -> list[float] | None:
-        """The momentum of each group for the next step; None where it does not move."""
+        """Returns the momentum of each group for the next step; None if the momentum is not changed.
+
+        Raises:
+            ConfigError: if the decay has raised a momentum to 1 or more.
+        """
         return self._momenta(self.last_batch_iteration + 1) if self._moves_momentum else None
 
     def apply(self) -> None:
+        # Computed before anything is set: an invalid momentum must leave the learning rates unchanged.
+        """Sets the learning rate, and betas[0] if the momentum is changed, of each group."""
         momenta = self.get_mom()
         super().apply()
+        # Without momenta there is nothing to set.
         for group, momentum in zip(self.optimizer.param_groups, momenta or (), strict=False):
             group["betas"] = (momentum, *group["betas"][1:])
 
@@ -83,8 +113,10 @@ class OneCycle(Schedule):
         return [(low + (high - low) * height) / decay for low, high in pairs]
 
     def _momenta(self, steps: int) -> list[float]:
+        """Returns the momentum of each group after `steps` steps."""
         height, growth = self._height(steps), 1 + self._params.decay_mom_rate * self._intervals(steps)
         pairs = zip(self._of_each("cycle_min_mom"), self._of_each("cycle_max_mom"), strict=True)
+        # The momentum is highest where the learning rate is lowest.
         momenta = [(high - (high - low) * height) * growth for low, high in pairs]
         if max(momenta) >= 1:
             raise ConfigError(
@@ -95,27 +127,28 @@ class OneCycle(Schedule):
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """Steps up, and down."""
+        """Steps of the rise and of the fall."""
         first, second = self._params.cycle_first_step_size, self._params.cycle_second_step_size
         return first, first if second is None else second
 
     def _height(self, steps: int) -> float:
-        """How far up the cycle is: 1 in its middle, 0 at its ends and after it."""
+        """Returns the position in the cycle after `steps` steps: 1 in its middle, 0 at its ends and after it."""
         (up, down), params = self._sizes, self._params
         stairs = params.cycle_first_stair_count
         done, size = (steps, up) if steps <= up else (max(0, up + down - steps), down)
         if steps > up and params.cycle_second_stair_count is not None:
             stairs = params.cycle_second_stair_count
+        # Whole stairs only: the integer division rounds down to the stair that is reached.
         return done * stairs // size / stairs if stairs else done / size
 
     def _intervals(self, steps: int) -> float:
-        """Of the decay, since the end of the cycle."""
+        """Returns the intervals of the decay since the end of the cycle, a fraction included."""
         size = self._params.decay_step_size
         return max(0, steps - sum(self._sizes)) / size if size else 0.0
 
 
 class LRRangeTest(Schedule):
-    """Rises without an end, in a line or in stairs, to find the largest learning rate that trains.
+    """A rise without an end, linear or in stairs, to find the largest learning rate that trains.
 
     `lr_range_test_min_lr` is a number, or a list of one for each group.
     """
@@ -131,6 +164,19 @@ class LRRangeTest(Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
+        """Sets the learning rates of the next step.
+
+        Args:
+            optimizer: an optimizer with `param_groups`, or a wrapper that holds one as `optimizer`.
+            lr_range_test_min_lr: learning rate at the start.
+            lr_range_test_step_size: steps in which the rate rises by min_lr * step_rate.
+            lr_range_test_step_rate: factor of the rise.
+            lr_range_test_staircase: True to rise only at the end of each step_size.
+            last_batch_iteration: number of the last step taken, from 0; -1 before the first.
+
+        Raises:
+            ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
+        """
         given = {
             "lr_range_test_min_lr": lr_range_test_min_lr,
             "lr_range_test_step_size": lr_range_test_step_size,

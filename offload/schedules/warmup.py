@@ -1,4 +1,4 @@
-"""Schedules that rise to a learning rate and then stay, fall in a line, or by a cosine."""
+"""Schedules that rise to a learning rate and then stay, fall linearly, or fall by a cosine."""
 
 from __future__ import annotations
 
@@ -19,18 +19,27 @@ logger = logging.getLogger("offload")
 
 
 def _rise(steps: int, params: WarmupParams | WarmupCosineParams) -> float:
-    """How much of the warm-up is done, from 0 to 1, while `steps` are at most those of the warm-up."""
+    """Returns the completed fraction of the warm-up, from 0 to 1.
+
+    Args:
+        steps: steps taken; at most those of the warm-up.
+        params: params with the length and the type of the warm-up.
+    """
+    # log(0) is not defined, and the linear formula would be negative.
     if not steps:
         return 0.0
     length = _length(params)
+    # One step behind, as DeepSpeed counts: the first two steps both use the start value.
     return math.log(steps) / math.log(length) if params.warmup_type == "log" else (steps - 1) / length
 
 
 def _length(params: WarmupParams | WarmupCosineParams) -> int:
+    """Returns the steps of the warm-up, at least 2: log(1) = 0 must not be a divisor."""
     return max(2, params.warmup_num_steps)
 
 
 def _tell_of_no_end(params: WarmupDecayParams | WarmupCosineParams) -> None:
+    """Warns if training ends before the warm-up does."""
     if params.total_num_steps < params.warmup_num_steps:
         logger.warning(
             "total_num_steps %d is less than warmup_num_steps %d: the learning rate still rises when training ends",
@@ -40,7 +49,7 @@ def _tell_of_no_end(params: WarmupDecayParams | WarmupCosineParams) -> None:
 
 
 class WarmupLR(Schedule):
-    """Rises to a learning rate over so many steps, and stays there.
+    """A rise to a learning rate over a number of steps, after which the rate stays.
 
     `warmup_min_lr` and `warmup_max_lr` are a number, or a list of one for each group; None is the group's own.
     """
@@ -57,6 +66,19 @@ class WarmupLR(Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
+        """Sets the learning rates of the next step.
+
+        Args:
+            optimizer: an optimizer with `param_groups`, or a wrapper that holds one as `optimizer`.
+            warmup_min_lr: learning rate at the start.
+            warmup_max_lr: learning rate at the end of the warm-up; None or "auto" for each group's own.
+            warmup_num_steps: steps of the warm-up; 1 counts as 2.
+            warmup_type: "log" rises fast at first, "linear" evenly.
+            last_batch_iteration: number of the last step taken, from 0; -1 before the first.
+
+        Raises:
+            ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
+        """
         given = {
             "warmup_min_lr": warmup_min_lr,
             "warmup_max_lr": "auto" if warmup_max_lr is None else warmup_max_lr,
@@ -74,11 +96,12 @@ class WarmupLR(Schedule):
         return [low + (high - low) * share for low, high in pairs]
 
     def _share(self, steps: int) -> float:
+        """Returns the position between the lowest and the highest rate after `steps` steps, from 0 to 1."""
         return _rise(steps, self._params) if steps <= _length(self._params) else 1.0
 
 
 class WarmupDecayLR(WarmupLR):
-    """Rises to a learning rate, and falls in a line until `total_num_steps`: to 0, or to `warmup_min_lr`."""
+    """A rise to a learning rate and a linear fall until `total_num_steps`, to `warmup_min_lr`."""
 
     _params: WarmupDecayParams
 
@@ -92,6 +115,20 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
+        """Sets the learning rates of the next step.
+
+        Args:
+            optimizer: an optimizer with `param_groups`, or a wrapper that holds one as `optimizer`.
+            total_num_steps: steps of the whole training.
+            warmup_min_lr: learning rate at the start and at the end.
+            warmup_max_lr: learning rate at the end of the warm-up; None or "auto" for each group's own.
+            warmup_num_steps: steps of the warm-up; 1 counts as 2.
+            warmup_type: "log" rises fast at first, "linear" evenly.
+            last_batch_iteration: number of the last step taken, from 0; -1 before the first.
+
+        Raises:
+            ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
+        """
         given = {
             "total_num_steps": total_num_steps,
             "warmup_min_lr": warmup_min_lr,
@@ -99,6 +136,7 @@ class WarmupDecayLR(WarmupLR):
             "warmup_num_steps": warmup_num_steps,
             "warmup_type": warmup_type,
         }
+        # Not `super()`: WarmupLR would check the values as its own params, which have no `total_num_steps`.
         Schedule.__init__(self, optimizer, schedule_params(WarmupDecayParams, given), last_batch_iteration)
 
     def _begin(self) -> None:
@@ -109,11 +147,12 @@ class WarmupDecayLR(WarmupLR):
         length, total = _length(self._params), self._params.total_num_steps
         if steps <= length:
             return _rise(steps, self._params)
+        # The fall counts one behind as well: after N + 1 steps the rate is still the highest.
         return max(0.0, (total - steps + 1) / max(1, total - length))
 
 
 class WarmupCosineLR(Schedule):
-    """Rises to each group's own learning rate, and falls along a cosine to `cos_min_ratio` of it."""
+    """A rise to each group's own learning rate and a fall along a cosine to `cos_min_ratio` of it."""
 
     _params: WarmupCosineParams
 
@@ -127,6 +166,20 @@ class WarmupCosineLR(Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
+        """Sets the learning rates of the next step.
+
+        Args:
+            optimizer: an optimizer with `param_groups`, or a wrapper that holds one as `optimizer`.
+            total_num_steps: steps of the whole training.
+            warmup_min_ratio: fraction of the learning rate at the start.
+            warmup_num_steps: steps of the warm-up; 1 counts as 2.
+            cos_min_ratio: fraction of the learning rate at the end.
+            warmup_type: "log" rises fast at first, "linear" evenly.
+            last_batch_iteration: number of the last step taken, from 0; -1 before the first.
+
+        Raises:
+            ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
+        """
         given = {
             "total_num_steps": total_num_steps,
             "warmup_min_ratio": warmup_min_ratio,
@@ -144,9 +197,11 @@ class WarmupCosineLR(Schedule):
         return [base * ratio for base in self.base_lrs]
 
     def _ratio(self, steps: int) -> float:
+        """Returns the fraction of the own learning rate after `steps` steps."""
         params, length = self._params, _length(self._params)
         if steps <= length:
             start = params.warmup_min_ratio
             return start + (1 - start) * _rise(steps, params)
+        # After the last step the rate stays at the end of the cosine.
         done = min(1.0, (steps - length) / max(1, params.total_num_steps - length))
         return params.cos_min_ratio + (1 - params.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2
