@@ -241,7 +241,8 @@ class Store:
         place = self._places[unit][state][slot]
         assert start + len(buffer) <= place.nbytes
         key = (unit, state)
-        checked = slot == self.newest[unit] and ((compare and self._checked) or not self._sums.is_proven(key))
+        unproven = not self._sums.is_proven(key)
+        checked = slot == self.newest[unit] and ((compare and self._checked) or unproven)
         file, offset = bytes_of(self._files.states, place, start, len(buffer))
         future: Future = self._queue.read(file, offset, buffer, priority=priority, checksum=checked)
         if checked:
