@@ -17,7 +17,7 @@ from offload.cli.main import app
 from offload.errors import OffloadError
 from offload.states import State
 from offload.swapper.modes import MODES
-from offload.swapper.store import store as store_module
+from offload.swapper.store import drives as drives_module
 from offload.swapper.store.format.manifest import Extents
 from offload.swapper.store.inspection import look
 from tests import models
@@ -42,8 +42,8 @@ def swap(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two drives with a run of three steps, in small stripes."""
     folder = tmp_path_factory.mktemp("swap")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_module, "_STRIPE_BYTES", 64 << 10)
-        patch.setattr(store_module, "_measured", lambda folders: [Bandwidth(2e9, 2e9)] * len(folders))
+        patch.setattr(drives_module, "_STRIPE_BYTES", 64 << 10)
+        patch.setattr(drives_module, "_measured", lambda folders: [Bandwidth(2e9, 2e9)] * len(folders))
         trained(folder, 3).destroy()
     return folder
 

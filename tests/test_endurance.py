@@ -18,7 +18,7 @@ from offload.cli.main import app
 from offload.report.drive_wear import foresee, warning
 from offload.runs.inspection import inspect
 from offload.swapper.store import Rating, Written
-from offload.swapper.store import store as store_module
+from offload.swapper.store import drives as drives_module
 from offload.swapper.store.spill_file import SpillFile
 from tests.oracle import Job, start, train_step
 
@@ -50,7 +50,7 @@ def test_what_goes_to_each_drive_is_what_was_asked_for_and_commits(
     drives: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Else a row of stripes may be so long, by what was measured, that all of so small a store lies on the first.
-    monkeypatch.setattr(store_module, "_measured", lambda folders: [Bandwidth(1e9, 1e9)] * len(folders))
+    monkeypatch.setattr(drives_module, "_measured", lambda folders: [Bandwidth(1e9, 1e9)] * len(folders))
     engine = begin(tmp_path, drives)
     before = engine.io_bytes().written, sum(each.run_bytes for each in engine.drive_writes())
     for step in range(3):

@@ -72,8 +72,9 @@ def test_the_room_is_two_slots_of_what_trains_and_one_of_what_does_not(
     dtype: str, durability: str, tmp_path: Path
 ) -> None:
     engine = start(JOB._replace(dtype=dtype), DISK, tmp_path, durability=durability)
-    assert engine._core.components.store is not None and engine._core.components.store._file is not None
-    assert engine._core.components.store._file.size() == by_formula(engine, 2 if durability == "step" else 1, dtype)
+    store = engine._core.components.store
+    assert store is not None
+    assert store._files.states.size() == by_formula(engine, 2 if durability == "step" else 1, dtype)
     engine.destroy(remove=True)
 
 

@@ -32,7 +32,6 @@ TODAY: dict[str, dict[str, float]] = {
         "engine/engine.py": 412,
         "engine/schedules.py": 426,
         "swapper/pager.py": 512,
-        "swapper/store/store.py": 608,
     },
     "functions": {"engine/assembly.py::assemble": 79},
     "queues without a bound": {"engine/monitor.py": 1},

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from offload.swapper.store import Store, run_status
-from offload.swapper.store import store as store_module
+from offload.swapper.store import Store, run_status, swap_files
 from tests import models
 from tests.faults import die, die_after_writes
 from tests.oracle import Job, Result, assert_same, dies, kill_and_resume, run, start, train_step, weights_of
@@ -259,7 +258,7 @@ def _dead_in_removal() -> None:
         (folder / "states").unlink()
         die()
 
-    store_module.remove_files = remove_half  # type: ignore[assignment]
+    swap_files.remove_files = remove_half  # type: ignore[assignment]
     Store.close = lambda store: (store.note_end({"steps": JOB.steps}), store.remove())  # type: ignore
 
 

@@ -101,7 +101,7 @@ def test_bytes_add_up_and_are_those_of_the_run(case: Case) -> None:
             assert sum(Path(f"/proc/self/fd/{_number(each)}").stat().st_size for each in files) == memory.spilled
             taken = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             if parts.store is not None and memory.slots == 1:  # whose files have no name
-                taken += parts.store._file.size()
+                taken += parts.store._files.states.size()
             assert memory.stored <= taken <= memory.stored + 8 * MIB, "and little beside: records, checksums"
         finally:
             engine.destroy(remove=True)

@@ -17,7 +17,7 @@ from offload.aio import Bandwidth, IoQueue
 from offload.errors import OffloadError
 from offload.states import State
 from offload.swapper.store import Store, StoreSpec, run_status
-from offload.swapper.store import store as store_module
+from offload.swapper.store import drives as drives_module
 from tests.power import (
     Disk,
     Event,
@@ -68,8 +68,8 @@ def room() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _small_drives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_STRIPE_BYTES", PAGE)
-    monkeypatch.setattr(store_module, "_measured", lambda folders: [Bandwidth(1e9, 1e9)] * len(folders))
+    monkeypatch.setattr(drives_module, "_STRIPE_BYTES", PAGE)
+    monkeypatch.setattr(drives_module, "_measured", lambda folders: [Bandwidth(1e9, 1e9)] * len(folders))
 
 
 def label_of(contents: dict[str, torch.Tensor]) -> str:

@@ -17,7 +17,7 @@ from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.errors import StoreError
 from offload.sizes import PAGE
 from offload.states import State
-from offload.swapper.store import Store, StoreSpec, remove_run, run_status
+from offload.swapper.store import Store, StoreSpec, remove_run, run_status, swap_files
 from offload.swapper.store import store as store_module
 from offload.swapper.store.format.commit_record import MAX_UNITS, Record
 from tests import mounts
@@ -274,14 +274,15 @@ def test_not_enough_room_is_an_error_with_both_numbers(tmp_path: Path, queue: Io
     assert not (tmp_path / "run").exists(), "a start that fails leaves nothing behind"
 
 
-def test_a_full_disk(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_full_disk(tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reserving more than it has leaves it as it was."""
     with mounts.disk(tmp_path, 16 << 20) as mount:
         before = shutil.disk_usage(mount).free
         store = Store([mount], "run", 0, StoreSpec(({State.WEIGHT: 12 << 20},), 2, {}), queue)
         # One extent: a frozen unit. Take the check's word away, so that the reservation itself must fail.
         (mount / "filler").write_bytes(os.urandom(8 << 20))
-        store._check_room = lambda _: None  # type: ignore[method-assign]
+        for check in ("find_shortage", "find_drive_shortage"):
+            monkeypatch.setattr(swap_files, check, lambda *_: None)
         with pytest.raises(OSError, match="No space left"):
             store.create()
         (mount / "filler").unlink()

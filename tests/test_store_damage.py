@@ -216,10 +216,10 @@ def test_a_disk_that_others_fill_later(disk: Path, tmp_path: Path, monkeypatch: 
     job = models.GPT2._replace(dtype="bf16", steps=4)
     expected = run(job, DISK, tmp_path / "whole").losses
     from offload.layout import tile_sizes as tiles
-    from offload.swapper.store import store
+    from offload.swapper.store.format import checksum_table
 
     monkeypatch.setattr(tiles, "_TILE_NBYTES", range(2048 * 12, 2048 * 12 + 1))
-    monkeypatch.setattr(store, "_LEAST_STRETCH", 2048)
+    monkeypatch.setattr(checksum_table, "_MIN_CHECKSUM_NBYTES", 2048)
     folder = disk / "swap"
     losses: list[float] = []
     for resume in ("never", "must"):

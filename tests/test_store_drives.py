@@ -10,13 +10,12 @@ from offload.aio import IoQueue
 from offload.errors import StoreError
 from offload.sizes import GIB
 from offload.swapper.store import Store, drives
-from offload.swapper.store import store as store_module
 from offload.swapper.store.drives import shares
 from tests.test_store import SPEC, blob, text_of, update, weight
 
 
 def test_a_store_over_three_drives_comes_back(tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_STRIPE_BYTES", 4096)
+    monkeypatch.setattr(drives, "_STRIPE_BYTES", 4096)
     paths = [tmp_path / name for name in "abc"]
     store = Store(paths, "run", 0, SPEC, queue)
     store.create()

@@ -16,7 +16,7 @@ from offload import kernels
 from offload.aio import Bandwidth
 from offload.aio import crc32c as their_crc32c
 from offload.states import State
-from offload.swapper.store import store as store_module
+from offload.swapper.store import drives as drives_module
 from tests import models, rank_pool
 from tests.oracle import train_step, weights_of
 
@@ -187,8 +187,8 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 
 def of_the_engine(dtype: str, folder: Path) -> tuple[dict[str, torch.Tensor], dict[tuple[str, str], torch.Tensor]]:
     """Train two steps on two drives with states in RAM; weights and states of the end, the latter of this rank."""
-    store_module._STRIPE_BYTES = 16 << 10
-    store_module._measured = lambda folders: [Bandwidth(2e9, 2e9), Bandwidth(1e9, 1e9)]
+    drives_module._STRIPE_BYTES = 16 << 10
+    drives_module._measured = lambda folders: [Bandwidth(2e9, 2e9), Bandwidth(1e9, 1e9)]
     drives = [str(folder / "a"), str(folder / "b")]
     job = models.MIXTURE._replace(dtype=dtype)
     engine = rank_pool.start(job, ("nvme", "cpu"), folder, nvme_path=drives, durability="step")
@@ -212,9 +212,9 @@ def _states(engine: offload.Engine) -> dict[tuple[str, str], torch.Tensor]:
 
 @pytest.fixture
 def put_back() -> Any:
-    before = store_module._STRIPE_BYTES, store_module._measured
+    before = drives_module._STRIPE_BYTES, drives_module._measured
     yield
-    store_module._STRIPE_BYTES, store_module._measured = before
+    drives_module._STRIPE_BYTES, drives_module._measured = before
 
 
 def compare(run: Path, dtype: str, found: list[Any]) -> None:

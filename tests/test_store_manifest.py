@@ -12,7 +12,7 @@ from offload.errors import StoreError
 from offload.sizes import PAGE
 from offload.states import State
 from offload.swapper.store import Store, StoreSpec, run_status
-from offload.swapper.store import store as store_module
+from offload.swapper.store.format.manifest import read_manifest
 from tests.test_store import SIZES, SPEC, blob, created, opened, update, weight
 
 
@@ -75,7 +75,7 @@ def test_another_format_is_refused(tmp_path: Path, queue: IoQueue) -> None:
     path = tmp_path / "run" / "rank0" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
     with pytest.raises(StoreError, match=r"is of format 99, this version of offload reads format 3"):
-        store_module.read_manifest(path)
+        read_manifest(path)
 
 
 @pytest.mark.parametrize("commits", [1, 2])

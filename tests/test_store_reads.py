@@ -68,7 +68,7 @@ def read(store: Store, unit: int, state: State, start: int, stop: int) -> None:
 @contextmanager
 def by_another_process(store: Store) -> Iterator[Store]:
     """The store opened again: what one has written itself is not compared."""
-    if store._file is not None:
+    if store._files.locked:
         store.commit(store.durable.epoch + 1 if store.durable else 0, {})
         store.close()
     other = Store([store.folders[0].parents[1]], "run", 0, SPEC, store._queue)

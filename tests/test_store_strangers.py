@@ -170,7 +170,7 @@ def test_a_start_that_failed_has_nothing_more_to_remove(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failed = Store([tmp_path], "run", 0, SPEC._replace(partitions=SPEC.partitions * 1000, frozen=()), queue)
-    monkeypatch.setattr("offload.swapper.store.store.find_shortage", lambda *_: _raise(OSError(28, "full")))
+    monkeypatch.setattr("offload.swapper.store.swap_files.find_shortage", lambda *_: _raise(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
         failed.create()
     monkeypatch.undo()

@@ -115,8 +115,7 @@ def test_without_durability_nothing_is_compared(tmp_path: Path, queue: IoQueue) 
     """One slot is written in place, and no resume ever reads it."""
     store = created(tmp_path, queue, SPEC._replace(slots=1))
     update(store, 0, 3)
-    assert store._file is not None
-    (states,) = store._file.parts()
+    (states,) = store._files.states.parts()
     os.pwrite(int(states.descriptors.buffered), os.urandom(64), 0)
     store.read(0, State.WEIGHT, 0, 0, aligned_empty(8192)).wait()
     store.close()

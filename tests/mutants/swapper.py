@@ -127,7 +127,7 @@ MUTANTS = (
     Mutant(
         "start over what another run has on a later drive",
         "offload.swapper.store.store",
-        "            self._check_mine(over)\n",
+        "            recovery.check_startable(self.folders, over)\n",
         "            pass\n",
         "tests/test_store_strangers.py",
     ),
@@ -179,7 +179,7 @@ MUTANTS = (
     Mutant(
         "commit before the data is durable",
         "offload.swapper.store.store",
-        "        self._file.sync()\n        which",
+        "        self._files.states.sync()\n        which",
         "        which",
         "tests/test_store.py",
     ),
@@ -192,9 +192,9 @@ MUTANTS = (
     ),
     Mutant(
         "take frozen weights as compared when an update has written what lies before them",
-        "offload.swapper.store.store",
-        "self._prove((unit, state), range(new[-1].start + new[-1].nbytes))",
-        "self._prove((unit, state), range(1 << 62))",
+        "offload.swapper.store.format.checksum_table",
+        "self._prove(key, range(new[-1].start + new[-1].nbytes))",
+        "self._prove(key, range(1 << 62))",
         "tests/test_store_reads.py",
     ),
     Mutant(

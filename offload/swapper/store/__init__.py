@@ -1,37 +1,42 @@
-"""The swap store: the files that hold every partition, and that are the checkpoint.
+"""The swap store: files that hold every partition on disk, and that are the checkpoint from which a run resumes.
 
-    <drive>/<run>/rank<r>/states        the extents of this rank, striped over its drives
-    <drive>/<run>/rank<r>/manifest.json what lies where
-    <first drive>/<run>/rank<r>/        commit, blob.0, blob.1, lock
+    <drive>/<run>/rank<r>/states        the slots of this rank, striped over its drives
+    <drive>/<run>/rank<r>/manifest.json the place of each slot
+    <first drive>/<run>/rank<r>/        commit, blob.0, blob.1, lock; suspect, if a read found damage
     <first drive>/<run>/finished.json   after a run that ended: steps and date
-    <first drive>/<run>/closed.json     after a `destroy()` that said nothing of keeping: a start may replace the run
+    <first drive>/<run>/closed.json     after a `destroy()` without `remove=False`: a start may replace it
 
 Each unit has two slots, A and B, for all its states. An update reads the slot of the newest copy and writes the slot
-that the last durable record does not name. What is frozen of its weight is part of both and lies once: updates write
-only what lies before it. A commit makes the data durable, writes a blob with all else that a step is
-made of, the checksums of the data among it, then one of two alternating records:
+that the last durable record does not name. Frozen weights belong to both slots and are stored once: updates write only
+the bytes before them. A commit makes the data durable. Then it writes a blob with everything else that belongs to the
+step, such as the checksums of the data. At last it writes one of two alternating records:
 
     writes ► fdatasync of every drive ► blob ► fsync ► record ► fsync
 
-No byte that a durable record names is overwritten before the next record is durable, and folders are synced where
-names are new, so a process may be killed and the power may go at any moment. A torn record fails its checksum, and
-the other one counts. docs/store-format.md is for who reads it without us.
+No byte that a durable record names is overwritten before the next record is durable, and folders are synced after names
+were added. So a process may be killed, and the power may fail, at any moment. **Recovery.** The newest record with a
+valid checksum wins. docs/store-format.md describes the files for other programs.
 
-| file | what it is |
+| file | contents |
 |---|---|
-| `record.py` | the commit record, 4096 bytes |
-| `blob.py` | all else that a step is made of; what of it needs no torch, without |
-| `manifest.py` | what lies where, and whether two stores are of one run |
-| `sums.py` | checksums of stretches, and comparing what is read with them |
-| `drives.py` | how much each drive takes |
-| `folder.py` | locks, private folders, small files that are replaced whole |
-| `requests.py` | what is asked of an I/O queue; bytes of a slot as one request; a read that is compared |
-| `store.py` | a rank's store, open |
-| `check.py` | all of a commit, compared |
-| `look.py` | a rank's folder from outside: what is there, what is wrong |
-| `clone.py` | bytes that two files share |
-| `written.py` | how much went to each drive, over the life of the run |
-| `run.py` | a run's folder from outside |
+| `store.py` | a rank's store while it is open: reads, writes, commits |
+| `swap_files.py` | the rank's files as a whole: make, open, close, delete |
+| `recovery.py` | the commit that is believed, and the errors for damage |
+| `drives.py` | the room that a store needs, and how it is divided among drives |
+| `requests.py` | requests to an I/O queue for bytes of a slot; a read that is compared |
+| `rank_folder.py` | locks, private folders, small files that are replaced atomically, bytes shared by two files |
+| `verify.py` | the comparison of all data of a commit |
+| `inspection.py` | a rank's folder from outside: contents and damage |
+| `runs.py` | a run's folder from outside: status, removal |
+| `spill_file.py` | files without a name for gradients |
+| `write_counts.py` | bytes written to each drive over the life of the run |
+| `drive_spans.py` | requests and commits on the time line |
+| `format/commit_record.py` | the commit record, 4096 bytes |
+| `format/blob.py` | everything else that belongs to a step |
+| `format/manifest.py` | the place of each slot; the comparison of two stores |
+| `format/checksums.py` | checksums of byte ranges, and reads compared with them |
+| `format/checksum_table.py` | the checksums of the newest slots, and the ranges that were not compared yet |
+| `format/run_notes.py` | finished.json, closed.json and suspect |
 """
 
 from offload.swapper.store.drives import Shortage, find_shortage

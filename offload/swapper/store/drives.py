@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import uuid
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
+
+from offload.aio import Bandwidth, bandwidths
+from offload.aio.stripes import whole_weights
+from offload.errors import StoreError
+from offload.sizes import MIB, format_size
+from offload.swapper.store.format.manifest import Manifest, StoreSpec
+
+logger = logging.getLogger("offload")
+
+_STRIPE_BYTES = 2 * MIB
 
 
 class Shortage(NamedTuple):
@@ -66,4 +79,72 @@ def _free_bytes(paths: Sequence[str | Path]) -> list[tuple[int, int]]:
         while not place.exists():
             place = place.parent
         found.append((os.stat(place).st_dev, shutil.disk_usage(place).free))
+    return found
+
+
+def find_drive_shortage(paths: Sequence[Path], needs: Sequence[int]) -> Shortage | None:
+    """Returns the first file system that has no room for its own part of a store; None if all have.
+
+    Args:
+        paths: The folder of each drive. Some may be on one file system.
+        needs: The bytes that each drive takes.
+    """
+    need: dict[int, int] = {}
+    for path, nbytes in zip(paths, needs, strict=True):
+        device = os.stat(path).st_dev
+        need[device] = need.get(device, 0) + nbytes
+        free = shutil.disk_usage(path).free
+        if free < need[device]:
+            return Shortage(str(path), need[device], free)
+    return None
+
+
+def no_room(short: Shortage, slots: int) -> StoreError:
+    """Returns the error for a store that does not fit, with both numbers and the ways out.
+
+    Args:
+        short: The file systems that are too small.
+        slots: The number of slots of the store. With two, one slot is a way out.
+    """
+    half = (
+        ', or set "durability": "none" in the "offload" block (one slot instead of two of all that trains, no '
+        "resume after a kill)"
+    )
+    return StoreError(
+        f"the swap files need {format_size(short.need)}, {short.path} has {format_size(short.free)} "
+        f"free; free some room, or add a drive to nvme_path{half if slots == 2 else ''}"
+    )
+
+
+def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec) -> Manifest:
+    """Returns the manifest of a new store. Several drives are measured to divide the stripes.
+
+    Args:
+        run: The name of the run.
+        rank: The rank whose store it is.
+        folders: The rank's folder on each drive, in order. The folders exist.
+        spec: The contents of the store. The drives must have room for all.
+    """
+    drives = [folder.parent.parent for folder in folders]
+    weights: Sequence[float] = [1.0]
+    if len(folders) > 1:
+        speeds = [each.swap for each in _measured(folders)]
+        weights = [max(share, 1.0) for share in shares(drives, speeds, spec.nbytes)]
+    return Manifest(
+        id=uuid.uuid4().hex,
+        run=run,
+        rank=rank,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        drives=tuple(str(drive.resolve()) for drive in drives),
+        weights=whole_weights(weights),
+        stripe_bytes=_STRIPE_BYTES,
+        spec=spec,
+    )
+
+
+def _measured(folders: Sequence[Path]) -> list[Bandwidth]:
+    """Measures and logs the bandwidth of each drive, by the kind of queue that will use the drives."""
+    found = bandwidths(folders, nbytes=128 * MIB, rounds=3)
+    for folder, each in zip(folders, found, strict=True):
+        logger.info("%s reads %s/s, writes %s/s", folder, format_size(each.read), format_size(each.write))
     return found

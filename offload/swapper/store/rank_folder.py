@@ -53,6 +53,29 @@ class Lock:
         self.release()
 
 
+def lock_folders(folders: Sequence[Path]) -> list[Lock]:
+    """Makes the folders of a rank and locks all of them, in order.
+
+    Raises:
+        StoreError: If one is named twice, cannot be made, or is in use.
+    """
+    if len({folder.parent.parent.resolve() for folder in folders}) < len(folders):
+        raise StoreError(f"nvme_path names a folder twice: {', '.join(str(f.parent.parent) for f in folders)}")
+    while True:
+        make_folders(folders)
+        locks: list[Lock] = []
+        try:
+            for folder in folders:
+                locks.append(Lock(folder))
+            return locks
+        except BaseException as error:
+            for lock in locks:
+                lock.release()
+            # A process that removed its run may have deleted the folder after it was made here: make it again.
+            if not isinstance(error, FileNotFoundError):
+                raise
+
+
 def _in_use(folder: Path, who: str) -> StoreError:
     """Returns the error for a folder that `who` holds."""
     end = "an engine of this process has it: destroy() it" if who == this_process() else "end it"

@@ -1,0 +1,122 @@
+"""The checksums of a store's newest slots, and the byte ranges that were not compared yet.
+
+Three sources of bytes need no comparison with the table: slots that this process wrote, ranges that it compared before,
+and slots that were never written. All else was written by an earlier process and is compared when it is first read.
+
+Threads: the update worker alone replaces checksums. Threads that wait for reads mark ranges as proven. Each change is
+one assignment or one deletion of a dictionary's entry. Two threads that prove ranges of one slot at a time may lose one
+of the marks; then that range is compared once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from offload.aio.protocols import Future
+from offload.sizes import MIB
+from offload.states import State
+from offload.swapper.store.format import checksums as sums
+from offload.swapper.store.format.checksums import Key, Passages, Slot, Stretch
+from offload.swapper.store.format.manifest import Extents
+
+if TYPE_CHECKING:
+    import torch
+
+_MIN_CHECKSUM_NBYTES = MIB // 4
+"""Bytes that have a checksum of their own, if a slot has many checksums. Smaller tiles share one."""
+
+
+class ChecksumTable:
+    """The checksums of the newest slot of each unit and state."""
+
+    def __init__(self) -> None:
+        self._slots: dict[Key, Slot] = {}
+        self._passages = Passages()
+        self._unproven: dict[Key, set[int]] = {}
+        """Starts of the byte ranges that this process has neither written nor compared. No key has an empty set."""
+
+    def fill_zeros(self, places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
+        """Enters the checksums of slots that were never written.
+
+        Args:
+            places: For each unit and state, the places of all slots.
+        """
+        for unit, row in enumerate(places):
+            self._slots |= {(unit, state): sums.of_zeros(slots[0]) for state, slots in row.items()}
+
+    def load(self, rows: bytes) -> None:
+        """Replaces the table by the packed table of a commit. None of the slots is proven."""
+        self._slots = sums.unpack(rows)
+        self._unproven = {key: {each.start for each in ranges} for key, ranges in self._slots.items()}
+
+    def pack(self) -> torch.Tensor:
+        """Returns the table as a blob stores it, int64 of shape (checksums, 5)."""
+        return sums.pack(self._slots)
+
+    def growth_nbytes(self, places: Sequence[Mapping[State, Sequence[Extents]]]) -> int:
+        """Returns the bytes by which the packed table may grow.
+
+        A new store has one checksum for each state; later each tile of an update has one.
+
+        Args:
+            places: For each unit and state, the places of all slots.
+        """
+        sizes = [slots[0].nbytes for row in places for slots in row.values()]
+        most = sum(map(_max_checksums, sizes))
+        return sums.ROW_NBYTES * max(0, most - sum(map(len, self._slots.values())))
+
+    def slot(self, key: Key) -> Slot:
+        """Returns the checksums of the newest slot. The value never changes; an update enters another one."""
+        return self._slots[key]
+
+    def sum_of(self, key: Key, nbytes: int) -> int | None:
+        """Returns the CRC-32C of the first `nbytes` of the newest slot; None if no checksum ends there."""
+        return sums.sum_of(self._slots[key], 0, nbytes)
+
+    def is_proven(self, key: Key) -> bool:
+        """Returns True if this process wrote or compared all of the newest slot."""
+        return key not in self._unproven
+
+    def replace(self, key: Key, writes: Sequence[tuple[int, Future]]) -> None:
+        """Enters the checksums of what was written over a slot. Frozen weights behind the writes keep theirs.
+
+        Args:
+            key: The unit and the state.
+            writes: The start and the ended future of each write, in order, without gaps and from byte 0 on.
+        """
+        new = [Stretch(start, future.wait(), future.crc32c()) for start, future in writes]
+        if len(new) > _max_checksums(new[-1].start + new[-1].nbytes):  # tiny tiles: sub_group_size
+            new = sums.joined(new, _MIN_CHECKSUM_NBYTES)
+        self._slots[key] = sums.renewed(self._slots[key], new)
+        self._prove(key, range(new[-1].start + new[-1].nbytes))
+
+    def compare(self, key: Key, slot: Slot, start: int, nbytes: int, crc: int) -> bool:
+        """Compares bytes that were read with their checksums; returns False if they are damaged.
+
+        Bytes that end inside of a checksum's range are taken as right until the read that reaches the end of the range.
+
+        Args:
+            key: The unit and the state.
+            slot: The checksums at the moment when the read was submitted.
+            start: The first byte that was read, from the start of the slot.
+            nbytes: The bytes that were read.
+            crc: The CRC-32C of the bytes that were read.
+        """
+        right, compared = self._passages.compare(key, slot, start, nbytes, crc)
+        if right:
+            self._prove(key, compared)
+        return right
+
+    def _prove(self, key: Key, proven: range) -> None:
+        """Removes the byte ranges that start in `proven` from those that must be compared."""
+        left = {start for start in self._unproven.get(key, ()) if start not in proven}
+        if left:
+            self._unproven[key] = left
+        else:
+            self._unproven.pop(key, None)
+
+
+def _max_checksums(nbytes: int) -> int:
+    """Returns the number of checksums for which the blobs reserve room, of a slot of `nbytes`."""
+    return 2 + nbytes // _MIN_CHECKSUM_NBYTES  # one for the rest of the tiles, one for frozen weights

@@ -1,0 +1,73 @@
+"""Notes beside the swap files: how a run ended, and that a commit was found damaged.
+
+The notes of an end are stored in the run's folder on its first drive, for all ranks. The note of damage is stored in
+the rank's folder on that drive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from offload.fileio import sync_folder
+from offload.swapper.store.rank_folder import reserve, write_durably
+
+FINISHED = "finished.json"
+"""Name of the note that the run ended. The files beside it are remainders that nobody resumes."""
+CLOSED = "closed.json"
+"""Name of the note that the run was closed without being kept. It can be resumed, and a new start may replace it."""
+
+
+class RunNotes:
+    """The notes that one rank reads and writes. The rank's lock must be held."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is the rank's folder on the first drive."""
+        self._finished = folder.parent / FINISHED
+        self._closed = folder.parent / CLOSED
+        self._suspect = folder / "suspect"
+
+    # -- the end of a run -----------------------------------------------------------------------------
+
+    def write_finished(self, facts: Mapping[str, Any]) -> None:
+        """Writes `finished.json` durably: `facts` and the date."""
+        note = dict(facts, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+        write_durably(self._finished, json.dumps(note).encode())
+
+    def write_closed(self, facts: Mapping[str, Any]) -> None:
+        """Writes `closed.json` durably: `facts`."""
+        write_durably(self._closed, json.dumps(facts).encode())
+
+    def forget_end(self) -> None:
+        """Deletes the notes of an earlier end durably. From the return on the files beside them are a run."""
+        notes = [note for note in (self._finished, self._closed) if note.exists()]
+        for note in notes:
+            note.unlink(missing_ok=True)
+        if notes:
+            sync_folder(self._finished.parent)
+
+    def unlink_end(self) -> None:
+        """Deletes the notes of an end with the run. The deletion is not synced."""
+        for note in (self._finished, self._closed):
+            note.unlink(missing_ok=True)
+
+    # -- damage ---------------------------------------------------------------------------------------
+
+    @property
+    def suspect(self) -> bool:
+        """True if an earlier process found damage in the last commit. Then all of the commit is compared at `open`."""
+        return self._suspect.exists()
+
+    def mark_suspect(self) -> None:
+        """Notes damage of the last commit. Any thread that waits for a read may call it."""
+        # The caller reports the damage itself; a note that cannot be written must not hide that error.
+        with contextlib.suppress(OSError):
+            reserve(self._suspect, 1)
+
+    def clear_suspect(self) -> None:
+        """Deletes the note of damage, if there is one."""
+        self._suspect.unlink(missing_ok=True)

@@ -1,0 +1,182 @@
+"""Recovery: the decisions which files of an earlier process are believed, and the errors for the others.
+
+The newest record with a valid checksum wins. The files tell two cases apart badly: a commit that a power cut
+interrupted, and a commit that was damaged later. After the first the commit before is complete; after the second its
+slots have been written over. So if anything looks wrong, all data of a commit is compared before the commit is taken.
+
+Nothing in this module writes. `Store` calls these functions and changes the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.aio import DirectFile
+from offload.errors import StoreError
+from offload.sizes import count_of
+from offload.swapper.store.format.blob import Blob
+from offload.swapper.store.format.commit_record import Record, Records, was_committed
+from offload.swapper.store.format.manifest import Manifest, read_manifest
+from offload.swapper.store.format.run_notes import FINISHED
+from offload.swapper.store.inspection import place_of, read_blob
+from offload.swapper.store.verify import Damage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovered:
+    """The commit from which a run resumes."""
+
+    record: Record
+    notice: str | None
+    """A line for the user if a commit was found that is not complete."""
+
+
+def check_startable(folders: Sequence[Path], over: bool) -> None:
+    """Raises `StoreError` if a folder holds files that are not a remainder of this run: they may be in use.
+
+    Args:
+        folders: The rank's folder on each drive, in order.
+        over: True if commits of this run may be deleted.
+    """
+    first, ended = folders[0], (folders[0].parent / FINISHED).exists()
+    mine = place_of(first)[0]
+    for drive, folder in enumerate(folders):
+        its, number, at = place_of(folder)
+        if its is not None and number and (number != drive or its != mine):
+            # If the run ended, its removal may have been cut short; otherwise its first drive may be missing.
+            if not (ended and number == drive):
+                raise StoreError(
+                    f"{folder} holds drive {number} of a run whose first drive is {at}: mount that one and give "
+                    f"the drives in the order that they had, or choose another run name, or delete what lies there "
+                    f"with `offload rm {folder.parent}`"
+                )
+        elif was_committed(folder) and not (over and not drive) and not (folder.parent / FINISHED).exists():
+            raise StoreError(
+                f"{folder} holds a run that did not end; go on with it by --resume auto, with the drives that it "
+                f"had in their order, or choose another run name, or delete it with `offload rm {folder.parent}`"
+            )
+
+
+def find_newest(
+    folder: Path,
+    found: Records,
+    units: int,
+    doubtful: bool,
+    find_damage: Callable[[Record, Blob], Damage | None],
+) -> Recovered:
+    """Returns the newest commit that can be opened.
+
+    Args:
+        folder: The rank's folder on the first drive. Blobs are read from it.
+        found: The records of the commit file, newest first.
+        units: The number of units of the model.
+        doubtful: True if a page is damaged, or damage was seen before. Then no commit is taken without `find_damage`.
+        find_damage: Compares all data of a commit and returns the first damage.
+
+    Raises:
+        StoreError: If there is no record, if a record is of another model, or if every commit is damaged.
+    """
+    records = found.valid
+    if not records:
+        if found.other_format is not None:
+            read_manifest(folder / "manifest.json")  # raises the error that names the format and its version
+        raise StoreError(f"{folder} has no commit record whose checksum is right: it cannot be resumed")
+    wrong: list[str] = []
+    for record in records:
+        _check_units(folder, record, units)
+        held = read_blob(folder, record)
+        if held is None:
+            wrong.append(f"blob.{record.blob} of step {record.epoch} is damaged")
+            continue
+        if record is records[0] and not doubtful:
+            return Recovered(record=record, notice=None)
+        damage = find_damage(record, held)
+        if damage is None:
+            why = f" ({'; '.join(wrong)})" if wrong else ""
+            notice = f"a commit is not whole{why}; step {record.epoch} was checked and is taken"
+            return Recovered(record=record, notice=notice)
+        wrong.append(f"step {record.epoch}: {damage}")
+    raise StoreError(f"{folder}: no commit is whole: {'; '.join(wrong)}; it cannot be resumed, go back to a checkpoint")
+
+
+def _check_units(folder: Path, record: Record, units: int) -> None:
+    if len(record.slots) != units:
+        raise StoreError(
+            f"{folder} is of another model: it has {count_of(len(record.slots), 'unit')}, this one "
+            f"{units}; choose another run name, or remove it with `offload rm "
+            f"{folder.parent}`"
+        )
+
+
+def record_at(folder: Path, serial: int, records: Sequence[Record]) -> Record:
+    """Returns the record number `serial`, on which all ranks agreed; raises `StoreError` if it is not in `records`."""
+    for record in records:
+        if record.serial == serial:
+            return record
+    have = ", ".join(str(record.serial) for record in records)
+    raise StoreError(
+        f"{folder} holds commits {have}, but the last that all ranks hold is {serial}; these folders are not of one run"
+    )
+
+
+def load_blob(folder: Path, record: Record) -> Blob:
+    """Returns the blob of the record that was chosen; raises `StoreError` if the blob is damaged."""
+    held = read_blob(folder, record)
+    if held is None:
+        raise StoreError(
+            f"{folder}/blob.{record.blob} is damaged: step {record.epoch} cannot be resumed, and no other is "
+            f"there; go back to a checkpoint"
+        )
+    return held
+
+
+def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> list[str]:
+    """Compares the manifest on each drive with the copy that a commit holds.
+
+    Args:
+        folders: The rank's folder on each drive, in order.
+        copy: The manifest in the commit's blob.
+        step: The commit's step.
+
+    Returns:
+        A line for each drive whose manifest is missing or damaged. The copy must then be written to all drives.
+
+    Raises:
+        StoreError: If the number of drives is another one, or if a drive is another's or in another place.
+    """
+    if len(copy.weights) != len(folders):
+        raise StoreError(
+            f"{folders[0]} lies on {count_of(len(copy.weights), 'drive')} "
+            f"({', '.join(copy.drives)}), nvme_path has {len(folders)}; give the same ones in the same order"
+        )
+    notices: list[str] = []
+    for drive, folder in enumerate(folders):
+        try:
+            found = read_manifest(folder / "manifest.json")
+        except StoreError as error:
+            notices.append(f"{error}; it is written anew from the copy that step {step} holds")
+            continue
+        number = place_of(folder)[1]
+        if (found.id, number) != (copy.id, drive):
+            raise StoreError(
+                f"{folder} holds drive {number} of store {found.id}, expected drive {drive} of store {copy.id}: "
+                f"mount the drives of this run, in the order {', '.join(copy.drives)}"
+            )
+    return notices
+
+
+def check_sizes(files: Sequence[DirectFile], expected: Sequence[int]) -> None:
+    """Raises `StoreError` if the states file of a drive is shorter than expected.
+
+    Args:
+        files: The open file of each drive.
+        expected: The bytes that each file must have.
+    """
+    for file, nbytes in zip(files, expected, strict=True):
+        if file.size() < nbytes:
+            raise StoreError(
+                f"{file.path} is cut short: {file.size()} bytes of {nbytes}; the store cannot be used, go back to "
+                f"a checkpoint"
+            )

@@ -1,0 +1,188 @@
+"""The swap files of one rank on all of its drives: folders, locks, manifests and the states file.
+
+`SwapFiles` makes, opens, closes and deletes the files as a whole. Records, blobs and the contents of slots belong to
+`Store`. One thread at a time may call its methods; any thread may use `states` while the files are open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from offload.aio import StripedFile
+from offload.fileio import sync_folder
+from offload.sizes import PAGE
+from offload.swapper.store.drives import Shortage, find_drive_shortage, find_shortage, new_manifest, no_room
+from offload.swapper.store.format.manifest import Manifest, StoreSpec, compare
+from offload.swapper.store.format.run_notes import RunNotes
+from offload.swapper.store.rank_folder import (
+    close_in_children,
+    lock_folders,
+    remove_files,
+    write_durably,
+    write_in_place,
+)
+from offload.swapper.store.recovery import check_drives, check_sizes
+
+
+class SwapFiles:
+    """The files of one rank, locked from construction to `close`. `create` or `open` opens the states."""
+
+    def __init__(self, paths: Sequence[str | Path], run: str, rank: int, spec: StoreSpec) -> None:
+        """Makes and locks the rank's folder on each drive.
+
+        Args:
+            paths: The folder for swap files of each drive. The first holds records and blobs.
+            run: The name of the run.
+            rank: The rank whose files they are.
+            spec: The contents that the files must have.
+
+        Raises:
+            StoreError: If a folder cannot be made, or is in use.
+        """
+        # The process may change its folder later.
+        self.folders = [Path(os.path.abspath(path)) / run / f"rank{rank}" for path in paths]
+        self.notes = RunNotes(self.folders[0])
+        self._run, self._rank, self._spec = run, rank, spec
+        self._manifest: Manifest | None = None
+        self._states: StripedFile | None = None
+        self._locks = lock_folders(self.folders)
+        close_in_children.add(self)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the store that is open."""
+        assert self._manifest is not None
+        return self._manifest
+
+    @property
+    def states(self) -> StripedFile:
+        """The open states file over all drives."""
+        assert self._states is not None
+        return self._states
+
+    @property
+    def locked(self) -> bool:
+        """True until `close`."""
+        return self._locks[0].held
+
+    # -- making and opening -------------------------------------------------------------------------
+
+    def create(self) -> None:
+        """Deletes the remainders of an earlier start, reserves all room and writes empty records and the manifests.
+
+        Raises:
+            StoreError: If there is no room.
+            OSError: If a file cannot be written. The caller must delete what is there by `unlink`.
+        """
+        self._forget()
+        drives = [folder.parent.parent for folder in self.folders]
+        self._check_room(find_shortage(drives, self._spec.nbytes))
+        self._manifest = new_manifest(self._run, self._rank, self.folders, self._spec)
+        self._states = self._open_states(create=True)
+        self._check_room(find_drive_shortage(drives, self._drive_nbytes()))
+        self._states.reserve(self._spec.nbytes)
+        write_in_place(self.folders[0] / "commit", bytes(2 * PAGE))
+        self._write_manifests()
+        for folder in self.folders:  # also if another rank has made the folders
+            sync_folder(folder)
+            sync_folder(folder.parent)
+            sync_folder(folder.parent.parent)
+
+    def _forget(self) -> None:
+        """Deletes the remainders of an earlier start, a record before what the record names. The notes of an end stay.
+
+        A kill in between leaves either a run that can be resumed or remainders that can be deleted again.
+        """
+        first = self.folders[0]
+        for name in ("commit", "blob.1"):
+            (first / name).unlink(missing_ok=True)
+            sync_folder(first)
+        sync_folder(first.parent)
+        for folder in reversed(self.folders):  # the manifest of the first drive tells to whom the others belong
+            for name in ("blob.0", "states", "suspect", "manifest.json"):
+                (folder / name).unlink(missing_ok=True)
+            sync_folder(folder)
+
+    def _check_room(self, short: Shortage | None) -> None:
+        if short is not None:
+            raise no_room(short, self._spec.slots)
+
+    def open(self, copy: Manifest, step: int) -> list[str]:
+        """Opens the states of a commit and rewrites manifests that are missing or damaged.
+
+        Args:
+            copy: The manifest that the commit's blob holds.
+            step: The commit's step.
+
+        Returns:
+            A line for the user for each manifest that was rewritten.
+
+        Raises:
+            StoreError: If the files are of another run, of other drives, or cut short.
+        """
+        compare(self._spec, copy.spec, self.folders[0])
+        lost = check_drives(self.folders, copy, step)
+        self._manifest = copy
+        self._states = self._open_states()
+        check_sizes(self._states.parts(), self._drive_nbytes())
+        if lost:
+            self._write_manifests()
+        return lost
+
+    def _open_states(self, create: bool = False) -> StripedFile:
+        return StripedFile(
+            [folder / "states" for folder in self.folders],
+            self.manifest.weights,
+            stripe_bytes=self.manifest.stripe_bytes,
+            create=create,
+        )
+
+    def _drive_nbytes(self) -> list[int]:
+        return self.states.layout.file_nbytes(self._spec.nbytes)
+
+    def _write_manifests(self) -> None:
+        for drive, folder in enumerate(self.folders):
+            write_durably(folder / "manifest.json", self.manifest.pack(drive))
+
+    # -- closing and deleting -----------------------------------------------------------------------
+
+    def close_states(self) -> None:
+        """Closes the states file and keeps the locks; idempotent. All requests must have ended."""
+        if self._states is not None:
+            self._states.close()
+        self._states = None
+
+    def close(self) -> None:
+        """Closes the states file and releases the locks; idempotent. All requests must have ended."""
+        self.close_states()
+        for lock in self._locks:
+            lock.release()
+
+    def close_in_child(self) -> None:
+        """Closes descriptors in a forked child, which would keep the locks and the room of deleted files."""
+        if self._states is not None:
+            for part in self._states.parts():
+                part.descriptors.close()
+        for lock in self._locks:
+            lock.release()
+
+    def unlink_states(self) -> None:
+        """Deletes the names of the states files, which are freed however this process ends."""
+        for folder in self.folders:
+            (folder / "states").unlink()
+
+    def unlink(self, notes: bool = False) -> None:
+        """Deletes all files that can be deleted. The locks must still be held: another process may start the run again.
+
+        Args:
+            notes: True if the last rank also deletes the notes of the end.
+        """
+        for folder in reversed(self.folders):  # the manifest of the first drive tells to whom the others belong
+            with contextlib.suppress(OSError):
+                remove_files(folder)
+                if notes and folder == self.folders[0] and not any(folder.parent.glob("rank*")):
+                    self.notes.unlink_end()
+                folder.parent.rmdir()  # fails while the folder holds other ranks
