@@ -31,6 +31,7 @@ DEFAULTS = {
 """The fastest shapes on the drives that were measured (docs/benchmarks/2026-11-io.md)."""
 
 
+# The bound on threads that a `depth` asks for; `threads` itself may be larger.
 _MOST_THREADS = 16
 _DESCRIPTORS = "no descriptor is left (ulimit -n)"
 

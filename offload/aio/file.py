@@ -27,6 +27,7 @@ class Descriptors:
 
     def close(self) -> None:
         """Closes both descriptors now. No request may use them, which also holds in a forked child."""
+        # Cleared before the calls: a second close must not close numbers that the kernel has given to another file.
         numbers, self.buffered, self.direct = (self.direct, self.buffered), -1, -1
         for descriptor in numbers:
             if descriptor >= 0:

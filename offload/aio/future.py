@@ -81,6 +81,7 @@ class IoFuture:
         nbytes: int,
         checksum: bool,
     ) -> None:
+        # A forked child inherits futures but none of the threads that complete them, hence the process id.
         self._callbacks, self._flight, self._operation, self._checksum = callbacks, flight, operation, checksum
         self._file, self._offset, self._nbytes, self._pid = file, offset, nbytes, os.getpid()
         self._waiting: list[Callback] | None = None
@@ -188,6 +189,7 @@ class Callbacks:
     def add(self, future: IoFuture, function: Callback) -> None:
         """Calls `function(future)` when `future` ends, or now if `future` has ended already."""
         with self._lock:
+            # The flight is announced once; later callbacks join the list that the first one started.
             if future._waiting is not None:
                 future._waiting.append(function)
                 return
@@ -204,6 +206,7 @@ class Callbacks:
         """
         with self._lock:
             self._stopped = True
+            # Read under the lock, joined outside of it: the callback thread needs the lock to finish.
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -223,6 +226,7 @@ class Callbacks:
         self._announced[tag], future._waiting = future, [function]
         if self._queue.announce(future._flight, tag):
             return True
+        # The request had ended before the announcement, so nobody will report the tag.
         del self._announced[tag]
         future._waiting = None
         return False
@@ -231,6 +235,7 @@ class Callbacks:
         """Runs on the callback thread: waits for announced requests to end until the native queue is closed."""
         while tags := self._queue.announced():
             for tag in tags:
+                # From here on `add` sees no pending list and calls new functions itself, as the request has ended.
                 with self._lock:
                     future = self._announced.pop(tag)
                     functions, future._waiting = future._waiting or [], None

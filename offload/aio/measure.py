@@ -63,6 +63,7 @@ def move(queue: IoQueue, file: File, buffer: memoryview, operation: str, request
         name = operation if operation != "mixed" else ("read", "write")[index % 2]
         submit = queue.read if name == "read" else queue.write
         futures.append(submit(file, at, buffer[at : at + request_bytes]))
+    # All requests are queued by now, so the queue always has as many blocks in flight as its shape allows.
     for future in futures:
         future.wait()
     return Pass(len(buffer), time.perf_counter() - start, _cpu_seconds() - cpu)
@@ -82,6 +83,7 @@ def bandwidths(folders: Sequence[str | os.PathLike[str]], nbytes: int = 256 * MI
     """
     if nbytes < PAGE or rounds < 1:
         raise ConfigError(f"expected nbytes >= {PAGE} and rounds >= 1, got {nbytes} and {rounds}")
+    # Folders are measured one after the other, from one buffer: drives on one bus would slow each other down.
     buffer = aligned_empty(nbytes)
     for start in range(0, nbytes, MIB):
         buffer[start : start + MIB] = os.urandom(len(buffer[start : start + MIB]))  # random: some drives compress

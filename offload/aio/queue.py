@@ -86,6 +86,7 @@ class IoQueue:
         self.threads, self.depth, self.block_bytes = chosen.shape
         self._callbacks = Callbacks(self._queue)
         self._closed = False
+        # A weak set: being listed for `_close_all` does not keep a queue alive.
         _open_queues.add(self)
 
     def read(
@@ -249,6 +250,7 @@ class IoQueue:
         self._check_open()
         if file.closed:
             raise UsageError(f"{file.path} is closed")
+        # Everything is checked here, with the caller's values in the message; the native code trusts its arguments.
         view, offset = memoryview(buffer), operator.index(offset)
         if not 0 <= offset <= _LAST - view.nbytes:
             raise ValueError(f"expected an offset from 0 and an end before 2**63, got {offset} and {view.nbytes} bytes")

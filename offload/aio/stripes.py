@@ -100,6 +100,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
         """Returns the time of the drive that ends last, as a multiple of the time with exact weights."""
         return max(share / sum(whole) * total / weight for share, weight in zip(whole, weights, strict=True))
 
+    # Rows of every length up to the bound. Rounding can exceed the bound, as each file gets at least one stripe.
     tried = [whole for whole in map(rounded, range(len(weights), most + 1)) if sum(whole) <= most]
     best = min(map(slowest, tried))
     # The smallest row within 1 % of the best: short rows spread even short requests over all drives.
@@ -154,6 +155,7 @@ class StripedFile:
             # Hard links and bind mounts give one file several real paths; only the inode shows them.
             if len({file.identity() for file in self._files}) < len(paths):
                 raise _same(paths)
+        # Descriptors of the files before the one that failed must not leak.
         except BaseException:
             self.close()
             raise
@@ -198,6 +200,7 @@ class StripedFile:
             offset: first logical byte.
             nbytes: number of bytes.
         """
+        # Read once: another thread may close the file, which replaces `descriptors`, while the ranges are computed.
         owners = [file.descriptors for file in self._files]
         return [
             Piece(owners[file], owners[file].direct, owners[file].buffered, start, count)
