@@ -158,6 +158,7 @@ _LAST_COMMA = re.compile(_STRING + r"|,(?=\s*[}\]])")
 
 def _parse(text: str, name: str) -> Any:
     """Parses JSON with comments and trailing commas. Raises `ConfigError` that names the line and column."""
+
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         for key, value in items:
