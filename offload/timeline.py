@@ -11,9 +11,9 @@
     update worker    the work of that thread: kernels, copies, waits for its reads and writes
     commits          a step becomes durable
 
-Spans of one row that overlap in time are shown below each other, as "reads 2", "reads 3" and so on. Any thread may
-record: a span is one tuple appended to a list, and nothing is written before `close`. With several ranks each writes
-its own file, as a process of its own in the viewer. The clock is the machine's, so files of one machine may be merged.
+Spans of one row that overlap in time are shown below each other, as "reads 2" and so on. Any thread may record: a span
+is one tuple appended to a list, and nothing is written before `close`. Each rank writes its own file, as a process of
+its own in the viewer. The clock is the machine's, so files of one machine may be merged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger("offload")
 MOST_EVENTS = 400_000
 """Default limit of events: about 100 MB of memory during the run, and 60 MB of JSON."""
 _SAME_WAIT = 100_000
-"""Nanoseconds between two spans of one wait: a thread that is woken by the wrong change waits again."""
+"""Nanoseconds between spans of one wait: a thread that is woken by the wrong change waits again."""
 _WORKER_THREAD = "offload-update"
 
 
@@ -99,16 +99,10 @@ now = time.perf_counter_ns
 
 
 class Timeline:
-    """A recorder of spans and counters, which `close` writes to `path`.
+    """A recorder of spans and counters, at most `most`, which `close` writes to `path` (compressed if it ends in .gz).
 
-    Any thread may record. Spans that start before recording has started are dropped. Recording starts with the
-    construction or, with `waits`, when `start` is called.
-
-    Args:
-        path: file to write; a suffix of .gz compresses it.
-        rank: rank of this process, for the title.
-        most: limit on recorded events; later ones are dropped with a warning.
-        waits: wait for `start`.
+    Spans that start before recording are dropped. Recording starts on construction or, with `waits`, when `start` is
+    called.
     """
 
     def __init__(self, path: Path, rank: int = 0, most: int = MOST_EVENTS, *, waits: bool = False) -> None:
@@ -144,13 +138,8 @@ class Timeline:
         self._first = now()
 
     def span(self, row: Row, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
-        """Returns a context that records its body as a span.
-
-        Args:
-            row: row of the span; a wait of the update worker's thread is moved to that thread's row.
-            name: name of the span.
-            nbytes: bytes that the body moves.
-        """
+        """Returns a context that records its body as a span. `nbytes` is the number of bytes that the body moves."""
+        # The same code may wait on the model's thread and on the worker's; only the former stalls the model.
         if row is Row.WAITS and threading.current_thread().name == _WORKER_THREAD:
             row = Row.WORKER
         return _Open(self, row, name, nbytes)
@@ -166,15 +155,7 @@ class Timeline:
             self.add(row, name, start, now())
 
     def add(self, row: Row, name: str, start: int, end: int, nbytes: int = 0) -> None:
-        """Records a span that has ended.
-
-        Args:
-            row: row of the span.
-            name: name of the span.
-            start: nanoseconds of `now`.
-            end: nanoseconds of `now`.
-            nbytes: bytes that were moved.
-        """
+        """Records a span that has ended. `start` and `end` are nanoseconds of `now`."""
         if start >= self._first and self._has_room(end):
             self._spans.append(Span(row, name, start, end, nbytes))
 
@@ -196,6 +177,7 @@ class Timeline:
 
     def _has_room(self, at: int) -> bool:
         """Returns True if another event may be recorded; otherwise logs a warning, once."""
+        # Checked without a lock: threads may exceed the limit by one event each.
         if len(self._spans) + len(self._samples) < self._most:
             return True
         if self._full_at is None:
@@ -237,6 +219,7 @@ class Timeline:
         spans = list(self._spans)
         for row in Row:
             mine = [span for span in spans if span.row is row]
+            # A thread that waits for one change is woken by others too; the file shows one wait.
             if row is Row.WAITS:
                 mine = _joined(mine)
             seen = -1
@@ -253,8 +236,7 @@ class Timeline:
                     "tid": tid,
                     "cat": row.value,
                     "name": span.name,
-                    # The format counts in microseconds.
-                    "ts": span.start / 1000,
+                    "ts": span.start / 1000,  # microseconds
                     "dur": (span.end - span.start) / 1000,
                     **({"args": {"bytes": span.nbytes}} if span.nbytes else {}),
                 }
@@ -330,31 +312,14 @@ OFF: Timeline = _Off()
 
 
 def open_timeline(file: str | None, rank: int, world_size: int) -> Timeline:
-    """Returns the timeline of `file`, which `start` begins; `OFF` without a file.
-
-    Args:
-        file: path from the config, or None.
-        rank: rank of this process.
-        world_size: number of ranks.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Returns the timeline of `file`, which `start` begins; `OFF` without a file. Raises as `path_of` does."""
     return OFF if file is None else Timeline(path_of(file, rank, world_size), rank, waits=True)
 
 
 def path_of(file: str, rank: int, world_size: int) -> Path:
-    """Returns the file of one rank. Of several ranks the first writes `trace.json.gz` to `trace.rank0.json.gz`.
+    """Returns the file of one rank, with several ranks `trace.rank0.json.gz` for `trace.json.gz`. Writes nothing.
 
-    Writes nothing: a run that never starts leaves no file.
-
-    Args:
-        file: path from the config.
-        rank: rank of this process.
-        world_size: number of ranks.
-
-    Raises:
-        ConfigError: the path cannot be written, or is a file that is no timeline.
+    Raises `ConfigError` if the path cannot be written, or is a file that is no timeline.
     """
     path = Path(file).absolute()
     if world_size > 1:
@@ -403,10 +368,7 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def _lanes(spans: Iterable[Span], nested: bool) -> Iterator[tuple[int, Span]]:
-    """Yields each span with the first lane in which it fits.
-
-    A span fits if it overlaps no other of the lane. With `nested` it also fits inside the spans that it overlaps.
-    """
+    """Yields each span with the first lane in which it overlaps none or, if `nested`, fits within those it overlaps."""
     lanes: list[list[int]] = []  # ends of the open spans of each lane, outermost first
     # Sorted by start, a longer span first, so that an outer span comes before those inside.
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):

@@ -172,7 +172,7 @@ def _disk(device: Path) -> dict[str, Any]:
     return {
         "name": device.name,
         "model": model,
-        # A virtual disk has no model and reports that it rotates, whatever the host's drive is.
+        # A virtual disk has no model and reports that it rotates, even on a solid-state drive of the host.
         "rotational": None if model is None else text(device / "queue/rotational").strip() == "1",
         "link": link(controller / "device") or link(controller),
     }
