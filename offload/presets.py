@@ -105,6 +105,7 @@ def check_folder(folder: Path) -> None:
             f'{path} has no "model_type", a word that names the family of the model; give a folder that '
             f"save_pretrained of transformers has written"
         )
+    # Imported after the checks that need no transformers, since the import takes seconds.
     transformers = require_transformers()
     # Only classes of transformers itself count: code that comes with a model is never run.
     if kind not in transformers.CONFIG_MAPPING:

@@ -67,6 +67,7 @@ def open_native(backend: str, threads: int | None, depth: int | None, block_byte
         shape = _shape(name, threads, depth, block_bytes)
         try:
             return Queue(name, *shape), Chosen(name, tuple(refusals), shape)
+        # The native code sets `filename` to the system call that failed, from which `refusal` derives its advice.
         except OSError as error:
             refusals.append(refusal(name, error))
     raise ConfigError(f'{"; ".join(refusals)}: let "auto" choose, or take another of {", ".join(BACKENDS)}')

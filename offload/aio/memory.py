@@ -51,7 +51,7 @@ def release_pages(buffer: memoryview) -> None:
     """Returns the whole pages inside `buffer` to the system. They read as zero afterwards.
 
     Args:
-        buffer: memory of `aligned_empty`, or a slice of it; the caller remains its owner.
+        buffer: memory of `aligned_empty`, or a part of it; the caller remains its owner.
     """
     mapping = buffer.obj
     assert isinstance(mapping, mmap.mmap), "memory of aligned_empty"
@@ -63,14 +63,18 @@ def release_pages(buffer: memoryview) -> None:
 
 
 def prefer_node(buffer: memoryview, node: int) -> bool:
-    """Makes a NUMA node the preferred source of the pages of `buffer`. Returns True if the kernel accepts.
+    """Makes a NUMA node the preferred source of the pages of `buffer`. See mbind(2).
 
-    Pages that were written before stay where they are. Returns False, without effect, if the node does not exist or
-    this process may not choose (as in many containers). See mbind(2).
+    Pages that were written before stay where they are.
 
     Args:
-        buffer: memory of `aligned_empty`, or a slice of it.
+        buffer: memory of `aligned_empty`, or a part of it.
         node: number of the NUMA node, which serves pages as long as it has free ones.
+
+    Returns:
+        True if the kernel accepts. False, without effect, if the node does not exist or this process may not choose (as
+        in
+        many containers).
     """
     number = _MBIND.get(platform.machine())
     if number is None or not buffer or not 0 <= node < _NODES:

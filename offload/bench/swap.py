@@ -207,6 +207,7 @@ def _engine(plan: Plan, load: Load) -> Iterator[offload.Engine]:
         },
     }
     try:
+        # Weights are made unit by unit inside `init`, so the model may exceed the memory of the machine.
         with offload.init(config):
             model = _Model(plan.units, load)
         engine = offload.initialize(model=model, config=config)[0]

@@ -41,6 +41,7 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
         micro = _share(total, "gradient_accumulation_steps", accumulation, world_size)
     elif accumulation is None:
         accumulation = _share(total, "train_micro_batch_size_per_gpu", micro, world_size)
+    # Also reached with a derived size, which then fits by construction.
     if micro * accumulation * world_size != total:
         raise ConfigError(
             f"train_batch_size must be train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks, but it is "
@@ -75,6 +76,7 @@ def effective(config: Config, batch: Batch, world_size: int) -> str:
         f"{count_of(batch.total, 'sample')} a step = {batch.micro} of a micro-batch * {batch.accumulation} of them * "
         f"{count_of(world_size, 'rank')}"
     ]
+    # DeepSpeed changed this default, so a file without the key may train differently than before.
     if "gradient_clipping" not in config.model_fields_set:
         parts.append(f"gradient_clipping {config.gradient_clipping:g} by default, which was 0 in older DeepSpeed")
     became = [f"{name} {_words(_value(config, batch, name))}" for name in config._found.auto]

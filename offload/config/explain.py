@@ -55,6 +55,7 @@ _EXPECTED = {
     "missing": "is needed",
     "string_too_short": "should not be empty",
 }
+# By key, or by the beginning of a dotted key.
 _ADVICE = {
     "gradient_clipping": "0 switches clipping off",
     "gradient_allreduce_op": "for a sum multiply the loss by the number of ranks",
@@ -102,6 +103,7 @@ def _instead(key: str, value: Any) -> str:
     block = dict(all_blocks(Config, "")).get(key)
     if block is None or not block.INSTEAD:
         return ""
+    # The value may fit the first key of the block; if it does not, the suggestion is the plain example.
     first = next(iter(block.INSTEAD))
     content = {**block.INSTEAD, first: value}
     try:

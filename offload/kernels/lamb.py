@@ -63,6 +63,7 @@ def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[
     _check(segments, numel)
     found = []
     for start, stop, step in segments:
+        # One row for each block of a parameter, counted from the segment's start, so that ranks can join their rows.
         sums = torch.zeros(-(-(stop - start) // BLOCK), 2, dtype=torch.float64)
         settings = [float(value) for value in (*step[:7], 1.0)]
         _native.lamb_moments(weight, beside, moments, grad, numel, (start, stop, settings), sums.data_ptr())
@@ -82,6 +83,7 @@ def lamb_ratio(step: LambStep, sums: Sequence[torch.Tensor]) -> float:
     for piece in sums:
         for w, u in piece.tolist():
             weight, direction = weight + w, direction + u
+    # As in DeepSpeed: a parameter of zeros must be able to leave zero.
     if weight == 0 or direction == 0:
         return 1.0
     return min(max(math.sqrt(weight) / math.sqrt(direction), step.min_ratio), step.max_ratio)

@@ -86,6 +86,7 @@ def spelling(names: Mapping[str, str]) -> BeforeValidator:
     return BeforeValidator(lambda value: names.get(value.lower(), value) if isinstance(value, str) else value)
 
 
+# Types of fields. A validator in front converts the spellings of files before pydantic checks the type.
 Whole = Annotated[int, BeforeValidator(_number)]
 Count = Annotated[Whole, Field(gt=0)]
 Elements = Annotated[Whole, Field(ge=0)]
