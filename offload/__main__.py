@@ -1,4 +1,4 @@
-"""`python -m offload`, and so `torchrun -m -- offload`: the command line."""
+"""The command line as `python -m offload`, and so as `torchrun -m -- offload`."""
 
 from offload.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Lines for a user at the start of a run: warnings, but for remarks."""
+"""Notices for a user at the start of a run: warnings and remarks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ logger = logging.getLogger("offload.notices")
 
 
 class Remark(str):
-    """A notice that only informs; any other string tells of what a user asked for and does not get, or should know."""
+    """A notice that only informs. Any other string warns of a request that is not fulfilled, or of a risk."""
 
 
 def tell(notice: str) -> None:
-    """Log a notice: a warning is seen on stderr without any set-up of logging, a remark is not."""
+    """Logs a notice.
+
+    A warning appears on stderr without any configuration of logging; a remark does not.
+
+    Args:
+        notice: the text; a `Remark` is logged as information, any other string as a warning.
+    """
     logger.log(logging.INFO if isinstance(notice, Remark) else logging.WARNING, "offload: %s", notice)

@@ -1,10 +1,11 @@
-"""Whether this machine multiplies bf16 as fast as fp32, which decides between them where nobody has.
+"""The choice between bf16 and fp32 if the user leaves it open: bf16 if this machine multiplies it as fast as fp32.
 
-GPUs since Ampere and processors with the instructions for it do, and bf16 halves what is moved. Where a processor lacks
-them, torch multiplies bf16 many times slower than fp32, and a model in bf16 takes hours in place of minutes.
+GPUs since Ampere do, and so do processors with instructions for bf16, which halves the bytes that are moved. On a
+processor without them torch multiplies bf16 many times slower than fp32: a model in bf16 takes hours instead of
+minutes.
 
     decide     from two rates to a dtype, pure
-    rates      of this processor: as they were kept, else measured, which takes some 20 ms, and kept
+    rates      of this processor: cached, otherwise measured in some 20 ms and cached
     choose     of a device
 """
 
@@ -27,45 +28,46 @@ from offload.fileio import atomic_write, cache_file
 
 _VERSION = 1
 _TOKENS, _WIDTH = 128, 256
-"""Of the products. At 7 Gflop/s the three of them take 7 ms; the ratio is that of larger ones within a third."""
+"""Shape of the products. At 7 Gflop/s all three take 7 ms; their ratio is within a third of that of larger ones."""
 _ROUNDS = 4
 _ENOUGH = 0.01
-"""Seconds after which no further round begins."""
+"""Seconds after which no further round starts."""
 _LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-"""What tells torch and its libraries to leave instructions out."""
+"""Environment variables that keep torch and its libraries from using instruction sets."""
 _OF_PROCESSOR = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-"""Lines of /proc/cpuinfo that say which one it is."""
+"""Lines of /proc/cpuinfo that identify the processor."""
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Rates(NamedTuple):
-    """Floating-point operations a second of matrix products, in one thread."""
+    """Floating-point operations a second of matrix products in one thread."""
 
     half: float
-    """In bf16 or fp16, as was asked."""
+    """In bf16 or fp16, as requested."""
     fp32: float
 
     @property
     def slower(self) -> float:
-        """How many times as long as in fp32 products take."""
+        """Time of products in the 16-bit dtype as a multiple of that in fp32."""
         return self.fp32 / self.half
 
 
 class Choice(NamedTuple):
-    """A dtype, and a line for who would have expected bf16; none where it is."""
+    """A dtype, and a line for users who would have expected bf16; None if the dtype is bf16."""
 
     dtype: str
     line: str | None = None
 
 
 def decide(found: Rates) -> str:
-    """bf16 where its products are at least as fast as those of fp32, else fp32."""
+    """Returns "bf16" if its products are at least as fast as those in fp32, else "fp32"."""
     return "bf16" if found.half >= found.fp32 else "fp32"
 
 
 def choose(device: torch.device) -> Choice:
-    """bf16 or fp32, whichever `device` is made for."""
+    """Returns the choice of bf16 or fp32 that suits `device`."""
     if device.type == "cuda":
+        # Without a GPU the run fails later with a better message. Emulated bf16 is slow, so it does not count.
         if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
             return Choice("bf16")
         return Choice("fp32", f"fp32: {torch.cuda.get_device_name(device)} has no arithmetic in bf16")
@@ -76,7 +78,7 @@ def choose(device: torch.device) -> Choice:
 
 
 def figures(half: str, found: Rates) -> str:
-    """How much faster fp32 is, in words that follow a verb."""
+    """Returns the ratio of fp32 to the 16-bit dtype, in words that follow a verb."""
     return (
         f"{found.slower:.1f} times as fast as {half} ({found.fp32 / 1e9:.0f} and {found.half / 1e9:.1f} Gflop/s "
         f"in a thread)"
@@ -87,18 +89,19 @@ def figures(half: str, found: Rates) -> str:
 
 
 def measure(half: str) -> Rates:
-    """The rates of "bf16" or "fp16" and of fp32: of a forward's product and the two of its backward.
+    """Measures the rates of "bf16" or "fp16" and of fp32: a forward's product and the two of its backward.
 
-    One thread runs them, and its own time counts: on a busy machine several would wait for each other.
+    One thread computes, and its processor time counts: on a busy machine several threads would wait for each other.
     """
     works = [_products(dtype) for dtype in (_HALVES[half], torch.float32)]
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for work in works:
-            work()  # finds memory and kernels
+            work()  # warm-up: allocates memory and selects kernels
         best, began = [math.inf, math.inf], time.thread_time()
         for _ in range(_ROUNDS):
+            # In turns and by the minimum: a disturbance hits both dtypes, and no single one decides.
             for each, work in enumerate(works):
                 best[each] = min(best[each], _seconds(work))
             if time.thread_time() - began > _ENOUGH:
@@ -109,6 +112,7 @@ def measure(half: str) -> Rates:
 
 
 def _products(dtype: torch.dtype) -> Callable[[], object]:
+    """Returns a function that computes the three matrix products of a linear layer's forward and backward."""
     inputs = torch.full((_TOKENS, _WIDTH), 0.01, dtype=dtype, device="cpu")
     weight = torch.full((_WIDTH, _WIDTH), 0.01, dtype=dtype, device="cpu")
 
@@ -121,6 +125,7 @@ def _products(dtype: torch.dtype) -> Callable[[], object]:
 
 
 def _seconds(work: Callable[[], object]) -> float:
+    """Returns the processor seconds of the calling thread for `work`, at least a nanosecond."""
     start = time.thread_time()
     work()
     return max(time.thread_time() - start, 1e-9)
@@ -130,15 +135,17 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def rates(half: str) -> Rates:
-    """Those of this processor, as they were kept, so that a machine does not choose otherwise from start to start.
+    """Returns the rates of this processor, from the cache if possible, so that the choice does not vary from run to
+    run.
 
-    They are measured where none are kept, or those of another processor, torch or limit; where they cannot be kept, in
-    each process.
+    Measures if the cache is empty or belongs to another processor, torch or limit. If the cache cannot be written, each
+    process measures.
     """
     path, key = kept_at(), f"{half}: {_about()}"
     kept = _read(path)
     if (found := _as_rates(kept.get(key))) is not None:
         return found
+    # Processes that start together may all measure; `atomic_write` leaves one complete result.
     found = measure(half)
     with contextlib.suppress(OSError):
         _keep(path, {**kept, key: [float(f"{rate:.3g}") for rate in found]})
@@ -146,31 +153,33 @@ def rates(half: str) -> Rates:
 
 
 _SANE = (1e6, 1e16)
-"""Floating-point operations a second that a thread of a processor may reach: what is kept beyond is damage."""
+"""Range of rates that a thread of a processor can reach. A cached number outside is damage."""
 
 
 def _as_rates(kept: Any) -> Rates | None:
-    """What `_keep` has written; None for anything else."""
+    """Returns the rates that `_keep` wrote, or None if `kept` is anything else."""
     if not (isinstance(kept, list) and len(kept) == 2 and all(type(rate) in (int, float) for rate in kept)):
         return None
     return Rates(*map(float, kept)) if all(_SANE[0] <= rate <= _SANE[1] for rate in kept) else None
 
 
 def kept_at() -> Path:
-    """The file that holds what was measured on this machine, beside that of `offload probe`."""
+    """Returns the path of the cache, beside that of `offload probe`."""
     return cache_file("products")
 
 
 def _about() -> str:
-    """All that the rates depend on, in one line."""
+    """Returns a line with everything that the rates depend on, the key of the cache."""
     lines = [line.partition(":") for line in _cpuinfo().partition("\n\n")[0].splitlines()]
     said = {name.strip(): value.strip() for name, _, value in lines if name.strip() in _OF_PROCESSOR}
     processor = f"{said.get('model name', platform.machine())} {zlib.crc32(repr(sorted(said.items())).encode()):08x}"
+    # A run under such a limit has rates of its own and must not spoil those of others.
     limits = [f"{name}={value}" for name in _LIMITS if (value := os.environ.get(name))]
     return ", ".join([processor, f"{len(os.sched_getaffinity(0))} cores", f"torch {torch.__version__}", *limits])
 
 
 def _cpuinfo() -> str:
+    """Returns /proc/cpuinfo, or "" if it cannot be read."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -178,6 +187,7 @@ def _cpuinfo() -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Returns the cached rates by key; empty if the file is missing, damaged or of another version."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         kept = content["products"] if content["version"] == _VERSION else {}
@@ -187,5 +197,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _keep(path: Path, products: dict[str, Any]) -> None:
+    """Writes the cache. Losing it in a crash costs a measurement, so the file is not synced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, json.dumps({"version": _VERSION, "products": products}, indent=2) + "\n", durable=False)

@@ -1,6 +1,6 @@
-"""Models by name, built from configs with their published shapes and vocabularies; nothing is downloaded.
+"""Presets of models, built from configs with their published shapes and vocabularies; nothing is downloaded.
 
-transformers is imported when a model is built, not before: it is an extra.
+transformers is an extra, imported only when a model is built.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from offload.errors import ConfigError
 
 
 class Preset(NamedTuple):
-    """A transformers config: its class and what differs from that class's defaults."""
+    """A transformers config: its class and the settings that differ from that class's defaults."""
 
     config: str
     parameters: str
-    """About how many, for people."""
+    """Approximate number of parameters, for people."""
     settings: dict[str, Any]
 
 
 def _llama(hidden: int, layers: int, heads: int, key_heads: int, inner: int, **more: Any) -> dict[str, Any]:
+    """Returns the settings of a Llama model of the given shape; `more` overrides and extends them."""
     return {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -37,6 +38,7 @@ def _llama(hidden: int, layers: int, heads: int, key_heads: int, inner: int, **m
     }
 
 
+# Llama 3 has a larger vocabulary than Llama 2, whose 32000 tokens are the default of `_llama`.
 _LLAMA_3 = {"vocab_size": 128256, "tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001}
 
 PRESETS = {
@@ -63,7 +65,7 @@ PRESETS = {
 
 
 def require_transformers() -> Any:
-    """The module `transformers`; `ConfigError` with the line to install it where it is missing."""
+    """Returns the module `transformers`. Raises `ConfigError` with the command to install it if it is missing."""
     try:
         import transformers
     except ModuleNotFoundError as error:
@@ -72,7 +74,7 @@ def require_transformers() -> Any:
 
 
 def check_name(name: str) -> None:
-    """Raise `ConfigError` where there is no preset of that name."""
+    """Raises `ConfigError` if no preset is called `name`."""
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, 1)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -82,7 +84,14 @@ def check_name(name: str) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise `ConfigError` where it holds no model that the installed transformers has."""
+    """Checks that a folder contains a model that the installed transformers supports.
+
+    Args:
+        folder: a folder written by `save_pretrained`.
+
+    Raises:
+        ConfigError: config.json is missing or unreadable, or its model type is unknown.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} has no config.json, so it is no model folder")
@@ -96,7 +105,9 @@ def check_folder(folder: Path) -> None:
             f'{path} has no "model_type", a word that names the family of the model; give a folder that '
             f"save_pretrained of transformers has written"
         )
+    # Imported after the checks that need no transformers, since the import takes seconds.
     transformers = require_transformers()
+    # Only classes of transformers itself count: code that comes with a model is never run.
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(
             f'the "model_type" of {folder} is {kind!r}, which transformers {transformers.__version__} does not have: '
@@ -105,26 +116,43 @@ def check_folder(folder: Path) -> None:
 
 
 def check_positions(config: Any, seq_len: int) -> None:
-    """Raise `ConfigError` where a model of this config has no places for so many tokens."""
+    """Checks that a model has enough positions for a sequence.
+
+    Args:
+        config: the model's transformers config.
+        seq_len: tokens of a sequence.
+
+    Raises:
+        ConfigError: the model has fewer positions.
+    """
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and 0 < longest < seq_len:  # XLNet says -1 for any number
+    if longest is not None and 0 < longest < seq_len:  # XLNet uses -1 for no limit
         raise ConfigError(f"--seq-len {seq_len} is more than the {longest} positions that this model has")
 
 
 def said(error: Exception) -> str:
-    """What transformers says, without the list of all models that it knows."""
+    """Returns the message of an error of transformers, without its list of all known models."""
     return str(error).partition("\nModel type should be")[0].strip()
 
 
 def build(name: str, layers: int | None = None) -> nn.Module:
-    """The preset's model, or so many of its layers, its weights as the library initializes them.
+    """Builds the model of a preset, with weights as the library initializes them.
 
-    Inside `offload.init` it takes no memory.
+    Inside `offload.init` the weights take no memory.
+
+    Args:
+        name: name of the preset.
+        layers: number of layers; None for those of the preset.
+
+    Raises:
+        ConfigError: the preset is unknown, or transformers is missing.
     """
     check_name(name)
     transformers = require_transformers()
     preset = PRESETS[name]
+    # The cache of keys and values serves generation; in training it would only take memory.
     config = getattr(transformers, preset.config)(**preset.settings, use_cache=False)
+    # Config classes with another name for the number, such as GPT-2's `n_layer`, map this one to theirs.
     if layers is not None:
         config.num_hidden_layers = layers
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)

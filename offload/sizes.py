@@ -1,4 +1,4 @@
-"""Bytes, seconds and counts in words: "16GiB" to a number, a number to "16.0 GiB"; and alignment."""
+"""Conversions between numbers and words for bytes, seconds and counts ("16GiB" and back), and alignment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from offload.errors import ConfigError
 
 PAGE = 4096
-"""The unit of extents and leases: O_DIRECT needs offset, length and address to be multiples of it."""
+"""Unit of extents and host buffers, in bytes: O_DIRECT needs offset, length and address to be multiples of it."""
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -19,7 +19,14 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", re.
 
 
 def parse_size(text: str | int | float) -> int:
-    """Bytes of "1.5GiB", "800MB", "4G" (binary, as in most tools), or a plain number of bytes."""
+    """Returns the bytes of a size such as "1.5GiB", "800MB" or "4G" (binary, as in most tools).
+
+    Args:
+        text: number and unit, or a plain number of bytes.
+
+    Raises:
+        ConfigError: the text is no size, or the number is too large.
+    """
     found = _SIZE.fullmatch(str(text))
     if isinstance(text, bool) or found is None or found[2].lower() not in _UNITS:
         raise ConfigError(f"expected a size such as '16GiB', '800MB' or a number of bytes, got {text!r}")
@@ -30,7 +37,7 @@ def parse_size(text: str | int | float) -> int:
 
 
 def format_size(nbytes: float) -> str:
-    """`nbytes` with a binary unit and one decimal: 13314398618 -> '12.4 GiB'."""
+    """Returns `nbytes` with a binary unit and one decimal: 13314398618 -> '12.4 GiB'."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024 or unit == "TiB":
@@ -40,12 +47,12 @@ def format_size(nbytes: float) -> str:
 
 
 def align_up(value: int, step: int = PAGE) -> int:
-    """The smallest multiple of `step` that is at least `value`."""
+    """Returns the smallest multiple of `step` that is at least `value`."""
     return -(-value // step) * step
 
 
 def format_decimal(nbytes: float) -> str:
-    """Bytes for people in powers of ten, as drives and their life are sold: 1.2 TB."""
+    """Returns `nbytes` with a decimal unit, as the capacity and endurance of drives are given: 1.2 TB."""
     for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.4g} {unit}"
@@ -53,7 +60,7 @@ def format_decimal(nbytes: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """How many of something, as people write it, with three digits: 100000000 -> '100M', 1234567 -> '1.23M'."""
+    """Returns a count with three digits and a letter: 100000000 -> '100M', 1234567 -> '1.23M'."""
     for letter, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= 0.9995 * size:
             return f"{float(f'{number / size:.3g}'):g}{letter}"
@@ -61,21 +68,18 @@ def format_count(number: float) -> str:
 
 
 def count_of(number: int, one: str, more: str = "") -> str:
-    """A number with what it counts: (1, "step") -> '1 step', (2500, "step") -> '2,500 steps'.
+    """Returns a number with its noun: (1, "step") -> '1 step', (2500, "step") -> '2,500 steps'.
 
     Args:
-        number: How many.
-        one: The words for one of them.
-        more: Those for any other number, where more changes than an s at the end: "files are" beside "file is".
-
-    Returns:
-        Both, as a sentence has them.
+        number: the count.
+        one: the words for a count of one.
+        more: the words for any other count, if an s at the end of `one` is not enough: "files are" for "file is".
     """
     return f"{number:,} {one if number == 1 else more or f'{one}s'}"
 
 
 def format_time(seconds: float) -> str:
-    """Seconds for people, in the largest unit of which there are two: 475200 -> '5.5 days'."""
+    """Returns seconds in the largest unit that gives at least two: 475200 -> '5.5 days'."""
     for unit, length in (("years", 365.25 * 86400), ("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"

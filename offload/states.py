@@ -1,4 +1,4 @@
-"""The states of a parameter. Needs no torch; what dtypes they have is `modes`."""
+"""Names of a parameter's states and of the tiers. Imports no torch; `modes` knows the dtypes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import enum
 
 
 class State(enum.Enum):
-    """What there is of each trainable element. The compute copy is WEIGHT; GRAD lives for one step, the others stay.
+    """A value that is stored for each trainable element. WEIGHT is the copy that compute uses. GRAD lives for one step.
 
-    Checksums in a store count them in this order, so a new one comes behind the others, before GRAD.
+    Checksums in a store are kept in this order, so a new state must be added after the others, before GRAD.
     """
 
     WEIGHT = "weight"
@@ -19,12 +19,12 @@ class State(enum.Enum):
     SUM = "sum"
     MOMENTUM_BUFFER = "momentum_buffer"
     PACKED = "packed"
-    """All that an optimizer of torch keeps, in words of four bytes: as many as it needs, not one for each element."""
+    """All states of a torch optimizer, in words of four bytes: as many as it needs, not one for each element."""
     GRAD = "grad"
 
 
 class Tier(enum.Enum):
-    """Where a partition lives between uses: its home."""
+    """The place where a partition is stored between uses."""
 
     DEVICE = "device"
     HOST = "host"

@@ -1,19 +1,19 @@
-"""A time line of a run: who worked on what, and who waited for it, in the trace event format of Chrome and Perfetto.
+"""A timeline of a run, written in the trace event format of Chrome and Perfetto.
 
-    row              a span is
-    compute          the forward of a module; a stretch of a backward in which one unit's turn it is; a step's decision
-    waits            the model's thread, or autograd's, has to wait: for a read, an update, a lease, a commit
-    ranks            what all ranks do together, and the wait for the slowest of them
-    uploads          a unit's weights are copied to the device
-    downloads        a gradient is brought to its lease in host memory
+    row              a span shows
+    compute          the forward of a module; the part of a backward that belongs to one unit; a step's decision
+    waits            the model's thread, or autograd's, waits: for a read, an update, a host buffer, a commit
+    ranks            a collective operation, and the wait for the slowest rank
+    uploads          a copy of a unit's weights to the device
+    downloads        a copy of a gradient to its host buffer
     reads, writes    a request to the drives, from its submission to its end
     updates          a unit's update, from its first read to the moment at which its weights may be used
-    update worker    what that thread does: kernels, copies, waits for its reads and writes
+    update worker    the work of that thread: kernels, copies, waits for its reads and writes
     commits          a step becomes durable
 
-Spans of one row that overlap in time stand below each other, in "reads 2", "reads 3" and so on. Any thread may record:
-a span is one tuple in a list, and nothing is written before `close`. With several ranks each has a file, and a
-process of its own in it; the clock is that of the machine, so files of one machine may be put together.
+Spans of one row that overlap in time are shown below each other, as "reads 2" and so on. Any thread may record: a span
+is one tuple appended to a list, and nothing is written before `close`. Each rank writes its own file, as a process of
+its own in the viewer. The clock is the machine's, so files of one machine may be merged.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from offload.notices import Remark
 logger = logging.getLogger("offload")
 
 MOST_EVENTS = 400_000
-"""About 100 MB of memory while the run goes on, and 60 MB of JSON."""
+"""Default limit of events: about 100 MB of memory during the run, and 60 MB of JSON."""
 _SAME_WAIT = 100_000
-"""Nanoseconds between two spans of one wait: who is woken by a change that is not the right one waits again."""
+"""Nanoseconds between spans of one wait: a thread that is woken by the wrong change waits again."""
 _WORKER_THREAD = "offload-update"
 
 
 class Row(enum.Enum):
-    """The rows, in the order in which they are shown."""
+    """Rows of the timeline, in display order."""
 
     COMPUTE = "compute"
     WAITS = "waits"
@@ -61,14 +61,14 @@ class Row(enum.Enum):
 
 
 _NESTED = (Row.COMPUTE, Row.WAITS, Row.RANKS, Row.WORKER, Row.COMMITS)
-"""Rows in which a span may lie within another."""
+"""Rows in which a span may contain another."""
 _ORDER = {row: index for index, row in enumerate(Row, 1)}
 _TIDS = 1000
-"""Threads of the file that each row may have."""
+"""Thread numbers that are reserved for each row in the file."""
 
 
 class Phase(enum.Enum):
-    """The parts of a step that the model's own work makes up, and the forward that is no part of one."""
+    """Phases of a step in which the model itself computes, and the evaluation forward, which belongs to no step."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -77,7 +77,7 @@ class Phase(enum.Enum):
 
 
 class Span(NamedTuple):
-    """Nanoseconds of `now`, and the bytes that were moved, if any."""
+    """A span in nanoseconds of `now`, with the bytes that were moved, if any."""
 
     row: Row
     name: str
@@ -87,18 +87,22 @@ class Span(NamedTuple):
 
 
 class _Sample(NamedTuple):
+    """The value of a counter from a moment on."""
+
     name: str
     time: int
     value: int
 
 
+# CLOCK_MONOTONIC on Linux, which all processes of a machine share.
 now = time.perf_counter_ns
 
 
 class Timeline:
-    """A recorder of spans and counters, which `close` writes to `path`. `most` bounds how many.
+    """A recorder of spans and counters, at most `most`, which `close` writes to `path` (compressed if it ends in .gz).
 
-    What begins before the first moment is not recorded. That is the construction, unless `waits`: then it is `start`.
+    Spans that start before recording are dropped. Recording starts on construction or, with `waits`, when `start` is
+    called.
     """
 
     def __init__(self, path: Path, rank: int = 0, most: int = MOST_EVENTS, *, waits: bool = False) -> None:
@@ -107,69 +111,73 @@ class Timeline:
             Remark(f"a time line is written to {path} at the end: see it at ui.perfetto.dev"),
         )
         self._rank, self._most = rank, most
-        self._pid = rank + 1  # viewers take process 0 for the idle one
+        self._pid = rank + 1  # viewers treat process 0 as the idle one
+        # Appending to a list is atomic under the GIL, so recording needs no lock.
         self._spans: list[Span] = []
         self._samples: list[_Sample] = []
         self._last: dict[str, int] = {}
         self._begun: dict[tuple[Row, str], int] = {}
         self._full_at: int | None = None
         self._first = sys.maxsize if waits else 0
-        """The first moment that is recorded."""
+        """Moment in nanoseconds of `now` at which recording starts."""
         self._began = time.time()
         self._written = False
 
     @property
     def recorded(self) -> Timeline:
-        """The time line that keeps the spans; `OFF` where none does, although somebody may hear of them."""
+        """The timeline that stores the spans; `OFF` if none does, although listeners may receive them."""
         return self
 
     @property
     def started(self) -> bool:
-        """True from the first moment on."""
+        """True once recording has started."""
         return self._first != sys.maxsize
 
     def start(self) -> None:
-        """Begins to record. A span that has begun earlier, such as the first write of a weight, is dropped."""
+        """Starts recording. A span that started earlier, such as the first write of a weight, is dropped."""
         self._first = now()
 
     def span(self, row: Row, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
-        """What is done inside is a span."""
+        """Returns a context that records its body as a span. `nbytes` is the number of bytes that the body moves."""
+        # The same code may wait on the model's thread and on the worker's; only the former stalls the model.
         if row is Row.WAITS and threading.current_thread().name == _WORKER_THREAD:
             row = Row.WORKER
         return _Open(self, row, name, nbytes)
 
     def begin(self, row: Row, name: str) -> None:
-        """The start of a span that some thread will `end`; one of a name at a time."""
+        """Marks the start of a span that any thread may `end`. Only one span of a row and name is open at a time."""
         self._begun[row, name] = now()
 
     def end(self, row: Row, name: str) -> None:
-        """The end of what was begun, if it was."""
+        """Records the span that `begin` has started; does nothing without one."""
         start = self._begun.pop((row, name), None)
         if start is not None:
             self.add(row, name, start, now())
 
     def add(self, row: Row, name: str, start: int, end: int, nbytes: int = 0) -> None:
-        """A span that is over."""
+        """Records a span that has ended. `start` and `end` are nanoseconds of `now`."""
         if start >= self._first and self._has_room(end):
             self._spans.append(Span(row, name, start, end, nbytes))
 
     def count(self, name: str, value: int) -> None:
-        """A counter is at `value` from now on."""
+        """Records that the counter `name` equals `value` from now on. An unchanged value is not recorded."""
         at = now()
         if at >= self._first and self._last.get(name) != value and self._has_room(at):
             self._last[name] = value
             self._samples.append(_Sample(name, now(), value))
 
     def begin_phase(self, phase: Phase) -> None:
-        """Marks the start of a phase, for who listens; the file shows a phase by its modules."""
+        """Marks the start of a phase for listeners. The file shows a phase by its modules, so nothing is recorded."""
 
     def end_phase(self, phase: Phase) -> None:
-        """Marks the end of a phase. A phase that has not begun has no end."""
+        """Marks the end of a phase for listeners. The end of a phase that has not started is ignored."""
 
     def add_gradient(self, nbytes: int) -> None:
-        """Marks the arrival of a gradient of `nbytes`, for who listens."""
+        """Marks the arrival of a gradient of `nbytes` bytes for listeners."""
 
     def _has_room(self, at: int) -> bool:
+        """Returns True if another event may be recorded; otherwise logs a warning, once."""
+        # Checked without a lock: threads may exceed the limit by one event each.
         if len(self._spans) + len(self._samples) < self._most:
             return True
         if self._full_at is None:
@@ -180,7 +188,7 @@ class Timeline:
         return False
 
     def close(self) -> None:
-        """Write the file, once. A drive that is full or gone by now is an error in the log, and not the run's."""
+        """Writes the file, once. An error of the drive is logged, so that it does not fail the run."""
         if self._written:
             return
         try:
@@ -195,6 +203,7 @@ class Timeline:
     # -- the file -----------------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Any]:
+        """Returns the properties of the run that the file starts with."""
         return {
             "rank": self._rank,
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._began)),
@@ -203,15 +212,19 @@ class Timeline:
         }
 
     def _events(self) -> Iterator[dict[str, Any]]:
+        """Yields the events of the file: names of rows, spans, counters."""
         yield self._about("process_name", 0, name=f"rank {self._rank}")
         yield self._about("process_sort_index", 0, sort_index=self._rank)
+        # A copy: a daemon thread may still record while the file is written.
         spans = list(self._spans)
         for row in Row:
             mine = [span for span in spans if span.row is row]
+            # A thread that waits for one change is woken by others too; the file shows one wait.
             if row is Row.WAITS:
                 mine = _joined(mine)
             seen = -1
             for lane, span in _lanes(mine, row in _NESTED):
+                # Viewers draw overlapping spans of one thread wrongly, hence a thread number for each lane.
                 tid = _ORDER[row] * _TIDS + min(lane, _TIDS - 1)
                 if lane > seen:
                     seen = lane
@@ -223,7 +236,7 @@ class Timeline:
                     "tid": tid,
                     "cat": row.value,
                     "name": span.name,
-                    "ts": span.start / 1000,
+                    "ts": span.start / 1000,  # microseconds
                     "dur": (span.end - span.start) / 1000,
                     **({"args": {"bytes": span.nbytes}} if span.nbytes else {}),
                 }
@@ -241,11 +254,12 @@ class Timeline:
             }
 
     def _about(self, what: str, tid: int, **args: Any) -> dict[str, Any]:
+        """Returns a metadata event, which names or orders a process or thread in the viewer."""
         return {"ph": "M", "pid": self._pid, "tid": tid, "name": what, "args": args}
 
 
 class _Open:
-    """A span that is being recorded."""
+    """A context that records its body as a span."""
 
     __slots__ = ("_name", "_nbytes", "_row", "_start", "_timeline")
 
@@ -263,11 +277,12 @@ class _Open:
 
 
 class _Off(Timeline):
-    """A time line that nobody asked for."""
+    """A timeline that records nothing."""
 
     def __init__(self) -> None:
         super().__init__(Path(os.devnull), waits=True)
         self.notices = ()
+        # One shared context: a span that is off costs a call and allocates nothing.
         self._nothing = contextlib.nullcontext()
 
     def span(self, row: Row, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
@@ -293,17 +308,18 @@ class _Off(Timeline):
 
 
 OFF: Timeline = _Off()
+"""The timeline of a run that records none."""
 
 
 def open_timeline(file: str | None, rank: int, world_size: int) -> Timeline:
-    """Returns the time line of `file`, which `start` begins; `OFF` without a file. Raises as `path_of` does."""
+    """Returns the timeline of `file`, which `start` begins; `OFF` without a file. Raises as `path_of` does."""
     return OFF if file is None else Timeline(path_of(file, rank, world_size), rank, waits=True)
 
 
 def path_of(file: str, rank: int, world_size: int) -> Path:
-    """The file of one rank: with several, `trace.json.gz` is `trace.rank0.json.gz` for the first.
+    """Returns the file of one rank, with several ranks `trace.rank0.json.gz` for `trace.json.gz`. Writes nothing.
 
-    Raises `ConfigError` where it cannot be written. Nothing is: a run that never begins leaves none.
+    Raises `ConfigError` if the path cannot be written, or is a file that is no timeline.
     """
     path = Path(file).absolute()
     if world_size > 1:
@@ -314,6 +330,7 @@ def path_of(file: str, rank: int, world_size: int) -> Path:
         raise ConfigError(
             f"cannot write the time line {path}: give a file in a folder that exists and that you may write"
         )
+    # A slip in the config must not destroy a file of the user.
     if path.is_file() and not _is_ours(path):
         raise ConfigError(f"{path} is no time line, and would be overwritten; give another file")
     return path
@@ -323,7 +340,7 @@ _BEGINS = '{"displayTimeUnit": '
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file is empty, or begins as a time line does."""
+    """Returns True if a file is empty or starts like a timeline."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
             return file.read(len(_BEGINS)) in ("", _BEGINS)
@@ -332,13 +349,14 @@ def _is_ours(path: Path) -> bool:
 
 
 def _open(path: Path) -> Any:
+    """Opens a file for text, compressed if its suffix is .gz."""
     if path.suffix == ".gz":
         return gzip.open(path, "wt", compresslevel=5, encoding="utf-8")
     return open(path, "w", encoding="utf-8")
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Spans of the same wait, one after the other, as one."""
+    """Returns spans with consecutive ones of the same wait merged."""
     joined: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
         last = joined[-1] if joined else None
@@ -350,8 +368,9 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def _lanes(spans: Iterable[Span], nested: bool) -> Iterator[tuple[int, Span]]:
-    """Each span with the first lane in which it overlaps no other, or with `nested` lies within those it overlaps."""
-    lanes: list[list[int]] = []  # the ends of the spans that are open in each, outermost first
+    """Yields each span with the first lane in which it overlaps none or, if `nested`, fits within those it overlaps."""
+    lanes: list[list[int]] = []  # ends of the open spans of each lane, outermost first
+    # Sorted by start, a longer span first, so that an outer span comes before those inside.
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
         for ends in lanes:
             while ends and ends[-1] <= span.start:
@@ -365,7 +384,7 @@ def _lanes(spans: Iterable[Span], nested: bool) -> Iterator[tuple[int, Span]]:
 
 
 def _in_flight(spans: Iterable[Span]) -> list[_Sample]:
-    """The bytes of all requests that were under way, whenever that changed."""
+    """Returns samples of the bytes of all requests in flight, one for each change."""
     samples: list[_Sample] = []
     for row, name in _IN_FLIGHT.items():
         requests = [span for span in spans if span.row is row]

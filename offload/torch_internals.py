@@ -1,6 +1,6 @@
-"""Every private name of torch that we use, with its reason: a new version of torch is one file's work.
+"""Every private name of torch that this library uses, with the reason, so that a new version of torch affects one file.
 
-`tests/test_torch_internals.py` holds that no other file of the package uses one.
+`tests/test_torch_internals.py` checks that no other file of the package uses one.
 """
 
 from __future__ import annotations
@@ -35,28 +35,30 @@ __all__ = [
 # -- tensors -----------------------------------------------------------------------------------------
 
 plain_tensors = torch._C.DisableTorchFunctionSubclass
-"""A context in which functions of torch take a placeholder for the plain tensor that it is."""
+"""A context in which functions of torch treat a placeholder as the plain tensor that it is."""
 
 SHALLOW_COPY_QUERY = torch._has_compatible_shallow_copy_type
-"""What `nn.Module._apply` and `.data = …` ask first; a subclass answers it in `__torch_function__`."""
+"""The check that `nn.Module._apply` and `.data = …` make first. A subclass answers it in `__torch_function__`."""
 
 
 make_subclass = torch.Tensor._make_subclass
-"""A tensor of a class of ours that shares the memory of another, as `nn.Parameter` is made."""
+"""Constructor of a tensor subclass that shares the memory of another tensor, as `nn.Parameter` is made."""
 
 
 def has_no_storage(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is of torch.func, or all zeros without memory: its storage must not be asked for."""
+    """Returns True for a tensor whose storage must not be accessed: one of torch.func, or all zeros without memory."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor()
 
 
 def fake_tensors(allow_others: bool = False) -> Any:
-    """Return the mode of tensors without values in which torch.export traces; meta fails in masks.
+    """Returns the mode of tensors without values in which torch.export traces.
+
+    Tensors on meta are no substitute: they fail in the code of attention masks.
 
     Args:
-        allow_others: whether functions may be given tensors with values beside those without.
+        allow_others: True lets functions mix tensors with values and tensors without.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy
+    from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy, which takes long
 
     return FakeTensorMode(allow_non_fake_inputs=allow_others)
 
@@ -65,43 +67,44 @@ def fake_tensors(allow_others: bool = False) -> Any:
 
 
 def under_modes() -> bool:
-    """Return whether a dispatch mode or a transform of torch.func is active on this thread."""
+    """Returns True if a dispatch mode or a transform of torch.func is active on this thread."""
     return bool(torch._C._len_torch_dispatch_stack()) or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Run outside of all dispatch modes and transforms of torch.func."""
+    """Suspends all dispatch modes and transforms of torch.func on this thread while the context is open."""
     with _disable_current_modes(), temporarily_clear_interpreter_stack():
         yield
 
 
 # -- autograd ----------------------------------------------------------------------------------------
 
-# `torch.autograd.graph.saved_tensors_hooks` is a context; ours begin in one hook of a module and end in another, and
-# must know whose lie on top.
+# `torch.autograd.graph.saved_tensors_hooks` is a context manager. Our hooks are pushed in one hook of a module and
+# popped in another, and must know whose hooks are on top of the stack.
 
 
 def top_saved_tensor_hooks() -> Any:
-    """Return the active pair of hooks of this thread, or None."""
+    """Returns the active pair of hooks of this thread, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def push_saved_tensor_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-    """Add a pair of hooks on this thread. Raises `RuntimeError` under torch.func."""
+    """Activates a pair of hooks on this thread. Raises `RuntimeError` under torch.func."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def pop_saved_tensor_hooks() -> None:
-    """Take the active pair away; there must be one."""
+    """Removes the active pair of hooks, which must exist."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the backward that runs on this thread has ended, as DDP and FSDP do."""
+    """Calls `function` when the backward that runs on this thread has ended, as DDP and FSDP do."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def inside_backward() -> bool:
-    """Return whether this thread runs a backward."""
+    """Returns True if this thread runs a backward."""
+    # Thread-local, and set on the engine's own threads too; -1 outside of a backward.
     return torch._C._current_graph_task_id() != -1

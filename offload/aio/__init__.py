@@ -4,7 +4,7 @@
         file.reserve(len(buffer))
         queue.write(file, 0, buffer).wait()
 
-A request of any size and alignment moves all of its bytes, or its future raises `IoError`.
+A request of any size and alignment either moves all of its bytes, or its future raises `IoError`.
 """
 
 from __future__ import annotations
@@ -47,15 +47,30 @@ __all__ = [
 
 
 def crc32c(buffer: Buffer, value: int = 0) -> int:
-    """CRC-32C of `buffer`, continued from `value`, that of the bytes before it. Releases the GIL."""
+    """Returns the CRC-32C of `buffer`. Releases the GIL.
+
+    Args:
+        buffer: C-contiguous bytes, read only.
+        value: CRC-32C of the bytes that precede `buffer`, from which the checksum continues; 0 if there are none.
+    """
     return _crc32c(buffer, value)
 
 
 def crc32c_joined(first: int, second: int, second_nbytes: int) -> int:
-    """CRC-32C of two stretches of bytes, one behind the other, from that of each."""
+    """Returns the CRC-32C of two adjacent byte ranges, computed from their checksums without reading the bytes.
+
+    Args:
+        first: CRC-32C of the first range.
+        second: CRC-32C of the second range, which directly follows the first.
+        second_nbytes: length of the second range in bytes.
+    """
     return _crc32c_joined(first, second, second_nbytes)
 
 
 def crc32c_of_zeros(nbytes: int) -> int:
-    """CRC-32C of so many zero bytes."""
+    """Returns the CRC-32C of `nbytes` zero bytes.
+
+    Args:
+        nbytes: number of zero bytes.
+    """
     return _crc32c_of_zeros(nbytes)

@@ -1,4 +1,4 @@
-"""Which way to the kernel a queue takes: io_uring, libaio or threads, and why not another."""
+"""The choice of a kernel interface for a queue: io_uring, libaio or threads, with the reasons for each refusal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from offload.errors import ConfigError
 from offload.sizes import MIB
 
 BACKENDS = ("io_uring", "libaio", "threads")
-"""In the order in which "auto" tries them: fewest system calls and context switches first."""
+"""Names of the backends in the order in which "auto" tries them: fewest system calls and context switches first."""
 
 
 class Shape(NamedTuple):
-    """How much a queue has in flight: `threads` times `depth` blocks of `block_bytes` bytes."""
+    """The capacity of a queue: `threads` times `depth` blocks of `block_bytes` bytes are in flight at most."""
 
     threads: int
     depth: int
@@ -28,15 +28,16 @@ DEFAULTS = {
     "libaio": Shape(1, 32, 2 * MIB),
     "threads": Shape(4, 1, 4 * MIB),
 }
-"""What was fastest on the drives that were tried (docs/benchmarks/2026-11-io.md)."""
+"""The fastest shapes on the drives that were measured (docs/benchmarks/2026-11-io.md)."""
 
 
+# The bound on threads that a `depth` asks for; `threads` itself may be larger.
 _MOST_THREADS = 16
 _DESCRIPTORS = "no descriptor is left (ulimit -n)"
 
 
 class Chosen(NamedTuple):
-    """A backend with all that it was opened with, and why those before it were refused, for people."""
+    """The backend that was opened, the reasons (for people) why earlier candidates were refused, and the shape."""
 
     backend: str
     refusals: tuple[str, ...]
@@ -44,32 +45,48 @@ class Chosen(NamedTuple):
 
 
 def open_native(backend: str, threads: int | None, depth: int | None, block_bytes: int | None) -> tuple[Queue, Chosen]:
-    """A native queue. `ConfigError` where this system refuses the `backend` that is named."""
+    """Opens a native queue on the named backend, or with "auto" on the first backend that this system grants.
+
+    Args:
+        backend: "auto" or one of `BACKENDS`.
+        threads: number of driver threads; None for the backend's default.
+        depth: blocks in flight for each thread; None for the backend's default.
+        block_bytes: bytes of a block; None for the backend's default.
+
+    Returns:
+        The queue, owned by the caller, and a description of the choice.
+
+    Raises:
+        ConfigError: the name is unknown, or this system refuses the backend.
+    """
     if backend != "auto" and backend not in BACKENDS:
         raise ConfigError(f"there is no I/O backend {backend!r}: expected auto, {', '.join(BACKENDS)}")
     refusals: list[str] = []
+    # Opening a queue is the only reliable test: seccomp filters, sysctls and limits show in the system call alone.
     for name in BACKENDS if backend == "auto" else (backend,):
         shape = _shape(name, threads, depth, block_bytes)
         try:
             return Queue(name, *shape), Chosen(name, tuple(refusals), shape)
+        # The native code sets `filename` to the system call that failed, from which `refusal` derives its advice.
         except OSError as error:
             refusals.append(refusal(name, error))
     raise ConfigError(f'{"; ".join(refusals)}: let "auto" choose, or take another of {", ".join(BACKENDS)}')
 
 
 def _shape(name: str, threads: int | None, depth: int | None, block_bytes: int | None) -> Shape:
+    """Returns the requested shape with defaults filled in. For "threads", `depth` becomes a number of threads."""
     auto = DEFAULTS[name]
     block_bytes = block_bytes or auto.block_bytes
     if name != "threads":
         return Shape(threads or auto.threads, depth or auto.depth, block_bytes)
     if depth is None:
         return Shape(threads or auto.threads, 1, block_bytes)
-    # A thread has one block in flight: as many of them as there were to be blocks, within reason.
+    # Each thread blocks in one pread or pwrite. `depth` blocks in flight therefore need `depth` threads, up to a bound.
     return Shape(max(threads or 1, min((threads or 1) * depth, _MOST_THREADS)), 1, block_bytes)
 
 
 def refusals() -> dict[str, str | None]:
-    """For each backend None where it works, else why this system refuses it."""
+    """Returns the reason why this system refuses each backend; None for a backend that works."""
     found: dict[str, str | None] = {}
     for name in BACKENDS:
         try:
@@ -81,8 +98,14 @@ def refusals() -> dict[str, str | None]:
 
 
 def refusal(name: str, error: OSError) -> str:
-    """Why `name` could not be opened, with what to do about it where that is known."""
+    """Returns the reason why backend `name` could not be opened, with advice if the cause is known.
+
+    Args:
+        name: the backend.
+        error: the failure; its `filename` is the system call that failed.
+    """
     call, code = error.filename, error.errno
+    # Pairs of system call and errno. One errno has different causes in different calls.
     known = {
         ("io_uring_setup", errno.EPERM): _why_not_permitted(),
         ("io_uring_setup", errno.ENOSYS): "this kernel has none (Linux 5.1), or a container hides it",

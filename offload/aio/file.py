@@ -1,4 +1,4 @@
-"""A file that is open twice: with O_DIRECT for aligned bytes, buffered for the rest."""
+"""A file opened twice: with O_DIRECT for aligned bytes, buffered for the rest."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Descriptors:
-    """Numbers of open files, closed with their last owner: a `DirectFile`, or a request in flight on it.
+    """The descriptors of an open file, closed with their last owner: a `DirectFile` or a request in flight on the file.
 
-    Closed under a request, a number could by then be that of another file.
+    If a descriptor were closed under a request, the kernel could reuse its number for another file.
     """
 
     __slots__ = ("buffered", "direct", "path")
@@ -26,11 +26,12 @@ class Descriptors:
         self.buffered = self.direct = -1  # none
 
     def close(self) -> None:
-        """Close them now: nobody uses them, or this is a forked child, in which no request runs."""
+        """Closes both descriptors now. No request may use them, which also holds in a forked child."""
+        # Cleared before the calls: a second close must not close numbers that the kernel has given to another file.
         numbers, self.buffered, self.direct = (self.direct, self.buffered), -1, -1
         for descriptor in numbers:
             if descriptor >= 0:
-                with contextlib.suppress(OSError):  # what a close could report, a sync has reported before
+                with contextlib.suppress(OSError):  # `sync` has reported any write error already
                     os.close(descriptor)
 
     def __del__(self) -> None:
@@ -38,7 +39,7 @@ class Descriptors:
 
 
 class Piece(NamedTuple):
-    """A stretch of one file, as the native queue takes it. `owner` keeps the descriptors open."""
+    """A range of one file in the form that the native queue takes. `owner` keeps the descriptors open."""
 
     owner: Descriptors
     direct: int
@@ -48,10 +49,17 @@ class Piece(NamedTuple):
 
 
 class DirectFile:
-    """A file for an `IoQueue`. Requests in flight when it is closed still end as they would have.
+    """A file for an `IoQueue`. Requests that are in flight when the file is closed complete normally.
 
-    `create` makes a missing file, with mode 0600, and never truncates one that is there. `direct` is False where the
-    file system refuses O_DIRECT (tmpfs); everything then goes through the page cache. Errors are `IoError`.
+    `direct` is False if the file system refuses O_DIRECT (tmpfs); all bytes then go through the page cache.
+
+    Args:
+        path: path of the file. A symbolic link in the last component is refused.
+        create: create the file, with mode 0600, if it is missing. An existing file is never truncated.
+        writable: open for reading and writing; otherwise for reading only.
+
+    Raises:
+        IoError: the file cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = False, writable: bool = True) -> None:
@@ -62,58 +70,82 @@ class DirectFile:
         try:
             self.descriptors.direct = self._open_again(flags | getattr(os, "O_DIRECT", 0))
         except OSError as error:
+            # EINVAL: the file system has no O_DIRECT, so the buffered descriptor serves every request.
             if error.errno != errno.EINVAL:
                 raise self._error(error, 0, "open") from error
 
     @property
     def direct(self) -> bool:
-        """Whether aligned bytes go past the page cache."""
+        """True if aligned bytes bypass the page cache."""
         return self.descriptors.direct >= 0
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self.descriptors.buffered < 0
 
     def size(self) -> int:
-        """Bytes of the file."""
+        """Returns the size of the file in bytes.
+
+        Raises:
+            IoError: fstat fails.
+        """
         try:
             return os.fstat(self._buffered()).st_size
         except OSError as error:
             raise self._error(error, 0, "stat") from error
 
     def identity(self) -> tuple[int, int]:
-        """Device and inode: two names of one file have the same."""
+        """Returns (device, inode), which are equal for two names of one file."""
         found = os.fstat(self._buffered())
         return found.st_dev, found.st_ino
 
     def reserve(self, nbytes: int) -> None:
-        """Make the first `nbytes` bytes really there: new ones read as zero. Never shrinks the file."""
+        """Allocates the first `nbytes` bytes on the drive. New bytes read as zero. Never shrinks the file.
+
+        Args:
+            nbytes: bytes from the start of the file; 0 or less does nothing.
+
+        Raises:
+            IoError: the drive is full, or the file system refuses.
+        """
         if nbytes <= 0:
             return
         try:
+            # Blocks are allocated now, so that a later write cannot fail with ENOSPC in the middle of a step.
             os.posix_fallocate(self._buffered(), 0, nbytes)
         except OSError as error:
             raise self._error(error, nbytes, "reserve") from error
 
     def sync(self) -> None:
-        """Make every write that has completed durable, through either descriptor: they are one file."""
+        """Makes every completed write durable. Covers both descriptors, since they refer to one file.
+
+        Raises:
+            IoError: fdatasync fails.
+        """
         try:
             os.fdatasync(self._buffered())
         except OSError as error:
             raise self._error(error, 0, "sync") from error
 
     def close(self) -> None:
-        """Close both descriptors, or let the last request in flight do so; idempotent."""
+        """Closes both descriptors, or leaves that to the last request in flight. Idempotent."""
+        # Only the reference is dropped. Each request in flight holds the old object, whose finalizer closes the
+        # numbers.
         self.descriptors = Descriptors(self.path)
 
     def pieces(self, offset: int, nbytes: int) -> list[Piece]:
-        """Where `nbytes` bytes from `offset` on lie: here, all of them."""
+        """Returns the file ranges that store `nbytes` bytes from `offset` on: for a single file, one range.
+
+        Args:
+            offset: first byte in the file.
+            nbytes: number of bytes.
+        """
         own = self.descriptors
         return [Piece(own, own.direct, own.buffered, offset, nbytes)]
 
     def parts(self) -> list[DirectFile]:
-        """The files that this one is made of."""
+        """Returns the files that store the bytes: this file."""
         return [self]
 
     def __enter__(self) -> DirectFile:
@@ -136,11 +168,14 @@ class DirectFile:
             raise self._error(error, 0, "open") from error
 
     def _open_again(self, flags: int) -> int:
-        """The same file, whatever its name is by now: somebody may have renamed another one to it."""
+        """Opens the file of the buffered descriptor a second time, by descriptor rather than by name.
+
+        The path may have been renamed over in the meantime.
+        """
         first = self.descriptors.buffered
         try:
             return os.open(f"/proc/self/fd/{first}", flags & ~os.O_NOFOLLOW)
-        except FileNotFoundError:  # no /proc
+        except FileNotFoundError:  # no /proc: open by name, then check that both descriptors refer to one inode
             second = os.open(self.path, flags)
         if not os.path.samestat(os.fstat(first), os.fstat(second)):
             os.close(second)

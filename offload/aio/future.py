@@ -1,4 +1,4 @@
-"""Requests in flight, and the functions that are called when they end."""
+"""Futures of requests in flight, and the thread that runs their callbacks."""
 
 from __future__ import annotations
 
@@ -22,35 +22,40 @@ _TIMED_OUT = -1
 log = logging.getLogger("offload.aio")
 
 exiting = threading.Event()
-"""Set when the interpreter is about to end: from then on no thread is started for callbacks."""
+"""Set when the interpreter is about to end. From then on no thread is started for callbacks."""
 
 
 class File(Protocol):
-    """What a queue reads and writes: a `DirectFile` or a `StripedFile`."""
+    """A file that a queue reads and writes: a `DirectFile` or a `StripedFile`."""
 
     @property
     def path(self) -> str:
-        """For messages."""
+        """Path for messages."""
         ...
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         ...
 
     def pieces(self, offset: int, nbytes: int) -> list[Piece]:
-        """Where `nbytes` bytes from `offset` on lie, in order."""
+        """Returns the file ranges that store `nbytes` bytes from `offset` on, in order.
+
+        Args:
+            offset: first logical byte.
+            nbytes: number of bytes.
+        """
         ...
 
     def parts(self) -> list[DirectFile]:
-        """The files that this one is made of."""
+        """Returns the underlying files."""
         ...
 
 
 class IoFuture:
-    """One request in flight. Any thread may ask or wait; dropping it does not stop the request.
+    """A request in flight. Any thread may query it or wait for it. Dropping the future does not stop the request.
 
-    `await future` waits in asyncio and gives what `wait` gives.
+    `await future` waits in asyncio and returns the same as `wait`.
     """
 
     __slots__ = (
@@ -76,19 +81,29 @@ class IoFuture:
         nbytes: int,
         checksum: bool,
     ) -> None:
+        # A forked child inherits futures but none of the threads that complete them, hence the process id.
         self._callbacks, self._flight, self._operation, self._checksum = callbacks, flight, operation, checksum
         self._file, self._offset, self._nbytes, self._pid = file, offset, nbytes, os.getpid()
         self._waiting: list[Callback] | None = None
-        """Functions to call at the end, once there is one; under the lock of the callbacks."""
+        """Callbacks to run at the end; None while none is pending. Guarded by the lock of `Callbacks`."""
 
     def done(self) -> bool:
-        """Whether the request has ended, well or not."""
+        """Returns True if the request has ended, successfully or not."""
         return self._flight.done()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the request: its number of bytes.
+        """Waits for the request and returns the number of bytes that were moved.
 
-        Raises `IoError` where it failed, and `TimeoutError` after `timeout` seconds; the request then goes on.
+        Args:
+            timeout: seconds to wait; None waits without limit.
+
+        Returns:
+            The number of bytes of the request.
+
+        Raises:
+            IoError: the request failed.
+            TimeoutError: `timeout` seconds have passed; the request continues.
+            UsageError: the caller is a forked child of the process that made the request.
         """
         if os.getpid() != self._pid:
             raise of_the_parent(self._pid)
@@ -100,17 +115,29 @@ class IoFuture:
         return self._nbytes
 
     def crc32c(self) -> int:
-        """The CRC-32C of the bytes that were moved, of a request with `checksum`; waits for it."""
+        """Returns the CRC-32C of the bytes that were moved. Waits for the request.
+
+        Raises:
+            ValueError: the request was made without `checksum`.
+            IoError: the request failed.
+        """
         if not self._checksum:
             raise ValueError("there is no checksum: ask for it with checksum=True")
         self.wait()
         return self._flight.crc
 
     def add_done_callback(self, function: Callable[[IoFuture], object]) -> None:
-        """Call `function(self)` once the request has ended: at once if it has, else on a thread of the queue.
+        """Calls `function(self)` once the request has ended.
 
-        That thread runs all callbacks of the queue, one after the other. What one raises is logged. Within a callback
-        "at once" is after it.
+        If the request has ended already, the calling thread runs the function immediately; within another callback,
+        right after that callback. Otherwise a thread of the queue runs it. That thread runs all callbacks of the queue
+        one after another. Exceptions of callbacks are logged.
+
+        Args:
+            function: receives this future; its result is ignored.
+
+        Raises:
+            UsageError: the caller is a forked child of the process that made the request.
         """
         if os.getpid() != self._pid:
             raise of_the_parent(self._pid)
@@ -121,9 +148,10 @@ class IoFuture:
         ended: asyncio.Future[None] = loop.create_future()
 
         def end() -> None:
-            if not ended.done():  # a task that was cancelled waits no more
+            if not ended.done():  # a cancelled task no longer waits
                 ended.set_result(None)
 
+        # Runs on the queue's callback thread; an asyncio future may be completed on its loop's thread alone.
         def tell(_: IoFuture) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(end)
@@ -133,8 +161,9 @@ class IoFuture:
         return self.wait()
 
     def _failure(self, error: int) -> IoError:
+        """Returns the `IoError` for errno `error`. For a striped file the error names the drive's file, if known."""
         pieces = self._file.pieces(self._offset, self._nbytes)
-        if len(pieces) < 2 or error == errno.EBADMSG:  # a checksum is that of the whole request
+        if len(pieces) < 2 or error == errno.EBADMSG:  # a checksum covers the whole request
             return IoError(self._file.path, self._offset, self._nbytes, error, self._operation)
         at = pieces[self._flight.failed_piece]
         return IoError(at.owner.path, at.offset, at.nbytes, error, self._operation)
@@ -144,9 +173,9 @@ Callback = Callable[[IoFuture], object]
 
 
 class Callbacks:
-    """Calls functions as requests end, on a thread of its own, which is there once one was asked for.
+    """Runs callbacks as requests end, on a thread of its own that starts with the first callback.
 
-    It holds the native queue and not the `IoQueue`, so that one that is dropped can end.
+    Holds the native queue rather than the `IoQueue`, so that an `IoQueue` without references can be finalized.
     """
 
     def __init__(self, queue: Queue) -> None:
@@ -158,50 +187,65 @@ class Callbacks:
         self._stopped = False
 
     def add(self, future: IoFuture, function: Callback) -> None:
-        """Call `function(future)` at the end of `future`, or now where that is past."""
+        """Calls `function(future)` when `future` ends, or now if `future` has ended already."""
         with self._lock:
+            # The flight is announced once; later callbacks join the list that the first one started.
             if future._waiting is not None:
                 future._waiting.append(function)
                 return
             told = not (self._stopped or exiting.is_set()) and self._announce(future, function)
+        # Outside of the lock: a user's function may add further callbacks.
         if not told:
-            future._flight.wait(-1.0)  # it is past, or the interpreter is about to end
+            future._flight.wait(-1.0)  # returns at once, unless the queue is stopped or the interpreter is about to end
             _call(future, function)
 
     def stop(self) -> None:
-        """Let every callback run; the native queue is closed. From a callback it does not wait for callbacks."""
+        """Waits until every callback has run. The native queue must be closed first.
+
+        Called from a callback, returns without waiting: the callback thread cannot join itself.
+        """
         with self._lock:
             self._stopped = True
+            # Read under the lock, joined outside of it: the callback thread needs the lock to finish.
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     def _announce(self, future: IoFuture, function: Callback) -> bool:
+        """Registers `function` with the native queue. The caller holds the lock.
+
+        Returns False if the request has ended already.
+        """
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="offload-io-callbacks", daemon=True)
             thread.start()
             self._thread = thread
         tag = next(self._tags)
-        self._announced[tag], future._waiting = future, [function]  # before it can be told of
+        # Stored before the native queue learns the tag: the callback thread looks the tag up as soon as the request
+        # ends.
+        self._announced[tag], future._waiting = future, [function]
         if self._queue.announce(future._flight, tag):
             return True
+        # The request had ended before the announcement, so nobody will report the tag.
         del self._announced[tag]
         future._waiting = None
         return False
 
     def _run(self) -> None:
+        """Runs on the callback thread: waits for announced requests to end until the native queue is closed."""
         while tags := self._queue.announced():
             for tag in tags:
+                # From here on `add` sees no pending list and calls new functions itself, as the request has ended.
                 with self._lock:
                     future = self._announced.pop(tag)
                     functions, future._waiting = future._waiting or [], None
-                future.done()  # its buffer is its owner's again
+                future.done()  # hands the buffer back to its owner before a callback may reuse it
                 for function in functions:
                     _call(future, function)
 
 
 class _Calls(threading.local):
-    """What a thread has still to call; None where it is in no callback."""
+    """Calls that the current thread has yet to make; None outside of callbacks."""
 
     later: deque[tuple[IoFuture, Callback]] | None = None
 
@@ -210,7 +254,10 @@ _calls = _Calls()
 
 
 def _call(future: IoFuture, function: Callback) -> None:
-    """Call it, or within another callback after that one: a chain of callbacks is no tower of them."""
+    """Calls `function(future)`, or defers the call until the running callback of this thread has returned.
+
+    Deferral keeps a chain of callbacks from nesting on the stack.
+    """
     if _calls.later is not None:
         _calls.later.append((future, function))
         return
@@ -223,7 +270,7 @@ def _call(future: IoFuture, function: Callback) -> None:
                 function(future)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                    interrupt = error  # Ctrl-C is for who asked for the callback, and no fault of it
+                    interrupt = error  # Ctrl-C belongs to the main thread's caller, not to the callback
                 else:
                     log.exception("a callback of an I/O request raised")
     finally:
@@ -233,4 +280,5 @@ def _call(future: IoFuture, function: Callback) -> None:
 
 
 def of_the_parent(pid: int) -> UsageError:
+    """Returns the error for a forked child that uses a queue of its parent, process `pid`."""
     return UsageError(f"this queue belongs to process {pid}; a forked child has none of its threads")

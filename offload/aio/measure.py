@@ -1,4 +1,4 @@
-"""How fast a drive is, by the queue that will use it."""
+"""Bandwidth measurements of a drive, made with the queue that will use the drive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPERATIONS = ("write", "read", "mixed")
 
 
 class Pass(NamedTuple):
-    """One pass over a file: bytes moved, wall-clock and processor seconds."""
+    """One pass over a file: bytes moved, wall-clock seconds and processor seconds."""
 
     nbytes: int
     seconds: float
@@ -29,21 +29,33 @@ class Pass(NamedTuple):
 
 
 class Bandwidth(NamedTuple):
-    """Bytes a second."""
+    """Bandwidth of a drive in bytes a second."""
 
     read: float
     write: float
 
     @property
     def swap(self) -> float:
-        """Of as many bytes read as written, one after the other, as an optimizer step moves them."""
+        """Bytes a second when equal amounts are read and written one after the other, as in an optimizer step."""
+        # The harmonic mean: the times of both directions add up.
         return 2 / (1 / self.read + 1 / self.write)
 
 
 def move(queue: IoQueue, file: File, buffer: memoryview, operation: str, request_bytes: int) -> Pass:
-    """All of `buffer` to or from the start of `file`, in requests that are all queued at once.
+    """Moves all of `buffer` to or from the start of `file`, in requests that are all queued at once, and waits.
 
-    "mixed" reads every other request's bytes and writes the rest, both at once.
+    Args:
+        queue: the queue that moves the bytes.
+        file: a file of at least `len(buffer)` bytes.
+        buffer: source or destination, owned by the caller; must not be used until the call returns.
+        operation: "read", "write" or "mixed", which reads and writes alternate requests concurrently.
+        request_bytes: bytes of each request; the last one may be shorter.
+
+    Returns:
+        Bytes and seconds of the pass.
+
+    Raises:
+        IoError: a request failed.
     """
     cpu, start = _cpu_seconds(), time.perf_counter()
     futures = []
@@ -51,21 +63,30 @@ def move(queue: IoQueue, file: File, buffer: memoryview, operation: str, request
         name = operation if operation != "mixed" else ("read", "write")[index % 2]
         submit = queue.read if name == "read" else queue.write
         futures.append(submit(file, at, buffer[at : at + request_bytes]))
+    # All requests are queued by now, so the queue always has as many blocks in flight as its shape allows.
     for future in futures:
         future.wait()
     return Pass(len(buffer), time.perf_counter() - start, _cpu_seconds() - cpu)
 
 
 def bandwidths(folders: Sequence[str | os.PathLike[str]], nbytes: int = 256 * MIB, rounds: int = 3) -> list[Bandwidth]:
-    """What the drive under each folder moves by itself: the median of `rounds` over a file of `nbytes` bytes.
+    """Returns the bandwidth of the drive under each folder, measured one folder at a time.
 
-    The files are removed again. Errors are `IoError`.
+    Args:
+        folders: folders on the drives; a temporary file is written to each and removed.
+        nbytes: bytes of the temporary file and of the host buffer that this call allocates.
+        rounds: passes in each direction; the median counts.
+
+    Raises:
+        ConfigError: `nbytes` or `rounds` is too small.
+        IoError: a file cannot be created, written or read.
     """
     if nbytes < PAGE or rounds < 1:
         raise ConfigError(f"expected nbytes >= {PAGE} and rounds >= 1, got {nbytes} and {rounds}")
+    # Folders are measured one after the other, from one buffer: drives on one bus would slow each other down.
     buffer = aligned_empty(nbytes)
     for start in range(0, nbytes, MIB):
-        buffer[start : start + MIB] = os.urandom(len(buffer[start : start + MIB]))  # a drive may compress
+        buffer[start : start + MIB] = os.urandom(len(buffer[start : start + MIB]))  # random: some drives compress
     found: list[Bandwidth] = []
     with IoQueue() as queue:
         for folder in folders:
@@ -73,7 +94,7 @@ def bandwidths(folders: Sequence[str | os.PathLike[str]], nbytes: int = 256 * MI
             try:
                 with DirectFile(path, create=True) as file:
                     file.reserve(nbytes)
-                    move(queue, file, buffer, "write", 16 * MIB)  # the first write of a block does more
+                    move(queue, file, buffer, "write", 16 * MIB)  # untimed: first writes are slower
                     rates = {
                         operation: sorted(
                             nbytes / move(queue, file, buffer, operation, 16 * MIB).seconds for _ in range(rounds)
@@ -87,7 +108,7 @@ def bandwidths(folders: Sequence[str | os.PathLike[str]], nbytes: int = 256 * MI
 
 
 def remove(path: Path) -> None:
-    """Remove a file that may never have been made: an error of the way there is the one to tell."""
+    """Removes a file that may never have been created. Errors are ignored: an earlier error is the one to report."""
     with contextlib.suppress(OSError):
         path.unlink()
 

@@ -1,4 +1,4 @@
-"""Host memory that O_DIRECT likes: whole 2 MiB pages, private to this process."""
+"""Host memory that suits O_DIRECT: 2 MiB pages, private to this process."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ from offload.sizes import PAGE
 
 _HUGE_PAGE = 2 << 20
 _MBIND = {"x86_64": 237, "aarch64": 235}
-"""The number of the system call, which has no function in the C library."""
+"""System call numbers of mbind, which has no wrapper in the C library."""
 _MPOL_PREFERRED = 1
 _NODES = 1024
-"""More than any kernel is built for."""
+"""More NUMA nodes than any kernel is built for."""
 
 
 def aligned_empty(nbytes: int) -> memoryview:
-    """Zeroed writable memory of `nbytes` bytes that starts at a multiple of 2 MiB, unmapped with its last view.
+    """Returns zeroed writable memory that starts at a multiple of 2 MiB and is unmapped with its last view.
 
-    Asks for 2 MiB pages: O_DIRECT moves up to 1.6 times as many bytes a second from them. A forked child does not
-    have this memory at all; otherwise the first write after a fork would copy every page, outside of any budget.
+    Requests 2 MiB pages, from which O_DIRECT moves up to 1.6 times as many bytes a second. A forked child does not
+    inherit this memory: otherwise the first write after a fork would copy every page, outside of any budget.
+
+    Args:
+        nbytes: number of bytes; the mapping is rounded up to 2 MiB pages.
+
+    Raises:
+        ValueError: `nbytes` is negative.
     """
     if nbytes < 0:
         raise ValueError(f"expected a number of bytes, got {nbytes}")
@@ -33,8 +39,8 @@ def aligned_empty(nbytes: int) -> memoryview:
     mapping.madvise(mmap.MADV_DONTFORK)
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages: slower, not wrong
         mapping.madvise(mmap.MADV_HUGEPAGE)
-        # The last page lies behind the buffer. Being of another kind, it keeps the kernel from counting this memory
-        # and a neighbour's as one mapping, of which `huge_page_share` could not tell whose the huge pages are.
+        # The last page follows the buffer and is of another kind. Without it the kernel would merge this mapping with
+        # an adjacent one in smaps, and `huge_page_share` could not tell which of the two the huge pages belong to.
         mapping.madvise(mmap.MADV_NOHUGEPAGE, room + _HUGE_PAGE - PAGE, PAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE
     _mappings.add(mapping)
@@ -42,7 +48,11 @@ def aligned_empty(nbytes: int) -> memoryview:
 
 
 def release_pages(buffer: memoryview) -> None:
-    """Give the whole pages in `buffer`, memory of `aligned_empty`, back to the system; they read as zero then."""
+    """Returns the whole pages inside `buffer` to the system. They read as zero afterwards.
+
+    Args:
+        buffer: memory of `aligned_empty`, or a part of it; the caller remains its owner.
+    """
     mapping = buffer.obj
     assert isinstance(mapping, mmap.mmap), "memory of aligned_empty"
     base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
@@ -53,31 +63,45 @@ def release_pages(buffer: memoryview) -> None:
 
 
 def prefer_node(buffer: memoryview, node: int) -> bool:
-    """Take the pages of `buffer`, memory of `aligned_empty`, from a NUMA node for as long as it has free ones.
+    """Makes a NUMA node the preferred source of the pages of `buffer`. See mbind(2).
 
-    Holds for pages that nobody has written to yet. False where the kernel refuses, and all stays as it was: it has no
-    such node, or, as in many containers, does not let this process choose. See mbind(2).
+    Pages that were written before stay where they are.
+
+    Args:
+        buffer: memory of `aligned_empty`, or a part of it.
+        node: number of the NUMA node, which serves pages as long as it has free ones.
+
+    Returns:
+        True if the kernel accepts. False, without effect, if the node does not exist or this process may not choose (as
+        in
+        many containers).
     """
     number = _MBIND.get(platform.machine())
     if number is None or not buffer or not 0 <= node < _NODES:
         return False
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    start = address // _HUGE_PAGE * _HUGE_PAGE  # whole huge pages: the mapping has all of the first and the last
+    start = address // _HUGE_PAGE * _HUGE_PAGE  # whole huge pages: the mapping contains all of the first and the last
     nbytes = -(-(address + len(buffer)) // _HUGE_PAGE) * _HUGE_PAGE - start
     nodes = (ctypes.c_uint64 * (_NODES // 64))()
     nodes[node // 64] = 1 << node % 64
+    # mbind's `maxnode` counts one bit more than it reads, hence `_NODES + 1`.
     arguments = (start, nbytes, _MPOL_PREFERRED, ctypes.addressof(nodes), _NODES + 1, 0)
     return bool(ctypes.CDLL(None).syscall(*map(ctypes.c_long, (number, *arguments))) == 0)
 
 
 def huge_page_share(buffer: memoryview) -> float:
-    """The share of `buffer`, memory of `aligned_empty` that was written to, that lies on 2 MiB pages: 0 to 1."""
+    """Returns the fraction of `buffer`, 0 to 1, that is stored on 2 MiB pages.
+
+    Args:
+        buffer: memory of `aligned_empty` that was written to; untouched pages count as 4 KiB pages.
+    """
     start = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     huge, inside = 0, False
     with open("/proc/self/smaps") as file:
         for line in file:
             if span := _SPAN.match(line):
-                # The mapping begins within a huge page before the buffer, and ends within one behind it.
+                # The mapping begins less than a huge page before the buffer and ends less than one after it, so any
+                # mapping that overlaps the buffer is the buffer's own.
                 inside = int(span[1], 16) < start + len(buffer) and int(span[2], 16) > start
             elif inside and line.startswith("AnonHugePages:"):
                 huge += int(line.split()[1]) << 10
@@ -85,7 +109,15 @@ def huge_page_share(buffer: memoryview) -> float:
 
 
 def resident_bytes(address: int, nbytes: int) -> int:
-    """How many of the bytes from `address` on, mapped by this process, are in RAM, in whole pages. See mincore(2)."""
+    """Returns how many bytes of a mapped range are in RAM, counted in whole pages. See mincore(2).
+
+    Args:
+        address: first byte, mapped by this process.
+        nbytes: length of the range in bytes.
+
+    Raises:
+        OSError: mincore fails, for example since the range is not mapped.
+    """
     start = address // PAGE * PAGE
     pages = -(-(address + nbytes - start) // PAGE) if nbytes else 0
     found = ctypes.create_string_buffer(max(pages, 1))
@@ -100,8 +132,12 @@ _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def _disown() -> None:
-    """In a forked child nothing is mapped there, until the child's own memory is: never unmap that."""
+    """Keeps the parent's mapping objects alive in a forked child, so that they never unmap anything.
+
+    MADV_DONTFORK leaves these addresses unmapped in the child, and the child's own memory may take them.
+    """
     for mapping in list(_mappings):
+        # A reference that is never released: the object's finalizer, which would unmap, cannot run.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
     _mappings.clear()
 

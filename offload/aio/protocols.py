@@ -1,4 +1,4 @@
-"""What any queue of reads and writes offers, and what it returns for each."""
+"""Protocols of a queue of reads and writes, and of the futures that such a queue returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offload.aio import File, Priority
 
 
 class Future(Protocol):
-    """What the store needs of a request in flight."""
+    """The interface of a request in flight that the store relies on."""
 
     def done(self) -> bool: ...
     def wait(self, timeout: float | None = None) -> int: ...
@@ -18,7 +18,7 @@ class Future(Protocol):
 
 
 class Queue(Protocol):
-    """What the store needs of an I/O queue; `aio.IoQueue` is one, tests put faults in front of it."""
+    """The interface of an I/O queue that the store relies on. `aio.IoQueue` implements it; tests inject faults."""
 
     def read(
         self, file: File, offset: int, buffer: memoryview, *, priority: Priority = ..., checksum: bool = ...

@@ -1,4 +1,4 @@
-"""Reads and writes in flight, moved by native threads that never hold the GIL."""
+"""A queue of reads and writes, moved by native threads that never hold the GIL."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _LAST = (1 << 63) - 1
+"""The largest end of a request: offsets are signed 64-bit numbers in the kernel."""
 MOST_THREADS, MOST_DEPTH = 256, 4096
 
 log = logging.getLogger("offload.aio")
 
 
 class Priority(enum.IntEnum):
-    """Which of two requests goes first.
+    """The priority of a request. A lower value goes first.
 
-    A lower one still gets every ninth block, and BACKGROUND holds at most three quarters of what is in flight, so that
-    a read never waits for a device full of write-behind.
+    Every ninth block is taken from a lower priority, if one is pending. BACKGROUND occupies at most three quarters of
+    the capacity, so that a read never waits for a device full of write-behind.
     """
 
     URGENT = 0
@@ -39,15 +40,28 @@ class Priority(enum.IntEnum):
 
 
 class IoQueue:
-    """Reads and writes in flight, cut into blocks of `block_bytes`, by `threads` threads with `depth` blocks each.
+    """A queue of reads and writes, cut into blocks and moved by native threads.
 
-    `backend` is "io_uring", "libaio", "threads" (of pread and pwrite; one block each, so `depth` makes more of them, 16
-    at most), or "auto": the first of these that the system grants. The attribute `backend` then tells which, `refusals`
-    why none before it. What is None gets the value that was fastest on the drives that were tried.
+    Requests run in no certain order: to read the bytes of an earlier write, wait for the write first. A failure affects
+    only its own request. A queue belongs to the process that made it; a forked child must not use it.
 
-    A buffer is any C-contiguous one, writable for a read. It is the queue's from the call until the request is done:
-    neither write to it nor, for a read, look at it before. Requests run in no certain order, so one that must see the
-    bytes of another waits for it. A failure is that request's alone. Belongs to the process that made it.
+    A buffer may be any C-contiguous one, writable for a read. The queue owns the buffer from the call until the request
+    is done: do not write to it before then, nor, for a read, look at it.
+
+    The attribute `backend` names the backend in use; `refusals` explains why each earlier candidate was refused. An
+    argument that is None takes the value that was fastest on the drives that were measured.
+
+    Args:
+        backend: "io_uring", "libaio", "threads" (pread and pwrite), or "auto": the first of these that the system
+            grants.
+        block_bytes: bytes of a block.
+        depth: blocks in flight for each thread. A thread of "threads" moves one block at a time, so `depth` makes more
+            threads of that backend, at most 16.
+        threads: number of native threads.
+
+    Raises:
+        ValueError: a number is out of range.
+        ConfigError: the backend is unknown or refused by this system.
     """
 
     def __init__(
@@ -65,13 +79,14 @@ class IoQueue:
         ):
             if value is not None and not least <= value <= most:
                 raise ValueError(f"expected {name} from {least} to {most}, got {value}")
-        self._closed = True  # nothing to close where the next line raises
+        self._closed = True  # nothing to close if the next lines raise
         self._pid = os.getpid()
         self._queue, chosen = open_native(backend, threads, depth, block_bytes)
         self.backend, self.refusals = chosen.backend, chosen.refusals
         self.threads, self.depth, self.block_bytes = chosen.shape
         self._callbacks = Callbacks(self._queue)
         self._closed = False
+        # A weak set: being listed for `_close_all` does not keep a queue alive.
         _open_queues.add(self)
 
     def read(
@@ -84,10 +99,22 @@ class IoQueue:
         checksum: bool = False,
         expect_crc32c: int | None = None,
     ) -> IoFuture:
-        """Fill `buffer` from byte `offset` of `file`; past the end of the file that is an error (ENODATA).
+        """Reads into `buffer` from byte `offset` of `file`.
 
-        `checksum` computes the CRC-32C on the way, for `IoFuture.crc32c`; `expect_crc32c` compares it too, and another
-        one is an error (EBADMSG, as file systems say it).
+        Args:
+            file: an open file.
+            offset: first byte. A read beyond the end of the file fails (ENODATA).
+            buffer: destination, owned by the queue until the request is done.
+            priority: order among pending requests.
+            checksum: compute the CRC-32C on the way, for `IoFuture.crc32c`.
+            expect_crc32c: the CRC-32C that the bytes must have; another one fails the request (EBADMSG).
+
+        Returns:
+            The future of the request, whose `wait` raises `IoError` if the request fails.
+
+        Raises:
+            ValueError: a bad offset, buffer or checksum.
+            UsageError: the queue or the file is closed, or belongs to a parent process.
         """
         return self._submit("read", file, offset, buffer, priority, checksum, expect_crc32c)
 
@@ -100,15 +127,40 @@ class IoQueue:
         priority: Priority = Priority.BACKGROUND,
         checksum: bool = False,
     ) -> IoFuture:
-        """Write `buffer` at byte `offset` of `file`. Durable after `file.sync()`. `checksum` as for `read`."""
+        """Writes `buffer` at byte `offset` of `file`. Durable once the request is done and `file.sync()` has returned.
+
+        Args:
+            file: an open file.
+            offset: first byte.
+            buffer: source, owned by the queue until the request is done.
+            priority: order among pending requests.
+            checksum: compute the CRC-32C on the way, for `IoFuture.crc32c`.
+
+        Returns:
+            The future of the request, whose `wait` raises `IoError` if the request fails.
+
+        Raises:
+            ValueError: a bad offset or buffer.
+            UsageError: the queue or the file is closed, or belongs to a parent process.
+        """
         return self._submit("write", file, offset, buffer, priority, checksum, None)
 
     def register(self, *things: Buffer | File) -> int:
-        """Tell the kernel of memory and files that many requests will use, until the queue is closed.
+        """Registers memory and files that many requests will use with the kernel, until the queue is closed.
 
-        It then need not look them up for each block. Memory is pinned, all of it present from now on, and counts
-        against RLIMIT_MEMLOCK. The bytes of memory that were registered: fewer where that limit, the kernel or the
-        backend (only io_uring has this) allows no more, which costs speed alone. Waits for what the drivers are at.
+        The kernel then need not look them up for each block. Waits for the blocks that the driver threads are moving.
+        Only io_uring registers; other backends accept the call without effect, which costs speed alone.
+
+        Args:
+            things: buffers, which are pinned, wholly resident and counted against RLIMIT_MEMLOCK from now on; and
+                files.
+
+        Returns:
+            The bytes of memory that were registered: fewer than given if the limit, the kernel or the backend allows no
+            more.
+
+        Raises:
+            UsageError: the queue is closed or belongs to a parent process.
         """
         self._check_open()
         done = 0
@@ -133,28 +185,37 @@ class IoQueue:
         return self._queue.moved_bytes(True)
 
     def latency(self, operation: str, fraction: float) -> float:
-        """Seconds within which that fraction of all blocks of "read" or "write" ended, to an eighth; 0 for none.
+        """Returns the seconds within which a fraction of all blocks ended, in steps of an eighth of an octave; 0 for
+        none.
 
-        Counted from the hand-over of a block to the kernel.
+        Counts from the moment at which a block is handed to the kernel.
+
+        Args:
+            operation: "read" or "write".
+            fraction: 0 to 1; 0.99 gives the 99th percentile.
+
+        Raises:
+            ValueError: another operation, or a fraction out of range.
         """
         if operation not in ("read", "write") or not 0 <= fraction <= 1:
             raise ValueError(f'expected "read" or "write" and a fraction from 0 to 1, got {operation!r}, {fraction}')
         return self._queue.latency(operation == "write", fraction)
 
     def close(self) -> None:
-        """Let every request end and every callback run, then join the threads; idempotent.
+        """Waits for every request and every callback, then joins the threads. Idempotent.
 
-        Nothing in a forked child. From a callback it does not wait for callbacks.
+        Does nothing in a forked child. Called from a callback, does not wait for callbacks.
         """
+        # The attribute is missing if `__init__` raised. A forked child contains none of the threads that it would join.
         if not hasattr(self, "_callbacks") or os.getpid() != self._pid:
             return
         self._closed = True
-        self._queue.close()  # even if another thread does so already: it waits for the end
+        self._queue.close()  # also waits if another thread is closing the queue already
         self._callbacks.stop()
 
     def __del__(self) -> None:
-        # Without the lock of the callbacks and without waiting for their thread: the garbage collector may come while
-        # this very thread holds the one, or while the other wants it. The thread ends by itself.
+        # Neither takes the lock of the callbacks nor joins their thread. The garbage collector may run this while the
+        # current thread holds the lock, or while the callback thread waits for it. The callback thread ends by itself.
         if hasattr(self, "_callbacks") and not sys.is_finalizing() and os.getpid() == self._pid:
             self._closed = True
             self._queue.close()
@@ -183,9 +244,13 @@ class IoQueue:
         checksum: bool,
         expected: int | None,
     ) -> IoFuture:
+        """Checks a request and hands it to the native queue. The native `Flight` keeps `buffer` and the descriptors
+        alive.
+        """
         self._check_open()
         if file.closed:
             raise UsageError(f"{file.path} is closed")
+        # Everything is checked here, with the caller's values in the message; the native code trusts its arguments.
         view, offset = memoryview(buffer), operator.index(offset)
         if not 0 <= offset <= _LAST - view.nbytes:
             raise ValueError(f"expected an offset from 0 and an end before 2**63, got {offset} and {view.nbytes} bytes")
@@ -197,6 +262,7 @@ class IoQueue:
             raise ValueError("expected a writable buffer to read into, got a read-only one")
         pieces = file.pieces(offset, view.nbytes)
         flight = self._queue.submit(operation == "write", Priority(priority), pieces, view, checksum, expected)
+        # Another thread closed the queue after `_check_open`.
         if flight is None:
             raise UsageError("this queue is closed")
         with_crc = checksum or expected is not None
@@ -208,8 +274,10 @@ _open_queues: weakref.WeakSet[IoQueue] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Writes that a program did not wait for are done before it ends. From here on no thread for callbacks starts."""
+    """Completes pending writes before the program ends. From now on no thread starts for callbacks."""
+    # Python ends daemon threads abruptly, so a callback thread must not start this late.
     exiting.set()
+    # A callback that runs during `close` may open another queue, hence the loop.
     while queues := list(_open_queues):
         for queue in queues:
             _open_queues.discard(queue)

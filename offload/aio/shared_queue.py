@@ -1,4 +1,4 @@
-"""The I/O queue that engines of one process share, as each of them sees it."""
+"""The I/O queue that the engines of one process share."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from offload.aio.protocols import Future
 
 _lock = threading.Lock()
 _open: dict[Hashable, tuple[IoQueue, int]] = {}
-"""Queues and how many engines have each. Those of the parent of a forked child have other keys."""
+"""Open queues and the number of engines that use each. Keys contain the process id, so a forked child has its own."""
 
 
 class SharedQueue:
-    """One engine's way to the queue that `make(backend, **shape)` makes, or made for an engine that is still there.
+    """One engine's handle on a shared queue, with byte counts of its own.
 
-    The same requests with counts of its own. Belongs to the process that made it.
+    The first engine opens the queue with `make(backend, **shape)`; engines with equal arguments share it until the last
+    one closes its handle. Belongs to the process that made it.
     """
 
     def __init__(self, make: Callable[..., IoQueue], backend: str, **shape: int | None) -> None:
         self._key = (os.getpid(), make, backend, tuple(sorted(shape.items())))
+        # `make` runs under the lock, so that two engines never open the same queue twice.
         with _lock:
             queue, users = _open.get(self._key) or (make(backend, **shape), 0)
             _open[self._key] = (queue, users + 1)
@@ -30,7 +32,7 @@ class SharedQueue:
         self._closed = False
         self.backend, self.refusals = self._queue.backend, self._queue.refusals
         self.read_bytes = self.written_bytes = 0
-        """Asked for by this engine so far."""
+        """Bytes that this engine has requested so far."""
 
     def read(
         self,
@@ -41,7 +43,7 @@ class SharedQueue:
         priority: Priority = Priority.NORMAL,
         checksum: bool = False,
     ) -> Future:
-        """Fill `buffer` from byte `offset` of `file`."""
+        """Reads into `buffer`, which the queue owns until the future is done, from byte `offset` of `file`."""
         with self._counts:
             self.read_bytes += len(buffer)
         return self._queue.read(file, offset, buffer, priority=priority, checksum=checksum)
@@ -55,13 +57,13 @@ class SharedQueue:
         priority: Priority = Priority.BACKGROUND,
         checksum: bool = False,
     ) -> Future:
-        """Write `buffer` at byte `offset` of `file`."""
+        """Writes `buffer`, which the queue owns until the future is done, at byte `offset` of `file`."""
         with self._counts:
             self.written_bytes += len(buffer)
         return self._queue.write(file, offset, buffer, priority=priority, checksum=checksum)
 
     def close(self) -> None:
-        """End this engine's use; the last one closes the queue. Idempotent."""
+        """Ends this engine's use of the queue; the last engine closes the queue. Idempotent."""
         with _lock:
             if self._closed:
                 return
@@ -70,4 +72,5 @@ class SharedQueue:
             if users > 1:
                 _open[self._key] = (queue, users - 1)
                 return
+        # Outside of the lock: closing waits for requests and callbacks.
         queue.close()

@@ -1,4 +1,4 @@
-"""One logical file over several drives."""
+"""One logical file striped over several drives."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from offload.errors import ConfigError
 from offload.sizes import MIB, PAGE
 
 _MOST_STRIPES = 32
-"""Of a row: enough for two drives to share within 3 % of any ratio."""
+"""Stripes of a row at most: enough to divide bytes between two drives within 3 % of any ratio."""
 
 
 class Layout(NamedTuple):
-    """Where bytes lie. A row is `weights[i]` stripes on each file i, one file after the other; rows repeat.
+    """A mapping from logical bytes to files. Pure: no file is accessed.
 
-    A pure map: no file is touched.
+    A row consists of `weights[i]` stripes on each file i, one file after the other. Rows repeat.
     """
 
     weights: tuple[int, ...]
@@ -32,8 +32,14 @@ class Layout(NamedTuple):
         return [weight * self.stripe_bytes for weight in self.weights]
 
     def places(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """(file, offset in it, bytes) of each stretch of the logical bytes [offset, offset + nbytes), in order."""
+        """Yields (file index, offset in the file, bytes) of each range that stores [offset, offset + nbytes), in order.
+
+        Args:
+            offset: first logical byte.
+            nbytes: number of bytes.
+        """
         if len(self.weights) == 1:
+            # One drive: no row structure, so a request is never cut.
             yield 0, offset, nbytes
             return
         shares = self.shares
@@ -48,7 +54,7 @@ class Layout(NamedTuple):
             offset += count
 
     def file_nbytes(self, nbytes: int) -> list[int]:
-        """Bytes of each file where the logical one has `nbytes`."""
+        """Returns the bytes of each file if the logical file contains `nbytes`."""
         rows, rest = divmod(nbytes, sum(self.shares))
         sizes = []
         for share in self.shares:
@@ -58,17 +64,25 @@ class Layout(NamedTuple):
         return sizes
 
     def nbytes(self, file_nbytes: Sequence[int]) -> int:
-        """Bytes of the logical file, up to the first that is missing, where the files have `file_nbytes`."""
+        """Returns the bytes of the logical file up to the first missing one, given the bytes of each file."""
         row_nbytes, start, found = sum(self.shares), 0, []
         for share, nbytes in zip(self.shares, file_nbytes, strict=True):
             rows, rest = divmod(nbytes, share)
+            # The logical position at which this file ends; the earliest such position is the end of the logical file.
             found.append(rows * row_nbytes + start + rest)
             start += share
         return min(found)
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Small whole numbers in nearly the proportion of `weights`. Given again they are the same."""
+    """Returns small whole numbers in nearly the proportion of `weights`. Idempotent: its result maps to itself.
+
+    Args:
+        weights: bandwidths or other positive numbers, one for each path.
+
+    Raises:
+        ConfigError: a weight is not a finite number above 0, or there is none.
+    """
     if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ConfigError(f"expected weights above 0, one for each path, got {list(weights)}")
     most = max(_MOST_STRIPES, 4 * len(weights))
@@ -76,29 +90,43 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
         divisor = math.gcd(*map(int, weights))
         whole = tuple(int(weight) // divisor for weight in weights)
         if sum(whole) <= most:
-            return whole
+            return whole  # unchanged, so that weights read back from a store give the same layout
     total = sum(weights)
 
     def rounded(stripes: int) -> tuple[int, ...]:
         return tuple(max(1, round(weight / total * stripes)) for weight in weights)
 
     def slowest(whole: tuple[int, ...]) -> float:
-        """Time of the drive that ends last, as a multiple of that with exact weights."""
+        """Returns the time of the drive that ends last, as a multiple of the time with exact weights."""
         return max(share / sum(whole) * total / weight for share, weight in zip(whole, weights, strict=True))
 
+    # Rows of every length up to the bound. Rounding can exceed the bound, as each file gets at least one stripe.
     tried = [whole for whole in map(rounded, range(len(weights), most + 1)) if sum(whole) <= most]
     best = min(map(slowest, tried))
+    # The smallest row within 1 % of the best: short rows spread even short requests over all drives.
     return next(whole for whole in tried if slowest(whole) <= best + 0.01)
 
 
 class StripedFile:
-    """One logical file over a file on each of several drives, for an `IoQueue`.
+    """One logical file striped over a file on each of several drives, for an `IoQueue`.
 
-    `weights` say how the bytes are shared: one number for each path, proportional to what its drive moves in a second
-    (`offload.aio.bandwidths` measures it); equal by default. They become small whole numbers, `layout.weights`, which
-    together with `layout.stripe_bytes` and the order of the paths must be given again to open the file again: nothing
-    else records them. A request goes to all drives at once; each file may or may not have O_DIRECT. Closing and errors
-    as for `DirectFile`; an `IoError` names the file of the drive.
+    A request goes to all drives at once. Each file may or may not support O_DIRECT. Closing and errors are as for
+    `DirectFile`; an `IoError` names the file of the drive.
+
+    The layout is not recorded on the drives. To open the file again, pass the same paths in the same order with
+    `layout.weights` and `layout.stripe_bytes`.
+
+    Args:
+        paths: one file for each drive.
+        weights: one number for each path, proportional to the drive's bandwidth (`offload.aio.bandwidths` measures it);
+            equal by default. Rounded to small whole numbers, `layout.weights`.
+        stripe_bytes: bytes of a stripe, a multiple of 4096.
+        create: create missing files.
+        writable: open for reading and writing; otherwise for reading only.
+
+    Raises:
+        ConfigError: bad weights or stripe size, no path, or two paths of one file.
+        IoError: a file cannot be opened.
     """
 
     def __init__(
@@ -124,43 +152,55 @@ class StripedFile:
         try:
             for path in paths:
                 self._files.append(DirectFile(path, create=create, writable=writable))
+            # Hard links and bind mounts give one file several real paths; only the inode shows them.
             if len({file.identity() for file in self._files}) < len(paths):
                 raise _same(paths)
+        # Descriptors of the files before the one that failed must not leak.
         except BaseException:
             self.close()
             raise
 
     @property
     def path(self) -> str:
-        """The paths of all files, for messages."""
+        """Paths of all files, for messages."""
         return " + ".join(file.path for file in self._files)
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return any(file.closed for file in self._files)
 
     def size(self) -> int:
-        """Bytes of the logical file, up to the first that is missing."""
+        """Returns the bytes of the logical file, up to the first missing byte."""
         return self.layout.nbytes([file.size() for file in self._files])
 
     def reserve(self, nbytes: int) -> None:
-        """Make the first `nbytes` bytes really there, on every drive: new ones read as zero. Never shrinks a file."""
+        """Allocates the first `nbytes` logical bytes on every drive. New bytes read as zero. Never shrinks a file.
+
+        Args:
+            nbytes: bytes from the start of the logical file.
+        """
         for file, share in zip(self._files, self.layout.file_nbytes(nbytes), strict=True):
             file.reserve(share)
 
     def sync(self) -> None:
-        """Make every write that has completed durable, on every drive."""
+        """Makes every completed write durable, on every drive."""
         for file in self._files:
             file.sync()
 
     def close(self) -> None:
-        """Close all files, or let the last request in flight do so; idempotent."""
+        """Closes all files, or leaves that to the last request in flight. Idempotent."""
         for file in self._files:
             file.close()
 
     def pieces(self, offset: int, nbytes: int) -> list[Piece]:
-        """Where `nbytes` bytes from `offset` on lie, in order."""
+        """Returns the file ranges that store `nbytes` bytes from `offset` on, in order.
+
+        Args:
+            offset: first logical byte.
+            nbytes: number of bytes.
+        """
+        # Read once: another thread may close the file, which replaces `descriptors`, while the ranges are computed.
         owners = [file.descriptors for file in self._files]
         return [
             Piece(owners[file], owners[file].direct, owners[file].buffered, start, count)
@@ -168,7 +208,7 @@ class StripedFile:
         ]
 
     def parts(self) -> list[DirectFile]:
-        """The files that this one is made of, in the order of the paths."""
+        """Returns the underlying files, in the order of the paths."""
         return list(self._files)
 
     def __enter__(self) -> StripedFile:

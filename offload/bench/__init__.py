@@ -1,1 +1,1 @@
-"""Benchmarks of the parts, each against a bound or a peer measured in the same run: `offload bench …`."""
+"""Benchmarks of the components, each against a bound or a peer measured in the same run: `offload bench …`."""

@@ -1,7 +1,7 @@
-"""The fused AdamW step against the memory of the machine and against its peers, in turns on the same arrays.
+"""A benchmark of the fused AdamW step against the machine's memory and against peers, in turns on the same arrays.
 
-The bound is a probe: the same arrays are read and written by the same threads, with no arithmetic to speak of. A step
-in bf16 with a split master moves 26 bytes a parameter: weight, residual, two moments in and out, and the gradient in.
+The bound is a probe, in which the same threads read and write the same arrays with almost no arithmetic. A bf16 step
+with a split master moves 26 bytes for each parameter: weight, low bits and two moments in and out, and the gradient in.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from offload.kernels import Segment, _native, settings
 from offload.sizes import count_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+# Elements, 1 MiB in fp32, so that a tile stays in a core's cache between the cast and the step.
 _TILE = 1 << 18
 
 
@@ -38,7 +39,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One contender: medians of the rounds."""
+    """The result of one contender: medians of the rounds."""
 
     name: str
     numel: int
@@ -48,13 +49,23 @@ class Row:
     isa: str
     ms: float
     gb_per_s: float
-    """Of the bytes that the probe moves; a contender that moves more shows less."""
+    """The bytes that the probe moves over the contender's time; a contender that moves more shows less."""
     of_probe: float
-    """The probe's time over this one's, each round's with its own, then the median."""
+    """The probe's time over the contender's, taken in each round, then the median."""
 
 
 def cases(dtypes: Sequence[str], grad_dtypes: Sequence[str], threads: Sequence[int], isas: Sequence[str]) -> list[Case]:
-    """All settings that are asked for; `ConfigError` for one that is not there."""
+    """Returns every combination of the requested settings.
+
+    Args:
+        dtypes: dtypes of the weights; empty for bf16.
+        grad_dtypes: dtypes of the gradients; empty for those of the weights.
+        threads: numbers of threads; empty for one and for all that the process may use.
+        isas: instruction sets; empty for the best one.
+
+    Raises:
+        ConfigError: a setting is unknown or not supported by this machine.
+    """
     known = _native.supported_isas()
     threads = threads or sorted({1, settings.threads_from(os.environ)})
     isas = isas or (settings.isa_from(os.environ, known),)
@@ -72,13 +83,27 @@ def cases(dtypes: Sequence[str], grad_dtypes: Sequence[str], threads: Sequence[i
 
 
 def measure(numel: int, wanted: Sequence[Case], rounds: int, tell: Callable[[str], None] = lambda _: None) -> list[Row]:
-    """Run the contenders of each case in turns. Afterwards the kernels have the environment's settings again."""
+    """Runs the contenders of each case in turns. Restores the environment's settings of the kernels afterwards.
+
+    Args:
+        numel: elements of each array.
+        wanted: the cases.
+        rounds: rounds that count; one more is run first.
+        tell: receives a line about the progress.
+
+    Returns:
+        A row for each case and contender.
+
+    Raises:
+        ConfigError: `numel` or `rounds` is below 1.
+    """
     if numel < 1 or rounds < 1:
         raise ConfigError(f"expected numel >= 1 and rounds >= 1, got {numel} and {rounds}")
     before = torch.get_num_threads()
     rows: list[Row] = []
     try:
         for (dtype, grad), group in itertools.groupby(wanted, key=lambda case: case[:2]):
+            # One set of arrays at a time: at the sizes that matter two would not fit in memory.
             arrays = Arrays(numel, DTYPES[dtype], DTYPES[grad])
             contenders = _contenders(arrays)
             for case in group:
@@ -98,7 +123,9 @@ def _rows(
     rounds: int,
     tell: Callable[[str], None],
 ) -> Iterable[Row]:
+    """Yields the rows of one case."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    # In turns: memory bandwidth of a shared machine drifts, and each ratio compares times of the same round.
     for turn in range(rounds + 1):
         for name, action in contenders.items():
             tell(f"{name}, {count_of(case.threads, 'thread')}, round {turn} of {rounds}")
@@ -106,7 +133,7 @@ def _rows(
             action()
             seconds[name].append(time.perf_counter() - start)
     for name, taken in seconds.items():
-        mine, bound = taken[1:], seconds["probe"][1:]  # the first touches memory and finds its kernels
+        mine, bound = taken[1:], seconds["probe"][1:]  # the first round touches memory and selects kernels
         median = statistics.median(mine)
         yield Row(
             name=name,
@@ -122,6 +149,7 @@ def _rows(
 
 
 def _contenders(arrays: Arrays) -> dict[str, Callable[[], object]]:
+    """Returns the functions to measure by name; each performs one step."""
     numel = arrays.weight.numel()
     found: dict[str, Callable[[], object]] = {
         "probe": lambda: kernels.probe(arrays.partition),
@@ -132,11 +160,13 @@ def _contenders(arrays: Arrays) -> dict[str, Callable[[], object]]:
 
 
 def _torch_fused(arrays: Arrays) -> Callable[[], object]:
-    """`torch.optim.AdamW(fused=True)` on fp32 masters, with the casts that 16-bit training needs."""
+    """Returns a step of `torch.optim.AdamW(fused=True)` on fp32 masters, with the casts that 16-bit training needs."""
     master = torch.nn.Parameter(arrays.master)
     master.grad = arrays.grad if arrays.grad.dtype is torch.float32 else aligned_like(master.numel(), torch.float32)
     optimizer = torch.optim.AdamW([master], lr=STEP.lr, weight_decay=STEP.weight_decay, fused=True)
+    # The state is set by hand, so that the contender works on the same arrays as the others.
     optimizer.state[master] = {
+        # The optimizer counts up before the step.
         "step": torch.tensor(float(STEP.step - 1)),
         "exp_avg": arrays.exp_avg,
         "exp_avg_sq": arrays.exp_avg_sq,
@@ -154,7 +184,10 @@ def _torch_fused(arrays: Arrays) -> Callable[[], object]:
 
 
 def _deepspeed(arrays: Arrays) -> dict[str, Callable[[], object]]:
-    """DeepSpeed's CPU Adam where it is installed: flat, as ZeRO-Offload uses it, and in tiles of the cache's size."""
+    """Returns steps of DeepSpeed's CPU Adam; none if DeepSpeed is not installed.
+
+    One works on the flat array, as ZeRO-Offload does; the other on tiles that fit the cache.
+    """
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError:
@@ -164,6 +197,7 @@ def _deepspeed(arrays: Arrays) -> dict[str, Callable[[], object]]:
     gradient = arrays.grad if whole else aligned_like(numel, torch.float32)
     master.grad = gradient
     optimizer = DeepSpeedCPUAdam([master], lr=STEP.lr, eps=STEP.eps, weight_decay=STEP.weight_decay, adamw_mode=True)
+    # DeepSpeed's state is set by hand as well, on the arrays of all contenders.
     optimizer.state[master] = {"step": STEP.step, "exp_avg": arrays.exp_avg, "exp_avg_sq": arrays.exp_avg_sq}
 
     def flat() -> None:
@@ -190,7 +224,7 @@ def _deepspeed(arrays: Arrays) -> dict[str, Callable[[], object]]:
 
 
 def as_json(machine: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Returns the content that `--json` prints."""
     return {
         "machine": machine,
         "rows": [
@@ -201,9 +235,10 @@ def as_json(machine: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw each contender's share of the probe's speed into a PNG, SVG or PDF file."""
+    """Draws each contender's fraction of the probe's speed to a PNG, SVG or PDF file."""
     import matplotlib
 
+    # A backend without a display.
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

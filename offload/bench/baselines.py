@@ -1,4 +1,4 @@
-"""The ways to a file that a Python user would take without this library, as comparisons."""
+"""Peers of the I/O queue: other ways in which a Python program can read and write a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODULES = {"aiofiles": "aiofiles", "python-libaio": "libaio"}
 
 
 def check(name: str) -> None:
-    """`ConfigError` where the package behind `name` is not installed."""
+    """Raises `ConfigError` if the package behind `name` is not installed."""
     module = _MODULES.get(name)
     if module is None:
         return
@@ -26,18 +26,26 @@ def check(name: str) -> None:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{name} is measured by the package {module}: pip install 'offload[bench]'") from error
-    except OSError as error:  # python-libaio loads a library of the system
+    except OSError as error:  # python-libaio loads a system library
         raise ConfigError(f"{name} needs libaio.so.1 (Debian: apt install libaio1): {error}") from error
 
 
 def open_way(name: str, paths: Sequence[str], buffer: memoryview, block_bytes: int, depth: int) -> PythonWay:
-    """A contender. Only the first of `paths` is used: these packages know nothing of several drives."""
+    """Returns a contender that moves `buffer` to and from a file.
+
+    Args:
+        name: one of `NAMES`.
+        paths: files of the drives; only the first is used, since these packages do not support striping.
+        buffer: source and destination, owned by the caller.
+        block_bytes: bytes of a request.
+        depth: requests in flight.
+    """
     run = _aiofiles if name == "aiofiles" else _libaio
     return PythonWay(run, paths[0], buffer, block_bytes, depth)
 
 
 class PythonWay:
-    """Moves the file by a function of (path, operation at each offset, block, depth)."""
+    """A contender that moves the file with a function of (path, [(offset, block, writes)], depth)."""
 
     def __init__(self, run: Callable[..., None], path: str, buffer: memoryview, block_bytes: int, depth: int) -> None:
         self._run, self._path, self._depth = run, path, depth
@@ -46,11 +54,14 @@ class PythonWay:
         self._blocks = [(start, buffer[start : start + block_bytes]) for start in starts]
 
     def run(self, operation: str) -> Pass:
+        """Moves every whole block once and returns the pass. "mixed" writes every other block."""
         work = [
             (start, block, operation == "write" or (operation == "mixed" and index % 2 == 1))
             for index, (start, block) in enumerate(self._blocks)
         ]
+        # aiofiles reads through the page cache; a cached file would measure memory.
         _forget(self._path)
+        # Processor time of the whole process, since these packages use threads of their own.
         usage, start_time = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         self._run(self._path, work, self._depth)
         seconds, after = time.perf_counter() - start_time, resource.getrusage(resource.RUSAGE_SELF)
@@ -58,16 +69,18 @@ class PythonWay:
         return Pass(sum(len(block) for _, block, _ in work), seconds, cpu)
 
     def latency(self, operation: str, fraction: float) -> float | None:
+        """Returns None: these packages report no times of single blocks."""
         return None
 
     def close(self) -> None:
-        pass
+        """Does nothing: no resource is held between passes."""
 
 
 def _forget(path: str) -> None:
-    """Write the file back and drop its cached pages, so that a read comes from the drive."""
+    """Writes the file back and drops its cached pages, so that the next read comes from the drive."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
+        # First: dirty pages cannot be dropped.
         os.fdatasync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
@@ -75,7 +88,9 @@ def _forget(path: str) -> None:
 
 
 def _aiofiles(path: str, work: list[tuple[int, memoryview, bool]], depth: int) -> None:
-    """`depth` tasks, each with a handle of its own, through the page cache; writes are synced at the end."""
+    """Moves the blocks in `depth` tasks, each with a file handle of its own, through the page cache. Syncs writes at
+    the end.
+    """
     import aiofiles
 
     async def task(mine: list[tuple[int, memoryview, bool]]) -> None:
@@ -97,7 +112,7 @@ def _aiofiles(path: str, work: list[tuple[int, memoryview, bool]], depth: int) -
 
 
 def _libaio(path: str, work: list[tuple[int, memoryview, bool]], depth: int) -> None:
-    """The kernel's AIO with O_DIRECT, `depth` blocks in flight, from one thread."""
+    """Moves the blocks with the kernel's AIO and O_DIRECT, `depth` blocks in flight, from one thread."""
     import libaio
 
     descriptor = os.open(path, os.O_RDWR | os.O_DIRECT)
@@ -110,6 +125,7 @@ def _libaio(path: str, work: list[tuple[int, memoryview, bool]], depth: int) -> 
     try:
         with libaio.AIOContext(depth) as context:
             left = 0
+            # `range` first: once exhausted, `zip` stops before it takes another item from `waiting`.
             for _, item in zip(range(depth), waiting, strict=False):
                 context.submit([request(*item)])
                 left += 1

@@ -1,7 +1,7 @@
-"""The I/O queue on a drive, beside `fio` and the plain ways of Python, in turns on the same file.
+"""A benchmark of the I/O queue on a drive, with `fio` and plain Python packages, in turns on the same file.
 
-The drive and the memory of a shared machine vary twofold within minutes, so every round runs all contenders one after
-the other, and a ratio is the median of the ratios of the rounds.
+The drive and the memory of a shared machine vary twofold within minutes. Every round therefore runs all contenders one
+after the other, and a ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIO_ENGINES = ("io_uring", "libaio")
 
 
 class Case(NamedTuple):
-    """How a contender moves the file."""
+    """The way in which a contender moves the file."""
 
     backend: str
     block_bytes: int
@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What one contender did in one operation: medians of the rounds."""
+    """The result of one contender in one operation: medians of the rounds."""
 
     backend: str
     op: str
@@ -49,15 +49,15 @@ class Row:
     bytes: int
     gb_per_s: float
     of_fio: float | None
-    """The median ratio to the faster one of fio's engines, on 2 MiB pages, in the same round."""
+    """The median over rounds of the ratio to the faster one of fio's engines, on 2 MiB pages, in the same round."""
     cpu_s_per_gb: float
     p50_us: float | None
-    """Of one block, from its hand-over to the kernel; in "mixed" that of reads."""
+    """Microseconds of a block from its hand-over to the kernel; in "mixed" those of reads."""
     p99_us: float | None
 
 
 class Contender(Protocol):
-    """Moves the whole file once."""
+    """A program that moves the whole file once in each `run`."""
 
     def run(self, operation: str) -> Pass: ...
     def latency(self, operation: str, fraction: float) -> float | None: ...
@@ -66,7 +66,7 @@ class Contender(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What to measure."""
+    """The settings of a measurement."""
 
     folders: tuple[str, ...]
     cases: tuple[Case, ...]
@@ -89,7 +89,25 @@ def make_plan(
     rounds: int = 3,
     with_fio: bool = True,
 ) -> Plan:
-    """Check everything before a file is made; `ConfigError`, or `IoError` where there is no room."""
+    """Validates the settings before a file is created.
+
+    Args:
+        folders: folders on the drives to measure.
+        backends: backends and peers; empty for every backend that works.
+        blocks: bytes of a block, each of which is measured; empty for 1 and 4 MiB.
+        depths: blocks in flight, each of which is measured; empty for 8 and 32.
+        operations: "write", "read" or "mixed"; empty for all.
+        nbytes: bytes of the file, rounded down to whole requests.
+        request_bytes: bytes of a request to the queue.
+        rounds: rounds of all contenders.
+        with_fio: run fio too, if it is installed.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: a setting is out of range, a folder is missing, or memory or the drive is too small.
+    """
     usable = [name for name, refused in refusals().items() if refused is None]
     known = (*BACKENDS, *python_ways.NAMES)
     chosen = tuple(dict.fromkeys(backends or usable))
@@ -116,7 +134,7 @@ def make_plan(
         raise ConfigError("give at least one folder, on the drive to measure")
     for folder in folders:
         _check_room(folder, nbytes)
-    # The plain ways come last.
+    # Plain Python packages come last in the table.
     ordered = sorted(chosen, key=known.index)
     cases = tuple(Case(name, block, depth) for name in ordered for block in blocks for depth in depths)
     return Plan(
@@ -131,6 +149,7 @@ def make_plan(
 
 
 def _check_numbers(blocks: Sequence[int], depths: Sequence[int], nbytes: int, request_bytes: int, rounds: int) -> None:
+    """Raises `ConfigError` if a number is out of range."""
     for block in blocks:
         if block < PAGE or block % PAGE:
             raise ConfigError(f"expected block sizes that are multiples of {PAGE}, got {block}")
@@ -144,6 +163,7 @@ def _check_numbers(blocks: Sequence[int], depths: Sequence[int], nbytes: int, re
 
 
 def _check_room(folder: str, nbytes: int) -> None:
+    """Raises `ConfigError` if the folder is missing or its drive has too little free space."""
     if not os.path.isdir(folder):
         raise ConfigError(f"there is no folder {folder}")
     free = shutil.disk_usage(folder).free
@@ -155,7 +175,18 @@ Passes = dict[tuple[Case, str], list[Pass]]
 
 
 def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> list[Row]:
-    """Run all contenders in turns. The files are removed at the end. `tell` is told what is going on."""
+    """Runs all contenders in turns and removes the files afterwards.
+
+    Args:
+        plan: the settings.
+        tell: receives a line about the progress.
+
+    Returns:
+        A row for each operation and contender.
+
+    Raises:
+        IoError: a file cannot be written or read, or fio fails.
+    """
     with _contenders(plan, tell) as contenders:
         passes = _in_turns(plan, contenders, tell)
         return [
@@ -166,15 +197,17 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> list[Ro
 
 
 def passes_of(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Passes:
-    """The same, as it was measured: for each case and operation its passes."""
+    """Runs all contenders as `measure` does, and returns the passes of each case and operation."""
     with _contenders(plan, tell) as contenders:
         return _in_turns(plan, contenders, tell)
 
 
 @contextmanager
 def _contenders(plan: Plan, tell: Callable[[str], None]) -> Iterator[dict[Case, Contender]]:
+    """Yields the contenders, ready to run on one file. The file is removed when the context closes."""
     with _file(plan, tell) as (file, buffer), ExitStack() as stack:
         contenders: dict[Case, Contender] = {}
+        # All queues exist at once; an idle one has no block in flight and costs nothing.
         for case in [*plan.cases, *_fio_cases(plan)]:
             contenders[case] = contender = _open(case, plan, file, buffer)
             stack.callback(contender.close)
@@ -182,6 +215,7 @@ def _contenders(plan: Plan, tell: Callable[[str], None]) -> Iterator[dict[Case, 
 
 
 def _in_turns(plan: Plan, contenders: dict[Case, Contender], tell: Callable[[str], None]) -> Passes:
+    """Returns the passes of all contenders; every round runs each operation by each contender."""
     passes: Passes = {}
     for turn in range(plan.rounds):
         for operation in plan.operations:
@@ -193,16 +227,17 @@ def _in_turns(plan: Plan, contenders: dict[Case, Contender], tell: Callable[[str
 
 @contextmanager
 def _file(plan: Plan, tell: Callable[[str], None]) -> Iterator[tuple[StripedFile, memoryview]]:
-    """A file full of noise, and memory as long."""
+    """Yields a file full of random bytes and a buffer of the same length. Removes the file at the end."""
     paths = [os.path.join(folder, f"offload-bench-io.{os.getpid()}.{i}") for i, folder in enumerate(plan.folders)]
     tell(f"writing {format_size(plan.nbytes)}")
     buffer = aligned_empty(plan.nbytes)
     fill_with_noise(buffer)
     try:
-        # Drives share the bytes as they would in a run: by what each of them moves.
+        # Bytes are divided among the drives as in a run, in proportion to their bandwidths.
         weights = [rate.swap for rate in bandwidths(plan.folders)] if len(paths) > 1 else None
         with StripedFile(paths, weights, create=True) as file, IoQueue() as queue:
             file.reserve(plan.nbytes)
+            # The first write of a block is slower, so it is left out of all rounds.
             move(queue, file, buffer, "write", plan.request_bytes)
             yield file, buffer
     finally:
@@ -211,6 +246,7 @@ def _file(plan: Plan, tell: Callable[[str], None]) -> Iterator[tuple[StripedFile
 
 
 def _fio_cases(plan: Plan) -> list[Case]:
+    """Returns a case of each of fio's engines for every shape of the plan; none without fio."""
     if not plan.with_fio:
         return []
     shapes = dict.fromkeys((case.block_bytes, case.depth) for case in plan.cases)
@@ -218,6 +254,7 @@ def _fio_cases(plan: Plan) -> list[Case]:
 
 
 def _open(case: Case, plan: Plan, file: StripedFile, buffer: memoryview) -> Contender:
+    """Returns the contender of a case. `buffer` stays the caller's and must outlive the contender."""
     if case.backend in BACKENDS:
         return _Queue(case, plan, file, buffer)
     paths = [part.path for part in file.parts()]
@@ -227,6 +264,7 @@ def _open(case: Case, plan: Plan, file: StripedFile, buffer: memoryview) -> Cont
 
 
 def _row(case: Case, operation: str, passes: Passes, contender: Contender) -> Row:
+    """Returns the row of a case in one operation."""
     mine = passes[case, operation]
     p50, p99 = (contender.latency(operation, fraction) for fraction in (0.5, 0.99))
     return Row(
@@ -244,6 +282,7 @@ def _row(case: Case, operation: str, passes: Passes, contender: Contender) -> Ro
 
 
 def _of_fio(case: Case, operation: str, passes: Passes) -> float | None:
+    """Returns the median ratio to the faster one of fio's engines in the same round; None without fio."""
     peers = [passes.get((case._replace(backend=f"fio {engine}"), operation)) for engine in FIO_ENGINES]
     found = [peer for peer in peers if peer is not None]
     if not found:
@@ -255,7 +294,7 @@ def _of_fio(case: Case, operation: str, passes: Passes) -> float | None:
 
 
 class _Queue:
-    """A queue of ours."""
+    """A contender that uses an `IoQueue`."""
 
     def __init__(self, case: Case, plan: Plan, file: StripedFile, buffer: memoryview) -> None:
         self._queue = IoQueue(case.backend, block_bytes=case.block_bytes, depth=case.depth)
@@ -265,6 +304,7 @@ class _Queue:
         return move(self._queue, self._file, self._buffer, operation, self._request_bytes)
 
     def latency(self, operation: str, fraction: float) -> float | None:
+        # The queue keeps times by direction; for a mixed pass those of reads are shown, which a user waits for.
         return self._queue.latency("read" if operation == "mixed" else operation, fraction)
 
     def close(self) -> None:
@@ -272,11 +312,12 @@ class _Queue:
 
 
 class Fio:
-    """fio on the same file, with O_DIRECT; its buffers lie on 2 MiB pages where `huge_pages`."""
+    """A contender that runs fio on the same file with O_DIRECT, its buffers on 2 MiB pages if `huge_pages`."""
 
     def __init__(
         self, paths: Sequence[str], engine: str, block_bytes: int, depth: int, nbytes: int, huge_pages: bool = True
     ) -> None:
+        # fio separates files by colons, so colons of a path are escaped.
         names = ":".join(os.path.abspath(path).replace(":", "\\:") for path in paths)
         self._command = [
             *("fio", "--name=offload", f"--filename={names}", f"--size={nbytes}", f"--ioengine={engine}"),
@@ -284,6 +325,7 @@ class Fio:
         ]
         self._environment = dict(os.environ)
         if huge_pages:
+            # fio allocates its buffers by malloc, which this setting of glibc puts on transparent huge pages.
             self._environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
         self._latencies: dict[tuple[str, float], float] = {}
 
@@ -292,13 +334,15 @@ class Fio:
         done = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise IoError(self._command[2], 0, 0, 5, f"run fio ({(done.stderr or done.stdout).strip()[-300:]}) on")
+        # fio may print warnings before the JSON.
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        # A pass in one direction reports zeros for the other.
         sides = [job[side] for side in ("read", "write") if job[side]["io_bytes"]]
         for key, value in sides[0]["clat_ns"].get("percentile", {}).items():
             self._latencies[operation, float(key) / 100] = value / 1e9
         nbytes = sum(side["io_bytes"] for side in sides)
         seconds = max(side["runtime"] for side in sides) / 1e3
-        if seconds < 1:  # in whole milliseconds; its own rate is finer
+        if seconds < 1:  # `runtime` is in whole milliseconds; fio's own rate is finer
             seconds = nbytes / sum(side["bw_bytes"] for side in sides)
         cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
         return Pass(nbytes, seconds, cpu)
@@ -314,7 +358,7 @@ class Fio:
 
 
 def as_json(machine: dict[str, Any], plan: Plan, rows: Iterable[Row]) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Returns the content that `--json` prints."""
     return {
         "machine": machine,
         "paths": list(plan.folders),
@@ -324,13 +368,15 @@ def as_json(machine: dict[str, Any], plan: Plan, rows: Iterable[Row]) -> dict[st
 
 
 def _rounded(value: Any) -> Any:
+    """Returns a float with four digits, and anything else unchanged."""
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw GB/s of every row, an operation beside the other, into a PNG, SVG or PDF file."""
+    """Draws GB/s of every row, operations side by side, to a PNG, SVG or PDF file."""
     import matplotlib
 
+    # A backend without a display.
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -1,8 +1,8 @@
-"""Training without a model: how much of the paging a drive and two memory budgets can hide behind compute.
+"""A benchmark of training without a model: the part of paging that a drive and two budgets can hide behind compute.
 
-N units of S bytes of weights, each of which "computes" for T ms in a forward and twice as long in a backward. All else
-is real: the engine reads, uploads, takes gradients, updates by its AdamW kernel, writes and commits. The same model in
-memory and the drive by itself take turns with it.
+The model has N units of S bytes of weights. Each "computes" for T ms in a forward and twice as long in a backward.
+Everything else is real: the engine reads, uploads, takes gradients, updates with its AdamW kernel, writes and commits.
+The same model in memory and the drive by itself are measured in turns with it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,32 @@ from offload.hardware.noise import fill_with_noise
 from offload.sizes import MIB, align_up, count_of, format_size
 
 UNCOUNTED = 2
-"""Steps at the start of each turn: the first has no updates beside it, and shows the engine the order of uses."""
+"""Steps at the start of each turn that do not count: the first runs no updates beside it and records the access order.
+"""
 
 _REQUEST_BYTES = 16 * MIB
 _NOISE = 1 << 20
 
 
 class Load:
-    """Takes the time of compute: asleep, as a CPU beside a GPU, or with one core busy."""
+    """A stand-in for compute: sleeps like a CPU that waits for a GPU, or keeps one core busy."""
 
     def __init__(self, numel: int, busy: bool) -> None:
         self.seconds = 0.0
-        """Of a unit's forward."""
+        """Seconds of one unit's forward; set between turns."""
+        # The seed is fixed, so that every turn and both models compute on the same values.
         noise = torch.randn(min(numel, _NOISE), generator=torch.Generator().manual_seed(0)).mul_(1e-3)
-        # Drives may compress what repeats itself within less than these 2 MiB.
+        # The pattern of 2 MiB is repeated: drives that compress look for repetition within shorter ranges.
         self.gradient = noise.to(torch.bfloat16).repeat(-(-numel // _NOISE))[:numel].contiguous()
-        """(numel,) bf16: of every unit and step."""
+        """(numel,) bf16: the gradient of every unit and step."""
         self._busy = busy
-        self._values, self._result = torch.zeros(1 << 14), torch.empty(1 << 14)  # so few that torch takes one thread
+        self._values, self._result = (
+            torch.zeros(1 << 14),
+            torch.empty(1 << 14),
+        )  # so few elements that torch uses one thread
 
     def take(self, seconds: float) -> None:
+        """Takes `seconds` of time, asleep or busy."""
         if not self._busy:
             time.sleep(seconds)
             return
@@ -59,6 +65,8 @@ class Load:
 
 
 class _Compute(torch.autograd.Function):
+    """The stand-in for a unit's forward and backward."""
+
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, load: Load) -> torch.Tensor:
         ctx.save_for_backward(weight)
@@ -68,7 +76,7 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        weight = ctx.saved_tensors  # held to the end, as by what reads it
+        weight = ctx.saved_tensors  # kept to the end, as a real backward would that reads the weight
         load: Load = ctx.load
         load.take(BACKWARD * load.seconds)
         del weight
@@ -76,12 +84,15 @@ class _Compute(torch.autograd.Function):
 
 
 class _Unit(nn.Module):
+    """A unit with one parameter."""
+
     def __init__(self, load: Load) -> None:
         super().__init__()
         self._load = load
         self.weight = nn.Parameter(torch.empty(load.gradient.numel(), dtype=torch.bfloat16))
 
     def reset_parameters(self) -> None:
+        """Fills the weights in place. `offload.init` calls this when it materializes the unit."""
         with torch.no_grad():
             torch.mul(self._load.gradient, 20, out=self.weight)
 
@@ -91,6 +102,8 @@ class _Unit(nn.Module):
 
 
 class _Model(nn.Module):
+    """A chain of units."""
+
     def __init__(self, units: int, load: Load) -> None:
         super().__init__()
         self.units = nn.ModuleList(_Unit(load) for _ in range(units))
@@ -105,7 +118,18 @@ class _Model(nn.Module):
 
 
 def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
-    """Run the workload. The files are removed at the end. `tell` is told what is going on."""
+    """Runs the workload and removes its files afterwards.
+
+    Args:
+        plan: the settings.
+        tell: receives a line about the progress.
+
+    Returns:
+        The figures of all compute times.
+
+    Raises:
+        OffloadError: the engine or the drive fails.
+    """
     load = Load(plan.unit_numel, plan.busy)
     swapped: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}
     in_memory: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}
@@ -115,6 +139,7 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
         engine = stack.enter_context(_engine(plan, load))
         beside = stack.enter_context(_engine(_in_memory(plan), load)) if plan.in_memory else None
         drive = stack.enter_context(_drive(plan))
+        # Drive, swapped model and model in memory take turns, since a shared machine drifts within minutes.
         for turn in range(plan.rounds):
             for each in plan.compute_ms:
                 load.seconds = each / 1e3
@@ -139,6 +164,7 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
 
 
 def _in_memory(plan: Plan) -> Plan:
+    """Returns the plan of the same model with everything in memory."""
     return replace(
         plan,
         folders=(),
@@ -152,11 +178,13 @@ def _in_memory(plan: Plan) -> Plan:
 
 
 def _run() -> str:
+    """Returns the name of the run's folder, unique to this process."""
     return f"offload-bench-swap.{os.getpid()}"
 
 
 @contextlib.contextmanager
 def _engine(plan: Plan, load: Load) -> Iterator[offload.Engine]:
+    """Yields an engine on the workload. Removes its files at the end."""
     config = {
         "bf16": {"enabled": True},
         "gradient_accumulation_steps": plan.accumulation,
@@ -179,15 +207,17 @@ def _engine(plan: Plan, load: Load) -> Iterator[offload.Engine]:
         },
     }
     try:
+        # Weights are made unit by unit inside `init`, so the model may exceed the memory of the machine.
         with offload.init(config):
             model = _Model(plan.units, load)
         engine = offload.initialize(model=model, config=config)[0]
         try:
             yield engine
         except BaseException:
-            with contextlib.suppress(OffloadError, OSError):  # the first error is the one to tell
+            with contextlib.suppress(OffloadError, OSError):  # the first error is the one to report
                 engine.destroy(remove=True)
             raise
+        # After the body has succeeded an error of the shutdown is the one to report.
         engine.destroy(remove=True)
     finally:
         for folder in plan.folders:
@@ -196,7 +226,7 @@ def _engine(plan: Plan, load: Load) -> Iterator[offload.Engine]:
 
 @contextlib.contextmanager
 def _drive(plan: Plan) -> Iterator[Callable[[], Rates]]:
-    """A function that measures the drives, by a queue and files like the engine's."""
+    """Yields a function that measures the drives with a queue and files like the engine's."""
     paths = [Path(folder) / f"{_run()}.probe" for folder in plan.folders]
     buffer = aligned_empty(plan.probe_bytes)
     fill_with_noise(buffer)
@@ -206,9 +236,10 @@ def _drive(plan: Plan) -> Iterator[Callable[[], Rates]]:
             IoQueue(plan.backend, block_bytes=plan.block_bytes, depth=plan.depth) as queue,
         ):
             file.reserve(len(buffer))
-            move(queue, file, buffer, "write", _REQUEST_BYTES)  # the first write of a block does more
+            move(queue, file, buffer, "write", _REQUEST_BYTES)  # untimed: first writes are slower
 
             def rate(operation: str) -> float:
+                # Two requests at least, so that a mixed pass reads and writes.
                 request_bytes = min(_REQUEST_BYTES, align_up(len(buffer) // 2))
                 passes = [move(queue, file, buffer, operation, request_bytes) for _ in range(3)]
                 return statistics.median(each.nbytes / each.seconds for each in passes)
@@ -220,13 +251,15 @@ def _drive(plan: Plan) -> Iterator[Callable[[], Rates]]:
 
 
 class _Moved(NamedTuple):
-    """Bytes read and written so far: what the engine has asked for, and what the kernel has counted."""
+    """Bytes read and written so far, as the engine has requested them and as the kernel counts them."""
 
     engine: tuple[int, int]
     kernel: tuple[int, int] | None
 
 
 def _turn(engine: offload.Engine, plan: Plan) -> Turn:
+    """Runs some steps and returns their times and the bytes of a step."""
+    # `before` is the count at the last uncounted step, so the difference covers exactly `plan.steps` steps.
     for _ in range(UNCOUNTED):
         before = _step(engine, plan)
     seconds: list[float] = []
@@ -240,15 +273,15 @@ def _turn(engine: offload.Engine, plan: Plan) -> Turn:
         counted = [(now - then) / plan.steps for then, now in zip(before.kernel, after.kernel, strict=True)]
     for parameter in engine.module.parameters():
         with offload.gathered(parameter):
-            pass  # waits for the unit's update, so that the next turn has the machine to itself
+            pass  # waits for the unit's update, so that the next turn runs alone
     return Turn(tuple(seconds), read / plan.steps, written / plan.steps, *counted)
 
 
 def _step(engine: offload.Engine, plan: Plan) -> _Moved:
-    """Make a step. The bytes are those at the end of its last backward.
+    """Performs a step and returns the bytes moved until the end of its last backward.
 
-    Every unit was used by then, so all updates of the step before have been asked for, and none of this one's: between
-    two such moments lie the bytes of whole steps, however far the worker is when `step()` returns.
+    By then every unit was used, so all updates of the previous step have been requested, and none of this step's. The
+    difference between two such counts is the bytes of whole steps, however far the worker is when `step()` returns.
     """
     for micro in range(plan.accumulation):
         engine.backward(engine(torch.zeros(1)).sum())
@@ -259,7 +292,7 @@ def _step(engine: offload.Engine, plan: Plan) -> _Moved:
 
 
 def _kernel_bytes() -> tuple[int, int] | None:
-    """Bytes that this process has read from and written to drives, by the kernel's count."""
+    """Returns the bytes that this process has read from and written to drives; None if the kernel does not count."""
     try:
         lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
         return int(lines["read_bytes"]), int(lines["write_bytes"])
@@ -268,6 +301,7 @@ def _kernel_bytes() -> tuple[int, int] | None:
 
 
 def _bytes_in_files(plan: Plan) -> int:
+    """Returns the bytes of the run's files on all drives."""
     return sum(
         path.stat().st_size for folder in plan.folders for path in (Path(folder) / _run()).rglob("*") if path.is_file()
     )

@@ -1,10 +1,10 @@
-"""What was measured by `offload bench swap`, and what it means. Pure functions.
+"""Figures and conclusions of `offload bench swap`. Pure functions.
 
-Three bounds stand beside a step: compute, the same step in memory; the drive, the step's bytes by themselves; and what
-follows from both, since a step has an order:
+A step is compared with three bounds: compute, which is the same step in memory; the drive, which is the step's bytes by
+themselves; and the order of a step, which follows from both:
 
-    forward    a unit's update must come before its use: the updates' I/O hides behind the first forward alone
-    the rest   what is computed after that hides the reads of weights, and nothing else
+    forward    a unit's update must precede its use, so only the first forward hides the updates' I/O
+    the rest   the compute after the first forward hides reads of weights, and nothing else
 """
 
 from __future__ import annotations
@@ -18,66 +18,68 @@ from offload.bench.swap_plan import BACKWARD, Plan
 from offload.sizes import count_of, format_size
 
 _NEAR = 0.05
-"""Of a bound: what is within it has reached it."""
+"""Fraction of a bound within which a step counts as having reached the bound."""
 
 
 class Rates(NamedTuple):
-    """Bytes a second of the drives by themselves: reading, writing, and half of each at once."""
+    """Bytes a second of the drives by themselves: reading, writing, and both at once in equal parts."""
 
     read: float
     write: float
     mixed: float
 
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """The least that so many bytes take: one after the other, or both at once, whichever is faster."""
+        """Returns the least time for so many bytes: one direction after the other, or both at once."""
+        # Equal amounts move at the mixed rate, the excess of one direction at that direction's rate.
         both = min(read_bytes, written_bytes)
         at_once = 2 * both / self.mixed + (read_bytes - both) / self.read + (written_bytes - both) / self.write
         return min(at_once, read_bytes / self.read + written_bytes / self.write)
 
 
 class Turn(NamedTuple):
-    """Some steps in a row. Bytes are those of one step."""
+    """Consecutive steps. Bytes are those of one step."""
 
     seconds: tuple[float, ...]
     read_bytes: float
     written_bytes: float
     kernel_read_bytes: float | None
-    """By /proc/self/io: what this process has had fetched from and sent to drives; None where that is not told."""
+    """Bytes fetched from drives for this process according to /proc/self/io; None if unavailable."""
     kernel_written_bytes: float | None
+    """Bytes sent to drives for this process according to /proc/self/io; None if unavailable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A step at one `compute_ms`: medians of all counted steps of all rounds, bytes are means."""
+    """A step at one `compute_ms`: medians of all counted steps of all rounds; bytes are means."""
 
     compute_ms: float
     step_seconds: float
     compute_seconds: float
-    """Of the same step in memory; where that was not measured, of its forwards and backwards."""
+    """Seconds of the same step in memory or, if that was not measured, of its forwards and backwards."""
     io_seconds: float
-    """Of the step's bytes by themselves."""
+    """Seconds of the step's bytes by themselves."""
     order_seconds: float
-    """The least that a step can take, since updates come before their use; see the top of this file."""
+    """Lower bound of a step in which updates precede their use; see the module's docstring."""
     exposed_seconds: float
-    """That the step takes longer than compute."""
+    """Seconds by which the step exceeds compute."""
     hidden_seconds: float
     hidden_percent: float | None
-    """Of `io_seconds`."""
+    """Hidden time in percent of `io_seconds`."""
     efficiency: float
-    """The larger of compute and I/O alone over the step: 1 where one hides all of the other."""
+    """The longer one of compute and I/O over the step: 1 if one hides the other completely."""
     read_bytes: float
     written_bytes: float
     bytes_per_parameter: float
     kernel_read_bytes: float | None
     kernel_written_bytes: float | None
     hiding_compute_ms: float | None
-    """From which on the order of a step allows all I/O to be hidden; None without overlap, where it never does."""
+    """Least `compute_ms` at which the order of a step lets all I/O be hidden; None without overlap."""
     limit: str
-    """compute, drive, order, or budgets: what made the step as long as it was."""
+    """The bound that determines the step: compute, drive, order, or budgets."""
 
 
 class Result(NamedTuple):
-    """What was measured."""
+    """All measurements."""
 
     file_bytes: int
     host_memory: int
@@ -93,20 +95,32 @@ class Result(NamedTuple):
 def make_row(
     plan: Plan, compute_ms: float, rates: Rates, swapped: Sequence[Turn], in_memory: Sequence[Turn] = ()
 ) -> Row:
-    """From what was measured to what it means. Without `in_memory`, compute is added up."""
+    """Derives a row from measurements.
+
+    Args:
+        plan: the settings.
+        compute_ms: milliseconds of one unit's forward.
+        rates: bandwidth of the drives.
+        swapped: turns of the model that is swapped.
+        in_memory: turns of the same model in memory; if empty, compute is calculated.
+    """
     step = _median_step(swapped)
     pure, forward = plan.pure_seconds(compute_ms), plan.forward_seconds(compute_ms)
+    # The step in memory contains the optimizer, which the calculated time lacks.
     compute = max(_median_step(in_memory), pure) if in_memory else pure
     read = statistics.mean(turn.read_bytes for turn in swapped)
     written = statistics.mean(turn.written_bytes for turn in swapped)
     io = rates.seconds(read, written)
+    # Reads of updates are known from the plan; the others are reads of weights for compute.
     updates_read = min(read, plan.update_read_bytes)
     updates = rates.seconds(updates_read, written)
     weights = (read - updates_read) / rates.read
+    # Updates run during the first forward, or with overlap switched off before it.
     first = max(updates, forward) if plan.overlap else updates + forward
     order = max(first + max(compute - forward, weights), compute)
     exposed = max(step - compute, 0.0)
     hidden = min(max(io - exposed, 0.0), io)
+    # Passes over the units after the first forward: the other forwards, and backwards that take `BACKWARD` forwards.
     passes_after = (1 + BACKWARD) * plan.accumulation - 1
     return Row(
         compute_ms=compute_ms,
@@ -129,23 +143,34 @@ def make_row(
 
 
 def find_limit(step: float, compute: float, io: float, order: float) -> str:
-    """What made a step as long as it was; all in seconds."""
+    """Returns the bound that determines a step: "compute", "drive", "order" or "budgets".
+
+    Args:
+        step: seconds of the step.
+        compute: seconds of compute alone.
+        io: seconds of I/O alone.
+        order: the least seconds of a step in its order.
+    """
     if step <= compute * (1 + _NEAR):
         return "compute"
+    # Well above every bound of drive and compute, only the budgets are left as a cause.
     if step > order * (1 + 4 * _NEAR):
         return "budgets"
     return "drive" if max(io, compute) == io and io >= order * (1 - _NEAR) else "order"
 
 
 def median_rates(rates: Sequence[Rates]) -> Rates:
+    """Returns the median of each rate."""
     return Rates(*(statistics.median(each) for each in zip(*rates, strict=True)))
 
 
 def _median_step(turns: Sequence[Turn]) -> float:
+    """Returns the median seconds of all steps of all turns."""
     return statistics.median(seconds for turn in turns for seconds in turn.seconds)
 
 
 def _mean_where_told(values: Sequence[float | None]) -> float | None:
+    """Returns the mean of the values that are known; None if none is."""
     told = [value for value in values if value is not None]
     return statistics.mean(told) if told else None
 
@@ -154,7 +179,7 @@ def _mean_where_told(values: Sequence[float | None]) -> float | None:
 
 
 def as_json(machine: dict[str, Any], plan: Plan, result: Result) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Returns the content that `--json` prints."""
     return {
         "machine": machine,
         "paths": list(plan.folders),
@@ -181,7 +206,7 @@ def as_json(machine: dict[str, Any], plan: Plan, result: Result) -> dict[str, An
 
 
 def heading(plan: Plan, result: Result) -> list[str]:
-    """What stands above the table."""
+    """Returns the lines above the table."""
     rates, row = result.rates, result.rows[0]
     counted = ""
     if row.kernel_read_bytes is not None and row.kernel_written_bytes is not None:
@@ -199,7 +224,7 @@ def heading(plan: Plan, result: Result) -> list[str]:
 
 
 def in_words(plan: Plan, row: Row) -> str:
-    """What limits the step, and what would change it."""
+    """Returns a sentence about the limit of a step, and about a change that would lift it."""
     start = f"at {row.compute_ms:g} ms a unit"
     if row.limit == "compute":
         return f"{start} compute limits: the I/O is hidden ({row.exposed_seconds:.2f} s are not)"
@@ -222,5 +247,5 @@ def in_words(plan: Plan, row: Row) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Four digits of a float."""
+    """Returns a float with four digits, and anything else unchanged."""
     return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""What `offload bench swap` shall measure, checked before anything is touched."""
+"""The plan of `offload bench swap`, validated before any file is created."""
 
 from __future__ import annotations
 
@@ -17,59 +17,70 @@ from offload.sizes import MIB, PAGE, align_up, format_size
 TIERS = ("none", "cpu", "nvme")
 DURABILITIES = ("auto", "step", "none")
 BACKWARD = 2
-"""Times of a forward."""
+"""Compute time of a backward as a multiple of the forward's."""
 
 _WEIGHT, _STATES = 2, 10
-"""Bytes of a parameter: bf16, and beside it 16 more bits of the master and two moments."""
+"""Bytes for each parameter: the bf16 weight; and 16 low bits of the master with two fp32 moments."""
+# Host memory that the engine's tiles take, for the estimate.
 _TILES = 96 * MIB
 _DEVICE_UNITS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What to measure."""
+    """The settings of a measurement."""
 
     folders: tuple[str, ...]
     units: int
     unit_bytes: int
     compute_ms: tuple[float, ...]
-    """Of one unit's forward; each is measured."""
+    """Milliseconds of one unit's forward; each value is measured."""
     steps: int
+    """Counted steps of a turn."""
     rounds: int
+    """Turns of each contender."""
     accumulation: int
+    """Micro-batches of a step."""
     weights: str
     states: str
+    """Tier of the optimizer states, one of `TIERS`; `weights` is that of the weights."""
     durability: str
     host_memory: int | None
     device_memory: int | None
+    """Device budget in bytes; `host_memory` is the host budget. None for the engine's defaults."""
     overlap: bool
+    """True if updates run during the next forward."""
     busy: bool
+    """True if compute keeps a core busy instead of sleeping."""
     in_memory: bool
-    """Whether compute is measured in memory, or added up."""
+    """True if the compute time is measured with the same model in memory; False if it is calculated."""
     backend: str
     block_bytes: int | None
     depth: int | None
+    """I/O blocks in flight; None, as for `block_bytes`, for the backend's default."""
     probe_bytes: int
 
     @property
     def unit_numel(self) -> int:
+        """Parameters of a unit."""
         return self.unit_bytes // _WEIGHT
 
     @property
     def parameters(self) -> int:
+        """Parameters of the model."""
         return self.units * self.unit_numel
 
     @property
     def update_read_bytes(self) -> int:
-        """The most that the updates of a step read; what is read beside are weights for compute."""
+        """Bytes that the updates of a step read at most. Anything else that a step reads are weights for compute."""
         return self.parameters * (_WEIGHT * (self.weights == "nvme") + _STATES * (self.states == "nvme"))
 
     def forward_seconds(self, compute_ms: float) -> float:
-        """Of the first micro-batch."""
+        """Returns the compute time of the first micro-batch's forward."""
         return self.units * compute_ms / 1e3
 
     def pure_seconds(self, compute_ms: float) -> float:
-        """What a step computes, forwards and backwards of all micro-batches, without the optimizer."""
+        """Returns the compute time of a step: forwards and backwards of all micro-batches, without the optimizer."""
         return self.forward_seconds(compute_ms) * (1 + BACKWARD) * self.accumulation
 
 
@@ -95,9 +106,17 @@ def make_plan(
     depth: int | None = None,
     probe_bytes: int = 256 * MIB,
 ) -> Plan:
-    """Check everything before a file is made or memory taken; `ConfigError` where something is wrong.
+    """Validates the settings, named as in `Plan`, before a file is created or memory allocated.
 
-    `in_memory` None measures compute in memory where there is room for it.
+    Args:
+        folders: folders on the drives to measure.
+        unit_bytes: bytes of a unit's weights, rounded down to pages.
+        compute_ms: milliseconds of one unit's forward, each of which is measured; empty for 50.
+        in_memory: measure compute with the same model in memory; None does so if memory suffices.
+        probe_bytes: bytes of the file that measures the drive, rounded up to pages.
+
+    Raises:
+        ConfigError: a setting is out of range, or memory or the drive is too small.
     """
     plan = Plan(
         folders=tuple(folders),
@@ -123,10 +142,12 @@ def make_plan(
     _check_numbers(plan, unit_bytes, probe_bytes)
     _check_words(plan)
     _check_room(plan)
+    # Last: the estimate of memory needs valid settings.
     return replace(plan, in_memory=_fits_in_memory(plan, in_memory))
 
 
 def _check_numbers(plan: Plan, unit_bytes: int, probe_bytes: int) -> None:
+    """Raises `ConfigError` if a number is out of range."""
     for name in ("units", "steps", "rounds", "accumulation"):
         if getattr(plan, name) < 1:
             raise ConfigError(f"expected {name} >= 1, got {getattr(plan, name)}")
@@ -139,6 +160,7 @@ def _check_numbers(plan: Plan, unit_bytes: int, probe_bytes: int) -> None:
 
 
 def _check_words(plan: Plan) -> None:
+    """Raises `ConfigError` if a word is unknown, the backend is refused, or nothing would be swapped."""
     known = {"weights": TIERS, "states": TIERS, "durability": DURABILITIES, "backend": ("auto", *BACKENDS)}
     for name, words in known.items():
         if getattr(plan, name) not in words:
@@ -154,15 +176,18 @@ def _check_words(plan: Plan) -> None:
 
 
 def _check_room(plan: Plan) -> None:
+    """Raises `ConfigError` if a folder is missing or its drive has too little free space."""
     if not plan.folders:
         raise ConfigError("give at least one folder, on the drive to measure")
     two_slots, in_place = 2 * (_WEIGHT + _STATES) * plan.parameters, plan.update_read_bytes
+    # A durable run keeps two slots of every state; otherwise states are overwritten in place.
     need = two_slots if plan.durability == "step" else in_place
     share = -(-(need + plan.probe_bytes) // len(plan.folders))
     asked: dict[int, int] = {}
     for folder in plan.folders:
         if not os.path.isdir(folder):
             raise ConfigError(f"there is no folder {folder}")
+        # Folders of one file system share its free space, so their needs add up.
         device = os.stat(folder).st_dev
         asked[device] = asked.get(device, 0) + share
         free = shutil.disk_usage(folder).free
@@ -174,8 +199,12 @@ def _check_room(plan: Plan) -> None:
 
 
 def _fits_in_memory(plan: Plan, wanted: bool | None) -> bool:
-    """Whether the same model has room in memory beside the one that is swapped; `ConfigError` where neither has."""
+    """Returns True if the same model fits in memory beside the one that is swapped, or as requested by `wanted`.
+
+    Raises `ConfigError` if the swapped model alone does not fit, or the second one does not although it is requested.
+    """
     available = psutil.virtual_memory().available
+    # Gradients are bf16; accumulated over micro-batches, fp32.
     gradients = plan.parameters * (2 if plan.accumulation == 1 else 4)
     in_tier = {
         tier: (_WEIGHT * (plan.weights == tier) + _STATES * (plan.states == tier)) * plan.parameters for tier in TIERS
@@ -194,4 +223,5 @@ def _fits_in_memory(plan: Plan, wanted: bool | None) -> bool:
             f"{format_size(available)} of memory are free, the model beside its copy in memory takes "
             f"{format_size(budgets + working + beside)}: leave --in-memory out, and compute is added up"
         )
+    # A margin of 10 %, since other processes allocate too; a request takes all that is free.
     return available >= (budgets + working + beside) * 1.1 if wanted is None else wanted

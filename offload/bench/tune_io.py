@@ -1,4 +1,4 @@
-"""Find the `aio` block that suits a drive, and write it into a config."""
+"""Search for the `aio` block that suits a drive, and its insertion into a config."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ DEPTHS = (4, 8, 16, 32, 64)
 _MOST_IN_FLIGHT = 256 * MIB
 _FINALISTS = 6
 _AS_GOOD = 0.97
-"""A share of the best rate that counts as the best: then what has less in flight is taken, so that an urgent read
-waits less."""
+"""Fraction of the best rate that counts as equal. Among equals the least in flight wins: an urgent read then waits
+less.
+"""
 
 
 class Trial(NamedTuple):
-    """One shape of the queue, and what it moved: medians."""
+    """A shape of the queue with its bandwidth, medians of the rounds."""
 
     block_bytes: int
     depth: int
@@ -36,7 +37,7 @@ class Trial(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The winner with all trials of the last rounds, best first."""
+    """The winner, with all trials of the last rounds, best first."""
 
     backend: str
     best: Trial
@@ -44,7 +45,7 @@ class Found(NamedTuple):
 
     @property
     def aio(self) -> dict[str, int]:
-        """The block as DeepSpeed's JSON has it."""
+        """The `aio` block as in DeepSpeed's JSON."""
         return {"block_size": self.best.block_bytes, "queue_depth": self.best.depth, "intra_op_parallelism": 1}
 
 
@@ -55,13 +56,31 @@ def tune(
     rounds: int = 3,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Found:
-    """Try all shapes once, then the best few `rounds` times in turns."""
+    """Tries every shape once, then the best ones `rounds` times in turns.
+
+    Args:
+        folders: folders on the drives.
+        backend: I/O backend.
+        nbytes: bytes of the file that is written and read.
+        rounds: rounds of the finalists.
+        tell: receives a line about the progress.
+
+    Returns:
+        The winner and the finalists.
+
+    Raises:
+        ConfigError: a setting is out of range.
+        IoError: a file cannot be written or read.
+    """
     plan = make_plan(
         folders, backends=[backend], blocks=BLOCKS, depths=DEPTHS, operations=("write", "read"), nbytes=nbytes,
         rounds=1, with_fio=False,
     )  # fmt: skip
+    # More in flight than the file has bytes would measure a shorter queue than the shape promises.
     cases = [case for case in plan.cases if case.block_bytes * case.depth <= min(_MOST_IN_FLIGHT, plan.nbytes)]
+    # A short first round of all shapes, then a fair comparison of the few that are left.
     first = trials_of(_measured(plan, cases or plan.cases[:1], 1, tell))
+    # One round is noisy, as the drive of a shared machine varies twofold: its best shapes are only candidates.
     finalists = [Case(backend, trial.block_bytes, trial.depth) for trial in first[:_FINALISTS]]
     last = trials_of(_measured(plan, finalists, rounds, tell))
     return Found(backend, choose(last), tuple(last))
@@ -70,11 +89,12 @@ def tune(
 def _measured(
     plan: Plan, cases: Sequence[Case], rounds: int, tell: Callable[[str], None]
 ) -> Mapping[tuple[Case, str], list[Pass]]:
+    """Returns the passes of `cases` in `rounds` rounds."""
     return passes_of(replace(plan, cases=tuple(cases), rounds=rounds), tell)
 
 
 def trials_of(passes: Mapping[tuple[Case, str], list[Pass]]) -> list[Trial]:
-    """The trials of all cases, best first."""
+    """Returns the trials of all cases, best first."""
 
     def rate(case: Case, operation: str) -> float:
         return statistics.median(each.nbytes / each.seconds for each in passes[case, operation])
@@ -85,7 +105,7 @@ def trials_of(passes: Mapping[tuple[Case, str], list[Pass]]) -> list[Trial]:
 
 
 def choose(trials: Iterable[Trial]) -> Trial:
-    """Of those that are as good as the best, the one with the least in flight."""
+    """Returns the trial with the least in flight among those that are as good as the best."""
     trials = list(trials)
     best = max(trial.rate.swap for trial in trials)
     good = [trial for trial in trials if trial.rate.swap >= _AS_GOOD * best]
@@ -93,9 +113,18 @@ def choose(trials: Iterable[Trial]) -> Trial:
 
 
 def check_writable(source: Path, target: Path) -> None:
-    """`ConfigError` where `source` is no config, or `target` is the same file and would lose its comments."""
+    """Checks that a config can be written, before a measurement that takes minutes.
+
+    Args:
+        source: config to extend; may be missing.
+        target: file to write.
+
+    Raises:
+        ConfigError: `source` is no config, `target` cannot be written, or is `source` and would lose its comments.
+    """
     if source.exists():
         load_config(read_json(source))
+        # Comments are lost when JSON is parsed, and the user's file must not lose them silently.
         if target.resolve() == source.resolve() and not _is_plain(source.read_text(encoding="utf-8-sig")):
             raise ConfigError(f"{source} has comments, which writing it again would lose; give --output")
     folder = target.resolve().parent
@@ -106,15 +135,26 @@ def check_writable(source: Path, target: Path) -> None:
 
 
 def write_config(source: Path, target: Path, aio: dict[str, int]) -> None:
-    """Put `aio` into the config of `source`, or an empty one, and write it to `target`, whole or not at all."""
+    """Writes the config of `source`, or an empty one, with `aio` added to `target`, atomically.
+
+    Args:
+        source: config to extend; may be missing.
+        target: file to write.
+        aio: keys of the `aio` block, which replace those of the same names.
+
+    Raises:
+        ConfigError: as `check_writable`.
+    """
     check_writable(source, target)
     content = read_json(source) if source.exists() else {}
     before = content.get("aio") or {}
+    # `thread_count` is the older name of `intra_op_parallelism`; a config must not contain both.
     content["aio"] = {key: value for key, value in before.items() if key != "thread_count"} | aio
     atomic_write(target, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def _is_plain(text: str) -> bool:
+    """Returns True if `text` is JSON without comments."""
     try:
         json.loads(text)
     except ValueError:
@@ -123,7 +163,7 @@ def _is_plain(text: str) -> bool:
 
 
 def as_json(found: Found) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Returns the content that `--json` prints."""
     return {
         "backend": found.backend,
         "aio": found.aio,

@@ -1,14 +1,14 @@
-"""The config: a DeepSpeed JSON file, or its content as a dict, read into frozen models.
+"""The config: a DeepSpeed JSON file, or its content as a dict, parsed into frozen models.
 
     config = load_config("ds_config.json")
 
-Every key of DeepSpeed's offload is known here: honoured, accepted because it tunes what this library decides by itself
-(one notice names those), or refused with the reason. All keys that DeepSpeed does not have lie in the block "offload",
-which DeepSpeed ignores.
+Every key of DeepSpeed's offload is known. A key is honoured, accepted because it tunes something that this library
+decides by itself (one notice names such keys), or refused with the reason. Keys that DeepSpeed does not have belong to
+the block "offload", which DeepSpeed ignores.
 
-    values ─► block ─► zero, optimizer, scheduler, precision, monitors, ours ─► whole    what there is
-    reading ─► messages    from a file to the models, or to an error
-    batch                  what the file leaves open
+    blocks/values ─► blocks/block ─► the other blocks, elsewhere ─► schema    the models
+    load ─► explain        from a file to the models, or to an error message
+    batch                  values that the file leaves open
     documentation          docs/configuration.md, from the descriptions and tables of the blocks
 """
 

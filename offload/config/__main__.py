@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md: `python -m offload.config`."""
+"""The command `python -m offload.config`, which writes docs/configuration.md."""
 
 from __future__ import annotations
 

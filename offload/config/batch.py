@@ -1,4 +1,4 @@
-"""The three batch sizes, and what else a file leaves open."""
+"""The three batch sizes, and other values that a config file leaves open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ class Batch(NamedTuple):
 
 
 def resolve_batch(config: Config, world_size: int) -> Batch:
-    """Derive what is missing of the three batch sizes, as DeepSpeed does; with none given all are 1 a rank."""
+    """Returns the three batch sizes with missing ones derived as DeepSpeed does; 1 for each rank if none is given.
+
+    Args:
+        config: the config.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: the sizes that are given contradict each other.
+    """
     total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
     if total is None:
@@ -33,6 +41,7 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
         micro = _share(total, "gradient_accumulation_steps", accumulation, world_size)
     elif accumulation is None:
         accumulation = _share(total, "train_micro_batch_size_per_gpu", micro, world_size)
+    # Also reached with a derived size, which then fits by construction.
     if micro * accumulation * world_size != total:
         raise ConfigError(
             f"train_batch_size must be train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks, but it is "
@@ -43,7 +52,10 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
 
 
 def _share(total: int, name: str, given: int, world_size: int) -> int:
-    """The third of the batch sizes."""
+    """Returns the third batch size, given the total and the size `given` of key `name`.
+
+    Raises `ConfigError` if the total is not divisible.
+    """
     if total % (given * world_size):
         raise ConfigError(
             f"train_batch_size must be a multiple of {name} * ranks, but it is {total}, and {given} * {world_size} is "
@@ -53,11 +65,18 @@ def _share(total: int, name: str, given: int, world_size: int) -> int:
 
 
 def effective(config: Config, batch: Batch, world_size: int) -> str:
-    """One line of what a file does not say itself: batch sizes, what "auto" became, a default that was once another."""
+    """Returns a line about values that a file leaves open: batch sizes, resolved "auto" keys, a changed default.
+
+    Args:
+        config: the config.
+        batch: the resolved batch sizes.
+        world_size: number of ranks.
+    """
     parts = [
         f"{count_of(batch.total, 'sample')} a step = {batch.micro} of a micro-batch * {batch.accumulation} of them * "
         f"{count_of(world_size, 'rank')}"
     ]
+    # DeepSpeed changed this default, so a file without the key may train differently than before.
     if "gradient_clipping" not in config.model_fields_set:
         parts.append(f"gradient_clipping {config.gradient_clipping:g} by default, which was 0 in older DeepSpeed")
     became = [f"{name} {_words(_value(config, batch, name))}" for name in config._found.auto]
@@ -67,13 +86,14 @@ def effective(config: Config, batch: Batch, world_size: int) -> str:
 
 
 def _value(config: Config, batch: Batch, name: str) -> Any:
-    """What the key of that dotted name has come to."""
+    """Returns the value to which the key with dotted name `name` resolved."""
     sizes = dict(
         zip(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), batch, strict=True)
     )
     if name in sizes:
         return sizes[name]
     block, _, key = name.rpartition(".")
+    # Defaults of params depend on the type of the optimizer or schedule, so the attributes of the block lack them.
     if block == "optimizer.params" and config.optimizer is not None:
         return "that of the optimizer given" if key == "lr" else config.optimizer.settings.get(key)
     if block == "scheduler.params" and config.scheduler is not None:
@@ -85,6 +105,7 @@ def _value(config: Config, batch: Batch, name: str) -> Any:
 
 
 def _words(value: Any) -> str:
+    """Returns `value` for people, as in the line of `effective`."""
     if value is None:
         return "(decided here)"
     return "(its defaults)" if isinstance(value, Block) else json.dumps(value)

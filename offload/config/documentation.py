@@ -1,4 +1,4 @@
-"""docs/configuration.md, from the descriptions and tables of all blocks."""
+"""Generator of docs/configuration.md from the descriptions and tables of all blocks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ This file is written by `python -m offload.config` from `offload/config`.
 
 
 def document() -> str:
-    """docs/configuration.md."""
+    """Returns the text of docs/configuration.md."""
     tables: list[str] = [_INTRODUCTION]
     tuning: list[str] = []
     refused: list[str] = []
     for path, model in all_blocks(Config, ""):
         title = f"`{path}`" if path else "Top level"
         tables.append(_section(title, model))
+        # `params` is a dict in the block itself; each schedule has a model of its own for it.
         if model is SchedulerBlock:
             tables.extend(_section(f"`{path}.params` of {name}", params) for name, params in SCHEDULES.items())
         for lines, keys in ((tuning, (*model.TUNING, *model.UNSUPPORTED)), (refused, model.REFUSED)):
@@ -47,10 +48,12 @@ def document() -> str:
 
 
 def _section(title: str, model: type[Block]) -> str:
+    """Returns the section of a block: its title, the first line of its docstring and its table."""
     return f"## {title}\n\n{(model.__doc__ or '').splitlines()[0]}\n\n{_table(model)}"
 
 
 def _table(model: type[Block]) -> str:
+    """Returns the table of a block's keys in Markdown."""
     if not model.model_fields:
         return "No key has an effect."
     rows = ["| key | default | meaning |", "|---|---|---|"]

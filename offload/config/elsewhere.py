@@ -1,4 +1,4 @@
-"""Blocks of what DeepSpeed does beside training, of which nothing is here but a word to who switches it on."""
+"""Blocks for features of DeepSpeed other than training, none of which is supported; switched on, they are refused."""
 
 from __future__ import annotations
 

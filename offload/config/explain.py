@@ -1,4 +1,4 @@
-"""Errors in words: the key, what was expected, what came, what to do."""
+"""Error messages of the config: the key, what was expected, what was given, and what to do."""
 
 from __future__ import annotations
 
@@ -16,17 +16,28 @@ from offload.config.schema import Config
 
 
 def nearest(model: type[Block], key: str) -> str | None:
+    """Returns the key of `model` whose spelling is nearest to `key`, or None if none is close."""
     known = (*model.model_fields, *model.OLD_NAMES, *model.TUNING, *model.UNSUPPORTED, *model.REFUSED)
     return next(iter(difflib.get_close_matches(key, known, 1, 0.6)), None)
 
 
 def homes_of(model: type[Block], key: str, path: str) -> str:
-    """Where in the blocks of `model` a key of this very name is known; "" if nowhere, or in many."""
+    """Returns the dotted names of blocks inside `model` that contain `key`, joined by "or"; "" if none or more than
+    three do.
+    """
     inside = [name for name, block in all_blocks(model, "") if name and key in block.model_fields]
     return " or ".join(f"{path}{name}.{key}" for name in inside) if len(inside) <= 3 else ""
 
 
 def unknown_key(model: type[Block], near: str | None, tiers: str, dotted: str) -> str:
+    """Returns the message about an unknown key.
+
+    Args:
+        model: the block in which the key was found.
+        near: a known key of similar spelling, or None.
+        tiers: dotted names of the same key in inner blocks, or "".
+        dotted: dotted name of the unknown key.
+    """
     if tiers:
         return f"unknown key {dotted}; did you mean {tiers}?"
     keys = f"; keys with an effect are {', '.join(model.model_fields)}" if model.model_fields else ""
@@ -44,6 +55,7 @@ _EXPECTED = {
     "missing": "is needed",
     "string_too_short": "should not be empty",
 }
+# By key, or by the beginning of a dotted key.
 _ADVICE = {
     "gradient_clipping": "0 switches clipping off",
     "gradient_allreduce_op": "for a sum multiply the loss by the number of ranks",
@@ -56,13 +68,19 @@ _ADVICE = {
 
 
 def explain(error: pydantic.ValidationError, path: str = "") -> str:
-    """The first error in words: the key's path from `path` on, what was expected, what came, and what to do."""
+    """Returns the message of the first error: the key's path, what was expected, what was given, and what to do.
+
+    Args:
+        error: the error of pydantic.
+        path: dotted prefix of the block that was validated; "" for the whole config.
+    """
     errors = error.errors(include_url=False)
-    # Of a field that is a word or a block there is one for each: a block was meant where one came.
+    # pydantic reports an error for each type that a field may have. If a block was given, the error of the block type
+    # is the useful one; it comes second.
     several = len(errors) > 1 and _is_choice(errors[0]["loc"][-1]) and isinstance(errors[0]["input"], Mapping)
     first = errors[1] if several else errors[0]
     key = path + ".".join(str(part) for part in first["loc"] if not _is_choice(part))
-    ours = first["type"] == "value_error"  # it may say already what came; of a whole block it names the key
+    ours = first["type"] == "value_error"  # our own validators may quote the value, or name the key of a block
     said = first["type"] == "missing" or (
         ours and (repr(first["input"]) in first["msg"] or isinstance(first["input"], Mapping))
     )
@@ -72,7 +90,7 @@ def explain(error: pydantic.ValidationError, path: str = "") -> str:
     )
     expected = _EXPECTED.get(first["type"], expected)
     if first["type"] == "string_too_short" and re.search(r"nvme_path\.\d+$", key):
-        key = key.rpartition(".")[0]  # one folder needs no list
+        key = key.rpartition(".")[0]  # a single folder may be given without a list
         expected = "should be a folder on the drive, or a list of such, one for each drive"
     advice = next((f"; {words}" for name, words in _ADVICE.items() if key == name or key.startswith(f"{name}.")), "")
     if first["type"] == "model_type" and not path:
@@ -81,10 +99,11 @@ def explain(error: pydantic.ValidationError, path: str = "") -> str:
 
 
 def _instead(key: str, value: Any) -> str:
-    """What to write for a block in whose place `value` came."""
+    """Returns advice on what to write in place of `value`, which was given instead of a block; "" without any."""
     block = dict(all_blocks(Config, "")).get(key)
     if block is None or not block.INSTEAD:
         return ""
+    # The value may fit the first key of the block; if it does not, the suggestion is the plain example.
     first = next(iter(block.INSTEAD))
     content = {**block.INSTEAD, first: value}
     try:
@@ -95,5 +114,5 @@ def _instead(key: str, value: Any) -> str:
 
 
 def _is_choice(part: object) -> bool:
-    """Whether a part of a location is no key but one of the types that a value may have."""
+    """Returns True if a part of an error's location is one of a value's possible types rather than a key."""
     return isinstance(part, str) and (part.startswith("literal[") or part == Every.__name__)

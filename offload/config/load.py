@@ -1,4 +1,4 @@
-"""From a file or a dict to a config."""
+"""Reader that turns a config file or a dict into a `Config`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,22 @@ from offload.config.schema import Config, Found, nothing_found
 from offload.errors import ConfigError
 
 _NOTES = ("_comment", "//", "#")
-"""How keys begin that are notes: JSON has no comments of its own."""
+"""Prefixes of keys that are notes: plain JSON has no comments."""
 
 
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
-    """Read a config from a JSON file's path, from its content as a dict, or from that in base64.
+    """Reads a config.
 
-    Comments (`//`, `#`, `/* */`) and a comma after the last item are allowed; a key that appears twice is not. Raises
-    `ConfigError` that names the key, what was expected and what came.
+    Comments (`//`, `#`, `/* */`) and a comma after the last item are allowed. A key must not appear twice in one block.
+
+    Args:
+        source: path of a JSON file, its content as a dict, or its content in base64.
+
+    Returns:
+        The validated config, frozen.
+
+    Raises:
+        ConfigError: names the key, what was expected and what was given.
     """
     content = source if isinstance(source, Mapping) else read_json(source)
     found = nothing_found()
@@ -38,6 +46,7 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     config._found = found
     if config.scheduler is not None and config.scheduler.type in SCHEDULES:
         schedule_params(SCHEDULES[config.scheduler.type], config.scheduler.params, "scheduler.params.", found)
+    # Checks across blocks, which no single model can make.
     if config.fp16.enabled and config.bf16.enabled:
         raise ConfigError("fp16 and bf16 are both enabled; leave one of them on")
     if config.torch_autocast.enabled and config.dtype != "fp32":
@@ -68,7 +77,17 @@ P = TypeVar("P", bound=ScheduleParams)
 
 
 def schedule_params(model: type[P], content: Mapping[Any, Any], path: str = "", found: Found | None = None) -> P:
-    """The params of a schedule, of a file (at `path` in it) or of a script. Raises `ConfigError`."""
+    """Validates the params of a schedule, from a file or from a script.
+
+    Args:
+        model: the schedule's params.
+        content: the keys that were given.
+        path: dotted prefix of the keys in the file, for messages; "" for a script.
+        found: collects keys without effect and "auto" keys; None discards them.
+
+    Raises:
+        ConfigError: a key is unknown, a value is out of range, or a pair is in the wrong order.
+    """
     try:
         params = model.model_validate(_sort_out(model, content, path, found or nothing_found()))
     except pydantic.ValidationError as error:
@@ -79,18 +98,30 @@ def schedule_params(model: type[P], content: Mapping[Any, Any], path: str = "", 
 
 
 def check_order(low: str, lows: Any, high: str, highs: Any) -> None:
-    """Raise `ConfigError` where one of `lows` is above its one of `highs`; "auto" is above nothing."""
-    of_each = isinstance(lows, list | tuple) and isinstance(highs, list | tuple)  # as many as groups, or refused there
+    """Raises `ConfigError` if a value of `lows` exceeds the matching value of `highs`. "auto" exceeds nothing.
+
+    Args:
+        low: name of the lower bound, for the message.
+        lows: a number, or one for each group of parameters.
+        high: name of the upper bound, for the message.
+        highs: a number or "auto", or one for each group of parameters.
+    """
+    of_each = isinstance(lows, list | tuple) and isinstance(highs, list | tuple)  # one for each group
     alone, other = (rates if isinstance(rates, list | tuple) else (rates,) for rates in (lows, highs))
+    # A single number applies to every group, hence the product.
     for least, most in zip(alone, other, strict=False) if of_each else itertools.product(alone, other):
         if most != "auto" and least > most:
             raise ConfigError(f"{low} {least:g} is above {high} {most:g}; exchange them, or change one")
 
 
 def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a config file: JSON with comments, in which no key appears twice.
+    """Returns the content of a config file: JSON with comments, in which no key appears twice.
 
-    It may come in base64 in place of a path, as DeepSpeed's autotuner passes it on.
+    Args:
+        source: a path, or the content in base64, as DeepSpeed's autotuner passes it.
+
+    Raises:
+        ConfigError: the file cannot be read, or its content is no JSON object.
     """
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(f"the config must be a dict or the path of a JSON file, got {type(source).__name__}")
@@ -110,20 +141,24 @@ def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _decoded(source: str) -> str | None:
-    """The JSON object that is in base64, in either of its alphabets; None for anything else."""
+    """Returns the text of a JSON object that is encoded in either alphabet of base64; None for anything else."""
     try:
         text = base64.b64decode(source.replace("-", "+").replace("_", "/"), validate=True).decode()
     except ValueError:
         return None
+    # Many paths are valid base64; only a decoded object tells them apart.
     return text if text.lstrip().startswith("{") else None
 
 
+# Strings are matched first, so that comment signs and commas inside them are left alone.
 _STRING = r'("(?:\\.|[^"\\\n])*")'
 _COMMENT = re.compile(_STRING + r"|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 _LAST_COMMA = re.compile(_STRING + r"|,(?=\s*[}\]])")
 
 
 def _parse(text: str, name: str) -> Any:
+    """Parses JSON with comments and trailing commas. Raises `ConfigError` that names the line and column."""
+
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         for key, value in items:
@@ -133,7 +168,7 @@ def _parse(text: str, name: str) -> Any:
         return seen
 
     def blank(match: re.Match[str]) -> str:
-        return match[1] or re.sub(r"[^\n]", " ", match[0])  # keeps line numbers right
+        return match[1] or re.sub(r"[^\n]", " ", match[0])  # keeps line numbers and columns of error messages right
 
     try:
         return json.loads(_LAST_COMMA.sub(blank, _COMMENT.sub(blank, text)), object_pairs_hook=pairs)
@@ -146,12 +181,12 @@ def _parse(text: str, name: str) -> Any:
         raise ConfigError(f"{name} is not a config: its blocks are nested too deeply") from error
     except ConfigError:
         raise
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number with thousands of digits
         raise ConfigError(f"{name} is not a config: {error}") from error
 
 
 def _in_new_form(content: Mapping[str, Any]) -> dict[str, Any]:
-    """`true` for ZeRO and `cpu_offload` are how older files say what blocks say now."""
+    """Converts the spellings of older files to blocks: a boolean "zero_optimization", and `cpu_offload`."""
     content = dict(content)
     zero = content.get("zero_optimization")
     if isinstance(zero, bool):
@@ -174,17 +209,20 @@ _OLD_SWITCHES = {
 
 
 def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, found: Found) -> dict[str, Any]:
-    """What of `content` is for the fields of `model`: no defaults, and no key without effect; raises at a bad one."""
+    """Returns the keys of `content` that are fields of `model`, without defaults and keys without effect.
+
+    Raises `ConfigError` at the first key that is unknown or refused. Blocks inside are sorted out recursively.
+    """
     model.check(content, path)
     kept: dict[str, Any] = {}
-    tuned = "enabled" not in model.model_fields or _is_on(content.get("enabled"))  # what is off needs no word
+    tuned = "enabled" not in model.model_fields or _is_on(content.get("enabled"))  # if off, no notice
     for key, value in content.items():
         if str(key).startswith(_NOTES):
             continue
         name, dotted = model.OLD_NAMES.get(key, key), f"{path}{key}"
         if name in model.REFUSED:
             asked = value.get("autotp_size", value) if isinstance(value, Mapping) else value
-            alone = asked in (-1, 1) and (name.endswith("_size") or asked is not value)  # nothing is split
+            alone = asked in (-1, 1) and (name.endswith("_size") or asked is not value)  # splits nothing
             if _is_on(asked) and not alone:
                 raise ConfigError(f'"{dotted}" {model.REFUSED[name]}')
         elif name in model.TUNING:
@@ -195,7 +233,7 @@ def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, found: 
             near, tiers = nearest(model, str(key)), homes_of(model, str(key), path)
             if path or near or not isinstance(key, str):
                 raise ConfigError(unknown_key(model, near, tiers, dotted))
-            # somebody else's block, or a note: as in DeepSpeed no error
+            # At the top level another tool's block or a note: no error, as in DeepSpeed.
             found.unsupported.append(f"{dotted} (did you mean {tiers}?)" if tiers else dotted)
         elif name in kept or (name != key and name in content):
             raise ConfigError(f'"{dotted}" is the older name of "{path}{name}", which is there too; keep one of them')
@@ -209,22 +247,25 @@ def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, found: 
 
 
 def _means_default(value: Any, name: str, model: type[Block]) -> bool:
+    """Returns True if `value` (null or "auto") stands for the default of the field."""
     if value is None:
-        return name != "gradient_clipping"  # null could be meant as "no clipping", and is not
+        return name != "gradient_clipping"  # null could be meant as "no clipping", so pydantic refuses it
     return isinstance(value, str) and value == "auto" and name not in model.OWN_AUTO
 
 
 def _is_on(value: Any) -> bool:
-    """Whether a key that is not supported asks for anything."""
+    """Returns True if the value of an unsupported key asks for anything."""
     if not isinstance(value, Mapping):
         return bool(value) and value != "auto"
     if "enabled" in value:
         return _is_on(value["enabled"])
+    # Without a switch any truthy setting counts as a request.
     switches = list(_switches(value))
     return any(switches) if switches else any(_is_on(inner) for inner in value.values())
 
 
 def _switches(block: Mapping[str, Any]) -> Iterator[bool]:
+    """Yields True or False for each switch in a block and in the blocks inside."""
     for key, value in block.items():
         if key in ("enabled", "deepcompile"):
             yield _is_on(value)

@@ -1,4 +1,4 @@
-"""The whole config."""
+"""The model of the whole config."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from offload.config.elsewhere import ActivationCheckpointing, Checkpoint
 
 
 class Found(NamedTuple):
-    """Dotted names of keys that were there and are not in the values."""
+    """Dotted names of keys that a file contains but the values of the config do not show."""
 
     tuning: list[str]
     unsupported: list[str]
     auto: list[str]
-    """Those with an effect whose value was "auto"."""
+    """Keys that have an effect and whose value was "auto"."""
 
 
 def nothing_found() -> Found:
+    """Returns an empty `Found`, whose lists the caller may extend."""
     return Found([], [], [])
 
 
@@ -34,12 +35,14 @@ class Config(Block):
     """The whole config, with what it means."""
 
     TUNING = words_of("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer")
+    # Accepted without effect: features that are missing and would not change a bit of the results.
     UNSUPPORTED = words_of(
         """dump_state log_level vocabulary_size timers comms_logger prescale_gradients gradient_predivide_factor
         communication_data_type sparse_gradients disable_allgather seq_parallel_communication_data_type
         seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting nebula comet flops_profiler
         autotuning datastates_ckpt"""
     )
+    # Refused if switched on: without these features the training would be another one.
     REFUSED: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
             words_of(
@@ -69,6 +72,7 @@ class Config(Block):
             "is the number of processes, which the launcher says (torchrun --nproc-per-node); remove it"
         ),
     }
+    # Older spellings that DeepSpeed still accepts.
     OLD_NAMES: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
 
     train_batch_size: Count | None = Field(None, description="samples of a step on all ranks")
@@ -107,54 +111,59 @@ class Config(Block):
     wandb: Wandb = Field(Wandb(), description="see below")
     zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="see below")
     offload: OffloadBlock = Field(OffloadBlock(), description="see below")
+    # Set by `load_config`, once, before anybody reads the config.
     _found: Found = PrivateAttr(default_factory=nothing_found)
 
     @property
     def weight_tier(self) -> Tier:
+        """Tier of the weights between uses: "none" (the compute device), "cpu" or "nvme"."""
         return self.zero_optimization.offload_param.device
 
     @property
     def optimizer_tier(self) -> Tier:
+        """Tier of the optimizer states between steps: "none" (the compute device), "cpu" or "nvme"."""
         return self.zero_optimization.offload_optimizer.device
 
     @property
     def drives(self) -> tuple[str, ...]:
         """Folders of the swap files: the ordered union, the optimizer's first."""
         zero = self.zero_optimization
+        # A folder beside a device wins over the one in the block "offload", which names it for both.
         named = (*zero.offload_optimizer.nvme_path, *zero.offload_param.nvme_path)
         return tuple(dict.fromkeys(named or self.offload.nvme_path))
 
     @property
     def wants_store(self) -> bool:
-        """Whether there is to be a store; where memory is short there may be one without."""
+        """True if the config asks for a store. With little memory the engine may use one in any case."""
         return "nvme" in (self.weight_tier, self.optimizer_tier) or self.offload.wants_store
 
     @property
     def dtype(self) -> Literal["bf16", "fp16", "fp32"]:
+        """Dtype of the weights that compute uses."""
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     @property
     def casts_inputs(self) -> bool | None:
-        """Whether inputs take the dtype of the weights, where these have 16 bits; None where the file does not say."""
+        """True if inputs are cast to 16-bit weights' dtype; None if the file leaves this open; False with fp32."""
         block = self.bf16 if self.bf16.enabled else self.fp16
         return block.auto_cast if block.enabled else False
 
     @property
     def steps_per_line(self) -> int:
-        """Steps from one line about training to the next; 0: there is none."""
+        """Steps from one log line about training to the next; 0 for no lines."""
         if self.steps_per_print is None:
             return 10 if self.wall_clock_breakdown or self.memory_breakdown else 0
         return self.steps_per_print
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Modules that the user names as units."""
+        """Modules that the user names as units, DeepSpeed's leaf modules included."""
         leaf = self.zero_optimization.leaf_module
         return tuple(dict.fromkeys((*self.offload.units, *leaf.classes, *leaf.names)))
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """One line for each kind of key that has no effect here."""
+        """One line for each kind of key that has no effect in this library."""
         zero, (tuning, unsupported, _) = self.zero_optimization, self._found
         named = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
         on_disk = "nvme" in (self.weight_tier, self.optimizer_tier) or self.offload.wants_store

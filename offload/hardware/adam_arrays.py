@@ -1,4 +1,4 @@
-"""Arrays of an update, for benchmarks and for the probe."""
+"""Tensors of an optimizer step, for benchmarks and for the probe."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ _NOISE = 1 << 22
 
 
 class Arrays:
-    """Values as in training: weights of 0.02, gradients of 1e-3, moments that belong to them. Nothing is denormal.
+    """Tensors with values as in training: weights of 0.02, gradients of 1e-3, and matching moments. None is denormal.
 
-    All lie on 2 MiB pages, as the arena of the engine does.
+    All are allocated on 2 MiB pages, like the host arena of the engine.
+
+    Args:
+        numel: elements of each tensor.
+        weight_dtype: dtype of the weights; bf16 adds the low bits of the master, fp16 the master.
+        grad_dtype: dtype of the gradients.
     """
 
     def __init__(self, numel: int, weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
@@ -35,12 +40,13 @@ class Arrays:
 
     @property
     def partition(self) -> Partition:
+        """The tensors as arguments of `kernels.update`."""
         moments = (self.exp_avg, self.exp_avg_sq)
         return Partition(self.weight, self.grad, moments, self.residual, self.half_master)
 
     @property
     def bytes_per_parameter(self) -> int:
-        """That a step must move."""
+        """Bytes that a step must read and write for each parameter."""
         beside = 4 if self.half_master is not None else 2 if self.residual is not None else 0
         written = self.weight.itemsize + beside + 8
         read = written - (2 if self.half_master is not None else 0)  # an fp16 weight is only written
@@ -48,12 +54,14 @@ class Arrays:
 
 
 def aligned_like(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a zeroed (numel,) CPU tensor on 2 MiB pages, which the tensor owns."""
     return torch.frombuffer(aligned_empty(numel * dtype.itemsize), dtype=dtype)
 
 
 def _noise(numel: int, scale: float) -> torch.Tensor:
-    """In pieces: no call takes long, so that a signal is obeyed between them."""
+    """Returns (numel,) fp32 of normally distributed values with standard deviation `scale`."""
     values, generator = aligned_like(numel, torch.float32), torch.Generator().manual_seed(0)
+    # In chunks: a call that takes long would delay signals such as Ctrl-C.
     for start in range(0, numel, _NOISE):
         values[start : start + _NOISE].normal_(0, scale, generator=generator)
     return values

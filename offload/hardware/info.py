@@ -1,4 +1,4 @@
-"""What this machine gives, which way is taken and why: what a bug report should hold."""
+"""A report on this machine for bug reports: its properties, the choices that follow from them, and the reasons."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PACKAGES = ("offload", "torch", "numpy", "transformers", "safetensors", "pydant
 
 
 def machine() -> dict[str, Any]:
-    """Processor, memory, kernel, versions."""
+    """Returns processor, cores, bytes of memory, kernel and versions."""
     return {
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -39,7 +39,8 @@ def machine() -> dict[str, Any]:
 
 
 def io() -> dict[str, Any]:
-    """Which backend is taken, why none before it; pages of 2 MiB; limits."""
+    """Returns the I/O backend with the reasons against earlier ones, 2 MiB pages, registered memory and limits."""
+    # Each backend is opened and closed; the first that works is the choice of "auto".
     refused = refusals()
     taken = next(name for name in BACKENDS if refused[name] is None)
     return {
@@ -57,12 +58,16 @@ def io() -> dict[str, Any]:
 
 
 def drive(folder: str) -> dict[str, Any]:
-    """The file system under `folder`: its type, disks, room, and whether O_DIRECT works. Errors are `IoError`."""
+    """Returns the file system under `folder`: type, disks, free bytes, and True if O_DIRECT works.
+
+    Raises `IoError` if the folder does not exist or a file cannot be created in it.
+    """
     path = os.path.realpath(folder)
     if not os.path.isdir(path):
         raise IoError(folder, 0, 0, errno.ENOTDIR if os.path.exists(path) else errno.ENOENT, "look at")
     mount = _mount_of(path)
     probe = Path(path) / f".offload-info.{os.getpid()}"
+    # Only an open shows if the file system accepts O_DIRECT.
     try:
         with DirectFile(probe, create=True) as file:
             direct = file.direct
@@ -81,7 +86,7 @@ def drive(folder: str) -> dict[str, Any]:
 
 
 def advice(facts: dict[str, Any]) -> list[str]:
-    """What to change on this machine, in plain words; empty where all is well."""
+    """Returns advice on what to change on this machine, one line each; empty if there is none."""
     about_io, found = facts["io"], []
     if about_io["backend"] != BACKENDS[0]:
         found.append(
@@ -94,6 +99,7 @@ def advice(facts: dict[str, Any]) -> list[str]:
             f"that were tried (docs/benchmarks): transparent huge pages are {pages['setting'] or 'not there'}; "
             "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         )
+    # Registration saves the look-up of pages for each block. Other backends than io_uring have none.
     known = about_io["registered"]
     if about_io["backend"] == "io_uring" and known["got_bytes"] < known["asked_bytes"]:
         got, asked = format_size(known["got_bytes"]), format_size(known["asked_bytes"])
@@ -115,6 +121,7 @@ def advice(facts: dict[str, Any]) -> list[str]:
 
 
 def _of_machine(facts: dict[str, Any]) -> list[str]:
+    """Returns advice on processor and GPUs."""
     found, cards = [], facts["gpus"]
     if facts["kernels"]["isa"] == "scalar":
         found.append(f"kernels go without vector instructions, many times slower: {facts['kernels']['why']}")
@@ -127,6 +134,7 @@ def _of_machine(facts: dict[str, Any]) -> list[str]:
 
 
 def _of_disk_to_change(path: str, disk: dict[str, Any]) -> list[str]:
+    """Returns advice on a disk that stores `path`."""
     if disk["rotational"]:
         return [f"{path} lies on {disk['name']}, which turns: paging wants an SSD"]
     if _narrow(disk["link"]):
@@ -135,11 +143,16 @@ def _of_disk_to_change(path: str, disk: dict[str, Any]) -> list[str]:
 
 
 def _narrow(link: dict[str, Any] | None) -> bool:
+    """Returns True if a link uses fewer lanes than the device supports."""
     return link is not None and link["lanes"] < link["most_lanes"]
 
 
 def facts(folders: Sequence[str] = ()) -> dict[str, Any]:
-    """All of it, with what is known of the drive under each folder."""
+    """Returns the whole report.
+
+    Args:
+        folders: folders whose drives are included; an error of a folder is reported in place of its drive.
+    """
     found: dict[str, Any] = {
         "machine": machine(),
         "kernels": arithmetic(),
@@ -152,13 +165,14 @@ def facts(folders: Sequence[str] = ()) -> dict[str, Any]:
     for folder in folders:
         try:
             found["drives"].append(drive(folder))
+        # One bad folder must not hide the rest of the report.
         except IoError as error:
             found["drives"].append({"path": folder, "error": str(error)})
     return found | {"advice": advice(found)}
 
 
 def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """`facts` for people: names and values."""
+    """Returns the report for people, as pairs of name and value."""
     host, about_io = found["machine"], found["io"]
     pages, events, locked = about_io["huge_pages"], about_io["libaio_events"], about_io["memlock_bytes"]
     shape, known = about_io["defaults"], about_io["registered"]
@@ -191,6 +205,7 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _of_arithmetic(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns lines about the kernels."""
     threads = f"{count_of(found['threads'], 'thread')} ({found['threads_why']})"
     return [
         ("kernels", f"{found['isa']} ({found['why']}), {threads}"),
@@ -199,6 +214,7 @@ def _of_arithmetic(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _of_memory(found: dict[str, Any], numa: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Returns lines about memory; NUMA nodes are listed if there are several."""
     limit = found["limit_bytes"]
     of_group = "no limit of a cgroup" if limit is None else f"limited to {format_size(limit)} by the cgroup"
     told = [("memory", f"{format_size(found['total_bytes'])}, {of_group}, {format_size(found['free_bytes'])} free")]
@@ -209,6 +225,7 @@ def _of_memory(found: dict[str, Any], numa: Sequence[dict[str, Any]]) -> list[tu
 
 
 def _of_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns lines about GPUs, or one with the reason why there is none."""
     if not found["devices"]:
         return [("GPU", f"none: {found['why']}")]
     told = []
@@ -220,51 +237,61 @@ def _of_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _of_disk(disk: dict[str, Any]) -> str:
+    """Returns model, kind and link of a disk in words."""
     kind = {True: "turns", False: "solid state", None: ""}[disk["rotational"]]
     how = "" if disk["link"] is None else _of_link(disk["link"])
     return ", ".join(filter(None, (disk["model"], kind, how))) or "nothing known"
 
 
 def _of_link(link: dict[str, Any]) -> str:
-    """At rest a device lowers its speed, so the most is what counts; of lanes those that are there."""
+    """Returns lanes and speed of a link in words: current lanes, but the maximum speed.
+
+    A device at rest lowers its speed, so the current speed would mislead.
+    """
     return f"{link['lanes']} of {link['most_lanes']} lanes of {link['most_speed']}"
 
 
 def _huge_pages() -> dict[str, Any]:
-    """What the system says, and what it gives: memory is asked for, touched and looked at."""
+    """Returns the system's setting for huge pages, and True if a buffer that is touched is granted them."""
     setting = text("/sys/kernel/mm/transparent_hugepage/enabled")
     chosen = setting.partition("[")[2].partition("]")[0]
     buffer = aligned_empty(8 * MIB)
+    # One write to each page: the kernel allocates pages when they are first touched.
     buffer[::4096] = bytes(len(buffer) // 4096)
+    # Half is enough: with fragmented memory the kernel mixes both sizes.
     return {"setting": chosen, "granted": huge_page_share(buffer) >= 0.5}
 
 
 def _registered() -> dict[str, int]:
-    """How much of some memory the kernel registers for a queue (io_uring alone does)."""
+    """Returns how many bytes of a trial buffer the kernel registers for a queue. Only io_uring registers any."""
     buffer = aligned_empty(16 * MIB)
     with IoQueue() as queue:
         return {"asked_bytes": len(buffer), "got_bytes": queue.register(buffer)}
 
 
 def _memlock() -> int | None:
+    """Returns the limit on locked memory in bytes; None without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _mount_of(path: str) -> tuple[str, str]:
-    """Device and type of the file system that `path` lies on."""
+    """Returns device and type of the file system that contains `path`."""
     found = [part for part in psutil.disk_partitions(all=True) if Path(path).is_relative_to(part.mountpoint)]
-    # Of two on one place the later one is seen.
+    # The mount point with the longest path is the innermost one. If two file systems are mounted on one folder, the
+    # later mount hides the earlier one.
     longest = max(reversed(found), key=lambda part: len(part.mountpoint), default=None)
     return (longest.device, longest.fstype) if longest else ("?", "?")
 
 
 def _version(name: str) -> str | None:
+    """Returns the version of an installed package, or None."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
     return None
 
 
 def _number(path: str) -> int | None:
+    """Returns the number that a file contains, or None."""
     said = text(path).strip()
     return int(said) if said.isdigit() else None

@@ -1,6 +1,6 @@
-"""What the machine is, as the system tells it: processors and their nodes, memory and its limit, GPUs, disks.
+"""Facts about the machine as the system reports them: processors and NUMA nodes, memory and limits, GPUs, disks.
 
-Nothing is measured and nothing is touched. What the system does not say is None, or left out.
+Nothing is measured and nothing is written. A fact that the system does not report is None or left out.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from offload.swapper.memory.device import memory_node, pci_address
 from offload.swapper.memory.limits import free_host_memory, memory_limits
 
 _FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16")
-"""Those that kernels, casts or matrix products use."""
+"""Instruction sets that kernels, casts or matrix products use."""
 _SYSTEM = Path("/sys")
 
 
 def processor() -> str:
+    """Returns the model name of the processor, or its architecture if the name is unknown."""
     for line in text("/proc/cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -33,7 +34,7 @@ def processor() -> str:
 
 
 def arithmetic() -> dict[str, Any]:
-    """Which kernels are taken and why, what the processor has for them, and how many threads run them."""
+    """Returns the kernels in use with the reason, the processor's instruction sets and the number of threads."""
     asked, threads = os.environ.get("OFFLOAD_ISA"), os.environ.get("OFFLOAD_THREADS")
     supported = _native.supported_isas()
     return {
@@ -47,16 +48,17 @@ def arithmetic() -> dict[str, Any]:
 
 
 def features(cpuinfo: str) -> list[str]:
-    """Of `_FEATURES` those that the first processor has."""
+    """Returns the names of `_FEATURES` that the first processor in `cpuinfo` supports."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
+    # The line is called "flags" on x86 and "Features" on ARM.
     flags = next((set(said.split()) for name, _, said in lines if name.strip() in ("flags", "Features")), set())
     return [name for name in _FEATURES if name in flags]
 
 
 def memory() -> dict[str, Any]:
-    """Bytes of RAM, of the limit of this process's cgroup, and what it may still take."""
+    """Returns bytes of RAM, of the limit of this process's cgroup, and bytes that the process may still allocate."""
     total = psutil.virtual_memory().total
-    limits = [limit for limit, _ in memory_limits() if limit < total]  # an older kernel's word for none is 2**63
+    limits = [limit for limit, _ in memory_limits() if limit < total]  # older kernels report 2**63 for no limit
     return {
         "total_bytes": total,
         "limit_bytes": min(limits, default=None),
@@ -65,7 +67,7 @@ def memory() -> dict[str, Any]:
 
 
 def nodes(system: Path = _SYSTEM) -> list[dict[str, Any]]:
-    """NUMA nodes: their processors, and bytes of their memory."""
+    """Returns the NUMA nodes with their processors and bytes of memory."""
     found = []
     for folder in sorted((system / "devices/system/node").glob("node[0-9]*"), key=lambda each: int(each.name[4:])):
         words = next((line.split() for line in text(folder / "meminfo").splitlines() if "MemTotal:" in line), None)
@@ -83,7 +85,7 @@ def nodes(system: Path = _SYSTEM) -> list[dict[str, Any]]:
 
 
 def gpus(system: Path = _SYSTEM) -> dict[str, Any]:
-    """Those that torch may compute on, each with its link; and why there is none."""
+    """Returns the GPUs that torch may use, each with its PCIe link, or the reason why there is none."""
     if not torch.cuda.is_available():
         return {"why": _no_gpu(system), "cuda": torch.version.cuda, "devices": []}
     devices = [_gpu(index, system) for index in range(torch.cuda.device_count())]
@@ -91,7 +93,9 @@ def gpus(system: Path = _SYSTEM) -> dict[str, Any]:
 
 
 def _no_gpu(system: Path) -> str:
+    """Returns the reason why torch finds no GPU, with the number of NVIDIA cards on the PCI bus."""
     built = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
+    # A card on the bus that torch does not see points to a missing driver or a CPU build of torch.
     cards = [each for each in (system / "bus/pci/devices").glob("*") if _is_nvidia(each)]
     return f"torch {torch.__version__} {built}" + (
         f", and {count_of(len(cards), 'NVIDIA GPU is', 'NVIDIA GPUs are')} there" if cards else ""
@@ -99,10 +103,12 @@ def _no_gpu(system: Path) -> str:
 
 
 def _is_nvidia(device: Path) -> bool:
+    """Returns True if a PCI device is a display controller (class 0x03) of NVIDIA (vendor 0x10de)."""
     return text(device / "vendor").strip() == "0x10de" and text(device / "class").startswith("0x03")
 
 
 def _gpu(index: int, system: Path) -> dict[str, Any]:
+    """Returns name, bytes of memory, compute capability, PCI address, NUMA node and link of a GPU."""
     about = torch.cuda.get_device_properties(index)
     address = pci_address(about)
     return {
@@ -116,9 +122,12 @@ def _gpu(index: int, system: Path) -> dict[str, Any]:
 
 
 def link(device: Path) -> dict[str, Any] | None:
-    """The PCIe link of a device's folder: lanes and speed of now, and the most; None where it has none.
+    """Returns lanes and speed of a device's PCIe link, current and maximum; None if the device has no link.
 
-    The speed of now is that of a device at rest, which many lower.
+    The current speed is that of a device at rest, which many devices lower.
+
+    Args:
+        device: folder of the device under /sys.
     """
     names = ("current_link_width", "max_link_width", "current_link_speed", "max_link_speed")
     said = [text(device / name).strip() for name in names]
@@ -131,16 +140,24 @@ def link(device: Path) -> dict[str, Any] | None:
 
 
 def disks(folder: str, device: str, system: Path = _SYSTEM) -> list[dict[str, Any]]:
-    """The disks below the file system of `folder`, which is mounted from `device`; none for memory or a network."""
+    """Returns the disks below the file system of `folder`; none for memory or a network.
+
+    Args:
+        folder: a folder on the file system.
+        device: device from which the file system is mounted.
+        system: /sys, or a copy of it.
+    """
     number = os.stat(folder).st_dev
-    if os.major(number) == 0 and device.startswith("/dev/") and os.path.exists(device):  # such as btrfs
+    if (
+        os.major(number) == 0 and device.startswith("/dev/") and os.path.exists(device)
+    ):  # btrfs, for example, reports an anonymous device number: take the mounted device's
         number = os.stat(device).st_rdev
     place = system / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
     return [_disk(each) for each in _whole(place.resolve())] if place.exists() else []
 
 
 def _whole(device: Path) -> list[Path]:
-    """The disks that a partition, a mapping or an array of disks lies on."""
+    """Returns the disks below a partition, a mapping or an array of disks."""
     below = sorted((device / "slaves").glob("*"))
     if below:
         return list(dict.fromkeys(disk for each in below for disk in _whole(each.resolve())))
@@ -148,20 +165,21 @@ def _whole(device: Path) -> list[Path]:
 
 
 def _disk(device: Path) -> dict[str, Any]:
-    """Of a folder of /sys/block."""
+    """Returns name, model, rotation and PCIe link of a disk, given its folder in /sys/block."""
+    # An NVMe disk's `device` is its controller, whose own `device` is the PCI function with the link.
     controller = (device / "device").resolve()
     model = text(device / "device/model").strip() or None
     return {
         "name": device.name,
         "model": model,
-        # What a guest is lent has no model, and says that it turns whatever it lies on.
+        # A virtual disk has no model and reports that it rotates, even on a solid-state drive of the host.
         "rotational": None if model is None else text(device / "queue/rotational").strip() == "1",
         "link": link(controller / "device") or link(controller),
     }
 
 
 def text(path: str | Path) -> str:
-    """What a file says; nothing where it cannot be read."""
+    """Returns the content of a file, or "" if the file cannot be read."""
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError):

@@ -1,11 +1,11 @@
-"""The optimizer's arithmetic on the CPU: fused steps, split master weights, gradient sums.
+"""The arithmetic of the optimizer on the CPU: fused steps, split master weights, sums of gradients.
 
-Every function takes flat contiguous CPU tensors of one length, owned by the caller, and works in
-place with the GIL released. The results have the same bits for every instruction set, number of
-threads and cut of the tensors into calls. Autograd does not see the writes. Tensors must not overlap.
+Every function takes flat contiguous CPU tensors of one length, owned by the caller, and works in place with the GIL
+released. Tensors must not overlap. Autograd does not see the writes. Results have the same bits for every instruction
+set, number of threads and division of the tensors into calls.
 
-Environment, read at import: OFFLOAD_THREADS (default: the cores this process may use) and
-OFFLOAD_ISA (scalar, avx2, avx512, neon; default: the best that there is).
+Two environment variables are read at import: OFFLOAD_THREADS (default: the cores that this process may use) and
+OFFLOAD_ISA (scalar, avx2, avx512 or neon; default: the best that the processor supports).
 """
 
 from __future__ import annotations
@@ -50,5 +50,5 @@ _native.configure(isa_from(os.environ, _native.supported_isas()), threads_from(o
 
 
 def thread_count() -> int:
-    """Threads that one call may use, the calling thread included."""
+    """Returns the number of threads that one call may use, the calling thread included."""
     return _native.thread_count()

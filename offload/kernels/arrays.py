@@ -1,4 +1,4 @@
-"""Tensors as the native kernels take them: checked, then an address."""
+"""Validation of tensors for the native kernels, which receive addresses."""
 
 from __future__ import annotations
 
@@ -13,21 +13,41 @@ _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def element(dtype: torch.dtype) -> int:
-    """The number that the native code has for `dtype`."""
+    """Returns the number that the native code uses for `dtype`."""
     return _ELEMENTS[dtype]
 
 
 def length(name: str, tensor: torch.Tensor) -> int:
-    """Elements of `tensor`."""
+    """Returns the number of elements of `tensor`.
+
+    Args:
+        name: name of the argument, for the message.
+        tensor: any tensor.
+
+    Raises:
+        TypeError: the argument is no tensor.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     return tensor.numel()
 
 
 def address(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], numel: int, when: str = "") -> int:
-    """The address of `tensor`'s data, if it is a flat contiguous CPU tensor of `numel` elements."""
+    """Returns the address of the data of `tensor`, once every property that the native code relies on is checked.
+
+    Args:
+        name: name of the argument, for messages.
+        tensor: (numel,), contiguous, on the CPU; the caller remains its owner.
+        dtypes: dtypes that are allowed.
+        numel: expected number of elements.
+        when: words for messages that explain under which condition `dtypes` holds.
+
+    Raises:
+        TypeError: wrong type or dtype.
+        ValueError: wrong device, shape, stride or storage.
+    """
     if type(tensor) is not torch.Tensor:
-        length(name, tensor)  # a Parameter or another subclass passes
+        length(name, tensor)  # a Parameter or another subclass is accepted
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"{name}: expected {when}a tensor of {expected}, got {tensor.dtype}")

@@ -1,8 +1,8 @@
-"""The AdamW step and sums of squares on a CUDA device, with the bits of the CPU's.
+"""The AdamW step and sums of squares on a CUDA device, bitwise equal to those of the CPU.
 
-They need CuPy: pip install 'offload[cuda12]' or [cuda13]. Not verified on a GPU yet. The arithmetic was run on a CPU,
-compiled as C++ (tests/test_kernels_cuda.py); NVRTC compiles it for each architecture without a fused or approximate
-operation (tests/test_kernels_nvrtc.py).
+The kernels need CuPy: pip install 'offload[cuda12]' or [cuda13]. They are not yet verified on a GPU. The arithmetic was
+run on a CPU, compiled as C++ (tests/test_kernels_cuda.py). NVRTC compiles it for each architecture without a fused or
+approximate operation (tests/test_kernels_nvrtc.py).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from offload.kernels.steps import AdamWStep, Segment
 from offload.kernels.update import Partition, check_beside, check_segments
 
 BLOCK = 4096
-"""Elements whose squares are added lane by lane: see native/sums_body.h."""
+"""Elements of a block whose squares are added lane by lane: see [Note: sums] in native/sums_body.h."""
 WEIGHTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GRADS = WEIGHTS
 _THREADS, _MOST_BLOCKS = 256, 1 << 16
-# Rounding is that of the intrinsics; these are for what a compiler might do beside them.
+# The kernels round through intrinsics. These options keep the compiler from fusing or approximating anything else.
 _OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scalars:
-    """A step's numbers as the kernel takes them: computed in double, rounded to fp32 once (native/adamw.cpp)."""
+    """The numbers of a step as the kernel takes them: computed in double, rounded to fp32 once (native/adamw.cpp)."""
 
     grad_scale: float
     keep: float
@@ -48,10 +48,10 @@ class Scalars:
 
     @classmethod
     def of(cls, step: AdamWStep) -> Scalars:
-        """Those of `step`."""
+        """Returns the scalars of `step`."""
         l2 = not step.decoupled and step.weight_decay != 0
         weight = np.float32(1 - step.beta1)
-        far = abs(float(weight)) >= 0.5  # where Tensor.lerp_ changes its formula
+        far = abs(float(weight)) >= 0.5  # Tensor.lerp_ switches its formula at 0.5
         return cls(
             grad_scale=step.grad_scale,
             keep=1.0 if l2 else 1 - step.lr * step.weight_decay,
@@ -68,7 +68,7 @@ class Scalars:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """The fp32 arguments of the kernel, in its order (`adamw.cu`)."""
+        """Floating-point arguments of the kernel, in the order of `adamw.cu`."""
         return (
             self.grad_scale,
             self.keep,
@@ -83,14 +83,24 @@ class Scalars:
 
     @property
     def choices(self) -> tuple[bool, ...]:
-        """The int arguments of the kernel, which come after the numbers."""
+        """Integer arguments of the kernel, which follow the numbers."""
         return self.lerp_from_grad, self.l2
 
 
 def update(partition: Partition, segments: Sequence[Segment]) -> None:
-    """`kernels.update` for AdamW, of tensors on one CUDA device, on torch's current stream. fp32 moments.
+    """Queues AdamW steps on torch's current stream, in place. Does for CUDA tensors what `kernels.update` does on the
+    CPU.
 
-    Returns when the work is queued. `ConfigError` without CuPy.
+    Returns once the work is queued.
+
+    Args:
+        partition: contiguous (numel,) tensors on one CUDA device; the moments are exp_avg and exp_avg_sq in fp32.
+        segments: ordered, disjoint ranges of elements, each with an `AdamWStep`.
+
+    Raises:
+        ValueError: wrong device, shape or order of segments.
+        TypeError: wrong dtype or another rule than AdamW.
+        ConfigError: CuPy is not installed.
     """
     weight, grad = partition.weight, partition.grad
     beside = partition.residual if partition.residual is not None else partition.master
@@ -117,6 +127,7 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
     if len(partition.moments) != 2 or any(moment.dtype is not torch.float32 for moment in partition.moments):
         raise TypeError("moments: expected two of torch.float32")
     kernel = _kernel("adamw", WEIGHTS[weight.dtype], GRADS[grad.dtype])
+    # One launch for each segment, all on one stream, so that the stream orders them with the work around.
     for start, stop, step in segments:
         assert isinstance(step, AdamWStep)
         if start == stop:
@@ -130,10 +141,18 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
 
 
 def sum_squares(values: torch.Tensor, chunk: int) -> torch.Tensor:
-    """(ceil(numel / chunk),) float64 on the device: `kernels.sum_squares` of each `chunk` elements of `values`.
+    """Queues `kernels.sum_squares` of each `chunk` elements of `values` on torch's current stream.
 
-    `values` is (numel,) bf16, fp16 or fp32, contiguous on a CUDA device. Returns when the work is queued on torch's
-    current stream. `ConfigError` without CuPy.
+    Args:
+        values: (numel,) bf16, fp16 or fp32, contiguous on a CUDA device.
+        chunk: elements of a chunk; the last one may be shorter.
+
+    Returns:
+        (ceil(numel / chunk),) float64 on the device. Readable on the same stream; the call does not wait.
+
+    Raises:
+        ValueError: wrong device, shape, dtype or stride.
+        ConfigError: CuPy is not installed.
     """
     if not values.is_cuda or not values.is_contiguous() or values.dim() != 1 or values.dtype not in GRADS:
         raise ValueError(
@@ -145,44 +164,49 @@ def sum_squares(values: torch.Tensor, chunk: int) -> torch.Tensor:
     chunks, of_chunk = -(-numel // chunk), -(-chunk // BLOCK)
     sums = torch.empty(chunks * of_chunk, dtype=torch.float64, device=device)
     totals = torch.empty(chunks, dtype=torch.float64, device=device)
+    # Two launches: sums of blocks, then of chunks. Each sum has one thread, so its order of additions is fixed.
     if numel:
         grad = GRADS[values.dtype]
         addresses = values.data_ptr(), sums.data_ptr()
         _launch(_kernel("block_sums", 0, grad), len(sums), device, (*addresses, np.uint64(numel), np.uint64(chunk)))
         addresses = sums.data_ptr(), totals.data_ptr()
         _launch(_kernel("chunk_sums", 0, grad), chunks, device, (*addresses, np.uint64(chunks), np.uint64(of_chunk)))
+    # `sums` is freed on return. torch's allocator reuses the memory on this stream alone, after the second kernel.
     return totals
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why these kernels cannot run on a CUDA device, in words; None where they do, which is tried."""
+    """Returns the reason why these kernels cannot run on a CUDA device, or None if a trial run succeeds."""
     try:
         sum_squares(torch.zeros(1, device=device), BLOCK)
     except ConfigError as error:
         return str(error)
-    except Exception as error:  # of CuPy, which has its own for each way in which CUDA and it do not fit
+    except Exception as error:  # CuPy has an exception for each mismatch with CUDA
         return f"CuPy cannot run a kernel: {type(error).__name__}: {error}"
     return None
 
 
 def _launch(kernel: Any, count: int, device: torch.device, arguments: tuple[Any, ...]) -> None:
-    """Start `kernel` on torch's current stream, with a thread for each of `count`.
+    """Starts `kernel` on torch's current stream, with one thread for each of `count` elements up to a bound.
 
-    Addresses are plain numbers: to make an array of CuPy would let streams of CuPy and torch wait for each other.
+    Addresses are passed as plain numbers: making CuPy arrays would let the streams of CuPy and torch wait for each
+    other.
     """
     cupy = _cupy()
     blocks = min(-(-count // _THREADS), _MOST_BLOCKS)
+    # torch allocated and wrote the tensors on this stream, so no event is needed to order the kernel after them.
     stream = torch.cuda.current_stream(device).cuda_stream
     with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream, device.index):
         kernel((blocks,), (_THREADS,), arguments)
 
 
 def source(name: str) -> str:
-    """The CUDA source that has the kernel `name`."""
+    """Returns the CUDA source that contains the kernel `name`."""
     files = ("floats", "adamw") if name == "adamw" else ("floats", "sums")
     return "\n".join(Path(__file__).with_name(f"{file}.cu").read_text() for file in files)
 
 
+# NVRTC compiles at the first launch of each variant, which takes seconds; the cache keeps the compiled kernel.
 @cache
 def _kernel(name: str, weight: int, grad: int) -> Any:
     options = (*_OPTIONS, f"-DWEIGHT={weight}", f"-DGRAD={grad}")

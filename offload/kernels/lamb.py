@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2020) in two passes, since a parameter's step depends on the norms of all of it."""
+"""LAMB (You et al. 2020) in two passes: a parameter's step depends on norms over all of its elements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 4096
 
 
 class LambSegment(NamedTuple):
-    """Elements [start, stop): a whole parameter, or a piece of one that begins at a multiple of `BLOCK` in it."""
+    """Elements [start, stop): a whole parameter, or a range of one whose offset in it is a multiple of `BLOCK`."""
 
     start: int
     stop: int
@@ -25,9 +25,17 @@ class LambSegment(NamedTuple):
 
 
 def lamb(partition: Partition, segments: Sequence[LambSegment]) -> None:
-    """Do the step of each segment, which is a whole parameter. Moments are exp_avg and exp_avg_sq, fp32.
+    """Performs a LAMB step of each segment in place.
 
-    A gradient with inf or NaN spoils the moments of its segment and all its weights: decide before.
+    A gradient with inf or NaN ruins the moments of its segment and all its weights: check the gradient before.
+
+    Args:
+        partition: tensors of one length; the moments are exp_avg and exp_avg_sq in fp32.
+        segments: ordered and disjoint; each is a whole parameter.
+
+    Raises:
+        ValueError: segments out of order, or a tensor of a wrong shape.
+        TypeError: a tensor of a wrong dtype.
     """
     sums = lamb_moments(partition, segments)
     ratios = [lamb_ratio(each.step, [mine]) for each, mine in zip(segments, sums, strict=True)]
@@ -35,15 +43,27 @@ def lamb(partition: Partition, segments: Sequence[LambSegment]) -> None:
 
 
 def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[torch.Tensor]:
-    """The first pass: update the moments, and sum the squares of weights and directions of each segment.
+    """Updates the moments, and sums the squares of weights and directions: the first pass.
 
-    One tensor for each segment, (blocks, 2) float64, a row for each `BLOCK` elements from its start. Of a parameter in
-    several pieces, `lamb_ratio` takes those of all of them in order: the bits are then those of one piece.
+    Args:
+        partition: tensors of one length; the moments are exp_avg and exp_avg_sq in fp32.
+        segments: ordered and disjoint.
+
+    Returns:
+        One (blocks, 2) float64 tensor for each segment: a row [weight, direction] for each `BLOCK` elements from its
+        start.
+        For a parameter in several segments, pass all their tensors to `lamb_ratio` in order: the bits are then those of
+        one segment.
+
+    Raises:
+        ValueError: segments out of order, or a tensor of a wrong shape.
+        TypeError: a tensor of a wrong dtype.
     """
     weight, beside, moments, _, grad, numel = addresses("lamb", 2, partition)
     _check(segments, numel)
     found = []
     for start, stop, step in segments:
+        # One row for each block of a parameter, counted from the segment's start, so that ranks can join their rows.
         sums = torch.zeros(-(-(stop - start) // BLOCK), 2, dtype=torch.float64)
         settings = [float(value) for value in (*step[:7], 1.0)]
         _native.lamb_moments(weight, beside, moments, grad, numel, (start, stop, settings), sums.data_ptr())
@@ -52,18 +72,35 @@ def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[
 
 
 def lamb_ratio(step: LambStep, sums: Sequence[torch.Tensor]) -> float:
-    """|weight| over |direction| of a parameter, within the bounds of `step`; 1 where either norm is zero."""
+    """Returns the trust ratio |weight| / |direction| within the bounds of `step`, or 1 if either norm is zero.
+
+    Args:
+        step: hyperparameters, of which the bounds are used.
+        sums: results of `lamb_moments` for all segments of one parameter, in order.
+    """
     weight = direction = 0.0
+    # Added in double, one after the other: the order fixes the bits, however many segments the parameter has.
     for piece in sums:
         for w, u in piece.tolist():
             weight, direction = weight + w, direction + u
+    # As in DeepSpeed: a parameter of zeros must be able to leave zero.
     if weight == 0 or direction == 0:
         return 1.0
     return min(max(math.sqrt(weight) / math.sqrt(direction), step.min_ratio), step.max_ratio)
 
 
 def lamb_move(partition: Partition, segments: Sequence[LambSegment], ratios: Sequence[float]) -> None:
-    """The second pass: move the weights, each segment by its ratio."""
+    """Moves the weights, each segment by its ratio: the second pass.
+
+    Args:
+        partition: the tensors that were passed to `lamb_moments`.
+        segments: the segments that were passed to `lamb_moments`.
+        ratios: the trust ratio of each segment.
+
+    Raises:
+        ValueError: segments out of order, or a tensor of a wrong shape.
+        TypeError: a tensor of a wrong dtype.
+    """
     _check(segments, partition.weight.numel())
     run(
         "lamb",
@@ -74,6 +111,7 @@ def lamb_move(partition: Partition, segments: Sequence[LambSegment], ratios: Seq
 
 
 def _check(segments: Sequence[LambSegment], numel: int) -> None:
+    """Raises `ValueError` unless the segments are ordered, disjoint, within `numel` elements and at step 1 or later."""
     end = 0
     for start, stop, step in segments:
         if not end <= start <= stop <= numel:

@@ -1,4 +1,4 @@
-"""AdamW on the CPU with these kernels, for any loop that takes a torch optimizer."""
+"""A torch optimizer that runs AdamW on the CPU with these kernels, for any training loop."""
 
 from __future__ import annotations
 
@@ -18,14 +18,28 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class CPUAdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` (or Adam, with `decoupled=False`) in one fused pass over CPU parameters.
 
-    A 16-bit parameter has an exact fp32 master: of bf16 in two halves (2 bytes more each, state "residual"), of fp16
-    beside it (state "master"). Moments are fp32, or bf16 with `moment_dtype` (each new value is rounded to it).
-    `grad_scale`, which each group may change, multiplies gradients: a clip coefficient, or one over the loss scale.
-    Gradients may be fp32, bf16 or fp16, and are only read. The bits do not depend on threads or instruction set. For
-    one thread at a time.
+    A 16-bit parameter has an exact fp32 master. The master of a bf16 parameter consists of the parameter and 2 more
+    bytes for each element (state "residual"); that of an fp16 parameter is stored in full (state "master"). Moments are
+    fp32, or bf16 with `moment_dtype` (each new value is rounded to bf16). Gradients may be fp32, bf16 or fp16, and are
+    only read. The bits do not depend on threads or instruction set. One thread at a time may use an optimizer.
 
-    A 16-bit parameter that is changed between steps, in place or by `.data =`, gets a new master: what it was changed
-    to. (`parameter.data.copy_` goes unnoticed, as it does in autograd.)
+    Each group's `grad_scale`, which may change between steps, multiplies its gradients: a clip coefficient, or one over
+    the loss scale.
+
+    A 16-bit parameter that is changed between steps, in place or by `.data =`, gets a new master equal to its new
+    value. (`parameter.data.copy_` goes unnoticed, as it does in autograd.)
+
+    Args:
+        params: parameters on the CPU in fp32, bf16 or fp16, or groups of them.
+        lr: learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the denominator.
+        weight_decay: decay of the weights.
+        decoupled: False adds the decay to the gradient, as `torch.optim.Adam` does.
+        moment_dtype: torch.float32 or torch.bfloat16.
+
+    Raises:
+        ConfigError: a setting is out of range, or a parameter has another device or dtype.
     """
 
     def __init__(
@@ -44,12 +58,21 @@ class CPUAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults | {"moment_dtype": moment_dtype, "grad_scale": 1.0})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As torch's, of a pickle too."""
+        """Restores the optimizer, also from a pickle."""
         super().__setstate__(state)
+        # Marks are addresses of this process and of these tensors: useless after a load.
         self._seen = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; `ConfigError` for a setting out of range, or a parameter that the kernels have no form for."""
+        """Adds a group, as in torch.
+
+        Args:
+            param_group: the parameters and their settings.
+
+        Raises:
+            ConfigError: a setting is out of range, or the kernels do not support a parameter. The group is then not
+                added.
+        """
         super().add_param_group(param_group)
         try:
             _check_group(self.param_groups[-1])
@@ -59,25 +82,40 @@ class CPUAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
+        """Updates every parameter that has a gradient.
+
+        Args:
+            closure: reevaluates the model and returns the loss; called once, with gradients enabled.
+
+        Returns:
+            The result of `closure`, or None without one.
+
+        Raises:
+            ConfigError: a gradient is sparse or has another device or dtype. No parameter has changed then.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         todo = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        # All or none: what cannot be done is found before anything is.
+        # All or none: every gradient is checked before the first parameter changes.
         ready = [(p, _gradient(p), group) for p, group in todo]
         for parameter, gradient, group in ready:
             self._update(parameter, gradient, group)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, also of a `torch.optim.AdamW` or `Adam`, and of parameters in another dtype.
+        """Loads a state as in torch, also of a `torch.optim.AdamW` or `Adam`, and of parameters in another dtype.
 
-        A master that is not in it begins as the parameter is. `ConfigError` where shapes differ, and for options
-        that the kernel has not (amsgrad, maximize).
+        A master that `state_dict` does not contain starts as a copy of the parameter.
+
+        Args:
+            state_dict: a result of `state_dict()`; its tensors are copied.
+
+        Raises:
+            ConfigError: shapes differ, or an option is set that the kernel does not support (amsgrad, maximize).
         """
-        given: list[dict[str, Any]] = []  # as the hooks of the user leave it
+        given: list[dict[str, Any]] = []  # the content after the user's own hooks have run
         hook = self.register_load_state_dict_pre_hook(lambda _, loaded: given.append(loaded))
         try:
             super().load_state_dict(state_dict)
@@ -86,7 +124,7 @@ class CPUAdamW(torch.optim.Optimizer):
         saved = (index for group in given[0]["param_groups"] for index in group["params"])
         mine = (parameter for group in self.param_groups for parameter in group["params"])
         for index, parameter in zip(saved, mine, strict=True):
-            # torch has given states the dtype of the parameter.
+            # torch has cast the states to the parameter's dtype, which loses fp32 moments: take the originals.
             for key, value in given[0]["state"].get(index, {}).items():
                 self.state[parameter][key] = value
         self._seen = {}
@@ -103,11 +141,12 @@ class CPUAdamW(torch.optim.Optimizer):
                     _adopt(parameter, self.state[parameter])
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        """Performs the step of one parameter. `gradient` is (numel,), contiguous."""
         state = self.state[parameter]
         if not state:
             _begin(parameter, group["moment_dtype"], state)
         elif state["exp_avg"].shape != parameter.shape or _beside(parameter) != {"residual", "master"} & set(state):
-            _adopt(parameter, state)  # its dtype was changed
+            _adopt(parameter, state)  # the parameter's dtype or shape was changed
         elif self._seen.get(parameter, _mark(parameter)) != _mark(parameter):
             _follow(parameter, state)
         beta1, beta2 = group["betas"]
@@ -121,7 +160,7 @@ class CPUAdamW(torch.optim.Optimizer):
             grad_scale=float(group["grad_scale"]),
             decoupled=bool(group["decoupled"]),
         )
-        # States are contiguous; of a parameter that is not, the kernel gets a copy.
+        # States are contiguous. If the parameter is not, the kernel updates a copy, which is written back below.
         flat = parameter.detach().contiguous().view(-1)
         partition = Partition(
             flat,
@@ -135,11 +174,13 @@ class CPUAdamW(torch.optim.Optimizer):
         if flat.data_ptr() != parameter.data_ptr():
             parameter.copy_(flat.view(parameter.shape))
         else:
+            # The kernel writes behind autograd's back; a graph that saved the old values must notice.
             torch.autograd.graph.increment_version(parameter)
         self._seen[parameter] = _mark(parameter)
 
 
 def _check_group(group: dict[str, Any]) -> None:
+    """Raises `ConfigError` if a setting is out of range or a parameter is not supported."""
     for name in ("lr", "eps", "weight_decay"):
         if not 0 <= float(group[name]) < float("inf"):
             raise ConfigError(f"{name}: expected a number from 0, got {group[name]}")
@@ -156,7 +197,10 @@ def _check_group(group: dict[str, Any]) -> None:
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter's gradient as the kernel takes it: (numel,), contiguous."""
+    """Returns the parameter's gradient as the kernel takes it: (numel,), contiguous.
+
+    Raises `ConfigError` if the gradient is sparse or has another device or dtype.
+    """
     gradient = parameter.grad
     assert gradient is not None
     if gradient.layout is not torch.strided or gradient.dtype not in _DTYPES or gradient.device.type != "cpu":
@@ -168,11 +212,12 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _beside(parameter: torch.Tensor) -> set[str]:
-    """The state that holds the rest of the parameter's master."""
+    """Returns the names of the states that complete the parameter's master."""
     return {torch.bfloat16: {"residual"}, torch.float16: {"master"}}.get(parameter.dtype, set())
 
 
 def _begin(parameter: torch.Tensor, moment_dtype: torch.dtype, state: dict[str, Any]) -> None:
+    """Initializes the state of a parameter before its first step."""
     state["step"] = 0
     for name in ("exp_avg", "exp_avg_sq"):
         state[name] = torch.zeros(parameter.shape, dtype=moment_dtype)
@@ -180,19 +225,25 @@ def _begin(parameter: torch.Tensor, moment_dtype: torch.dtype, state: dict[str, 
 
 
 def _begin_master(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    """Initializes the master of a 16-bit parameter to the parameter's value."""
     if parameter.dtype is torch.bfloat16:
+        # Zero low bits: the master is the bf16 value itself.
         state["residual"] = torch.zeros(parameter.shape, dtype=torch.int16)
     elif parameter.dtype is torch.float16:
         state["master"] = parameter.detach().float().contiguous()
 
 
 def _adopt(parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    """Make a state that was loaded, or is of another dtype, one of this parameter."""
+    """Converts a state that was loaded, or belongs to another dtype, to one of this parameter.
+
+    Raises `ConfigError` if a moment is missing or has another number of elements.
+    """
     state["step"] = int(state.get("step", 0))
     for name in ("exp_avg", "exp_avg_sq"):
         if name not in state or state[name].numel() != parameter.numel():
             got = tuple(state[name].shape) if name in state else "none"
             raise ConfigError(f"{name}: expected shape {tuple(parameter.shape)} as the parameter has, got {got}")
+        # The moments keep the precision that they were saved in; fp16 moments, which kernels do not support, widen.
         dtype = torch.bfloat16 if state[name].dtype is torch.bfloat16 else torch.float32
         state[name] = state[name].to(dtype).contiguous().clone().view(parameter.shape)
     wanted = _beside(parameter)
@@ -206,14 +257,15 @@ def _adopt(parameter: torch.Tensor, state: dict[str, Any]) -> None:
 
 
 def _mark(parameter: torch.Tensor) -> tuple[int, int]:
-    """What changes when somebody else writes a parameter."""
+    """Returns a value that changes when somebody else writes to the parameter or replaces its data."""
     return parameter._version, parameter.data_ptr()
 
 
 def _follow(parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    """Give a 16-bit parameter that was changed a master that is it."""
+    """Resets the master of a 16-bit parameter that was changed between steps."""
     if parameter.dtype is torch.bfloat16:
         state["residual"].zero_()
     elif parameter.dtype is torch.float16:
         weight, master = parameter.detach(), state["master"]
+        # Elements that still round to their weight keep the precision of their master.
         state["master"] = torch.where(master.half() == weight, master, weight.float()).contiguous()

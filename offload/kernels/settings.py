@@ -1,4 +1,4 @@
-"""How many threads and which instruction set the kernels use: from the environment, once, at import."""
+"""Number of threads and instruction set of the kernels, read from the environment once, at import."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from offload.errors import ConfigError
 
 _CGROUPS = Path("/sys/fs/cgroup")
 MOST_THREADS = 1024
-"""What is more is a slip: OpenMP, which torch computes with, ends the process at some tens of thousands."""
+"""The largest number that is not taken for a typo: OpenMP, which torch uses, ends the process at some tens of
+thousands.
+"""
 
 
 def available_cores(cgroups: Path = _CGROUPS) -> int:
-    """Cores that this process may use: its CPU affinity, cut by its cgroup's CPU quota."""
+    """Returns the cores that this process may use: its CPU affinity, limited by its cgroup's CPU quota."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     quota = _cgroup_quota(cgroups)
@@ -21,7 +23,7 @@ def available_cores(cgroups: Path = _CGROUPS) -> int:
 
 
 def _cgroup_quota(cgroups: Path) -> float | None:
-    """The quota in cores, of cgroup v2 or v1 as a container sees them; None: no limit."""
+    """Returns the quota in cores, of cgroup v2 or v1 as seen inside a container; None without a limit."""
     try:
         quota, period = (cgroups / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -36,7 +38,10 @@ def _cgroup_quota(cgroups: Path) -> float | None:
 
 
 def threads_from(environment: dict[str, str] | os._Environ[str]) -> int:
-    """OFFLOAD_THREADS, or else every available core."""
+    """Returns OFFLOAD_THREADS, or the number of available cores if the variable is empty.
+
+    Raises `ConfigError` if the value is no whole number in range.
+    """
     text = environment.get("OFFLOAD_THREADS", "")
     if not text:
         return available_cores()
@@ -46,7 +51,10 @@ def threads_from(environment: dict[str, str] | os._Environ[str]) -> int:
 
 
 def isa_from(environment: dict[str, str] | os._Environ[str], supported: list[str]) -> str:
-    """OFFLOAD_ISA, or else the best of `supported` (worst first)."""
+    """Returns OFFLOAD_ISA, or the best of `supported` (ordered worst to best) if the variable is empty.
+
+    Raises `ConfigError` if the value is unknown or not supported.
+    """
     name = environment.get("OFFLOAD_ISA", "")
     if not name:
         return supported[-1]

@@ -1,4 +1,4 @@
-"""The hyperparameters of one step of each rule, named as in `torch.optim`."""
+"""Hyperparameters of one step of each update rule, named as in `torch.optim`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class AdamWStep(NamedTuple):
-    """AdamW (Loshchilov & Hutter 2019), or Adam with `decoupled=False`. Moments: exp_avg, exp_avg_sq."""
+    """A step of AdamW (Loshchilov & Hutter 2019), or of Adam with `decoupled=False`. Moments: exp_avg, exp_avg_sq."""
 
     lr: float
     beta1: float
@@ -16,13 +16,13 @@ class AdamWStep(NamedTuple):
     step: int
     """Number of this step, from 1."""
     grad_scale: float = 1.0
-    """Multiplies the gradient: the clip coefficient over the loss scale."""
+    """Factor of the gradient: the clip coefficient over the loss scale."""
     decoupled: bool = True
-    """False: the decay is added to the gradient (L2), as `torch.optim.Adam` does."""
+    """False adds the decay to the gradient (L2), as `torch.optim.Adam` does."""
 
 
 class AdagradStep(NamedTuple):
-    """`torch.optim.Adagrad` (Duchi, Hazan & Singer 2011). Moment: the sum of squares."""
+    """A step of `torch.optim.Adagrad` (Duchi, Hazan & Singer 2011). Moment: the sum of squares."""
 
     lr: float
     lr_decay: float
@@ -34,7 +34,7 @@ class AdagradStep(NamedTuple):
 
 
 class LionStep(NamedTuple):
-    """Lion (Chen et al. 2023), with decoupled decay. Moment: exp_avg."""
+    """A step of Lion (Chen et al. 2023) with decoupled decay. Moment: exp_avg."""
 
     lr: float
     beta1: float
@@ -44,7 +44,7 @@ class LionStep(NamedTuple):
 
 
 class SGDStep(NamedTuple):
-    """`torch.optim.SGD` with momentum. Moment: momentum_buffer."""
+    """A step of `torch.optim.SGD` with momentum. Moment: momentum_buffer."""
 
     lr: float
     momentum: float
@@ -52,12 +52,12 @@ class SGDStep(NamedTuple):
     weight_decay: float
     nesterov: bool
     first: bool
-    """Whether this is the first step: the momentum buffer is then set to the gradient."""
+    """True in the first step, which sets the momentum buffer to the gradient."""
     grad_scale: float = 1.0
 
 
 class PlainSGDStep(NamedTuple):
-    """`torch.optim.SGD` without momentum. No moments."""
+    """A step of `torch.optim.SGD` without momentum. No moments."""
 
     lr: float
     weight_decay: float
@@ -65,7 +65,7 @@ class PlainSGDStep(NamedTuple):
 
 
 class LambStep(NamedTuple):
-    """LAMB (You et al. 2020), with bias correction. Moments: exp_avg, exp_avg_sq. See `kernels.lamb`."""
+    """A step of LAMB (You et al. 2020) with bias correction. Moments: exp_avg, exp_avg_sq. See `kernels.lamb`."""
 
     lr: float
     beta1: float
@@ -77,9 +77,10 @@ class LambStep(NamedTuple):
     grad_scale: float = 1.0
     min_ratio: float = 0.01
     max_ratio: float = 10.0
-    """Bounds of the trust ratio, DeepSpeed's by default."""
+    """Upper bound of the trust ratio; `min_ratio` is the lower one. Both defaults are DeepSpeed's."""
 
 
+# The rules that need one pass over the elements. LAMB needs two: see `kernels.lamb`.
 Step: TypeAlias = AdamWStep | AdagradStep | LionStep | SGDStep | PlainSGDStep
 
 RULES: dict[type, tuple[str, int]] = {
@@ -89,13 +90,13 @@ RULES: dict[type, tuple[str, int]] = {
     SGDStep: ("sgd", 1),
     PlainSGDStep: ("plain_sgd", 0),
 }
-"""The native rule of each kind of step, and how many moments it has."""
+"""Name of the native rule and number of moments for each kind of step."""
 
 
 class Segment(NamedTuple):
-    """What to do to elements [start, stop)."""
+    """A range of elements, [start, stop), and the step to perform on them."""
 
     start: int
     stop: int
     step: Step | LambStep
-    """`update` does not take that of LAMB, which needs two passes."""
+    """Hyperparameters. `update` does not accept a `LambStep`, since LAMB needs two passes."""

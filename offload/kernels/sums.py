@@ -1,4 +1,4 @@
-"""Split masters, gradients that add up, and their sums of squares."""
+"""Split masters, accumulation of gradients, and sums of squares."""
 
 from __future__ import annotations
 
@@ -9,11 +9,20 @@ from offload.kernels.arrays import BF16, FLOAT, FLOATS, INT16, address, element,
 
 
 def split_master(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
-    """Write `master` (numel,) fp32 as `weight` (numel,) bf16 and `residual` (numel,) int16.
+    """Splits fp32 masters into bf16 weights and their 16 low bits.
 
-    weight = (bits(master) + 0x8000) >> 16, residual = bits(master) - (weight << 16). The weight is
-    `master.to(torch.bfloat16)` except at exact ties, which round up in the bit pattern. Every NaN
-    becomes weight 0x7FC0, residual 0.
+    weight = (bits(master) + 0x8000) >> 16, residual = bits(master) - (weight << 16). The weight equals
+    `master.to(torch.bfloat16)` except at exact ties, which round up in the bit pattern. Every NaN becomes weight
+    0x7FC0, residual 0.
+
+    Args:
+        master: (numel,) fp32, only read.
+        weight: (numel,) bf16, overwritten.
+        residual: (numel,) int16, overwritten.
+
+    Raises:
+        TypeError: a tensor of a wrong dtype.
+        ValueError: a tensor of a wrong shape, stride or device.
     """
     numel = length("master", master)
     _native.split_master(
@@ -25,7 +34,17 @@ def split_master(master: torch.Tensor, weight: torch.Tensor, residual: torch.Ten
 
 
 def join_master(weight: torch.Tensor, residual: torch.Tensor, master: torch.Tensor) -> None:
-    """Write to `master` (numel,) fp32 what `split_master` split: the same bits, but for NaNs."""
+    """Restores the fp32 masters that `split_master` has split, bit for bit except for NaNs.
+
+    Args:
+        weight: (numel,) bf16, only read.
+        residual: (numel,) int16, only read.
+        master: (numel,) fp32, overwritten.
+
+    Raises:
+        TypeError: a tensor of a wrong dtype.
+        ValueError: a tensor of a wrong shape, stride or device.
+    """
     numel = length("weight", weight)
     _native.join_master(
         address("weight", weight, BF16, numel),
@@ -36,11 +55,22 @@ def join_master(weight: torch.Tensor, residual: torch.Tensor, master: torch.Tens
 
 
 def accumulate(out: torch.Tensor, grad: torch.Tensor, *, add: bool) -> float:
-    """Set `out` to `grad`, or with `add` to `out + grad`; return the sum of the squares of the new `out`.
+    """Sets `out` to `grad`, or to `out + grad`, and returns the sum of squares of the new `out`.
 
-    Both are (numel,), each bf16, fp16 or fp32. The sum is taken in fp32 and rounded once, to even, to
-    out's dtype. The squares are those of the values as stored, added in float64 in a fixed order; where
-    one of them is inf or NaN, so is their sum.
+    Each sum is computed in fp32 and rounded once, to even, to the dtype of `out`. The squares are those of the stored
+    values, added in float64 in a fixed order.
+
+    Args:
+        out: (numel,) bf16, fp16 or fp32, overwritten.
+        grad: (numel,) bf16, fp16 or fp32, only read.
+        add: True adds to `out`; False overwrites it.
+
+    Returns:
+        The sum of squares; inf or NaN if any element of `out` is.
+
+    Raises:
+        TypeError: a tensor of a wrong dtype.
+        ValueError: a tensor of a wrong shape, stride or device.
     """
     numel = length("out", out)
     return _native.accumulate(
@@ -54,6 +84,14 @@ def accumulate(out: torch.Tensor, grad: torch.Tensor, *, add: bool) -> float:
 
 
 def sum_squares(x: torch.Tensor) -> float:
-    """The sum of the squares of `x` (numel,) bf16, fp16 or fp32, in float64, added in a fixed order."""
+    """Returns the sum of the squares of `x`, added in float64 in a fixed order.
+
+    Args:
+        x: (numel,) bf16, fp16 or fp32, only read.
+
+    Raises:
+        TypeError: a tensor of a wrong dtype.
+        ValueError: a tensor of a wrong shape, stride or device.
+    """
     numel = length("x", x)
     return _native.sum_squares(address("x", x, FLOATS, numel), element(x.dtype), numel)

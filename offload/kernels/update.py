@@ -1,4 +1,4 @@
-"""One fused pass of an optimizer over a partition."""
+"""Fused optimizer steps: one pass over a partition."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from offload.kernels.steps import RULES, AdagradStep, AdamWStep, LambStep, Segme
 
 
 class Partition(NamedTuple):
-    """Flat contiguous CPU tensors of one length, (numel,), that do not overlap.
+    """Flat contiguous tensors of one length, (numel,), that do not overlap and belong to the caller.
 
-    A bf16 `weight` has its `residual` (int16), an fp16 one its `master` (fp32); an fp32 one is its own master.
-    `moments` are as many as the rule has, all fp32, or for AdamW all bf16. `grad` is only read.
+    A bf16 `weight` has a `residual` (int16, the low bits of the master); an fp16 weight has a `master` (fp32); an fp32
+    weight is its own master. `moments` contains as many tensors as the rule has moments: all fp32, or for AdamW all
+    bf16. `grad` is only read.
     """
 
     weight: torch.Tensor  # (numel,) fp32, bf16 or fp16
@@ -27,10 +28,17 @@ class Partition(NamedTuple):
 
 
 def update(partition: Partition, segments: Sequence[Segment]) -> None:
-    """Do the step of each segment to its elements: unscale, decay, moments, weight, all in one pass, in place.
+    """Performs the step of each segment in one pass, in place: unscale, decay, moments, weight.
 
-    Segments are in order, do not overlap, and are of one rule; elements outside of them are left alone. A segment may
-    end and another begin anywhere: no bit depends on it.
+    Elements outside of the segments are left alone. Results do not depend on how elements are divided into segments.
+
+    Args:
+        partition: CPU tensors of one length.
+        segments: ordered and disjoint, all of one rule.
+
+    Raises:
+        TypeError: mixed or unknown rules, or a tensor of a wrong dtype.
+        ValueError: segments out of order, or a tensor of a wrong shape, stride or device.
     """
     numel = length("weight", partition.weight)
     if not segments:
@@ -40,16 +48,23 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
 
 
 def probe(partition: Partition) -> None:
-    """Read and write what a step of AdamW does, with no arithmetic to speak of: the bound of a step's time.
+    """Moves the bytes of an AdamW step with almost no arithmetic: the lower bound of a step's time, for benchmarks.
 
-    Finite values stay what they are. For benchmarks.
+    Finite values stay equal (a negative zero may lose its sign).
+
+    Args:
+        partition: CPU tensors of one length, with two moments.
+
+    Raises:
+        TypeError: a tensor of a wrong dtype.
+        ValueError: a tensor of a wrong shape, stride or device.
     """
     numel = length("weight", partition.weight)
     run("probe", 2, partition, [(0, numel, (0.0,))])
 
 
 class Addresses(NamedTuple):
-    """A partition as the native code takes it; a pair is an address and an element type."""
+    """A partition as the native code takes it. Each pair is an address and an element type."""
 
     weight: tuple[int, int]
     beside: int
@@ -60,12 +75,18 @@ class Addresses(NamedTuple):
 
 
 def addresses(rule: str, moments: int, partition: Partition) -> Addresses:
-    """Check the tensors for a rule with so many moments."""
+    """Checks the tensors for `rule`, which has `moments` moments, and returns their addresses.
+
+    Raises:
+        TypeError: a tensor of a wrong dtype.
+        ValueError: wrong number of moments, or a tensor of a wrong shape, stride or device.
+    """
     numel = length("weight", partition.weight)
     if len(partition.moments) != moments:
         raise ValueError(f"moments: expected {moments} for {rule}, got {len(partition.moments)}")
     weight, beside = _weight(partition, numel)
     first = partition.moments[0].dtype if partition.moments else torch.float32
+    # Only the AdamW kernel has a variant for bf16 moments; all moments of a call have one dtype.
     allowed = (first,) if first in (torch.float32, torch.bfloat16) and rule == "adamw" else FLOAT
     return Addresses(
         weight,
@@ -78,7 +99,14 @@ def addresses(rule: str, moments: int, partition: Partition) -> Addresses:
 
 
 def run(rule: str, moments: int, partition: Partition, segments: Sequence[tuple[int, int, Sequence[float]]]) -> None:
-    """Run a native rule over segments, whose settings are its own."""
+    """Runs a native rule over segments.
+
+    Args:
+        rule: name of the rule in native/module.cpp.
+        moments: number of its moments.
+        partition: CPU tensors of one length.
+        segments: (start, stop, settings) of each, with the settings in the order that the rule takes.
+    """
     arrays = addresses(rule, moments, partition)
     if arrays.numel:
         given = [(start, stop, [float(value) for value in settings]) for start, stop, settings in segments]
@@ -93,24 +121,44 @@ def adamw(
     grad: torch.Tensor,  # (numel,) bf16 or fp32; only read
     step: AdamWStep,
 ) -> None:
-    """`update` of all elements by one step of AdamW."""
+    """Performs one step of AdamW on all elements, in place.
+
+    Args:
+        weight: (numel,) bf16, or fp32 without `residual`.
+        residual: (numel,) int16, the low bits of a bf16 weight's master; None for an fp32 weight.
+        exp_avg: (numel,) fp32.
+        exp_avg_sq: (numel,) fp32.
+        grad: (numel,) bf16, fp16 or fp32; only read.
+        step: hyperparameters.
+
+    Raises:
+        TypeError: a tensor of a wrong dtype.
+        ValueError: a tensor of a wrong shape, stride or device.
+    """
     numel = length("weight", weight)
     if residual is None:
         address("weight", weight, FLOAT, numel, "without a residual, ")
     else:
         address("weight", weight, BF16, numel, "with a residual, ")
     moments = (exp_avg, exp_avg_sq)
+    # `update` would also accept bf16 moments; this function promises fp32.
     for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
         address(name, moment, FLOAT, numel)
     update(Partition(weight, grad, moments, residual), [Segment(0, numel, step)])
 
 
 def check_segments(segments: Sequence[Segment], numel: int) -> tuple[str, int]:
-    """The native rule of the segments and how many moments it has; raises where they are not as `update` says."""
+    """Returns the native rule of the segments and its number of moments.
+
+    Raises:
+        TypeError: the segments have mixed or unknown rules.
+        ValueError: the segments are not ordered, disjoint and within `numel` elements, or a step number is below 1.
+    """
     kind, end = type(segments[0].step), 0
     if kind not in RULES:
         raise TypeError(f"step: expected one of {', '.join(each.__name__ for each in RULES)}, got {kind.__name__}")
     for start, stop, step in segments:
+        # Threads divide the segments among them, so no element may belong to two.
         if not end <= start <= stop <= numel:
             raise ValueError(f"segments: expected them in order within {numel} elements, got [{start}, {stop})")
         if type(step) is not kind:
@@ -121,14 +169,16 @@ def check_segments(segments: Sequence[Segment], numel: int) -> tuple[str, int]:
 
 
 def _check_counted(step: Step | LambStep) -> None:
+    """Raises `ValueError` if the rule counts steps and the number is below 1."""
     if isinstance(step, AdamWStep | AdagradStep) and step.step < 1:
         raise ValueError(f"step: expected a number from 1, got {step.step}")
 
 
 def _weight(partition: Partition, numel: int) -> tuple[tuple[int, int], int]:
-    """The address and element of the weight, and the address of what is beside it."""
+    """Returns the address and element type of the weight, and the address of its residual or master (0 without)."""
     weight, dtype = partition.weight, partition.weight.dtype
     check_beside(partition)
+    # The native code distinguishes residual and master by the weight's dtype; 0 means neither (fp32).
     beside = 0
     if partition.residual is not None:
         beside = address("residual", partition.residual, INT16, numel)
@@ -138,7 +188,7 @@ def _weight(partition: Partition, numel: int) -> tuple[tuple[int, int], int]:
 
 
 def check_beside(partition: Partition) -> None:
-    """`TypeError` where the residual or the master is missing, or there is one too many."""
+    """Raises `TypeError` unless exactly the residual or master that the weight's dtype needs is given."""
     dtype = partition.weight.dtype
     for name, given, wanted in (
         ("residual", partition.residual, dtype is torch.bfloat16),

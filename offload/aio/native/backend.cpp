@@ -9,7 +9,7 @@
 namespace offload {
 namespace {
 
-// Plain calls, which block: one transfer at a time, so a queue has several threads of them.
+// pread and pwrite, which block: one transfer at a time, so a queue uses several such threads.
 class Calls final : public Backend {
   public:
     void add(const Transfer& transfer) override { transfer_ = transfer; }
@@ -52,7 +52,7 @@ Bell::~Bell() { close(descriptor_); }
 
 void Bell::ring() const {
     const std::uint64_t one = 1;
-    // It can only fail where it rings already.
+    // Fails only if the eventfd is readable already.
     [[maybe_unused]] const auto written = write(descriptor_, &one, sizeof one);
 }
 

@@ -1,4 +1,4 @@
-// The ways to have blocks moved by the kernel.
+// Backends: the kernel interfaces that move blocks.
 #pragma once
 
 #include <cstddef>
@@ -10,37 +10,38 @@
 
 namespace offload {
 
-// A transfer that is over: bytes moved, or a negative errno.
+// The result of a transfer: bytes moved, or a negative errno.
 struct Ended {
     unsigned slot;
     long result;
 };
 
-// This system does not give what a backend needs. `error` is an errno.
+// Thrown if this system refuses a system call that a backend needs. `error` is an errno.
 struct Refused {
     int error;
     std::string call;
 };
 
-// One way to move blocks. Made, used and destroyed by one thread, but for `wake`. Nothing may be in
-// flight when it dies.
+// A kernel interface that moves blocks. One thread makes, uses and destroys a backend; any thread
+// may call `wake`. Nothing may be in flight when a backend is destroyed.
 class Backend {
   public:
     virtual ~Backend() = default;
 
-    // Takes one more transfer; never more at a time than the depth that it was made for.
+    // Adds a transfer. The caller keeps at most the backend's depth in flight.
     virtual void add(const Transfer& transfer) = 0;
 
-    // Starts what was added, and if `wait`, waits until a transfer has ended or `wake` was called.
-    // Appends those that have ended. Something must be in flight. What blocks its thread starts
-    // only where it may wait.
+    // Starts the added transfers and appends those that have ended. With `wait`, waits until a
+    // transfer has ended or `wake` was called. Something must be in flight. A backend whose
+    // transfers block the thread starts them only with `wait`.
     virtual void run(std::vector<Ended>& ended, bool wait) = 0;
 
-    // Ends the present `run` or the next one. From any thread.
+    // Ends the current `run` or the next one. Any thread may call this.
     virtual void wake() {}
 
-    // Saves the kernel work for transfers in this memory, or of this file, which must stay as they
-    // are as long as the backend lives: pages are pinned. The bytes that it could do so for.
+    // Registers memory, whose pages are pinned, or a file with the kernel, which saves work for
+    // each transfer. Both must stay as they are as long as the backend exists. Returns the bytes
+    // that were registered, or true.
     virtual std::size_t register_memory(char*, std::size_t) { return 0; }
     virtual bool register_file(int) { return false; }
 };
@@ -63,7 +64,7 @@ class Bell {
     Bell& operator=(const Bell&) = delete;
 
     void ring() const;
-    // Makes it silent again; waits for a ring.
+    // Waits for a ring and resets the eventfd.
     void clear() const;
     [[nodiscard]] int descriptor() const { return descriptor_; }
 

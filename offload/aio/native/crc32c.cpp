@@ -90,7 +90,7 @@ std::uint32_t by_table(std::uint32_t crc, const unsigned char* data, std::size_t
 
 #if defined(OFFLOAD_CRC_TARGET)
 
-// The instruction takes three cycles and can start one each cycle, so three stretches go at a time.
+// The instruction takes three cycles and one can start each cycle, so three ranges are interleaved.
 constexpr std::size_t kStretch = 4096;
 constexpr std::size_t kLine = 64;
 
@@ -126,7 +126,7 @@ OFFLOAD_CRC_TARGET inline Register step_byte(Register crc, unsigned char byte) {
 }
 #else
 using Register = std::uint32_t;
-// Compilers hide the intrinsics in different ways where they do not build for ARMv8.1 as a whole.
+// Compilers gate the intrinsics in different ways if the build does not target ARMv8.1.
 inline Register step(Register crc, std::uint64_t word) {
     __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(crc) : "r"(word));
     return crc;
@@ -150,7 +150,7 @@ OFFLOAD_CRC_TARGET std::uint32_t by_instruction(std::uint32_t crc, const unsigne
         Register second = 0;
         Register third = 0;
         for (std::size_t line = 0; line < kStretch; line += kLine) {
-            // Of the next round: the processor's own prefetch gives up at the jumps.
+            // For the next round: the hardware prefetcher does not follow the jumps.
             for (std::size_t next = 3; next < 6; ++next) {
                 __builtin_prefetch(data + next * kStretch + line);
             }
@@ -175,8 +175,8 @@ OFFLOAD_CRC_TARGET std::uint32_t by_instruction(std::uint32_t crc, const unsigne
 #if defined(__x86_64__)
 
 // Folding (Gopal et al., "Fast CRC Computation Using PCLMULQDQ", 2009): 256 bytes at a time are
-// multiplied by what they count for 256 bytes on, and added to what lies there. It goes at the
-// speed of memory, which the instruction alone does not.
+// multiplied by their weight 256 bytes further on, and added to the bytes there. This reaches the
+// bandwidth of memory, which the instruction alone does not.
 //
 // A lane of 128 bits is A x^64 + B, its first byte the highest. D bits on it counts as
 // A (x^(64 + D) mod P) + B (x^D mod P). A product of reflected halves comes out one bit low, so the

@@ -1,5 +1,5 @@
-// Linux's older asynchronous I/O (io_setup and its kin), by raw system calls. Docker's default
-// profile lets it through, which it does not io_uring.
+// A backend on Linux's older asynchronous I/O (io_setup and related calls), by raw system calls.
+// Docker's default seccomp profile allows these, but not io_uring.
 
 #include <linux/aio_abi.h>
 #include <poll.h>
@@ -25,7 +25,7 @@ class Libaio final : public Backend {
   public:
     explicit Libaio(unsigned depth) : commands_(depth), events_(depth + 1) {
         if (syscall(SYS_io_setup, depth + 1, &context_) != 0) throw Refused{errno, "io_setup"};
-        // The poll tells at once whether this kernel is new enough.
+        // Polling shows at once if this kernel is new enough.
         listen();
         iocb* first = added_.front();
         if (syscall(SYS_io_submit, context_, 1, &first) != 1) {
@@ -74,8 +74,8 @@ class Libaio final : public Backend {
         added_.push_back(&poll_);
     }
 
-    // Where a transfer is refused at once it has ended; where the kernel is out of something, those
-    // that are left are tried again by the next call.
+    // A transfer that is refused at once has ended. If the kernel is short of a resource, the next
+    // call retries the remaining transfers.
     void submit(std::vector<Ended>& ended) {
         std::size_t begun = 0;
         while (begun < added_.size()) {
@@ -93,13 +93,13 @@ class Libaio final : public Backend {
             if (refused == &poll_) {
                 deaf_ = true;
             } else {
-                // EINVAL is also said of files that have no asynchronous way at all.
+                // EINVAL is also the error for files that do not support asynchronous I/O at all.
                 const long result = error == EINVAL ? call(*refused) : -error;
                 ended.push_back({static_cast<unsigned>(refused->aio_data), result});
             }
         }
         added_.erase(added_.begin(), added_.begin() + static_cast<std::ptrdiff_t>(begun));
-        if (std::exchange(deaf_, false)) listen();  // once more, next time
+        if (std::exchange(deaf_, false)) listen();  // retry at the next call
     }
 
     static long call(const iocb& command) {
@@ -111,7 +111,7 @@ class Libaio final : public Backend {
         return count < 0 ? -errno : count;
     }
 
-    // Whether the bell rang.
+    // Returns true if the bell rang.
     bool reap(std::vector<Ended>& ended, bool wait) {
         if (in_flight_ == 0) wait = false;
         timespec no_time{0, 0};
@@ -129,7 +129,7 @@ class Libaio final : public Backend {
                 ended.push_back({static_cast<unsigned>(event.data), static_cast<long>(event.res)});
             }
         }
-        // The caller comes back after EINTR, and anything else must not make it spin.
+        // The caller retries after EINTR; any other error must not make it spin.
         if (count < 0 && errno != EINTR) {
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }

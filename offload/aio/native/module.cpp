@@ -1,4 +1,4 @@
-// Python's view of the queue: futures own the buffers of what is in flight.
+// The Python module of the queue. Flights own the buffers of requests that are in flight.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -36,16 +36,16 @@ using offload::Request;
 
 namespace {
 
-// How long a wait goes without looking for signals, so that Ctrl-C ends it.
+// Seconds between checks for signals during a wait, so that Ctrl-C ends the wait.
 constexpr double kSignalSeconds = 0.05;
 
-// [Note: Exit] When the interpreter ends, it ends a daemon thread that takes the GIL, by an
-// unwinding that C++ answers with abort(). So no thread may be between giving up the GIL and taking
-// it back at that moment: `settle` waits for those that are, and from then on nobody gives it up.
+// [Note: Exit] An interpreter that is ending kills a daemon thread that takes the GIL, by an
+// unwinding to which C++ responds with abort(). At that moment no thread may be between releasing
+// and retaking the GIL: `settle` waits for such threads, and from then on no thread releases it.
 std::atomic<int> without_gil{0};
 std::atomic<bool> settled{false};
 
-// Gives up the GIL while it lives.
+// Releases the GIL for the lifetime of the object.
 class Unlocked {
   public:
     Unlocked() {
@@ -65,17 +65,17 @@ class Unlocked {
     PyThreadState* state_ = nullptr;
 };
 
-// A forked child has this process's objects and none of its threads.
+// A forked child contains this process's objects but none of its threads.
 void forget_threads() { without_gil = 0; }
 
-// Called once every queue is closed, so that nobody waits for long. See [Note: Exit].
+// Called after every queue is closed, so that no thread waits for long. See [Note: Exit].
 void settle() {
     settled = true;
     nb::gil_scoped_release release;
     while (without_gil > 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
 }
 
-// A contiguous buffer, held until this dies. Needs the GIL at both ends.
+// A contiguous buffer, held for the lifetime of the object. Both ends need the GIL.
 class Buffer {
   public:
     Buffer(nb::handle object, bool writable) {
@@ -93,7 +93,7 @@ class Buffer {
     Py_buffer view_;
 };
 
-// A request with what it needs alive: the buffer, and the owners of the descriptors.
+// A request, with the objects that must outlive it: the buffer and the descriptors' owners.
 class Flight {
   public:
     Flight(Operation operation, Priority priority, nb::handle pieces, nb::handle buffer,
@@ -105,14 +105,14 @@ class Flight {
               std::make_shared<Request>(operation, priority, native(pieces, *buffer_), checksum)) {}
 
     ~Flight() {
-        // A condition variable's end waits for those who wait on it, and they are in the parent.
+        // Destroying a condition variable waits for its waiters, which exist in the parent only.
         if (getpid() != pid_) (void)new std::shared_ptr<Request>(std::move(request_));
     }
 
     Flight(const Flight&) = delete;
     Flight& operator=(const Flight&) = delete;
 
-    // The buffer is its owner's own again once this has said so.
+    // Returns true, and releases the buffer to its owner, once the request has ended.
     [[nodiscard]] bool done() {
         if (!request_->done()) return false;
         release();
@@ -123,7 +123,7 @@ class Flight {
 
     [[nodiscard]] const std::shared_ptr<Request>& request() const { return request_; }
 
-    // The errno of the request or 0, or -1 when `seconds` (forever where negative) have passed.
+    // Returns the errno of the request or 0, or -1 after `seconds` (negative: no limit).
     [[nodiscard]] int wait(double seconds) {
         const auto start = std::chrono::steady_clock::now();
         double left = seconds;
@@ -146,13 +146,13 @@ class Flight {
 
   private:
     void release() {
-        // Moved out first: their end runs other code, which may come back to this flight.
+        // Moved out first: their destruction runs other code, which may reenter this flight.
         const auto buffer = std::move(buffer_);
         const auto owners = std::move(owners_);
     }
 
-    // `pieces`: (owner of the descriptors, direct, buffered, offset, nbytes) of each stretch, which
-    // lie one behind the other in memory.
+    // `pieces`: (owner of the descriptors, direct, buffered, offset, nbytes) of each range; the
+    // ranges are adjacent in memory.
     static std::vector<Piece> native(nb::handle pieces, const Buffer& buffer) {
         std::vector<Piece> all;
         char* data = buffer.data();
@@ -183,8 +183,8 @@ Kind kind_of(const std::string& name) {
     throw std::invalid_argument("no backend " + name);
 }
 
-// The queue, and references to what is in flight: a future that nobody holds must not free its
-// buffer.
+// The queue, with references to all requests in flight: dropping a future must not free its buffer
+// under the kernel.
 class PythonQueue {
   public:
     PythonQueue(const std::string& backend, unsigned threads, unsigned depth,
@@ -209,8 +209,8 @@ class PythonQueue {
     }
 
     ~PythonQueue() {
-        // A forked child has no threads to join, and a condition variable that the parent's wait
-        // on cannot be destroyed there.
+        // A forked child contains no threads to join, and cannot destroy a condition variable on
+        // which threads of the parent wait.
         if (getpid() == pid_) {
             close();
         } else {
@@ -224,8 +224,8 @@ class PythonQueue {
     nb::object submit(bool write, unsigned priority, nb::handle pieces, nb::handle buffer,
                       bool checksum, std::optional<std::uint32_t> expected) {
         while (!flights_.empty() && nb::cast<Flight&>(flights_.front()).request()->done()) {
-            // Out of the deque before it dies: a buffer's end may give up the GIL (munmap does),
-            // and another thread then comes here.
+            // Out of the deque before destruction: releasing a buffer may release the GIL (munmap
+            // does), and another thread then enters this loop.
             const nb::object ended = std::move(flights_.front());
             flights_.pop_front();
         }
@@ -306,8 +306,8 @@ std::uint32_t crc32c_by(std::string_view way, nb::handle data, std::uint32_t val
 }  // namespace
 
 NB_MODULE(_native, module) {
-    // At the end of a process Python does not free everything (a pytest session, an engine that a
-    // script did not destroy); what nanobind then reports is no leak of ours.
+    // At exit Python does not free everything (a pytest session, an engine that a script did not
+    // destroy). The leaks that nanobind would report then are not ours.
     nb::set_leak_warnings(false);
     nb::class_<Flight>(module, "Flight")
         .def("done", &Flight::done)
@@ -331,6 +331,7 @@ NB_MODULE(_native, module) {
     module.def("crc32c", &crc32c);
     module.def("crc32c_by", &crc32c_by);
     pthread_atfork(nullptr, nullptr, &forget_threads);
-    // Exit runs these last first, so this one after that of the queues, which is registered later.
+    // Exit handlers run in reverse order, so this one runs after that of the queues, which is
+    // registered later.
     nb::module_::import_("atexit").attr("register")(nb::cpp_function(&settle));
 }

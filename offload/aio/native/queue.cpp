@@ -21,8 +21,8 @@ std::uint64_t now_ns() {
         std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
 }
 
-// While this lives, a thread that starts takes no signals: they are for the caller's threads, and
-// would only interrupt system calls here.
+// Blocks signals in threads that are started during the lifetime of this object. Signals are for
+// the caller's threads, and would only interrupt system calls of the drivers.
 class NoSignals {
   public:
     NoSignals() {
@@ -38,9 +38,9 @@ class NoSignals {
     sigset_t before_;
 };
 
-constexpr unsigned kSteps = 8;  // of an octave
+constexpr unsigned kSteps = 8;  // steps of an octave
 
-// Before the kernel is asked again for what it had no room for.
+// Pause before a transfer for which the kernel had no resources is retried.
 constexpr auto kPause = std::chrono::microseconds(100);
 
 }  // namespace
@@ -95,7 +95,7 @@ bool Queue::submit(std::shared_ptr<Request> request) {
         return true;
     }
     schedule_.add(std::move(request));
-    work_.notify_one();  // who leaves work behind calls the next
+    work_.notify_one();  // a driver that leaves work behind wakes the next
     for (auto& driver : drivers_) {
         if (std::exchange(driver.could_take_more, false)) driver.backend->wake();
     }
@@ -184,7 +184,7 @@ void Queue::drive(Driver& driver, const Opener& open, unsigned depth) {
         refusal_ = std::current_exception();
     }
     {
-        // `open` is the constructor's, which goes on when all are ready.
+        // `open` belongs to the constructor, which returns once all drivers are ready.
         const std::lock_guard lock(mutex_);
         ++ready_;
         changed_.notify_all();
@@ -201,7 +201,8 @@ void Queue::serve(Driver& driver) {
         {
             std::unique_lock lock(mutex_);
             if (driver.errand) {
-                // It may take seconds, to pin memory, and nobody else uses this backend.
+                // Outside of the lock: pinning memory may take seconds. This thread alone uses the
+                // backend.
                 const auto errand = std::exchange(driver.errand, nullptr);
                 lock.unlock();
                 errand(*driver.backend);
@@ -275,8 +276,8 @@ void Queue::move(Driver& driver) {
     }
     for (Block& block : driver.unchecked) checked.push_back(&block);
     if (!checked.empty()) {
-        // While the kernel moves what it has: a write only reads its memory too, and a read that
-        // has ended has given up its slot.
+        // Checksums are computed while the kernel moves blocks: a write only reads its memory, and
+        // a read that has ended has freed its slot.
         std::vector<Ended> ended;
         if (driver.in_flight()) driver.backend->run(ended, false);
         for (Block* block : checked) block->crc = crc32c_raw(block->data, block->nbytes);

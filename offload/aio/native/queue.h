@@ -1,8 +1,8 @@
-// The queue: requests in, blocks to the kernel in order of priority, ends out.
+// A queue that accepts requests and hands blocks to the kernel in order of priority.
 //
-// Threads. Anybody may submit, wait, register. Each driver thread has a backend of its own and is
-// the only one to touch it, but for `wake`. One mutex guards the schedule, the requests' progress
-// and the drivers' flags; it is never held during a system call that moves bytes.
+// Threads. Any thread may submit, wait and register. Each driver thread owns a backend; other
+// threads call nothing but the backend's `wake`. One mutex guards the schedule, the requests'
+// progress and the drivers' flags; it is never held during a system call that moves bytes.
 #pragma once
 
 #include <array>
@@ -23,12 +23,12 @@
 
 namespace offload {
 
-// How long blocks took, from the hand-over to the kernel to the end, in steps of an eighth of an
-// octave.
+// A histogram of the times of blocks, from the hand-over to the kernel to the end, in steps of an
+// eighth of an octave.
 class Latencies {
   public:
     void add(std::uint64_t nanoseconds);
-    // Seconds that this fraction of all blocks stayed within; 0 where there were none.
+    // Returns the seconds within which this fraction of all blocks ended; 0 if there were none.
     [[nodiscard]] double quantile(double fraction) const;
 
   private:
@@ -40,33 +40,34 @@ class Queue {
   public:
     using Opener = std::function<std::unique_ptr<Backend>()>;
 
-    // `threads` drivers, each with a backend from `open` and at most `depth` blocks in flight.
-    // Throws `Refused` where a backend cannot be had, std::system_error where a thread cannot.
+    // Starts `threads` drivers, each with a backend from `open` and at most `depth` blocks in
+    // flight. Throws `Refused` if a backend cannot be opened, std::system_error if a thread cannot
+    // be started.
     Queue(const Opener& open, unsigned threads, unsigned depth, std::size_t block_bytes);
 
-    // Closes. A forked child must not come here: it has no threads to join.
+    // Closes the queue. A forked child must not call this: it contains no threads to join.
     ~Queue() { close(); }
 
     Queue(const Queue&) = delete;
     Queue& operator=(const Queue&) = delete;
 
-    // Queues `request`; false after `close`.
+    // Queues `request`. Returns false after `close`.
     [[nodiscard]] bool submit(std::shared_ptr<Request> request);
 
-    // Has the end of `request` be told by `announced`, under `tag`, which is not 0. False where it
-    // is done already.
+    // Makes `announced` report the end of `request` under `tag`, which is not 0. Returns false if
+    // the request is done already.
     [[nodiscard]] bool announce(Request& request, std::uint64_t tag);
 
-    // Waits for announced requests to end; their tags. None are left where it gives none: the queue
-    // is closed.
+    // Waits for announced requests to end and returns their tags. An empty result means that the
+    // queue is closed and none are left.
     [[nodiscard]] std::vector<std::uint64_t> announced();
 
-    // Has every backend register the memory, or the file; the bytes that all of them could, or
-    // whether they could. Both must stay as they are until the queue is closed.
+    // Registers memory or a file with every backend. Returns the bytes that all of them registered,
+    // or true if all did. Both must stay as they are until the queue is closed.
     [[nodiscard]] std::size_t register_memory(char* data, std::size_t nbytes);
     [[nodiscard]] bool register_file(int descriptor);
 
-    // Moves what is queued, then joins the threads; idempotent.
+    // Completes all requests, then joins the threads. Idempotent.
     void close();
 
     [[nodiscard]] std::uint64_t moved_bytes(Operation operation) const;
@@ -78,36 +79,37 @@ class Queue {
 
         std::thread thread;
         std::unique_ptr<Backend> backend;
-        // Its thread's own:
+        // Used by the driver's thread alone:
         std::vector<Block> blocks;     // one for each slot
         std::vector<unsigned> free;    // slots
-        std::vector<unsigned> fresh;   // slots of blocks that are to be handed over
-        std::vector<Block> unchecked;  // read, and without their checksum
-        std::vector<Block> over;       // to be settled
-        // Under the lock:
-        bool could_take_more = false;  // it may sleep in `run` with slots free
+        std::vector<unsigned> fresh;   // slots of blocks to hand to the kernel
+        std::vector<Block> unchecked;  // read, checksum not yet computed
+        std::vector<Block> over;       // ended, not yet settled
+        // Guarded by `mutex_`:
+        bool could_take_more = false;  // may sleep in `run` with free slots
         std::function<void(Backend&)> errand;
-        bool ran = false;  // the errand has
+        bool ran = false;  // true once `errand` has run
     };
 
     void drive(Driver& driver, const Opener& open, unsigned depth);
     void serve(Driver& driver);
-    // Under the lock: settles the blocks that are over; the requests that they end.
+    // Settles the blocks that have ended; returns the requests that are thereby done. Needs the
+    // lock.
     [[nodiscard]] std::vector<std::shared_ptr<Request>> settle(Driver& driver);
-    // Under the lock: fills free slots.
+    // Fills free slots with blocks. Needs the lock.
     void take(Driver& driver);
     void finish(const std::vector<std::shared_ptr<Request>>& finished);
-    // Hands fresh blocks to the backend and waits for some to be over.
+    // Hands fresh blocks to the backend and waits until some have ended.
     static void move(Driver& driver);
-    // What has ended leaves its slot, or is handed over once more.
+    // Frees the slots of transfers that have ended, or hands their rest over again.
     static void collect(Driver& driver, const std::vector<Ended>& ended);
-    // Whether all drivers were there to do it.
+    // Runs `errand` on every driver's thread. Returns true if all drivers were running.
     [[nodiscard]] bool on_each(const std::function<void(Backend&)>& errand);
     void stop();
 
     mutable std::mutex mutex_;
     std::condition_variable work_;     // for drivers with nothing in flight
-    std::condition_variable changed_;  // for who starts drivers or sends them on errands
+    std::condition_variable changed_;  // for threads that start drivers or send errands
     std::condition_variable told_;     // for `announced`
     Schedule schedule_;
     std::deque<Driver> drivers_;
@@ -119,7 +121,7 @@ class Queue {
     std::array<Latencies, 2> latencies_;
     std::vector<std::uint64_t> announced_;
     std::mutex closing_mutex_;
-    std::mutex errands_mutex_;  // held by who has sent drivers on one
+    std::mutex errands_mutex_;  // one errand at a time
 };
 
 }  // namespace offload

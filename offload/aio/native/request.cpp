@@ -9,12 +9,12 @@
 namespace offload {
 namespace {
 
-// The part of a piece that O_DIRECT can move: [first, second).
+// Returns the part of a piece that O_DIRECT can move: [first, second).
 //
-// It wants offset, address and length at multiples of a page. What sticks out at either end goes
-// through the buffered descriptor, and so does all of it where offset and address do not fit each
-// other. The kernel keeps both coherent: a direct transfer first writes back and drops cached
-// pages.
+// O_DIRECT needs offset, address and length to be multiples of a page. Bytes that stick out at
+// either end go through the buffered descriptor, and so does the whole piece if offset and address
+// differ modulo a page. The kernel keeps both ways coherent: a direct transfer first writes back
+// and drops cached pages.
 std::pair<std::size_t, std::size_t> direct_part(const Piece& piece) {
     const auto address = reinterpret_cast<std::uintptr_t>(piece.data);
     const std::pair<std::size_t, std::size_t> none{piece.nbytes, piece.nbytes};
@@ -54,7 +54,7 @@ bool Request::wait(double seconds) {
 }
 
 void Request::finish() {
-    // Under the lock, so that a waiter between its check and its sleep is not missed.
+    // Under the lock: otherwise a waiter between its check and its sleep would miss the wake-up.
     std::lock_guard lock(mutex_);
     done_.store(true, std::memory_order_release);
     finished_.notify_all();
@@ -102,7 +102,7 @@ Next advance(Block& block, long result) {
         left.data += moved;
         left.nbytes -= moved;
         if (left.nbytes == 0) return Next::kDone;
-        // A direct transfer that stopped within a page cannot go on directly.
+        // A direct transfer that stopped within a page cannot continue with O_DIRECT.
         if (moved % kPage != 0) left.descriptor = block.buffered;
         return Next::kAgain;
     }
@@ -111,7 +111,7 @@ Next advance(Block& block, long result) {
     if (error == EINTR) return Next::kAgain;
     if (error == EAGAIN) return Next::kLater;
     if (error == EINVAL && left.descriptor != block.buffered) {
-        left.descriptor = block.buffered;  // a file system with coarser rules than pages
+        left.descriptor = block.buffered;  // a file system that needs coarser alignment than pages
         return Next::kAgain;
     }
     block.error = error;

@@ -1,6 +1,6 @@
-// What is asked of the queue, and the blocks that it is moved in.
+// Requests to the queue, and the blocks in which they are moved.
 //
-// Free of Python, so that it can run under sanitizers by itself.
+// Free of Python, so that tests can run this code under sanitizers.
 #pragma once
 
 #include <atomic>
@@ -17,19 +17,19 @@ namespace offload {
 
 enum class Operation { kRead, kWrite };
 
-// Which of two requests goes first. Urgent: somebody waits for it now.
+// Priority of a request, highest first. Urgent: a thread waits for the request now.
 enum class Priority { kUrgent, kNormal, kBackground };
 constexpr std::size_t kPriorities = 3;
 
 constexpr std::size_t kPage = 4096;
 
-// One file, open twice. Owned by the caller, who keeps both open until every request on it is done.
+// A file, opened twice. The caller keeps both descriptors open until every request on it is done.
 struct Descriptors {
-    int direct;  // with O_DIRECT, or -1 where the file system has none
+    int direct;  // with O_DIRECT, or -1 if the file system refuses it
     int buffered;
 };
 
-// A stretch of a file and the memory that it goes to or comes from.
+// A range of a file, and the memory that the bytes go to or come from.
 struct Piece {
     Descriptors file;
     std::uint64_t offset;
@@ -37,13 +37,13 @@ struct Piece {
     std::size_t nbytes;
 };
 
-// Whether a request computes the CRC-32C of its bytes, and compares it with one that is known.
+// Checksum options of a request: compute the CRC-32C, and compare it with an expected one.
 struct Checksum {
     bool wanted = false;
     std::optional<std::uint32_t> expected;
 };
 
-// What one system call moves, or what is left of it.
+// The bytes that one system call moves, or the rest of them.
 struct Transfer {
     Operation operation;
     int descriptor;
@@ -55,56 +55,57 @@ struct Transfer {
 
 class Request;
 
-// A part of one piece of a request, all of it direct or none.
+// A part of one piece of a request. Either all of a block is direct or none.
 struct Block {
     std::shared_ptr<Request> request;
     Transfer left;  // not yet moved
     char* data;     // all of the block
     std::size_t nbytes;
     std::size_t piece;
-    std::size_t behind;  // bytes of the request behind this block
-    int buffered;        // the descriptor that takes what O_DIRECT refuses
+    std::size_t behind;  // bytes of the request after this block
+    int buffered;        // the descriptor for bytes that O_DIRECT refuses
     std::uint64_t started_ns = 0;
     std::uint64_t took_ns = 0;
     std::uint32_t crc = 0;
     int error = 0;
 };
 
-// One read or write. The queue and whoever waits share it; the memory is the caller's own again
-// once it is `done`.
+// A read or write, shared by the queue and the threads that wait for it. The queue owns the memory
+// until the request is `done`.
 class Request {
   public:
     Request(Operation operation, Priority priority, std::vector<Piece> pieces, Checksum checksum);
 
     [[nodiscard]] bool done() const { return done_.load(std::memory_order_acquire); }
 
-    // Waits at most `seconds`; whether the request is done.
+    // Waits at most `seconds`. Returns true if the request is done.
     [[nodiscard]] bool wait(double seconds);
 
-    // Valid once `done`: the first error (an errno) or 0, and the piece that it was met in.
+    // Valid once `done`: the first error (an errno) or 0, and the piece in which it occurred.
     [[nodiscard]] int error() const { return error_; }
     [[nodiscard]] std::size_t failed_piece() const { return failed_piece_; }
 
-    // Valid once `done` without an error, where it was wanted.
+    // Valid once `done` without an error, if a checksum was requested.
     [[nodiscard]] std::uint32_t crc() const { return crc_; }
 
     [[nodiscard]] Operation operation() const { return operation_; }
     [[nodiscard]] Priority priority() const { return priority_; }
     [[nodiscard]] bool wants_crc() const { return checksum_.wanted; }
 
-    // The queue alone calls these, under its lock but for `finish`.
+    // The queue alone calls the following, under its lock except for `finish`.
 
-    // Whether a block is left to be cut.
+    // Returns true if `next_block` would return a block.
     [[nodiscard]] bool has_block() const { return piece_ < pieces_.size(); }
     // Cuts the next block, of at most `block_bytes`, a multiple of a page.
     [[nodiscard]] Block next_block(std::size_t block_bytes);
-    // Takes note of a block that is moved or has failed; whether it was the last one. After an
+    // Records a block that was moved or has failed. Returns true if it was the last one. After an
     // error no further block is cut.
     [[nodiscard]] bool settle(const Block& block);
-    // Wakes who waits. The request may be gone when this returns, unless the caller holds it.
+    // Wakes waiting threads. Unless the caller holds a reference, the request may be destroyed when
+    // this returns.
     void finish();
 
-    // Not 0 where the queue is to announce the end. Under the queue's lock.
+    // The tag under which the queue announces the end; 0 for none. Guarded by the queue's lock.
     std::uint64_t tag = 0;
 
   private:
@@ -118,7 +119,7 @@ class Request {
     std::size_t piece_ = 0;   // where the next block is cut:
     std::size_t start_ = 0;   // this many bytes into that piece,
     std::size_t behind_ = 0;  // with this many bytes not yet cut
-    std::size_t cut_ = 0;     // blocks that are on their way
+    std::size_t cut_ = 0;     // blocks in flight
     std::size_t failed_piece_ = 0;
     int error_ = 0;
     std::uint32_t crc_ = 0;
@@ -127,11 +128,11 @@ class Request {
     std::condition_variable finished_;
 };
 
-// What is to be done after a system call moved `result` bytes, or failed with -`result`.
+// The action after a system call moved `result` bytes, or failed with errno -`result`.
 enum class Next { kDone, kAgain, kLater, kFailed };
 
-// Advances `block`. kAgain: `block.left` is to be moved now; kLater: the same, once others had
-// their turn; kFailed: `block.error` says why.
+// Advances `block`. kAgain: move `block.left` now. kLater: move `block.left` after other blocks had
+// their turn. kFailed: `block.error` is the errno.
 [[nodiscard]] Next advance(Block& block, long result);
 
 }  // namespace offload

@@ -58,7 +58,7 @@ std::optional<Block> Schedule::next() {
 
 void Schedule::settle(const Block& block) {
     if (block.request->priority() == Priority::kBackground) --background_;
-    // A request that failed has no more blocks, and may still wait to be cut.
+    // A request that failed has no more blocks, but may still be listed as pending.
     if (block.error == 0) return;
     auto& waiting = waiting_[static_cast<std::size_t>(block.request->priority())];
     const auto found = std::find(waiting.begin(), waiting.end(), block.request);

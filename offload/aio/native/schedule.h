@@ -1,4 +1,4 @@
-// Which block goes next: a decision, without threads and without I/O.
+// The choice of the next block, free of threads and I/O.
 #pragma once
 
 #include <array>
@@ -11,23 +11,23 @@
 
 namespace offload {
 
-// Requests in order of priority, then of arrival, under two rules that keep everybody moving:
-// * background blocks hold at most three quarters of the slots, so that a request that somebody
-//   waits for finds a free one and not a device full of write-behind;
-// * a priority that others were taken before eight times gets a block.
+// Pending requests in order of priority, then of arrival, under two rules against starvation:
+// * background blocks hold at most three quarters of the slots, so that an urgent request finds a
+//   free slot rather than a device full of write-behind;
+// * a priority that was passed over eight times gets the next block.
 class Schedule {
   public:
     Schedule(std::size_t slots, std::size_t block_bytes);
 
     void add(std::shared_ptr<Request> request);
 
-    // Whether `next` would give a block.
+    // Returns true if `next` would return a block.
     [[nodiscard]] bool ready() const;
 
-    // The next block; its slot is taken until `settle`.
+    // Returns the next block, which occupies a slot until `settle`.
     [[nodiscard]] std::optional<Block> next();
 
-    // Gives the slot of a block back.
+    // Frees the slot of a block.
     void settle(const Block& block);
 
     [[nodiscard]] bool empty() const;
@@ -42,7 +42,7 @@ class Schedule {
     const std::size_t background_slots_;
     std::array<Waiting, kPriorities> waiting_;
     std::array<std::size_t, kPriorities> passed_over_{};
-    std::size_t background_ = 0;  // blocks on their way
+    std::size_t background_ = 0;  // blocks in flight
 };
 
 }  // namespace offload

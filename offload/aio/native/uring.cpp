@@ -1,4 +1,4 @@
-// io_uring by raw system calls, so that a build needs no liburing.
+// A backend on io_uring by raw system calls, so that a build needs no liburing.
 
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -29,7 +29,7 @@ constexpr std::size_t kSmallestRegion = std::size_t{2} << 20;
 // A transfer's length has 32 bits, and the kernel moves no more than this by one call.
 constexpr std::size_t kLargestTransfer = 0x7ffff000;
 
-// The head of one ring and the tail of the other are the kernel's, which writes them while we look.
+// The kernel writes the head of one ring and the tail of the other concurrently.
 std::uint32_t load(const std::uint32_t* index) {
     return std::atomic_ref<const std::uint32_t>(*index).load(std::memory_order_acquire);
 }
@@ -58,7 +58,7 @@ class Mapping {
         start_ = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
                       descriptor, static_cast<off_t>(what));
         if (start_ == MAP_FAILED) throw Refused{errno, "mmap"};
-        madvise(start_, nbytes, MADV_DONTFORK);  // a child has its own queues
+        madvise(start_, nbytes, MADV_DONTFORK);  // a forked child opens its own queues
     }
     ~Mapping() { munmap(start_, nbytes_); }
     Mapping(const Mapping&) = delete;
@@ -75,8 +75,8 @@ class Mapping {
 };
 
 int set_up(unsigned depth, Parameters& parameters) {
-    // One entry more, for the bell. First with what saves interrupts and locks: only this thread
-    // submits, and completions are processed when it asks for them.
+    // One extra entry for the bell. First with flags that save interrupts and locks: this thread
+    // alone submits, and completions are processed when it asks for them.
     for (const std::uint32_t flags : {kSetupSingleIssuer | kSetupDeferTaskrun, 0u}) {
         parameters = {};
         parameters.flags = flags | kSetupClamp;
@@ -108,7 +108,7 @@ class Uring final : public Backend {
         listen();
     }
 
-    // The bell's read ends first: closing the ring would only begin to cancel it.
+    // The bell's read must end first: closing the ring would only start to cancel it.
     ~Uring() override {
         if (broken_ != 0) return;
         closing_ = true;
@@ -156,7 +156,7 @@ class Uring final : public Backend {
             if (broken_ == 0) {
                 enter(!over);
             } else if (!over) {
-                pause();  // what the kernel has may still end
+                pause();  // transfers in flight may still end
             }
         }
     }
@@ -165,7 +165,7 @@ class Uring final : public Backend {
 
     std::size_t register_memory(char* data, std::size_t nbytes) override {
         if (!make_table(kBuffers2, has_buffers_)) return 0;
-        // Pinned pages count against RLIMIT_MEMLOCK where the user is not root: then less of them.
+        // Pinned pages of users other than root count against RLIMIT_MEMLOCK: retry with fewer.
         std::size_t piece = kLargestRegion;
         std::size_t done = 0;
         while (done < nbytes && regions_.size() < kSlots) {
@@ -207,7 +207,7 @@ class Uring final : public Backend {
                         p.completion.completions + p.completions * sizeof(Completion));
     }
 
-    // Linux 5.1 to 5.5 have io_uring without plain reads and writes.
+    // io_uring of Linux 5.1 to 5.5 lacks plain reads and writes.
     void ask_what_it_can() const {
         Probe probe{};
         if (syscall(kRegisterCall, ring_.get(), kProbe, &probe, 64) != 0) {
@@ -227,7 +227,7 @@ class Uring final : public Backend {
         return entry;
     }
 
-    // A read of the bell is always in flight, so that a wait for completions is one for it too.
+    // A read of the bell is always in flight, so that a wait for completions also waits for it.
     void listen() {
         Submission& entry = next_entry();
         entry.opcode = kRead;
@@ -237,7 +237,7 @@ class Uring final : public Backend {
         entry.user_data = kBell;
     }
 
-    // Hands in what was added, and waits for a completion if `wait`.
+    // Submits the added entries, and waits for a completion if `wait`.
     void enter(bool wait) {
         const std::uint32_t handed = added_;
         store(tail_, *tail_ + handed);
@@ -248,16 +248,16 @@ class Uring final : public Backend {
         const auto taken = count < 0 ? 0u : static_cast<std::uint32_t>(count);
         in_flight_ += taken;
         if (error == 0 && taken == handed) return;
-        // The kernel looks at entries within the call alone, so the rest can be taken back.
+        // The kernel reads entries during the call only, so the rest can be taken back.
         store(tail_, *tail_ - (handed - taken));
         added_ = handed - taken;
         if (error == 0 || error == EINTR) return;
         if (error == EAGAIN || error == EBUSY || error == ENOMEM) {
-            // Short of memory, or of room for completions: both come back as transfers end.
+            // Short of memory, or of completion entries: both become available as transfers end.
             if (in_flight_ <= 1) pause();
             return;
         }
-        // Nothing else is a passing trouble: a filter that was put in after the ring was made.
+        // Other errors are permanent, such as a seccomp filter installed after the ring was made.
         broken_ = error;
         for (std::uint32_t i = 0; i < added_; ++i) {
             const auto& entry = submissions_.at<Submission>(0)[(*tail_ + i) & mask_];
@@ -269,7 +269,7 @@ class Uring final : public Backend {
 
     static void pause() { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }
 
-    // Whether the bell rang.
+    // Returns true if the bell rang.
     bool reap(std::vector<Ended>& ended) {
         bool rang = false;
         std::uint32_t head = *completed_head_;
@@ -314,11 +314,11 @@ class Uring final : public Backend {
     const std::uint32_t* completed_tail_;
     std::uint32_t completed_mask_;
     const Completion* completions_;
-    std::uint32_t added_ = 0;      // entries beyond the tail
-    std::uint32_t in_flight_ = 0;  // the bell's read is one
+    std::uint32_t added_ = 0;      // entries after the tail
+    std::uint32_t in_flight_ = 0;  // includes the bell's read
     bool closing_ = false;
-    int broken_ = 0;                 // an errno: the ring takes no more
-    std::vector<unsigned> refused_;  // slots that it did not take
+    int broken_ = 0;                 // an errno: the ring accepts no more entries
+    std::vector<unsigned> refused_;  // slots that the ring did not accept
     bool has_buffers_ = false;
     bool has_files_ = false;
     std::vector<Region> regions_;

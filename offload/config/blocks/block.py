@@ -1,4 +1,4 @@
-"""A block: its fields, and the keys beside them that it knows."""
+"""The base class of all config blocks: fields, and the other keys that a block recognizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 def words_of(words: str) -> tuple[str, ...]:
-    """Names of keys, in a readable form."""
+    """Returns the words of a string, one key name each."""
     return tuple(words.split())
 
 
@@ -17,41 +17,42 @@ CHANGES_TRAINING = "would change what is learned and is not supported; remove it
 
 
 def missing(what: str, instead: str = "remove it, or switch it off") -> str:
-    """Say what a key asks for that is not here, and what to do."""
+    """Returns the reason for refusing a key: what the key asks for, and what to do instead."""
     return f"{what}, which is not supported; {instead}"
 
 
 class Block(BaseModel):
-    """A block of the config; beside its fields it knows keys without effect and keys that it must refuse."""
+    """A block of the config. Beside its fields, a block recognizes keys without effect and keys that it must refuse."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     TUNING: ClassVar[tuple[str, ...]] = ()
-    """Accepted: they tune what is decided here without them."""
+    """Keys accepted without effect: they tune something that this library decides by itself."""
     UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
-    """Accepted: what they switch on is missing here, and the bits are the same without it."""
+    """Keys accepted without effect: the feature is missing, and the results have the same bits without it."""
     REFUSED: ClassVar[dict[str, str]] = {}
-    """Refused unless switched off, with what to say."""
+    """Keys refused unless switched off, with the rest of the message."""
     OLD_NAMES: ClassVar[dict[str, str]] = {}
+    """Older names of keys, with the names of the fields."""
     INSTEAD: ClassVar[Mapping[str, Any]] = {}
-    """What to write where a value came in place of the block: the first key is that of the value."""
+    """Content to suggest if a plain value was given in place of the block; the value belongs to the first key."""
     OWN_AUTO: ClassVar[tuple[str, ...]] = ()
-    """Fields in which "auto" is a value; in all others it means the default."""
+    """Fields that accept "auto" as a value; in all others "auto" means the default."""
 
     @classmethod
     def check(cls, content: Mapping[str, Any], path: str) -> None:
-        """Raise `ConfigError` where the block as a whole asks for what is not here, before its keys are looked at."""
+        """Raises `ConfigError` if the block as a whole asks for something unsupported. Keys are checked later."""
 
 
 def inner_block(model: type[Block], name: str) -> type[Block] | None:
-    """The block that the field is, if it is one."""
+    """Returns the block class of the field `name`, or None if the field is no block."""
     annotation = model.model_fields[name].annotation
     candidates = (annotation, *getattr(annotation, "__args__", ()))
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, Block)), None)
 
 
 def all_blocks(model: type[Block], path: str) -> Iterator[tuple[str, type[Block]]]:
-    """The block and all blocks in it, with their dotted names."""
+    """Yields the block and all blocks inside, each with its dotted name."""
     yield path, model
     for name in model.model_fields:
         if inner := inner_block(model, name):

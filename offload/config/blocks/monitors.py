@@ -1,4 +1,4 @@
-"""The blocks of those who are told each step's numbers."""
+"""Blocks of the monitors, which receive the numbers of each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.config.blocks.values import expanded
 
 
 class _Folder(Block):
-    """Where each step's numbers go."""
+    """A monitor that writes into a folder."""
 
     INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
 

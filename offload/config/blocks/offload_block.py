@@ -80,10 +80,10 @@ class OffloadBlock(Block):
 
     @property
     def wants_store(self) -> bool:
-        """Whether a store is asked for, whatever is at home on disk."""
+        """True if a store is requested, whatever tier the states have."""
         return self.durability == "step" or isinstance(self.durability, Every)
 
     @property
     def commit_every(self) -> int:
-        """Steps from one commit to the next where there is a store with two slots."""
+        """Steps from one commit to the next, if there is a store with two slots."""
         return self.durability.every if isinstance(self.durability, Every) else 1

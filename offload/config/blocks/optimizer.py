@@ -1,4 +1,4 @@
-"""The optimizer's block."""
+"""The block of the optimizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "Lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
     "SGD": {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
 }
-"""The hyperparameters of each type beside the learning rate, and what they are where a file does not say."""
+"""Default hyperparameters of each optimizer type, except for the learning rate."""
 
 
 class OptimizerParams(Block):
@@ -82,6 +82,7 @@ class OptimizerBlock(Block):
 
     @classmethod
     def check(cls, content: Mapping[str, Any], path: str) -> None:
+        """Raises `ConfigError` for optimizers of DeepSpeed that are not supported."""
         name = str(content.get("type", "")).lower()
         if name in _COMPRESSED:
             raise ConfigError(
@@ -92,6 +93,7 @@ class OptimizerBlock(Block):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> OptimizerBlock:
+        """Raises `ValueError` if a hyperparameter does not belong to the type, or two contradict each other."""
         known = OPTIMIZER_DEFAULTS[self.type]
         for name in self.params.model_fields_set:
             if name != "lr" and name not in known and getattr(self.params, name) is not None:
@@ -103,7 +105,7 @@ class OptimizerBlock(Block):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The hyperparameters of the type beside the learning rate."""
+        """Hyperparameters of the type, except for the learning rate."""
         given = {name: getattr(self.params, name) for name in OPTIMIZER_DEFAULTS[self.type]}
         return {
             name: value if given[name] is None else given[name] for name, value in OPTIMIZER_DEFAULTS[self.type].items()

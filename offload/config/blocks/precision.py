@@ -1,4 +1,4 @@
-"""The blocks of dtypes."""
+"""Blocks of dtypes."""
 
 from __future__ import annotations
 

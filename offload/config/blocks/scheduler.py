@@ -1,4 +1,4 @@
-"""The schedule's block, and the params of each schedule."""
+"""The block of the learning rate schedule, and the params of each schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ScheduleParams(Block):
     """The params of a schedule, which has the type that it is listed under in `SCHEDULES`."""
 
     ORDERED: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Pairs of fields, of which the first is not above the second."""
+    """Pairs of fields; the first must not exceed the second."""
 
 
 class RangeTestParams(ScheduleParams):
@@ -93,15 +93,16 @@ SCHEDULES: dict[str, type[ScheduleParams]] = {
     "OneCycle": OneCycleParams,
     "LRRangeTest": RangeTestParams,
 }
+# Other schedules of torch need functions or schedulers as arguments, which a file cannot contain.
 TORCH_SCHEDULES = words_of(
     """StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR CosineAnnealingWarmRestarts
     CyclicLR OneCycleLR"""
 )
-"""Those of torch.optim.lr_scheduler that are made from an optimizer and numbers."""
+"""Schedules of torch.optim.lr_scheduler whose arguments are an optimizer and numbers."""
 
 
 def _schedule(name: str) -> str:
-    """The type of a schedule, in any case of letters."""
+    """Returns the type of a schedule, given in any case of letters. Raises `ValueError` if the type is unknown."""
     known = {word.lower(): word for word in (*SCHEDULES, *TORCH_SCHEDULES)}
     if name.lower() in known:
         return known[name.lower()]

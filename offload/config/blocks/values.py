@@ -1,4 +1,4 @@
-"""Values: what a key may have, and how files write it."""
+"""Types of config values, with the conversions from the spellings that files use."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ Tier = Literal["none", "cpu", "nvme"]
 
 
 def _number(value: Any) -> Any:
-    """`1e8` and `200000000.0` are integers, `true` is not a number."""
+    """Converts `1e8` and `200000000.0` to integers. Raises `ValueError` for a boolean, an int in Python."""
     if isinstance(value, bool):
         raise ValueError("should be a number")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _strings(value: Any) -> Any:
+    """Wraps a single string or path in a tuple."""
     return (value,) if isinstance(value, str | os.PathLike) else value
 
 
 def expanded(value: Any) -> Any:
+    """Expands `~` in a path."""
     return os.path.expanduser(value) if isinstance(value, str | os.PathLike) else value
 
 
 def _size(value: Any) -> Any:
+    """Parses a size in bytes, as `parse_size` does."""
     try:
         return parse_size(value)
     except OverflowError:
@@ -38,7 +41,7 @@ def _size(value: Any) -> Any:
 
 
 def _rates(value: Any) -> Any:
-    """A number for all groups of parameters, or a list with one for each."""
+    """Returns a number for all groups of parameters, or a tuple with one for each. Raises `ValueError` otherwise."""
     numbers = value if isinstance(value, list | tuple) else (value,)
     if not numbers or not all(_is_rate(number) for number in numbers):
         raise ValueError("should be a number of at least 0, or a list of such, one for each group of parameters")
@@ -47,15 +50,18 @@ def _rates(value: Any) -> Any:
 
 
 def _is_rate(value: Any) -> bool:
+    """Returns True for a finite number of at least 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and 0 <= value <= sys.float_info.max
 
 
 def _or_auto(value: Any) -> Any:
+    """Returns "auto" unchanged, and anything else as `_rates` does."""
     return value if isinstance(value, str) and value == "auto" else _rates(value)
 
 
 def _momentum(value: Any) -> Any:
+    """Returns rates that are below 1. Raises `ValueError` otherwise."""
     rates = _rates(value)
     if max(rates if isinstance(rates, tuple) else (rates,)) >= 1:
         raise ValueError("should be below 1")
@@ -63,7 +69,7 @@ def _momentum(value: Any) -> Any:
 
 
 def _memory(value: Any) -> Any:
-    """A size; digits that would be less than a mebibyte lack their unit."""
+    """Parses a size. Raises `ValueError` for bare digits below a mebibyte, where a unit was forgotten."""
     nbytes = _size(value)
     if isinstance(value, str) and value.strip().isdecimal() and nbytes < MIB:
         raise ValueError(f"should be a size such as 16GiB; {value} alone are bytes: give a unit")
@@ -71,15 +77,16 @@ def _memory(value: Any) -> Any:
 
 
 def steps_or_never(value: Any) -> Any:
-    """Infinity, as `accelerate` writes it, is never: 0."""
+    """Converts infinity, as `accelerate` writes it, to 0: never."""
     return 0 if value == math.inf else _number(value)
 
 
 def spelling(names: Mapping[str, str]) -> BeforeValidator:
-    """Other spellings of a choice, in any case of letters."""
+    """Returns a validator that maps other spellings of a choice, in any case of letters, to the choice."""
     return BeforeValidator(lambda value: names.get(value.lower(), value) if isinstance(value, str) else value)
 
 
+# Types of fields. A validator in front converts the spellings of files before pydantic checks the type.
 Whole = Annotated[int, BeforeValidator(_number)]
 Count = Annotated[Whole, Field(gt=0)]
 Elements = Annotated[Whole, Field(ge=0)]

@@ -1,4 +1,4 @@
-"""What is partitioned, where it lives, and how its files are reached."""
+"""Blocks of ZeRO and of I/O: partitioning, tiers, and access to the swap files."""
 
 from __future__ import annotations
 

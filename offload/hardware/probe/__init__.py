@@ -1,14 +1,15 @@
-"""How fast this machine is: what `offload plan` counts with, measured once and kept for the machine.
+"""Measurement of this machine's speed, the input of `offload plan`: measured once and cached for the machine.
 
-Everything is measured by what training will use: the I/O queue, the kernels, pinned memory, torch's matrix products.
+Everything is measured with the code that training will use: the I/O queue, the kernels, pinned memory, torch's
+products.
 
-rates     what is measured, and of what
-pace      sizes that grow until a call takes long enough, and rounds within a budget of seconds
-host      memory and the optimizer: what the CPU does whatever computes
-compute   matrix products and what lies between them, of the device
-disturb   whether something else ran meanwhile
-measure   all of it, one after the other
-kept      the file in which it waits for a plan, and its words
+    rates     the results
+    pace      sizes that grow until a call takes long enough, and rounds within a budget of seconds
+    host      memory and the optimizer: the CPU's work on every compute device
+    compute   matrix products, and the operations between them, of the compute device
+    disturb   detection of other work on the machine during the measurement
+    measure   all measurements, one after the other
+    kept      the cache, and the results in words
 """
 
 from offload.hardware.probe.kept import as_json, check_kept, keep, kept, kept_at, lines

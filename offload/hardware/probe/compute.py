@@ -1,4 +1,4 @@
-"""The device that computes the model: matrix products, what lies between them, new memory, copies."""
+"""Measurements of the compute device: matrix products, the operations between them, new memory, copies."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from offload.sizes import MIB
 from offload.swapper.memory.device import open_device
 
 _COPIED = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+"""Bytes of a copy, in growing sizes."""
 _LAYERS = 12
 
 
 class Product(NamedTuple):
-    """A linear layer, and two numbers of tokens that go through it."""
+    """A linear layer (width -> wide), and two numbers of tokens that pass through it."""
 
     width: int
     wide: int
@@ -29,7 +30,7 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of a pass with many tokens."""
+        """Floating-point operations of a pass with many tokens: three products of 2 operations each."""
         return 6.0 * self.width * self.wide * self.many
 
 
@@ -38,32 +39,40 @@ _PRODUCTS = tuple(Product(64 * scale, 256 * scale, 4 * scale, 32 * scale) for sc
 _PRODUCTS_OF_GPU = tuple(Product(1024 * scale, 1024 * scale, 128 * scale, 1024 * scale) for scale in (1, 2, 4, 8))
 _VALUES = ((16, 1024), (64, 1024), (256, 1024), (512, 1024))
 _VALUES_OF_GPU = ((512, 2048), (2048, 4096), (8192, 8192))
-"""Tokens, and the width of each."""
+"""Tokens and width of elementwise operations; `_VALUES` on a CPU."""
 
 
 class Compute:
-    """One device."""
+    """The compute device of a measurement."""
 
     def __init__(self, device: torch.device, pace: Pace) -> None:
         self._device, self._pace = device, pace
         self._sizes: dict[str, Product] = {}
-        """By dtype, as its first products have shown."""
+        """Size by dtype name, chosen when the dtype is measured first."""
 
     def products(self, dtype: str) -> tuple[float, float]:
-        """Operations, and bytes of weights, of a linear layer's forward and the two products of its backward.
+        """Measures a linear layer's forward and the two products of its backward, in the dtype named `dtype`.
 
-        As in a model each weight was not used for a while, and a gradient is larger than what malloc keeps for later.
+        Conditions are as in a model: a weight has not been used for a while, and gradients are larger than the blocks
+        that malloc keeps for reuse.
+
+        Returns:
+            Floating-point operations a second, and bytes of weights a second.
         """
         device = self._device
         size = self._sizes[dtype] = self._sizes.get(dtype) or self._product(DTYPES[dtype])
         layer = _Linear(DTYPES[dtype], device, size)
+        # Time is linear in tokens. Two numbers of tokens separate the cost of a token from the fixed cost of the
+        # weights; the bounds keep noise from giving a rate of zero or infinity.
         small, large = in_turns([layer.passes(size.few), layer.passes(size.many)], self._pace.rate, device)
-        each = max(large - small, 0.5 * large) / (size.many - size.few)  # of a token; the rest is of the weights
+        each = max(large - small, 0.5 * large) / (
+            size.many - size.few
+        )  # seconds of a token; the remainder belongs to the weights
         rest = min(max(small - size.few * each, 0.01 * small), 0.5 * small)
         return 6 * size.wide * size.width / each, 3 * layer.nbytes / rest
 
     def _product(self, dtype: torch.dtype) -> Product:
-        """The size that this dtype is measured with: a dtype that is slow here has a small one."""
+        """Returns the size with which the dtype is measured: small for a dtype that is slow on this machine."""
 
         def passes(size: Product) -> Callable[[], object]:
             return _Linear(dtype, self._device, size).passes(size.many)
@@ -72,27 +81,31 @@ class Compute:
         return grown(sizes, lambda size: size.flops, passes, 3 * self._pace.call, self._device)
 
     def elementwise(self, dtype: str) -> float:
-        """Bytes of what a transformer does between its products, into new memory each time as it does."""
+        """Returns the bytes a second of a transformer's operations between its products, in the dtype named `dtype`.
+
+        The results go to new memory each time, as in a model.
+        """
         device, of = self._device, DTYPES[dtype]
         sizes = _VALUES if device.type == "cpu" else _VALUES_OF_GPU
         size = grown(
             sizes, lambda size: float(size[0] * size[1]), partial(_layers, of, device), self._pace.call, device
         )
         seconds = in_turns([_layers(of, device, size)], self._pace.rate, device)[0]
+        # The operations of `_layers` together read and write each value 12 times.
         return _LAYERS * 12 * size[0] * size[1] * of.itemsize / seconds
 
     def fresh(self) -> float:
-        """Bytes that are filled in new memory."""
+        """Returns the bytes a second that are filled in newly allocated memory."""
         make = partial(_fill, self._device)
         size = grown(_COPIED, float, make, self._pace.call, self._device)
         return size / in_turns([make(size)], self._pace.rate, self._device)[0]
 
     def copies(self) -> tuple[float, float]:
-        """Bytes between memory as the engine's arena is, and the device: there, and back."""
+        """Returns the bytes a second of copies from host memory like the engine's arena to the device, and back."""
         opened, device = open_device(self._device), self._device
         host = torch.frombuffer(aligned_empty(_COPIED[-1]), dtype=torch.uint8)
         there = torch.ones(_COPIED[-1], dtype=torch.uint8, device=device)
-        opened.register(host)  # before the first touch
+        opened.register(host)  # pins; before the first touch, as the engine does
         try:
             host.fill_(1)
             size = grown(_COPIED, float, partial(_copy, there, host), self._pace.call, device)
@@ -103,7 +116,7 @@ class Compute:
 
 
 class _Linear:
-    """Three equal layers in turns."""
+    """Three linear layers of equal shape, used in turns, so that no weight stays in a cache."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, size: Product) -> None:
         self._inputs = partial(torch.full, fill_value=0.01, dtype=dtype, device=device)
@@ -112,8 +125,9 @@ class _Linear:
         self.nbytes = weights[0].nbytes
         self._taken = itertools.cycle(weights)
 
+    # Nothing here is recorded by autograd: the two products of the backward are written out.
     def passes(self, tokens: int) -> Callable[[], object]:
-        """A forward of so many tokens and its backward."""
+        """Returns a function that computes the forward of `tokens` tokens and its backward."""
         inputs = self._inputs((tokens, self._width))
 
         def work() -> None:
@@ -126,11 +140,13 @@ class _Linear:
 
 
 def _layers(dtype: torch.dtype, device: torch.device, size: tuple[int, int]) -> Callable[[], object]:
+    """Returns a function that runs the elementwise operations of `_LAYERS` transformer layers."""
     values = torch.full(size, 0.5, dtype=dtype, device=device)
     weight = torch.ones(size[1], dtype=dtype, device=device)
 
     def layers() -> None:
         for _ in range(_LAYERS):
+            # Bytes in units of the values: norm, activation and softmax move 2 each, product and sum 3 each.
             hidden = torch.nn.functional.layer_norm(values, size[1:], weight, weight)
             hidden = torch.nn.functional.gelu(hidden, approximate="tanh")
             hidden = torch.softmax(hidden, -1)
@@ -140,8 +156,10 @@ def _layers(dtype: torch.dtype, device: torch.device, size: tuple[int, int]) -> 
 
 
 def _fill(device: torch.device, nbytes: int) -> Callable[[], object]:
+    """Returns a function that fills `nbytes` bytes of new memory."""
     return lambda: torch.full((nbytes,), 0, dtype=torch.uint8, device=device)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> Callable[[], object]:
+    """Returns a function that copies the first `nbytes` bytes; on a GPU the copy is only queued."""
     return lambda: target[:nbytes].copy_(source[:nbytes], non_blocking=True)

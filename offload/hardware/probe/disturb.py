@@ -1,4 +1,4 @@
-"""Whether something else ran while a machine was measured: the same rates twice, and what else its cores did."""
+"""Detection of other work on the machine during a measurement: rates measured twice, and processor time of others."""
 
 from __future__ import annotations
 
@@ -11,27 +11,34 @@ from pathlib import Path
 import psutil
 
 _APART = 1.2
-"""So many times as fast is another machine, as a plan sees it."""
+"""Ratio of two measurements from which a plan would take the machine for another one."""
 _SHARE = 0.15
-"""Of the cores, that others may take."""
+"""Fraction of the cores that other processes may use."""
 _CURE = "run `offload probe` again when nothing else runs"
 
 
 def apart(name: str, first: float, last: float, words: Callable[[float], str]) -> list[str]:
-    """A sentence where a rate was not the same at the beginning and at the end."""
+    """Returns a sentence if a rate differs between the beginning and the end of the probe, else nothing.
+
+    Args:
+        name: name of the rate.
+        first: rate at the beginning.
+        last: rate at the end.
+        words: converts a rate to text.
+    """
     if max(first, last) <= _APART * min(first, last):
         return []
     return [f"{name}: {words(first)} at the beginning of the probe, {words(last)} at its end; {_CURE}"]
 
 
 class Others:
-    """What other processes do on the cores that are ours to use, from now on."""
+    """A meter of other processes' work on the cores that this process may use, from the construction on."""
 
     def __init__(self) -> None:
         self._busy, self._mine, self._start = _busy(), time.process_time(), time.perf_counter()
 
     def doubts(self) -> list[str]:
-        """A sentence where they took more than a little. Nothing where nobody can tell."""
+        """Returns a sentence if others used more than `_SHARE` of the cores; nothing if this cannot be determined."""
         busy = _busy()
         if self._busy is None or busy is None:
             return []
@@ -41,22 +48,29 @@ class Others:
 
 
 def _cores() -> set[int]:
+    """Returns the numbers of the cores that this process may use."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _busy() -> float | None:
-    """Seconds that these cores have worked, for anybody; None where it is not told, or a quota has other cores too."""
+    """Returns the seconds that these cores have worked for any process.
+
+    None if the system does not report them, or if a CPU quota makes them meaningless.
+    """
     with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
         if _has_quota():
             return None
         each = psutil.cpu_times(percpu=True)
-        idle = ("idle", "iowait", "guest", "guest_nice")  # a guest's seconds are also in user
+        idle = ("idle", "iowait", "guest", "guest_nice")  # `user` includes the seconds of guests
         return sum(sum(value for name, value in each[core]._asdict().items() if name not in idle) for core in _cores())
     return None
 
 
 def _has_quota() -> bool:
-    """Whether this process may use less than the cores that it sees: then most of their work is not beside it."""
+    """Returns True if a cgroup limits this process to less than the cores that it sees.
+
+    Most work on those cores then belongs to other containers and does not slow this process.
+    """
     limits = (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
     told = [path.read_text().split()[0] for path in limits if path.is_file()]
     return any(each not in ("max", "-1") for each in told)

@@ -1,4 +1,4 @@
-"""Memory and the optimizer: what the CPU does whatever computes the model."""
+"""Measurements of host memory and of the optimizer, which the CPU runs whatever the compute device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from offload.hardware.probe.pace import Pace, grown, in_turns
 from offload.hardware.probe.rates import DTYPES
 
 _NUMELS = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
-"""Parameters; the last are more than any cache holds."""
+"""Parameters, in growing sizes; the largest exceed any cache."""
 _TILE = 1 << 20
 """Elements of an update that are computed at a time."""
 
 
 class Host:
-    """Arrays as an update has them, as large as this machine moves in a moment."""
+    """Arrays of an update, sized so that a pass over them takes about `pace.call` seconds on this machine."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -28,20 +28,25 @@ class Host:
         self._lease = torch.frombuffer(aligned_empty(2 * self.numel), dtype=torch.bfloat16)
 
     def memory(self) -> float:
-        """Bytes that all threads read and write."""
+        """Returns the bytes a second that all threads read and write."""
         nbytes = self.numel * self._arrays.bytes_per_parameter
         return nbytes / in_turns([lambda: kernels.probe(self._arrays.partition)], self._pace.rate)[0]
 
     def copy(self) -> float:
-        """Bytes that are copied."""
+        """Returns the bytes a second that are copied."""
         return self._lease.nbytes / in_turns([lambda: self._lease.copy_(self._arrays.weight)], self._pace.rate)[0]
 
     def optimizer(self, dtype: str) -> tuple[float, float]:
-        """Parameters that AdamW steps, and whose gradient is stored and its squares summed."""
+        """Measures AdamW and the accumulation of gradients in the dtype named `dtype`.
+
+        Returns:
+            Parameters a second that AdamW updates, and parameters a second whose gradient is stored and its squares
+            summed.
+        """
         of = DTYPES[dtype]
         arrays = self._arrays if of is torch.bfloat16 else Arrays(self.numel, of, of)
         lease = torch.frombuffer(aligned_empty(self.numel * of.itemsize), dtype=of)
-        gradient = torch.ones(self.numel, dtype=of)  # in memory as autograd's
+        gradient = torch.ones(self.numel, dtype=of)  # in ordinary memory, like autograd's gradients
         size = min(_TILE, self.numel)
         tiles = [_part(arrays.partition, start, start + size) for start in range(0, self.numel, size)]
         segments = [kernels.Segment(0, size, STEP)]
@@ -59,12 +64,13 @@ class Host:
 
 
 def _moving(numel: int) -> Callable[[], object]:
+    """Returns a function that reads and writes the bytes of an AdamW step on `numel` elements."""
     arrays = Arrays(numel, torch.bfloat16, torch.bfloat16)
     return lambda: kernels.probe(arrays.partition)
 
 
 def _part(whole: kernels.Partition, start: int, stop: int) -> kernels.Partition:
-    """Elements [start, stop) of a partition."""
+    """Returns elements [start, stop) of a partition, as views."""
     part = slice(start, stop)
     beside = [None if each is None else each[part] for each in (whole.residual, whole.master)]
     return kernels.Partition(whole.weight[part], whole.grad[part], tuple(each[part] for each in whole.moments), *beside)

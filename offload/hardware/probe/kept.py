@@ -1,4 +1,4 @@
-"""What was measured, in a file that waits for a plan, and in words."""
+"""The cache of a measurement, and its results in words."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _VERSION = 5
 
 
 def check_kept() -> None:
-    """Raise `ConfigError` where a result could not be kept."""
+    """Raises `ConfigError` if a result cannot be cached. Called before the measurement, which takes half a minute."""
     path = kept_at()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # A file without a name: nothing is left behind if the probe is killed.
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -30,23 +31,27 @@ def check_kept() -> None:
 
 
 def kept_at() -> Path:
-    """The file that holds what was measured on this machine."""
+    """Returns the path of the cache of this machine."""
     return cache_file("probe")
 
 
 def keep(found: Probed) -> Path:
-    """Keep it for the planner; drives that were measured earlier and are not in `found` stay. Errors are `OSError`."""
+    """Caches a measurement for the planner, and returns the path.
+
+    Drives that were measured earlier and are not in `found` are kept. Raises `OSError` if the file cannot be written.
+    """
     path = kept_at()
     before = kept()
     mine = {each.path for each in found.drives}
     drives = [*(each for each in (before.drives if before else ()) if each.path not in mine), *found.drives]
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Not synced: a cache that is lost in a crash costs another probe.
     atomic_write(path, json.dumps(as_json(found._replace(drives=tuple(drives))), indent=2) + "\n", durable=False)
     return path
 
 
 def kept() -> Probed | None:
-    """What was measured on this machine; None where nothing was, or on what is another machine by now."""
+    """Returns the cached measurement; None if there is none, or if the machine has changed since."""
     try:
         content = json.loads(kept_at().read_text(encoding="utf-8"))
         if content["version"] != _VERSION:
@@ -60,13 +65,14 @@ def kept() -> Probed | None:
             tuple(content["doubts"]),
         )
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # none yet, or not what `keep` has written: another probe takes its place
+        return None  # none yet, or damaged: the next probe replaces it
+    # A home folder may be shared by several machines, so the cache is checked against this one.
     here = about_machine()
     return found if all(found.machine.get(key) == here[key] for key in ("processor", "cores")) else None
 
 
 def as_json(found: Probed) -> dict[str, Any]:
-    """What `--json` prints, and what is kept."""
+    """Returns the content that `--json` prints and `keep` writes."""
     return {
         "version": _VERSION,
         "machine": found.machine,
@@ -82,16 +88,18 @@ def as_json(found: Probed) -> dict[str, Any]:
 
 
 def _rounded(values: NamedTuple) -> dict[str, Any]:
+    """Returns the fields by name, floats with four digits."""
     return {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in values._asdict().items()}
 
 
 def _rates(content: dict[str, Any]) -> Rates:
+    """Returns the rates that `as_json` has written."""
     by_dtype = {name: DtypeRates(**each) for name, each in content["by_dtype"].items()}
     return Rates(**content | {"by_dtype": by_dtype})
 
 
 def lines(found: Probed) -> list[tuple[str, str]]:
-    """The same for people: names and values."""
+    """Returns the results for people, as pairs of name and value."""
     host, rates = found.machine, found.rates
     device = host["gpu"] or f"{host['processor']}, {count_of(host['cores'], 'core')}"
     told = [

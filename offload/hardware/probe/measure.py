@@ -1,4 +1,4 @@
-"""All of it, one after the other: drives, memory, the device in each dtype, and the first of it once more."""
+"""The probe: drives, memory, the device in each dtype, then some of the measurements once more."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.swapper.memory.device import compute_device
 
 SECONDS = 30.0
-"""That all of it takes, about, on a machine of any speed."""
+"""Approximate duration of the whole probe on a machine of any speed."""
 _OF_DRIVES = 0.3
-"""Of the seconds."""
+"""Fraction of the seconds that the drives take."""
 _OF_THE_FIRST_WRITE = 0.15
-"""Of a drive's."""
+"""Fraction of a drive's seconds that its first write takes."""
 _REQUEST = 16 * MIB
 _CHECKED = "fp32"
-"""The dtype of the products that are measured twice: every machine multiplies it well."""
+"""Dtype of the products that are measured twice: every machine multiplies it well."""
 
 Tell = Callable[[str, float], None]
-"""Is told what is measured next, and how much of all is done by then, from 0 to 1."""
+"""Receives the name of the next measurement, and the fraction of the work that is done, from 0 to 1."""
 
 
 def probe(
@@ -48,13 +48,26 @@ def probe(
     tell: Tell = lambda *_: None,
     seconds: float = SECONDS,
 ) -> Probed:
-    """Measure all of it, in about so many seconds. Each folder has a file of at most `nbytes` for a moment."""
+    """Measures the machine.
+
+    Args:
+        folders: folders on the drives to measure; each holds a file of at most `nbytes` temporarily.
+        device: compute device as in `--device`.
+        nbytes: bytes of the file on each drive.
+        tell: receives the progress.
+        seconds: approximate duration.
+
+    Raises:
+        ConfigError: the device does not exist, or `nbytes` is out of range.
+        IoError: a file cannot be written or read.
+    """
     start = time.perf_counter()
     compute = device_of(device)
     drives = []
     for index, folder in enumerate(folders):
         tell(f"the drive of {folder}", _OF_DRIVES * index / len(folders))
         drives.append(drive_rates(folder, nbytes, seconds=_OF_DRIVES * seconds / len(folders)))
+    # The progress of the remaining measurements is mapped to the rest of the bar.
     share = _OF_DRIVES if folders else 0.0
     rates, doubts = _measure(compute, lambda words, done: tell(words, share + (1 - share) * done), seconds)
     date = time.strftime("%Y-%m-%d")
@@ -62,13 +75,22 @@ def probe(
 
 
 def drive_rates(folder: str, nbytes: int = 256 * MIB, rounds: int = 3, seconds: float = SECONDS) -> DriveRates:
-    """What the drive under `folder` moves by itself, by the queue that will use it. Errors are `IoError`.
+    """Measures the drive under `folder` with the queue that will use it. Removes its file afterwards.
 
-    A drive that is slow has a shorter file than `nbytes` and fewer rounds, but one.
+    Args:
+        folder: a folder on the drive.
+        nbytes: bytes of the file and of a host buffer; a slow drive writes less.
+        rounds: rounds of all operations; a slow drive runs fewer, but at least one.
+        seconds: approximate duration.
+
+    Raises:
+        ConfigError: `nbytes` is out of range.
+        IoError: the file cannot be written or read.
     """
     check_size(nbytes)
     buffer = aligned_empty(align_up(nbytes))
     fill_with_noise(buffer)
+    # Two requests at least, so that the mixed operation reads and writes.
     request = min(_REQUEST, align_up(len(buffer) // 2))
     path = Path(folder) / f".offload-probe.{os.getpid()}"
     start = time.perf_counter()
@@ -78,6 +100,7 @@ def drive_rates(folder: str, nbytes: int = 256 * MIB, rounds: int = 3, seconds: 
             file.reserve(len(buffer))
             part = buffer[: _written(queue, file, buffer, request, _OF_THE_FIRST_WRITE * seconds)]
             while not taken["read"] or (len(taken["read"]) < rounds and time.perf_counter() - start < seconds):
+                # Operations take turns in each round, so a slow moment of the drive affects all of them.
                 for name in OPERATIONS:
                     each = move(queue, file, part, name, request)
                     taken[name].append(each.nbytes / each.seconds)
@@ -90,9 +113,9 @@ def drive_rates(folder: str, nbytes: int = 256 * MIB, rounds: int = 3, seconds: 
 
 
 def _written(queue: IoQueue, file: DirectFile, buffer: memoryview, request: int, seconds: float) -> int:
-    """Write the beginning of the buffer once, since the first write of a block does more: how many bytes of it.
+    """Writes the beginning of the buffer once, untimed, and returns its length. First writes of blocks are slower.
 
-    From two requests on twice as many, until they have taken so many seconds or all is written.
+    Starts with two requests, and doubles until `seconds` have passed or the whole buffer is written.
     """
     start, written = time.perf_counter(), 0
     while written < len(buffer) and (not written or time.perf_counter() - start < seconds):
@@ -102,12 +125,12 @@ def _written(queue: IoQueue, file: DirectFile, buffer: memoryview, request: int,
 
 
 def measure_rates(device: torch.device, tell: Tell = lambda *_: None, seconds: float = SECONDS) -> Rates:
-    """What is no drive's. A gigabyte of memory is taken for a moment."""
+    """Measures everything except the drives. Allocates about a gigabyte of memory temporarily."""
     return _measure(device, tell, seconds)[0]
 
 
 def _measure(device: torch.device, tell: Tell, seconds: float) -> tuple[Rates, tuple[str, ...]]:
-    """The rates, and what makes them doubtful."""
+    """Measures everything except the drives. Returns the rates, and sentences about causes for doubt."""
     others, steps = Others(), 2 + 3 * len(DTYPES) + 2
     done = iter(range(steps))
 
@@ -116,6 +139,7 @@ def _measure(device: torch.device, tell: Tell, seconds: float) -> tuple[Rates, t
 
     say("memory")
     host, compute = Host(Pace.of(seconds)), Compute(device, Pace.of(seconds))
+    # The first measurements are repeated at the end: a machine that others use, or that throttles, gives other rates.
     memory, copy = host.memory(), host.copy()
     products, elementwise, stepped = {}, {}, {}
     for name in DTYPES:
@@ -152,7 +176,7 @@ def _measure(device: torch.device, tell: Tell, seconds: float) -> tuple[Rates, t
 
 
 def check_size(nbytes: int) -> None:
-    """Raise `ConfigError` for a file of which nothing can be measured, or for which there is no buffer."""
+    """Raises `ConfigError` if a file is too short to measure, or its buffer would take over half of the free memory."""
     if nbytes < 2 * PAGE:
         raise ConfigError(f"expected a size of at least {2 * PAGE} bytes, got {nbytes}")
     free = psutil.virtual_memory().available
@@ -164,8 +188,9 @@ def check_size(nbytes: int) -> None:
 
 
 def check_folders(folders: Sequence[str]) -> None:
-    """Raise `IoError` for one that is not there or cannot be written."""
+    """Raises `IoError` if a folder does not exist or cannot be written to."""
     for folder in folders:
+        # Creates and removes a file in the folder.
         about_drive(folder)
 
 
@@ -175,7 +200,7 @@ def device_of(name: str) -> torch.device:
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:
-    """What it is, and its GPU where that computes."""
+    """Returns the properties of the machine, with its GPU if `device` is one."""
     found = about_machine() | {"name": platform.node(), "gpu": None, "gpu_memory_bytes": 0}
     if device.type == "cuda":
         of = torch.cuda.get_device_properties(device)

@@ -1,7 +1,7 @@
-"""How long a measurement may take: sizes grow until one call takes long enough, and rounds end with the budget.
+"""Control of a measurement's duration: sizes grow until one call takes long enough, and rounds end with the budget.
 
-A size that is right for one machine takes another minutes, and no signal is obeyed within a call of torch. So nothing
-begins with the largest size: the first one tells how slow the machine is.
+A size that suits one machine takes minutes on another, and Python handles no signal during a call of torch. No
+measurement therefore starts with the largest size: the first size shows how slow the machine is.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import torch
 
 _T = TypeVar("_T")
 _ROUNDS = 9
-"""At most: more do not change a median."""
+"""Rounds at most: more do not change a median."""
 _BEYOND = 2.0
-"""A larger size is tried where it is expected to take at most so many times what is long enough."""
+"""A larger size is tried if its expected time is at most this multiple of a sufficient one."""
 _RATES = 30
-"""Into so many measurements the seconds of all are divided."""
+"""Number of measurements among which the seconds of a probe are divided."""
 _CALLS = 20
-"""Of one measurement."""
+"""Calls of one measurement."""
 _TRIES = 5
-"""Of a size, at most: other work on the machine makes a call longer, and the shortest tells the most of the size."""
+"""Calls of a size at most. Other work on the machine makes calls longer, so the shortest one counts."""
 
 
 class Pace(NamedTuple):
-    """Seconds, about."""
+    """Approximate durations in seconds."""
 
     rate: float
-    """That measuring one rate may take."""
+    """Duration of the measurement of one rate."""
     call: float
-    """That one call should take: shorter ones tell more of the call than of the machine."""
+    """Target duration of one call; in shorter ones the overhead of the call dominates."""
 
     @classmethod
     def of(cls, seconds: float) -> Pace:
-        """Where all rates together may take so long."""
+        """Returns the pace of a probe that takes `seconds` in all."""
         return cls(seconds / _RATES, seconds / _RATES / _CALLS)
 
 
@@ -45,10 +45,18 @@ def grown(
     sizes: Sequence[_T], work: Callable[[_T], float], call: Callable[[_T], Callable[[], object]], enough: float,
     device: torch.device | None = None,
 ) -> _T:  # fmt: skip
-    """The first of the growing `sizes` whose call takes `enough` seconds, or the last that does not take far more.
+    """Returns the first of the growing `sizes` whose call takes `enough` seconds.
 
-    `call(size)` makes a call, `work(size)` is how much that does: what a larger one will take follows from it.
+    Stops earlier if the next size is expected to take much longer than that.
+
+    Args:
+        sizes: sizes in ascending order.
+        work: amount of work of a size, from which the time of the next one is estimated.
+        call: makes the call of a size.
+        enough: seconds.
+        device: device to wait for after a call; None for the CPU.
     """
+    # The last size is never tried: it is taken if the one before is short enough.
     for size, larger in itertools.pairwise(sizes):
         action = call(size)
         if not _is_short(action, enough, work(larger) / work(size), device):
@@ -57,14 +65,17 @@ def grown(
 
 
 def _is_short(action: Callable[[], object], enough: float, times: float, device: torch.device | None) -> bool:
-    """Whether a call takes less than `enough`, and one of `times` the work not far more. The first one does not count
-    where there is time for another: it finds memory and kernels."""
+    """Returns True if a call takes less than `enough`, and one with `times` the work would not take far more.
+
+    The first call allocates memory and selects kernels, so it does not count if there is time for another.
+    """
     limit, spent = min(enough, _BEYOND * enough / times), 0.0
     for tried in range(_TRIES):
         seconds = seconds_of(action, device)
         spent += seconds
         if tried and seconds < limit:
             return True
+        # A machine far too slow for this size: further tries would only exceed the budget.
         if tried and spent > _TRIES * enough:
             break
     return False
@@ -73,19 +84,27 @@ def _is_short(action: Callable[[], object], enough: float, times: float, device:
 def in_turns(
     actions: Sequence[Callable[[], object]], seconds: float, device: torch.device | None = None
 ) -> list[float]:
-    """The median of each of some actions, one after the other in each round: a machine that is slow for a moment is
-    so for all. One round at least, after one that finds memory and kernels and does not count; as many as fit."""
+    """Returns the median seconds of each action. The actions take turns, so a slow moment of the machine affects all.
+
+    A first round, which allocates memory and selects kernels, does not count. At least one more is run.
+
+    Args:
+        actions: functions to time.
+        seconds: budget of all rounds.
+        device: device to wait for after each call; None for the CPU.
+    """
     end = time.perf_counter() + seconds
     rounds: list[list[float]] = []
+    # The warm-up round counts against the budget, so a slow machine runs one further round and stops.
     while len(rounds) < 2 or (len(rounds) <= _ROUNDS and time.perf_counter() < end):
         rounds.append([seconds_of(action, device) for action in actions])
     return [statistics.median(taken) for taken in zip(*rounds[1:], strict=True)]
 
 
 def seconds_of(action: Callable[[], object], device: torch.device | None = None) -> float:
-    """Of one call, until the device is done."""
+    """Returns the seconds of one call, until the device has finished."""
     start = time.perf_counter()
     action()
     if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)  # it is what is measured
+        torch.cuda.synchronize(device)  # the call only queues work; its execution is measured
     return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""What is measured of a machine. All rates are of a second."""
+"""Results of a probe. All rates are per second."""
 
 from __future__ import annotations
 
@@ -8,53 +8,54 @@ from typing import Any, NamedTuple
 import torch
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""In which a model may train. A machine may multiply in one of them twenty times slower than in another."""
+"""Dtypes in which a model may train. A machine may multiply one of them twenty times slower than another."""
 
 
 class DriveRates(NamedTuple):
-    """One drive by itself, in bytes."""
+    """Bandwidths of one drive by itself, in bytes."""
 
     path: str
     device: str
     read: float
     write: float
     mixed: float
-    """Half of the bytes read and half written, both at once."""
+    """Half of the bytes read and half written, concurrently."""
 
 
 class DtypeRates(NamedTuple):
-    """What depends on the dtype of the weights."""
+    """Rates that depend on the dtype of the weights."""
 
     matmul: float
-    """Floating-point operations of matrix products, where the tokens are many."""
+    """Floating-point operations of matrix products with many tokens."""
     weights: float
-    """Bytes of weights that a matrix product takes in, or makes a gradient of, beside its operations."""
+    """Bytes of weights that a matrix product reads, or writes as a gradient, beside its operations."""
     elementwise: float
-    """Bytes that norms, activations, softmax, products and sums between the matrix products read and write."""
+    """Bytes that norms, activations, softmax, products and sums between matrix products read and write."""
     optimizer: float
-    """Parameters that AdamW steps on the host."""
+    """Parameters that AdamW updates on the host."""
     gradient: float
     """Parameters whose gradient is stored on the host and its squares summed."""
 
 
 class Rates(NamedTuple):
-    """What the processor, the memory and the compute device do."""
+    """Rates of the processor, the memory and the compute device."""
 
     memory: float
-    """Bytes that all threads move together, read and written: the bound of the optimizer."""
+    """Bytes that all threads together read and write: the bound of the optimizer."""
     copy: float
-    """Bytes that are copied within host memory."""
+    """Bytes copied within host memory."""
     upload: float
-    """Bytes copied to the device; where that is the CPU, into its arena."""
+    """Bytes copied to the device; on a CPU, into its arena."""
     download: float
+    """Bytes copied from the device."""
     fresh: float
-    """Bytes of a large tensor that are filled in new memory."""
+    """Bytes of a large tensor filled in newly allocated memory."""
     by_dtype: Mapping[str, DtypeRates]
-    """Of each of `DTYPES`."""
+    """Rates of each of `DTYPES`."""
 
 
 class Probed(NamedTuple):
-    """What was measured, of which machine and when."""
+    """A measurement, with the machine and the date."""
 
     machine: dict[str, Any]
     rates: Rates
@@ -62,4 +63,4 @@ class Probed(NamedTuple):
     date: str
     seconds: float
     doubts: tuple[str, ...] = ()
-    """Sentences: what says that something else ran meanwhile."""
+    """Sentences about signs of other work on the machine during the probe."""

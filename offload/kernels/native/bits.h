@@ -1,11 +1,11 @@
 // bfloat16 and the split master weight, as bit patterns.
 //
-// [Note: split master] An fp32 master weight is kept as a bf16 weight and a signed 16-bit residual:
+// [Note: split master] An fp32 master is stored as a bf16 weight and a signed 16-bit residual:
 //     weight   = (bits(master) + 0x8000) >> 16
 //     residual = bits(master) - (weight << 16)
 // The weight is rounded half up in the bit pattern, not to even: at an exact tie the residual of a
-// weight rounded to even would be +0x8000, which int16 does not hold. Joining is one addition and
-// gives back every pattern but the NaNs, which all become weight 0x7FC0, residual 0.
+// weight rounded to even would be +0x8000, which exceeds int16. Joining is one addition and
+// restores every pattern except NaNs, which all become weight 0x7FC0, residual 0.
 #pragma once
 
 #include <bit>
@@ -19,8 +19,8 @@ struct Bf16 {
     std::uint16_t bits;
 };
 
-// A choice that holds for a whole loop: all ones or none. By bits, since a branch, even one that
-// never turns, keeps a compiler from making vectors.
+// A choice that is constant for a whole loop, as a mask of all ones or none. A branch, even a
+// loop-invariant one, would keep the compiler from vectorizing.
 using Choice = std::uint32_t;
 
 OFFLOAD_INLINE Choice choice(bool yes) { return yes ? ~Choice{0} : 0; }
@@ -49,15 +49,15 @@ OFFLOAD_INLINE void store(Bf16* at, float value) {
     at->bits = static_cast<std::uint16_t>(is_nan(bits) ? kNanBf16 : rounded);
 }
 
-// IEEE binary16, by whole-number operations that every instruction set has in vectors.
+// IEEE binary16, by integer operations that every instruction set supports in vectors.
 struct Fp16 {
     std::uint16_t bits;
 };
 
 OFFLOAD_INLINE float to_float(Fp16 value) {
     const std::uint32_t magnitude = value.bits & 0x7FFFu;
-    // Exponent and fraction in their places of a float, 112 too low: one exact product mends that,
-    // for denormals too.
+    // Exponent and fraction are shifted to their positions in a float. The exponent is then 112 too
+    // low, which one exact product corrects, for denormals too.
     const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
     const std::uint32_t bits = magnitude >= 0x7C00u ? (magnitude << 13) | 0x7F800000u
                                                     : std::bit_cast<std::uint32_t>(scaled);
@@ -71,7 +71,7 @@ OFFLOAD_INLINE void store(Fp16* at, float value) {
     const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
     const std::uint32_t normal =
         (magnitude - 0x38000000u + 0x0FFFu + ((magnitude >> 13) & 1u)) >> 13;
-    // Below 2^-14 the steps are 2^-24, which are those of a float at 0.5: the sum rounds.
+    // Below 2^-14 the spacing is 2^-24, that of floats just above 0.5: adding 0.5 rounds.
     const std::uint32_t denormal =
         std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3F000000u;
     std::uint32_t half = magnitude < 0x38800000u ? denormal : normal;

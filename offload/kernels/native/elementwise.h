@@ -1,4 +1,4 @@
-// Splitting and joining masters, adding up gradients, and their sums of squares.
+// Splitting and joining of masters, accumulation of gradients, and sums of squares.
 #pragma once
 
 #include <cstddef>

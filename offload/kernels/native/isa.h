@@ -1,10 +1,10 @@
 // One body of code, compiled once for each instruction set and chosen at run time.
 //
 // [Note: same bits] A body is plain scalar C++ that the compiler vectorizes. Each of its operations
-// is rounded once, to nearest, as IEEE 754 says (no contraction to fused multiply-add, no
+// is rounded once, to nearest, as in IEEE 754 (no contraction to fused multiply-add, no
 // reassociation, denormals kept), so that every instruction set gives the same bits. Only the
 // payload and sign of a NaN may differ. Elements do not depend on each other, so neither the
-// number of threads nor the cut of a range into calls can be seen in the result.
+// number of threads nor the division of a range into calls affects the result.
 #pragma once
 
 #include <cstddef>
@@ -31,16 +31,16 @@
 
 namespace offload {
 
-// The last one is what a compiler makes of plain code for ARMv8, vectors and all; there "scalar" is
-// the same code.
+// "neon" is the code that a compiler generates for ARMv8, which includes vectors; "scalar" is the
+// same code there.
 enum class Isa { kScalar, kAvx2, kAvx512, kNeon };
 
 [[nodiscard]] std::vector<std::string_view> supported_isas();  // worst first
 void set_isa(std::string_view name);  // throws std::invalid_argument if it is not supported
 [[nodiscard]] Isa active_isa();
 
-// The caller's rounding and denormal modes do not count: torch.set_flush_denormal sets them for
-// one thread only, and the members of the team would round differently from their caller.
+// Overrides the caller's rounding and denormal modes: torch.set_flush_denormal sets them for one
+// thread only, so members of the team would round differently from their caller.
 class DefaultRounding {
   public:
 #if OFFLOAD_X86

@@ -1,5 +1,5 @@
-// The Python door of the kernels. It takes addresses: the wrapper in kernels/__init__.py has
-// checked dtype, length, layout and device, and holds the tensors for as long as the call lasts.
+// The Python module of the kernels. Functions take addresses: the wrappers in offload/kernels have
+// checked dtype, length, layout and device, and keep the tensors alive during the call.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>

@@ -56,7 +56,7 @@ void run_beside(int node, const cpu_set_t& allowed) {
     cpu_set_t both;
     CPU_AND(&both, &beside, &allowed);
     const cpu_set_t& chosen = CPU_COUNT(&both) > 0 ? both : allowed;
-    sched_setaffinity(0, sizeof chosen, &chosen);  // where it is refused, any processor will do
+    sched_setaffinity(0, sizeof chosen, &chosen);  // if refused, any processor will do
 }
 
 }  // namespace offload

@@ -1,4 +1,4 @@
-// Which node of a NUMA machine memory lies on, and which processors are beside it.
+// NUMA nodes of memory, and the processors of a node.
 #pragma once
 
 #include <sched.h>
@@ -7,14 +7,14 @@
 
 namespace offload {
 
-// The processors of a list as Linux writes it: "0-3,8,10-11". What is no list is none.
+// Returns the processors of a list as Linux writes it: "0-3,8,10-11"; none if it is no list.
 [[nodiscard]] cpu_set_t parse_cpus(const std::string& list);
 
-// The node that the page of `memory` lies on; -1 on a machine with one node, or where nobody knows.
+// Returns the node of the page of `memory`; -1 on a machine with one node or if it is unknown.
 [[nodiscard]] int node_of(const void* memory);
 
-// Lets the calling thread run on those of `allowed` that are beside `node`, or on all of `allowed`
-// where none is.
+// Restricts the calling thread to those of `allowed` that belong to `node`, or to all of `allowed`
+// if none does.
 void run_beside(int node, const cpu_set_t& allowed);
 
 }  // namespace offload

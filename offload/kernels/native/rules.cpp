@@ -68,7 +68,7 @@ struct Lion {
         m = k.beta2 * m + k.one_minus_beta2 * g;
         const float down = direction > 0.0f ? k.lr : 0.0f;
         const float up = direction < 0.0f ? k.lr : 0.0f;
-        // NaN has no sign, and must not pass for zero.
+        // NaN has no sign, and must not be taken for zero.
         const float moved = direction == direction ? p * k.keep - down + up : direction;
         return moved;
     }
@@ -138,7 +138,7 @@ struct PlainSgd {
     }
 };
 
-// settings: a number that multiplies the gradient; with 0 the values stay what they are.
+// settings: a factor of the gradient; with 0 finite values stay equal.
 struct Probe {
     static constexpr int kMoments = 2;
     static constexpr bool kBf16Moments = false;

@@ -18,7 +18,7 @@ namespace {
 
 std::atomic<int> wanted_threads{1};
 
-// One range that is being shared out. It lives on its caller's stack until every member left it.
+// A range that is being processed. Stored on its caller's stack until every member has left it.
 class Job {
   public:
     Job(std::size_t numel, const RangeTask& task, int node = -1)
@@ -41,11 +41,11 @@ class Job {
     std::atomic<std::size_t> next_{0};
 };
 
-// The members sleep on `called_`. A member that wakes while a job is open joins it; one that wakes
-// late finds none and sleeps again, so that no caller ever waits for a slow wake-up.
+// Members sleep on `called_`. A member that wakes while a job is open joins it; one that wakes late
+// finds no job and sleeps again, so that no caller ever waits for a slow wake-up.
 class Team {
   public:
-    // False, and nothing done, if another caller has the team.
+    // Returns false, without effect, if the team is busy with another caller.
     [[nodiscard]] bool try_run(std::size_t numel, const RangeTask& task, int threads, int node) {
         const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
         if (!turn) return false;
@@ -60,7 +60,7 @@ class Team {
   private:
     // Detached, because the team is never destroyed: see [Note: team and fork].
     void hire(int wanted) {
-        // Signals are for the caller's threads.
+        // Members block signals, which are for the caller's threads.
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -69,7 +69,7 @@ class Team {
                 std::thread(&Team::member, this, members_).detach();
             }
         } catch (const std::system_error&) {
-            // The system gives no more threads; those that there are do the work.
+            // The system refuses further threads: the existing ones do the work.
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
@@ -93,7 +93,7 @@ class Team {
     void member(int seat) {
         std::uint64_t seen = 0;
         int node = -1;
-        cpu_set_t allowed;  // of the thread that made this one
+        cpu_set_t allowed;  // processors of the thread that started this one
         const bool known = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
@@ -114,7 +114,7 @@ class Team {
     std::mutex turn_;  // held by the caller whose job it is
     int members_ = 0;  // guarded by turn_
 
-    std::mutex mutex_;  // guards what follows
+    std::mutex mutex_;  // guards the members below
     std::condition_variable called_;
     std::condition_variable left_;
     Job* job_ = nullptr;
@@ -123,9 +123,10 @@ class Team {
     int working_ = 0;
 };
 
-// [Note: team and fork] A forked child has the team's memory but not its threads, and its locks may
-// be held for ever. So the child forgets the team and makes its own at the next call. For the same
-// reason, and because members may be asleep in it when the process exits, no team is ever freed.
+// [Note: team and fork] A forked child contains the team's memory but not its threads, and its
+// locks may be held forever. The child therefore forgets the team and makes its own at the next
+// call. For the same reason, and since members may be asleep in a team at exit, no team is ever
+// freed.
 std::atomic<Team*> team{nullptr};
 
 void forget_team() { team.store(nullptr); }

@@ -1,4 +1,4 @@
-// A team of threads that shares out one range at a time.
+// A team of threads that processes one range at a time, divided into chunks.
 #pragma once
 
 #include <cstddef>
@@ -6,19 +6,20 @@
 
 namespace offload {
 
-// A task gets [begin, end); `begin` is always a multiple of kChunk, and so is `end` but the last.
+// A task receives [begin, end); `begin` is a multiple of kChunk, and so is every `end` but the
+// last.
 using RangeTask = std::function<void(std::size_t begin, std::size_t end)>;
 
-inline constexpr std::size_t kChunk = 32768;  // elements: what one thread claims at a time
+inline constexpr std::size_t kChunk = 32768;  // elements that a thread claims at a time
 
-// Threads that a call may use, the calling one included; at least 1.
+// Returns the number of threads that a call may use, the calling one included; at least 1.
 void set_thread_count(int count);
 [[nodiscard]] int thread_count();
 
 // Calls `task` once for each chunk of [0, numel), on the team and on the calling thread, and
-// returns when all are done. A range of one chunk, or one that finds the team busy with another
-// caller, is done wholly by the calling thread. `task` must not throw. On a machine with several
-// NUMA nodes the team runs beside `memory`, which the task works on.
+// returns when all are done. If the range is one chunk, or the team is busy with another caller,
+// the calling thread processes the range alone. `task` must not throw. On a machine with several
+// NUMA nodes the team runs on the node of `memory`, which the task works on.
 void share_out(std::size_t numel, const RangeTask& task, const void* memory = nullptr);
 
 }  // namespace offload

@@ -1,5 +1,5 @@
-// One fused pass over the arrays of a partition: unscale, decay, moments, step, and the weight that
-// is used to compute. In place, on the calling thread and the team.
+// One fused pass over the arrays of a partition: unscale, decay, moments, step, and the compute
+// weight. In place, on the calling thread and the team.
 #pragma once
 
 #include <cstddef>
@@ -10,9 +10,8 @@ namespace offload {
 
 enum class Element { kFloat, kBf16, kFp16 };
 
-// Arrays of `numel` elements, which must not overlap. Which of them there are depends on the
-// weight:
-//     fp32   it is its own master
+// Arrays of `numel` elements, which must not overlap. `beside` depends on the dtype of the weight:
+//     fp32   none: the weight is its own master
 //     bf16   `beside` is the residual, int16: see [Note: split master]
 //     fp16   `beside` is the master, fp32
 struct Buffers {
@@ -28,16 +27,16 @@ struct Buffers {
 
 inline constexpr std::size_t kSettings = 8;
 
-// Elements [start, stop) with the hyperparameters of one step. What each of `settings` is, the rule
-// says.
+// Elements [start, stop) with the hyperparameters of one step, in the order that the rule
+// documents.
 struct Segment {
     std::size_t start;
     std::size_t stop;
     double settings[kSettings];
 };
 
-// Segments are in order and do not overlap; elements outside of all of them are left alone. No bit
-// depends on how a partition is cut into segments or calls.
+// Segments are ordered and disjoint; elements outside of them are left alone. Results do not depend
+// on how a partition is divided into segments or calls.
 using Rule = void (*)(const Buffers&, const std::vector<Segment>&);
 
 // lr, beta1, beta2, eps, weight_decay, step (from 1), grad_scale, decoupled (0: L2)
@@ -53,7 +52,7 @@ void sgd(const Buffers& buffers, const std::vector<Segment>& segments);
 void plain_sgd(const Buffers& buffers, const std::vector<Segment>& segments);
 // lr, beta1, beta2, eps, weight_decay, step (from 1), grad_scale, ratio: the second pass of LAMB
 void lamb_move(const Buffers& buffers, const std::vector<Segment>& segments);
-// The bound: every array that AdamW reads and writes, with no arithmetic to speak of.
+// The lower bound of a step's time: reads and writes every array of AdamW, almost no arithmetic.
 void probe(const Buffers& buffers, const std::vector<Segment>& segments);
 
 // The first pass of LAMB over one segment: its moments, and the sums of the squares of weights and
