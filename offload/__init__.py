@@ -62,14 +62,14 @@ _MODULE_OF = {
     "RankError": "offload.errors",
     "StoreError": "offload.errors",
     "UsageError": "offload.errors",
-    "auto_dtype": "offload.engine.build.dtype_choice",
+    "auto_dtype": "offload.engine.setup.dtype_choice",
     "estimate_zero2_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
     "estimate_zero2_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
     "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
     "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
     "gathered": "offload.engine.params.gathered",
     "init": "offload.engine.model_io.load_pretrained",
-    "initialize": "offload.engine.build.initialize",
+    "initialize": "offload.engine.setup.initialize",
     "load_pretrained": "offload.engine.model_io.load_pretrained",
     "register_external_parameter": "offload.engine.tensor_api",
     "safe_get_full_fp32_param": "offload.engine.tensor_api",
@@ -91,13 +91,13 @@ _MODULE_OF = {
 _PARTS = {
     "aio": "offload.aio",
     "config": "offload.config",
-    "engine": "offload.engine.build.initialize",
+    "engine": "offload.engine.setup.initialize",
     "errors": "offload.errors",
     "kernels": "offload.kernels",
     "planner": "offload.planner.deepspeed_estimates",
     "schedules": "offload.schedules",
     "sizes": "offload.sizes",
-    "swapper": "offload.engine.build.initialize",
+    "swapper": "offload.engine.setup.initialize",
 }
 """Modules that are reachable by a dot after `import offload` alone, with the module to import first.
 
@@ -115,11 +115,11 @@ _OF_DEEPSPEED = {
 # Type checkers do not execute `__getattr__`, so they need the imports.
 if TYPE_CHECKING:
     from offload import schedules
-    from offload.engine.build.dtype_choice import auto_dtype
-    from offload.engine.build.initialize import initialize
     from offload.engine.engine import Engine
     from offload.engine.model_io.load_pretrained import init, load_pretrained
     from offload.engine.params.gathered import gathered
+    from offload.engine.setup.dtype_choice import auto_dtype
+    from offload.engine.setup.initialize import initialize
     from offload.engine.tensor_api import (
         register_external_parameter,
         safe_get_full_fp32_param,

@@ -22,7 +22,7 @@ import torch
 import offload
 from offload.aio import BACKENDS, IoQueue
 from offload.aio.backend import refusals
-from offload.engine.build import dtype_choice
+from offload.engine.setup import dtype_choice
 from offload.swapper.memory.host_arena import process_memory
 from tests import sampling
 

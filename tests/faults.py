@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 
 from offload.aio import File, IoFuture, IoQueue
-from offload.engine.build import initialize
+from offload.engine.setup import initialize
 from offload.errors import IoError
 from offload.swapper.store import Store
 

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload.engine.build import initialize
+from offload.engine.setup import initialize
 from offload.swapper.memory.device import Device, DeviceRoom, Event
 
 

@@ -29,7 +29,7 @@ from bench.gpu.parts import PARTS, PLANNED, WAYS, Part, add_exposure, fitting, j
 from bench.gpu.planned import Fitted, fit
 from bench.gpu.training import Waits, Watch, measure_steps
 from bench.gpu.work import PLACEMENTS, Work, config_for
-from offload.engine.build import initialize
+from offload.engine.setup import initialize
 from offload.hardware.probe import DtypeRates, Rates
 from offload.planner.memory import Room
 from offload.sizes import GIB, MIB

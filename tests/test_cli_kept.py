@@ -19,7 +19,7 @@ def test_keep_without_durability_is_an_error() -> None:
 
 
 def test_keep_on_a_disk_that_is_too_small_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.engine.build import resume
+    from offload.engine.setup import resume
 
     for module in (resume, swap_files_module):
         monkeypatch.setattr(module, "find_shortage", lambda *_: Shortage("swap", 4 << 20, 3 << 20))

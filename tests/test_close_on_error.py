@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from offload.engine import core
-from offload.engine.build import assembly, initialize
+from offload.engine.setup import assembly, initialize
 from tests import models
 from tests.oracle import start
 

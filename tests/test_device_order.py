@@ -11,8 +11,8 @@ import torch
 
 import offload
 from offload import kernels
-from offload.engine.build import assembly
 from offload.engine.gradients.device_to_host import DeviceToHost
+from offload.engine.setup import assembly
 from offload.errors import EngineFailed
 from offload.layout.flat_layout import lay_out
 from offload.layout.units import find_units

@@ -59,7 +59,6 @@ WITHIN = {
     },
     "engine": {
         "callbacks": "",
-        "device_growth": "",
         "keywords": "",
         "metrics": "",
         "distributed": "callbacks",
@@ -75,11 +74,11 @@ WITHIN = {
         "model_io": "checkpoint distributed keywords params training",
         "optimizer_state_dict": "param_access params training",
         "tensor_api": "param_access params",
-        "core": "callbacks checkpoint device_growth memory_report model_io optim optimizer_state_dict param_access "
-        "shutdown step training",
+        "core": "callbacks checkpoint memory_report model_io optim optimizer_state_dict param_access shutdown step training",
         "deepspeed_api": "core memory_report training",
-        "engine": "checkpoint core deepspeed_api keywords model_io training",
-        "build": "callbacks checkpoint core distributed engine gradients keywords metrics optim params training",
+        "persistence_api": "checkpoint core deepspeed_api keywords model_io",
+        "engine": "core keywords persistence_api training",
+        "setup": "callbacks checkpoint core distributed engine gradients keywords metrics optim params training",
     },
     "planner": {
         "hardware": "",

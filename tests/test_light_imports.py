@@ -104,7 +104,7 @@ light = loaded()
 offload.engine.optim.optimizer.Optimizer, offload.swapper.pager.Counts, offload.planner.memory
 from offload import *
 schedules.WarmupLR, offload.config.load_config, offload.kernels.adamw
-print(json.dumps([before, light, initialize is offload.engine.build.initialize.initialize]))
+print(json.dumps([before, light, initialize is offload.engine.setup.initialize.initialize]))
 """
     assert python(code) == [[], [], True]
 

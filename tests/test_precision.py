@@ -16,7 +16,7 @@ import offload
 from offload import precision
 from offload.cli.main import app
 from offload.config import load_config
-from offload.engine.build import dtype_choice
+from offload.engine.setup import dtype_choice
 from offload.errors import RankError
 from offload.hardware import probe
 from offload.hardware.probe.measure import machine_of

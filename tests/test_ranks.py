@@ -143,7 +143,7 @@ def test_same_bits_where_each_rank_is_late_by_itself(units: int, ranks: RankPool
 
 def train_on_a_late_device(job: Job, folder: Path, placement: tuple[str, str]) -> Result:
     """On a device beside the host, where parts of gradients are added, and updated if all is there."""
-    from offload.engine.build import initialize
+    from offload.engine.setup import initialize
     from tests.late_device import LateDevice
 
     real, device = initialize.open_device, LateDevice(rank_and_size()[0], 0.5)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 import offload
 from offload.config import Batch, load_config, resolve_batch
-from offload.engine.build import initialize
+from offload.engine.setup import initialize
 from offload.errors import ConfigError
 from tests import bounds, models
 from tests.oracle import Job, PlainEngine

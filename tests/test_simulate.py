@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.aio import IoQueue, Priority
-from offload.engine.build import initialize
+from offload.engine.setup import initialize
 from offload.errors import BudgetError
 from offload.planner.simulation.clock import Clock
 from offload.planner.simulation.machine import Machine, Moved, Rates, Waited

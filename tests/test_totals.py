@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.engine.build import assembly
 from offload.engine.gradients.device_to_host import DeviceToHost
+from offload.engine.setup import assembly
 from offload.sizes import GIB
 from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.store import spill_file as scratch

@@ -16,7 +16,7 @@ import offload
 from bench.gpu.exposure import profiled
 from bench.gpu.work import Save, Work
 from bench.measure import random_ids, resident
-from offload.engine.build import initialize
+from offload.engine.setup import initialize
 from offload.swapper.memory.device import CudaDevice, Device, Event, open_device
 from offload.swapper.memory.interruptible_lock import InterruptibleLock
 

@@ -21,7 +21,6 @@ from torch import nn
 
 from offload.engine.callbacks import Edit, EngineCallbacks
 from offload.engine.checkpoint.manager import Checkpoints
-from offload.engine.device_growth import advised, grow
 from offload.engine.memory_report import base_bytes
 from offload.engine.model_io.save_pretrained import PretrainedWriter
 from offload.engine.optim.optimizer import Optimizer
@@ -32,6 +31,7 @@ from offload.engine.shutdown import Shutdown
 from offload.engine.step import OptimizerStep
 from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.data_loader import Loader
+from offload.engine.training.device_growth import advised, grow
 from offload.engine.training.gradient_accumulation import GradientAccumulation
 from offload.engine.training.model_inputs import InputCast
 from offload.engine.training.step_settings import StepSettings

@@ -15,18 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.engine.checkpoint.load import LoadOptions
-from offload.engine.checkpoint.save import SaveRequest
-from offload.engine.core import EngineCore
-from offload.engine.persistence_api import PersistenceApi
 from offload.engine.keywords import refuse
-from offload.engine.model_io.save_pretrained import SaveOptions
+from offload.engine.persistence_api import PersistenceApi
 from offload.engine.training import train_batch as batch
 from offload.engine.training.step_settings import resized
 from offload.errors import UsageError

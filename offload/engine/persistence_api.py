@@ -1,12 +1,11 @@
-"""The part of an engine's API about data that outlives a step: weights, checkpoints, model files, the end of the run."""
+"""The engine's API for data that outlives a step: weights, checkpoints, model files, the end of the run."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +15,6 @@ from offload.engine.core import EngineCore
 from offload.engine.deepspeed_api import DeepSpeedApi
 from offload.engine.keywords import refuse
 from offload.engine.model_io.save_pretrained import SaveOptions
-from offload.errors import UsageError
 
 logger = logging.getLogger("offload")
 

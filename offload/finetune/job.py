@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from offload.config import Config, load_config, resolve_batch
-from offload.engine.build.dtype_choice import settle
-from offload.engine.build.initialize import initialize
 from offload.engine.engine import Engine
+from offload.engine.setup.dtype_choice import settle
+from offload.engine.setup.initialize import initialize
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.jsonl import check_log, cut_log
 from offload.finetune.corpus.data import Data, Share, find_files, read_files, steps_of

@@ -19,10 +19,10 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from offload.engine.build.initialize import initialize
 from offload.engine.engine import Engine
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.params.paged_parameter import handle_of
+from offload.engine.setup.initialize import initialize
 from offload.errors import BudgetError, ConfigError, UsageError
 from offload.hf.auto_values import Said, content_of, filled, value_of
 from offload.sizes import count_of, format_size, parse_size

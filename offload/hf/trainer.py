@@ -32,10 +32,10 @@ from torch import nn
 from transformers import Trainer
 
 from offload.config import Config, load_config
-from offload.engine.build.initialize import initialize
 from offload.engine.checkpoint.files import LATEST
 from offload.engine.engine import Engine
 from offload.engine.optim.build_optimizer import from_config
+from offload.engine.setup.initialize import initialize
 from offload.engine.training.build_scheduler import choose
 from offload.errors import ConfigError, StoreError
 from offload.hf.accelerator import Accelerator

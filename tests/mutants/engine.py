@@ -275,7 +275,7 @@ MUTANTS = (
     ),
     Mutant(
         "resume the newest commit of each rank by itself",
-        "offload.engine.build.initialize",
+        "offload.engine.setup.initialize",
         "return last_of_all(everyone)",
         "return newest",
         "tests/test_ranks_killed.py",

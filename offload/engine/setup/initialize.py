@@ -21,12 +21,10 @@ from torch.utils.data import Dataset
 from offload.aio import IoQueue
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Config, effective, load_config, resolve_batch
-from offload.engine.build.assembly import Recorders, assemble, shown_names
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.core import EngineCore
 from offload.engine.distributed.process_group import Ranks, join_ranks
 from offload.engine.distributed.rendezvous import UNABLE, meet_others, stay_away
-from offload.engine.build.dtype_choice import warn_if_slow
 from offload.engine.engine import Engine
 from offload.engine.keywords import refuse
 from offload.engine.metrics.reporter import check_monitor, make_reporter
@@ -34,13 +32,15 @@ from offload.engine.metrics.span_relay import Relay
 from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim import build_optimizer as optimizer_choice
 from offload.engine.optim.optimizer import Optimizer, refuse_others
-from offload.engine.build.plan import Plan, decide, summary
+from offload.engine.setup.assembly import Recorders, assemble, shown_names
+from offload.engine.setup.dtype_choice import warn_if_slow
+from offload.engine.setup.plan import Plan, decide, summary
 from offload.engine.training import build_scheduler as schedule_choice
 from offload.engine.training.components import EngineComponents, close_all
-from offload.engine.training.step_settings import StepSettings
 from offload.engine.training.data_loader import Loader, check_data, load
 from offload.engine.training.loss_scale import LossScaler
 from offload.engine.training.snapshot import Snapshot, persistent_buffers
+from offload.engine.training.step_settings import StepSettings
 from offload.errors import ConfigError, StoreError
 from offload.layout.fingerprint import about, describe
 from offload.notices import tell

@@ -37,16 +37,15 @@ from offload.engine.params.saved_tensors import SavedTensors
 from offload.engine.params.torch_function_rules import RULES
 from offload.engine.params.unit_views import UnitViews
 from offload.engine.params.weight_edits import WeightEdits
-from offload.engine.build.plan import Plan
+from offload.engine.setup.plan import Plan
 from offload.engine.training.components import EngineComponents
 from offload.layout.pager_inputs import limits, unit_sizes
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS
-from offload.states import State
+from offload.states import State, Tier
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory
 from offload.swapper.modes import LAMB, TORCH
 from offload.swapper.pager import Pager
-from offload.states import Tier
 from offload.swapper.store import Store, Written
 from offload.swapper.store.drive_spans import DriveSpans
 from offload.swapper.store.spill_file import SpillFile

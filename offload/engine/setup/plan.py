@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from offload.config import Batch, Config
-from offload.engine.build.checks import check_alone, check_batch_norm, check_model, check_same
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.build.resume import FoundRun, find_run, leftovers, no_room
+from offload.engine.setup.checks import check_alone, check_batch_norm, check_model, check_same
+from offload.engine.setup.resume import FoundRun, find_run, leftovers, no_room
 from offload.kernels import cuda
 from offload.layout.config_request import buffer_dtype, mode_of
 from offload.layout.flat_layout import UnitLayout, layouts_of
@@ -211,8 +211,8 @@ def summary(plan: Plan) -> str:
     clipped = f"clipped to a norm of {clip:g}" if clip else "not clipped"
     states = [state for state in plan.mode.states if state is not State.WEIGHT]
     return Remark(
-        f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}, states on "
-        f"{placement.tiers_of(*states) or 'nothing'}{', gradients on disk' if placement.spilled else ''}; host "
+        f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}, "
+        f"states on {placement.tiers_of(*states) or 'nothing'}{', gradients on disk' if placement.spilled else ''}; host "
         f"{format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
         f"{format_size(stored)}{_durability(plan)}; gradients {clipped}"
     )
