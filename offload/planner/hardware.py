@@ -120,8 +120,8 @@ class Hardware:
     gradient: float
     """Parameters whose gradient is stored in host memory, with the sum of its squares."""
     handed_seconds: float
-    """Seconds to bind a unit's weights to a use and to release them. On a CPU nothing computes meanwhile; on a GPU queued
-    work does, so the value is 0."""
+    """Seconds to bind a unit's weights to a use and to release them. On a CPU nothing computes meanwhile; on a GPU
+    queued work does, so the value is 0."""
     drives: tuple[Drive, ...]
     assumed: tuple[str, ...]
     """Sentences, one per assumption that was neither measured nor given."""

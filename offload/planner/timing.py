@@ -197,8 +197,8 @@ def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
 def _updated(memory: Memory, hardware: Hardware) -> float:
     """Returns the parameters updated per second, averaged over units updated on the GPU and on the host.
 
-    A unit whose states and gradient are all on DEVICE is updated on the GPU. Otherwise its states on DEVICE are copied to
-    the host and back.
+    A unit whose states and gradient are all on DEVICE is updated on the GPU. Otherwise its states on DEVICE are copied
+    to the host and back.
     """
     seconds = 0.0
     for row, nbytes, numel in zip(
@@ -365,8 +365,8 @@ def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> i
 
     On a GPU these are the bytes of the host arena. If the CPU computes, they also include the device arena and
     activations. The host arena then counts only touched pages: no tiles if states are updated in place. torch also
-    allocates a gradient, a copy of a layer's weights in the layout that its products use, and a second gradient if weights
-    are tied.
+    allocates a gradient, a copy of a layer's weights in the layout that its products use, and a second gradient if
+    weights are tied.
     """
     if not hardware.on_cpu:
         return memory.host  # pinned at the start, all of it
