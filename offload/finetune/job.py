@@ -153,7 +153,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     if done is not None:
         return done
     going_on = _goes_on(config)
-    # Output and dtype are checked after the finished case: a finished run has a model in its output folder.
+    # This check must follow `_finished`: the output folder of a finished run contains a model and would be refused.
     check_output(options.output, may_be_there=going_on or is_marked(options.output, mine))
     check_apart(options.output, config)
     if chooses_dtype(content):
@@ -215,7 +215,7 @@ _EVALUATIONS = 5
 def _groups(model: nn.Module, decay: Any) -> Any:
     """Returns the model's parameters in groups by weight decay; None without decay.
 
-    A decay that is not a number also gives None: the config's own check refuses the value with a better message.
+    A decay that is not a number also gives None, so that the config's own check refuses the value.
     """
     if not isinstance(decay, int | float) or not decay:
         return None

@@ -109,8 +109,8 @@ def merge(
     """Merges a config file's content with the options.
 
     Without a file, the command's defaults apply. With a file, an absent key means the same as in DeepSpeed, with three
-    exceptions: the learning rate may be "auto" or absent, bf16.enabled "auto" means --dtype auto, and `schedule` sets the
-    schedule once the number of steps is known.
+    exceptions: the learning rate may be "auto" or absent, bf16.enabled "auto" means --dtype auto, and `schedule` sets
+    the schedule once the number of steps is known.
 
     Args:
         file: content of the config file, which stays as it is; None without one.
@@ -206,8 +206,8 @@ def _merge_batch(merged: dict[str, Any], options: Options, lines: list[str]) -> 
 def schedule(content: Mapping[str, Any], options: Options, steps: int) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Sets the learning-rate schedule of a merged config.
 
-    A file's schedule stays unless an option names another. Without one, as in a file for a Trainer that creates its own,
-    the schedule is a cosine after a warm-up of 3 %.
+    A file's schedule stays unless an option names another. Without one, as in a file for a Trainer that creates its
+    own, the schedule is a cosine after a warm-up of 3 %.
 
     Args:
         content: a merged config, which stays as it is.

@@ -42,7 +42,8 @@ def check_output(folder: Path | None, may_be_there: bool) -> None:
 
 
 MARK = ".offload-job.json"
-"""File with the job's identity, in an output folder whose job has not ended. After a kill the job may start again there."""
+"""File with the job's identity, in an output folder whose job has not ended. By the file a killed job that starts again
+recognizes its own folder."""
 
 
 def is_marked(folder: Path | None, mine: Identity) -> bool:

@@ -3,8 +3,8 @@
     records ──► documents of tokens ──► rows of --seq-len ──► batches, a function of seed and step
               encode                 pack                  Rows
 
-Texts form one stream, which is cut into rows. A chat or a completion stays within one row, together with others that fit;
-a longer one is truncated. Positions restart with each document, and transformers derives a mask from them by which
+Texts form one stream, which is cut into rows. A chat or a completion stays within one row, together with others that
+fit; a longer one is truncated. Positions restart with each document, and transformers derives a mask from them by which
 documents of a row do not attend to each other. The first token of a document is not learned, as if the document were
 alone in its row.
 """
@@ -277,8 +277,8 @@ def _arrays(rows: Sequence[Sequence[Document]], length: int) -> tuple[np.ndarray
 class Rows:
     """Batches of packed rows, shuffled anew for each pass over the data.
 
-    A batch is a function of seed, step and micro-batch alone, so that a resumed run continues with the same batches. Each
-    rank takes its own `size` rows of the common batch.
+    A batch is a function of seed, step and micro-batch alone, so that a resumed run continues with the same batches.
+    Each rank takes its own `size` rows of the common batch.
     """
 
     def __init__(

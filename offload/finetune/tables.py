@@ -70,8 +70,8 @@ def read_csv(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, 
 def read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the rows of a Parquet file, each with its place, counted from 1. A few hundred rows are in memory at once.
 
-    Nulls are left out. Parquet stores null for columns that a row does not use, and for keys of messages that only other
-    messages contain.
+    Nulls are left out. Parquet stores null for columns that a row does not use, and for keys of messages that only
+    other messages contain.
 
     Raises:
         ConfigError: No column to learn from, or a file that pyarrow cannot read.

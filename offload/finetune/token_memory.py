@@ -1,7 +1,7 @@
 """Memory for arrays of tokens: RAM for small arrays, temporary files for large ones, which may exceed the RAM.
 
-A file is mapped and unlinked, so the file disappears with the process. The kernel keeps pages in RAM while there is room
-and writes them out otherwise.
+A file is mapped and unlinked, so the file disappears with the process. The kernel keeps pages in RAM while there is
+room and writes them out otherwise.
 """
 
 from __future__ import annotations

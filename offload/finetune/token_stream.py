@@ -97,8 +97,8 @@ def in_sequences(tokens: np.ndarray, length: int) -> np.ndarray:
 class Batches:
     """Batches of sequences at random positions of a token array.
 
-    A batch is a function of seed, step and micro-batch alone, so that a resumed run continues with the same batches. Each
-    rank takes its own `size` rows of the common batch.
+    A batch is a function of seed, step and micro-batch alone, so that a resumed run continues with the same batches.
+    Each rank takes its own `size` rows of the common batch.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One step of a time line that `--trace` has written, as rows of spans."""
+"""A drawing of one step of a time line written by `--trace`, with rows of spans."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ COLORS = {
     "update worker": "--green",
     "commits": "--gray",
 }
-"""The rows of a time line, in the order in which they are shown."""
+"""Rows of a time line in the order in which they are shown, with their CSS variables."""
 _LANES = 6
-"""Of a row, that are shown: spans that overlap stand below each other."""
+"""Most lanes that are shown per row; overlapping spans occupy different lanes."""
 _WIDTH, _LEFT, _LANE, _GAP = 1100, 104, 13, 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Microseconds of the file."""
+    """A span of a time line; `start` and `end` are in microseconds, as in the file."""
 
     row: str
     lane: int
@@ -53,17 +53,17 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """A stretch of a time line."""
+    """An interval of a time line; `start` and `end` are in microseconds."""
 
     title: str
     start: float
     end: float
     spans: tuple[Span, ...]
     complete: bool
-    """Whether the file says that it holds the whole run."""
+    """True if the file contains the whole run; False if recording stopped at the limit of events."""
 
     def seconds(self) -> dict[str, float]:
-        """How long something of each row was under way."""
+        """Returns the seconds in which each row had at least one span in progress."""
         found = {}
         for row in COLORS:
             mine = sorted((max(s.start, self.start), min(s.end, self.end)) for s in self.spans if s.row == row)
@@ -77,11 +77,13 @@ class Window:
 
 
 def read_window(path: Path) -> Window:
-    """The step of a time line that took the middle of the times, without the first; the whole where it has none.
+    """Reads a time line and returns the step of median time, without the first steps; all spans if there is no step.
 
-    Raises `ConfigError` where the file is no time line.
+    Raises:
+        ConfigError: the file is not a time line.
     """
     events = _events(path)
+    # A process of the trace is a rank: the drawing shows the lowest one.
     first = min((event["pid"] for event in events if event.get("ph") == "X"), default=None)
     spans = [_span(event) for event in events if event.get("ph") == "X" and event["pid"] == first]
     if not spans:
@@ -94,6 +96,7 @@ def read_window(path: Path) -> Window:
 
 
 def _events(path: Path) -> list[Mapping[str, Any]]:
+    """Returns the events of a trace file, without spans of other programs."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             found = json.load(file)["traceEvents"]
@@ -108,7 +111,7 @@ def _events(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _is_ours(event: Mapping[str, Any]) -> bool:
-    """Whether a span is such as `--trace` writes; those of other programs have words where ours have numbers."""
+    """Returns True if a span has the types that `--trace` writes; other programs write strings for some numbers."""
     return (
         all(type(event.get(key)) is int for key in ("pid", "tid"))
         and all(is_number(event.get(key)) for key in ("ts", "dur"))
@@ -130,7 +133,10 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def _step(spans: Sequence[Span]) -> tuple[float, float, str]:
-    """From the end of one step to that of the next."""
+    """Returns start, end and name of the step of median time, from the end of one step to the end of the next.
+
+    The first interval is left out, since the first steps read on demand.
+    """
     ends = sorted((s.end, s.name) for s in spans if s.row == "compute" and s.name.startswith("step "))
     steady = [(before[0], after[0], after[1]) for before, after in pairwise(ends)][1:]
     if not steady:
@@ -140,7 +146,7 @@ def _step(spans: Sequence[Span]) -> tuple[float, float, str]:
 
 
 def rows(window: Window) -> Markup:
-    """The window as a figure: a row for each kind of work, spans in it to scale."""
+    """Returns the window as a figure with a row per kind of work and spans drawn to scale."""
     used = seconds_unit((window.end - window.start) / 1e6)
     scale = (_WIDTH - _LEFT - 8) / (window.end - window.start or 1.0)
     parts: list[str] = []
@@ -179,7 +185,12 @@ def rows(window: Window) -> Markup:
 
 
 def _drawn(spans: Sequence[Span], least: float) -> list[Span]:
-    """Spans to draw: neighbours that are too small to be told apart are one."""
+    """Returns the spans to draw, with neighbours merged that are too small to be distinguished.
+
+    Args:
+        spans: spans of one lane.
+        least: shortest visible duration in microseconds, half a unit of the drawing.
+    """
     drawn: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
         last = drawn[-1] if drawn else None
@@ -193,6 +204,7 @@ def _drawn(spans: Sequence[Span], least: float) -> list[Span]:
 
 
 def _words(span: Span) -> str:
+    """Returns the tooltip of a span, escaped for SVG."""
     took = (span.end - span.start) / 1e6
     unit = seconds_unit(took)
     moved = f", {format_size(span.nbytes)}" if span.nbytes else ""
@@ -200,6 +212,15 @@ def _words(span: Span) -> str:
 
 
 def _ruler(window: Window, unit: str, size: float, scale: float, y: float) -> list[str]:
+    """Returns the SVG of grid lines at round times.
+
+    Args:
+        window: the window.
+        unit: name of the unit.
+        size: microseconds of the unit.
+        scale: drawing units per microsecond.
+        y: lower end of the lines.
+    """
     parts = []
     for mark in ticks(0, (window.end - window.start) / size, 6):
         x = _LEFT + mark * size * scale

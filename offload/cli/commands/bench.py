@@ -1,4 +1,7 @@
-"""`offload bench`: how fast the parts are, each against a bound or a peer in the same run."""
+"""`offload bench`: speed of the components, each compared with a bound or a peer in the same run.
+
+The benchmarks import torch, so each command imports them on use: `offload --help` must stay fast.
+"""
 
 from __future__ import annotations
 
@@ -214,6 +217,7 @@ def bench_swap(typed: SwapOptions) -> None:
 
 
 def _check_plot(path: Path | None) -> None:
+    """Raises `ConfigError` if a plot cannot be written to `path`, before minutes of measuring."""
     if path is None:
         return
     import importlib.util
@@ -230,6 +234,7 @@ def _check_plot(path: Path | None) -> None:
 
 
 def _rows_table(rows: list[Any]) -> Table:
+    """Returns the table of `offload bench io`."""
     from rich.table import Table
 
     table = Table("op", "backend", "block", "depth", "GB/s", "of fio", "CPU s/GB", "p50 ms", "p99 ms", box=None)
@@ -248,6 +253,7 @@ def _rows_table(rows: list[Any]) -> Table:
 
 
 def _adam_table(rows: list[Any]) -> Table:
+    """Returns the table of `offload bench adam`."""
     from rich.table import Table
 
     table = Table("", "weights", "gradients", "threads", "isa", "ms", "GB/s", "of probe", "Mparam/s", box=None)
@@ -267,6 +273,7 @@ def _adam_table(rows: list[Any]) -> Table:
 
 
 def _swap_table(rows: Sequence[Any]) -> Table:
+    """Returns the table of `offload bench swap`, in seconds unless a column says otherwise."""
     from rich.table import Table
 
     table = Table(box=None)

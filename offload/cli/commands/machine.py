@@ -1,4 +1,4 @@
-"""The commands about the machine: what it is, and what suits it."""
+"""Commands about the machine: `offload info`, `offload tune` and `offload bench`."""
 
 from __future__ import annotations
 
@@ -96,6 +96,7 @@ def tune(
 
 
 def _tell_tuned(console: Console, found: Any) -> None:
+    """Prints the trials and the chosen `aio` block."""
     from rich.table import Table
 
     table = Table("block", "depth", "read GB/s", "write GB/s", box=None)

@@ -1,4 +1,4 @@
-"""The commands about a run that is not there yet: how fast the machine is, and what a model would be on it."""
+"""Commands that precede a run: `offload probe` measures the machine, `offload plan` predicts a run."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def plan(typed: PlanOptions) -> None:
 
 
 def _planned(typed: PlanOptions) -> Planned:
-    """Returns the plan of what was typed, with `--measure` after the model was run for a moment."""
+    """Returns the plan that the options ask for. With `--measure` the model runs for a moment first."""
     from offload.planner import request as ask
 
     model = ask.Model(

@@ -1,4 +1,4 @@
-"""The commands about swap files and checkpoints that are there: check them, take the weights out, delete them."""
+"""Commands for existing swap files and checkpoints: `offload verify`, `offload export` and `offload rm`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _DAMAGED = 1
 _SHOWN = 20
-"""Damages that are told in words; `--json` has all."""
+"""Most damages or names that are printed; `--json` contains all."""
 
 
 class Dtype(str, Enum):
@@ -38,7 +38,7 @@ Saved = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Add these commands to `app`."""
+    """Adds these commands to `app`."""
     for command in (verify, export, rm):
         app.command()(command)
 
@@ -147,7 +147,7 @@ def rm(
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What is refused is bad input; what fails on the way is not."""
+    """Exits with `BAD_INPUT` for a `StoreError`, which refuses the input. Other errors are failures of the command."""
     try:
         yield
     except StoreError as error:
@@ -156,13 +156,14 @@ def _refusals() -> Iterator[None]:
 
 
 def _check_folder(path: Path) -> None:
+    """Raises `StoreError` if `path` is not a folder."""
     if not path.is_dir():
         raise StoreError(f"there is no folder {path}")
 
 
 @contextmanager
 def _bar(console: Console, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar in a terminal; nothing elsewhere."""
+    """Yields a function that advances a progress bar by a number of bytes. Without a terminal there is no bar."""
     if not console.is_terminal:
         yield lambda _: None
         return

@@ -1,4 +1,4 @@
-"""`offload train`: its options, in groups."""
+"""`offload train`: the options in groups. `train_run` runs the job."""
 
 from __future__ import annotations
 
@@ -272,13 +272,13 @@ def train(typed: TrainOptions) -> None:
 
     from offload.cli.commands.train_run import Training
 
-    rank = int(os.environ.get("RANK", "0"))  # of torchrun; the first one speaks for all
+    rank = int(os.environ.get("RANK", "0"))  # set by torchrun; only the first rank prints
     console = Console(stderr=typed.json_output, highlight=False, soft_wrap=True, quiet=rank > 0)
     Training(console, typed.json_output and rank == 0).go(_job_options(typed, rank))
 
 
 def _job_options(typed: TrainOptions, rank: int) -> Options:
-    """Returns what was typed as the job takes it: paths as tuples, the durability as a config has it."""
+    """Returns the options in the job's form: paths as tuples, durability as in a config, a log on rank 0 only."""
     from offload.finetune.options import Options
 
     values: dict[str, Any] = dict(vars(typed))
