@@ -20,7 +20,8 @@ from offload.cli.commands import report as cli_report
 from offload.cli.commands import store as cli_store
 from offload.cli.commands import train as cli_train
 
-_NotUsable: type[Exception] = typer.BadParameter.__mro__[1]  # typer's UsageError: of click, or of its own copy
+# Some versions of typer vendor click, so UsageError is taken from typer's own class hierarchy.
+_NotUsable: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 @contextmanager
@@ -29,7 +30,8 @@ def _in_one_line() -> Iterator[None]:
     try:
         yield
     except _NotUsable as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # the message of this error is the complete help
+        # The message of this error is the complete help.
+        if type(error).__name__ == "NoArgsIsHelpError":
             raise
         print(f"error: {_one_line(error)}", file=sys.stderr)
         raise typer.Exit(cli_console.BAD_INPUT) from None
@@ -74,8 +76,10 @@ cli_train.register(app)
 def main() -> None:
     """Runs the command `offload`."""
     for stream in (sys.stdout, sys.stderr):
+        # A test or a notebook may have replaced the streams.
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without µ must not end a training
+            # An encoding without µ must not end a training: such characters are replaced.
+            stream.reconfigure(errors="replace")
     try:
         app()
     except OSError as error:  # usually a full disk behind stdout

@@ -40,10 +40,10 @@ def signals() -> Iterator[None]:
                     signal.pthread_kill(main, number)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        # Not inside a finalizer, where the exception would be lost, and not while an earlier one is being handled.
         if not sending:
             sending.append(threading.Thread(target=send, args=(number,), daemon=True, name="offload-signals"))
             sending[0].start()
+        # Not inside a finalizer, where the exception would be lost, and not while an earlier one is being handled.
         if not _in_finalizer(frame) and not any(each in promoted for each in _handled()):
             promoted.append(SystemExit(128 + number))
             raise promoted[-1]
@@ -101,7 +101,7 @@ def obeyed(words: str) -> Iterator[None]:
             raise SystemExit(128 + number)
 
     # The C-level handler writes the signal's number to the pipe at once, even if Python's handler cannot run yet. The
-    # watcher reads the pipe and needs the GIL only for a moment; native code that computes for long releases the GIL.
+    # watcher reads the pipe and needs the GIL only for a moment, which native code gives by releasing it.
     watcher = threading.Thread(target=_watch, args=(reading, begun, words), daemon=True, name="offload-signals")
     for number in before:
         signal.signal(number, begin)
@@ -113,8 +113,10 @@ def obeyed(words: str) -> Iterator[None]:
         begun.set()
         signal.set_wakeup_fd(earlier)
         for number, handler in before.items():
-            if signal.getsignal(number) is begin:  # else another handler was installed inside
+            # A handler that was installed inside the context stays.
+            if signal.getsignal(number) is begin:
                 signal.signal(number, handler)
+        # The watcher must have ended before the pipe is closed: its descriptor might be reused at once.
         os.write(writing, b"\0")
         watcher.join()
         os.close(reading)
@@ -131,6 +133,7 @@ def _watch(reading: int, begun: threading.Event, words: str) -> None:
     """
     while number := os.read(reading, 1)[0]:
         if number in (signal.SIGINT, signal.SIGTERM) and not begun.wait(_GRACE):
-            cursor = "\x1b[?25h" if os.isatty(2) else ""  # shows the cursor, which a progress bar hides
+            # Shows the cursor, which a progress bar hides.
+            cursor = "\x1b[?25h" if os.isatty(2) else ""
             os.write(2, f"{cursor}{words}\n".encode())
             os._exit(128 + number)

@@ -87,8 +87,10 @@ def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apa
     if files.evaluated:
         held = _packed_to_evaluate(options, files, tokenizer, apart)
     elif options.eval_every != 0:
+        # Whole rows are held out, after packing, so that training and evaluation have rows of the same length.
         packed, held = packing.hold_out(packed)
     learned = packing.Rows(packed, *share)
+    # Other families get no positions: restarted ones would confuse a model that does not mask by them.
     learned.with_positions = apart
     held_out = None if held is None else _held_out(packing.inputs_of(held, apart), share)
     return Data(learned, held_out, packing.notices(packed, learned, kinds, tokenizer))
@@ -111,6 +113,7 @@ def _packed_to_evaluate(options: Options, files: Files, tokenizer: Any, apart: b
 def _text(options: Options, files: Files, tokenizer: Any, share: Share) -> Data:
     """Returns sequences of a text, with sequences held out unless evaluation files are given."""
     tokens, length = _tokens(files.learned, tokenizer), options.seq_len
+    # Text is held out before batches are drawn, so that no training sequence overlaps an evaluated one.
     held = np.empty((0, length), tokens.dtype)
     if files.evaluated:
         held = token_stream.in_sequences(_tokens(files.evaluated, tokenizer), length)
@@ -147,5 +150,6 @@ def _told(options: Options, held_out: HeldOut | None) -> tuple[str, ...]:
 def steps_of(options: Options, default: int, batches: token_stream.Batches | packing.Rows) -> int:
     """Returns the number of steps: the option, or the steps of the requested passes over the data, or the default."""
     if options.epochs is not None:
+        # A fraction of a pass is rounded up, so that every row of a whole pass is seen.
         return max(1, math.ceil(options.epochs * batches.steps_of_a_pass))
     return default if options.steps is None else options.steps

@@ -80,6 +80,7 @@ def read_records(files: Iterable[Path]) -> Iterator[Record]:
     """
     for file in files:
         try:
+            # A file of an unknown kind is plain text: users name such files explicitly.
             yield from _READERS.get(file.suffix, _read_text)(file)
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
@@ -100,6 +101,7 @@ def _read_lines(file: Path) -> Iterator[Record]:
 
 def _read_csv(file: Path) -> Iterator[Record]:
     with file.open("rb") as content:
+        # Lines are decoded one by one, so that an error names the line and the file need not fit in memory.
         lines = (_decode(line, f"{file}:{number}") for number, line in enumerate(content, 1))
         for place, row in tables.read_csv(file, lines):
             yield _record(row, place)
@@ -187,4 +189,5 @@ def _kind(value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return "a number"
     words = {str: "a string", bool: "true or false", type(None): "null"}
-    return words.get(type(value), f"of type {type(value).__name__}")  # Parquet columns have more types than JSON
+    # Parquet columns have more types than JSON.
+    return words.get(type(value), f"of type {type(value).__name__}")

@@ -130,13 +130,16 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     folder = find_folder(options.model)
     content, lines = merge(file, options, Start.of(folder, options.lora is not None))
     lines += keep(content) if options.keep else ()
-    content |= {"steps_per_print": 0, "wall_clock_breakdown": True}  # for the log and the summary
+    # The log and the summary need the phases; the command prints its own line per step.
+    content |= {"steps_per_print": 0, "wall_clock_breakdown": True}
     config = load_config(schedule(content, options, options.steps or DEFAULT_STEPS)[0])
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun
+    # torchrun sets both variables. No process group exists yet.
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     batch = resolve_batch(config, world_size)
     for line in lines:
         say(line)
     _check_logs(options, config, rank, world_size)
+    # Cheap checks come first: reading the data may take minutes, and building the model longer.
     files = find_files(options)
     require_transformers()
     if lora is not None:
@@ -144,6 +147,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     tokenizer = None if folder is None else read_tokenizer(folder)
     share = Share(batch.micro, batch.accumulation, config.offload.seed, rank, world_size)
     data = read_files(options, files, tokenizer, share, keeps_documents_apart(folder))
+    # With --epochs the number of steps is known only after the data are packed.
     steps = steps_of(options, DEFAULT_STEPS, data.batches)
     content, lines = schedule(content, options, steps)
     for line in lines:
@@ -161,12 +165,15 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         if choice is not None:
             say(choice)
     torch.manual_seed(config.offload.seed)
+    # The seed is the same on all ranks here, so that all build the same initial weights.
     model, source, always = _model(options, folder, lora, content, data.largest_id)
+    # The prediction needs the model before `initialize` replaces its parameters by placeholders.
     predicted, foreseen = _foreseen(options, model, content, always, going_on) if world_size == 1 else ({}, ())
     decay = content["optimizer"].get("params", {}).get("weight_decay", 0.0)
     engine = initialize(model=model, model_parameters=_groups(model, decay), config=content).engine
     if rank:
-        torch.manual_seed(config.offload.seed + rank)  # another dropout mask on each rank
+        # Another dropout mask on each rank.
+        torch.manual_seed(config.offload.seed + rank)
     if engine.resumable is None and options.resume in ("auto", "must"):
         say(f"--resume {options.resume}: no step of this run is committed, so a run that is stopped begins again")
     for line in (*engine.notices, *data.lines, source, *_resumed(engine, mine), *foreseen):
@@ -250,7 +257,8 @@ def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
                     f"the run in {engine.resumable} is another job's: {other}; give that model, another --run, or "
                     f"--resume restart"
                 )
-            kept = before | {"settings": mine.settings, "steps": mine.steps}  # the engine reports these itself
+            # The engine reports these itself.
+            kept = before | {"settings": mine.settings, "steps": mine.steps}
             lines += [f"resumed, and {words}" for words in differences(mine, kept)]
         marked = mine.output is not None and is_marked(Path(mine.output), mine)
         if (before is None or before.get("output") != mine.output) and not marked:
@@ -301,6 +309,7 @@ def _finished(config: Config, mine: Identity) -> Finished | None:
         return None
     ended = f"run {run} under {drives[0]} ended at step {status.finished.get('steps')} on {status.finished.get('date')}"
     job = status.finished.get("job")
+    # The note may be of an older version or another program, without a job.
     if isinstance(job, dict):
         others = [*differences(mine, job)]
         if others:

@@ -87,7 +87,8 @@ def steps(
         step, lr = engine.global_steps + 1, engine.get_lr()[0]
         loss, tokens = 0.0, 0
         for micro_batch in range(accumulation):
-            if micro_batch:  # ends the last micro-batch; only the call below ends the step
+            # Ends the last micro-batch; only the call below ends the step.
+            if micro_batch:
                 engine.step()
             inputs = job.data.batches.inputs(step, micro_batch)
             part = engine(**inputs, **job.always).loss
@@ -101,7 +102,9 @@ def steps(
             norm = engine.get_global_grad_norm()
             assert norm is not None
             read, written = after.read - moved.read, after.written - moved.written
+            # Over all processes of the run: the wear of a drive counts its whole life.
             drives = {each.path: each.life_bytes for each in engine.drive_writes()}
+            # The caller runs inside `hold` at this yield, and must not keep the generator suspended for long.
             yield StepReport(
                 step=step,
                 loss=loss,

@@ -84,13 +84,16 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
     """
     peft = require_peft()
     _check_targets(model, lora.targets)
+    # peft takes "all-linear" as a string, names as a list, and None for its own choice by model family.
     targets = lora.targets[0] if lora.targets == ("all-linear",) else list(lora.targets) or None
     settings = peft.LoraConfig(
         r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM"
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft asks transformers
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set", UserWarning)  # peft sets it right
+        # peft reads a deprecated attribute of transformers.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        # peft corrects the setting itself.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set", UserWarning)
         try:
             adapted: nn.Module = peft.get_peft_model(model, settings)
         except ValueError as error:
@@ -104,6 +107,7 @@ def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
     """Raises `ConfigError` for a target that no module's name ends with."""
     names = [name for name, _ in model.named_modules()]
     for target in targets if targets != ("all-linear",) else ():
+        # The same rule by which peft matches names, so that the error names the choices before peft fails.
         if not any(name == target or name.endswith(f".{target}") for name in names):
             linear = {
                 name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)

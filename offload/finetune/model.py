@@ -53,7 +53,8 @@ def read_tokenizer(folder: Path) -> Any:
         found = transformers.AutoTokenizer.from_pretrained(str(folder), **_ONLY_OURS)
     except Exception as error:  # tokenizers raises bare Exception
         raise ConfigError(f"cannot read the tokenizer of {folder}: {error}") from error
-    if not found.tokenize("what a tokenizer makes of words"):  # some classes build an empty one without any file
+    # Some classes build an empty one without any file.
+    if not found.tokenize("what a tokenizer makes of words"):
         raise ConfigError(f"{folder} has no tokenizer: put the files of one there, such as tokenizer.json")
     return found
 
@@ -89,6 +90,7 @@ def build_model(name: str, folder: Path | None, content: Mapping[str, Any]) -> t
         with init(content):
             fresh: nn.Module = auto.from_config(shape)
         return fresh, f"{folder} has no weights: its model is trained from scratch"
+    # Errors of this library name the cause already; all others get the folder's name below.
     except OffloadError:
         raise
     except Exception as error:  # safetensors and tokenizers raise classes of their own
@@ -100,6 +102,7 @@ def check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:
     whole: Any = model.config
     config = whole.get_text_config()
     check_positions(config, seq_len)
+    # On a GPU such a token would be an asynchronous assertion failure, without a usable message.
     if largest_id >= config.vocab_size:
         raise ConfigError(f"the text has token {largest_id}, the model's vocabulary only {config.vocab_size}")
 
@@ -107,7 +110,8 @@ def check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:
 def make_ready(model: Any, gradient_checkpointing: bool) -> None:
     """Sets up a transformers model for training: language-model loss and checkpointing. The config is not changed."""
     if getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"  # the library's own fallback, without the warning
+        # The library's own fallback, without the warning.
+        model.loss_type = "ForCausalLM"
     if gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         try:

@@ -123,9 +123,11 @@ def merge(
     Raises:
         ConfigError: a block of the file is not an object.
     """
+    # A deep copy of plain JSON: the caller's content must not change.
     merged: dict[str, Any] = json.loads(json.dumps(dict(file or {})))
     lines: list[str] = []
     for name, path, default in (*_KEYS, ("lr", ("optimizer", "params", "lr"), start.lr)):
+        # None is an option that was not given.
         typed, before = getattr(options, name), _get(merged, path)
         if typed is not None:
             _overrule(merged, path, typed, f"--{name.replace('_', '-')}", lines)
@@ -139,6 +141,7 @@ def merge(
     _merge_batch(merged, options, lines)
     zero = merged.setdefault("zero_optimization", {})
     if isinstance(zero, dict):
+        # A value that is not a block is left for `load_config` to refuse.
         zero.setdefault("stage", 3)
     merged.setdefault("optimizer", {}).setdefault("type", "AdamW")
     _merge_line(merged, lines)
@@ -157,6 +160,7 @@ def _merge_paths(merged: dict[str, Any], typed: list[str], lines: list[str]) -> 
     named = {path: value for path in _PATHS if (value := _get(merged, path)) not in (None, "auto", [])}
     if typed:
         for path, value in named.items():
+            # A single folder may be a string in the file and a list of one here; both mean the same.
             if value not in (typed, *(typed if len(typed) == 1 else ())):
                 lines.append(f"--nvme-path {' '.join(typed)} overrules {'.'.join(path)} {_words(value)}")
             _get(merged, path[:-1]).pop("nvme_path")
@@ -166,6 +170,7 @@ def _merge_paths(merged: dict[str, Any], typed: list[str], lines: list[str]) -> 
 
 def _merge_dtype(merged: dict[str, Any], typed: str, lines: list[str]) -> None:
     """Merges --dtype, which replaces the blocks of all modes; "auto" leaves the choice to the machine."""
+    # DeepSpeed accepts both names of the block; the file's own is kept.
     bf16 = "bfloat16" if "bfloat16" in merged else "bf16"
     wishes: dict[str, bool | str] = {bf16: "auto" if typed == "auto" else typed == "bf16", "fp16": typed == "fp16"}
     for mode, wish in wishes.items():
@@ -232,7 +237,8 @@ def schedule(content: Mapping[str, Any], options: Options, steps: int) -> tuple[
         return content | ({"scheduler": block} if block else {}), tuple(lines)
     kind, params = _get(content, ("scheduler", "type")), _get(content, ("scheduler", "params"))
     if str(kind).lower() in ("warmupdecaylr", "warmupcosinelr") and (params is None or isinstance(params, dict)):
-        if _get(params, ("total_num_steps",)) in (None, "auto"):  # the schedule needs the length of the training
+        # The schedule needs the length of the training.
+        if _get(params, ("total_num_steps",)) in (None, "auto"):
             content["scheduler"] = content["scheduler"] | {"params": {**(params or {}), "total_num_steps": steps}}
     return content, ()
 
@@ -301,6 +307,7 @@ def _merge_line(merged: dict[str, Any], lines: list[str]) -> None:
     """Turns off the engine's own line per step, since the command shows a progress line."""
     asked = [key for key in ("wall_clock_breakdown", "memory_breakdown") if merged.get(key) is True]
     every = merged.get("steps_per_print")
+    # The key may be absent or infinite, which DeepSpeed users write to turn the line off.
     if asked or isinstance(every, int | float):
         if isinstance(every, int | float) and 0 < every < math.inf:
             asked.insert(0, "steps_per_print")
@@ -319,9 +326,11 @@ def _get(content: Any, path: tuple[str, ...]) -> Any:
 
 
 def _set(content: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    # Blocks on the way are created; anything else than a block there is the user's error.
     for depth, key in enumerate(path[:-1], 1):
         inner = content.get(key)
-        if inner is None or inner is True or inner is False:  # DeepSpeed reads "zero_optimization": true as stage 1
+        # DeepSpeed reads "zero_optimization": true as stage 1.
+        if inner is None or inner is True or inner is False:
             inner = {} if inner is None or key != "zero_optimization" else {"stage": int(inner)}
         if not isinstance(inner, dict):
             raise ConfigError(f"{'.'.join(path[:depth])} must be a block of keys, got {_words(inner)}")
@@ -338,7 +347,8 @@ def _words(value: Any) -> str:
 def _overrule(content: dict[str, Any], path: tuple[str, ...], value: Any, flag: str, lines: list[str]) -> None:
     """Sets the value of an option, and adds a line if the value replaces another."""
     before = _get(content, path)
-    unsaid = (None, "auto") if path[0] != "offload" else (None,)  # in "offload", "auto" is a value of its own
+    # In "offload", "auto" is a value of its own.
+    unsaid = (None, "auto") if path[0] != "offload" else (None,)
     if before not in unsaid and before != value:
         lines.append(f"{flag} {_words(value)} overrules {'.'.join(path)} {_words(before)}")
     _set(content, path, value)

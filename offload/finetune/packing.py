@@ -26,7 +26,8 @@ from offload.finetune.evaluation import choose
 from offload.finetune.token_memory import Pool, make_array, pieces_of, take_rows
 from offload.sizes import count_of
 
-_IGNORED = -100  # of torch's cross entropy
+# Of torch's cross entropy.
+_IGNORED = -100
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _NEWLINE = 10
 _AT_ONCE = 1 << 20
@@ -179,6 +180,7 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
     """
     divisible = [document for document in documents if document.divisible and len(document.ids)]
     whole = [_first(document, length) for document in documents if not document.divisible]
+    # The first token is never learned, so a document needs a learned token after it.
     kept = [document for document in whole if document.learned[1:].any()]
     stream = _stream(divisible, length)
     rows = _fit(stream, kept, length) if together else [*stream, *([document] for document in kept)]
@@ -240,6 +242,7 @@ def _fit(rows: list[list[Document]], documents: Sequence[Document], length: int)
 
     This is best-fit decreasing. Only the last row of `rows` may have room before.
     """
+    # Pairs of room and row index, ascending by room; rows before the last one are full.
     rooms = sorted((length - sum(len(piece.ids) for piece in rows[at]), at) for at in range(len(rows))[-1:])
     for document in sorted(documents, key=lambda document: -len(document.ids)):
         needed = len(document.ids)
@@ -286,11 +289,13 @@ class Rows:
     ) -> None:
         self._packed, self._accumulation, self._seed = packed, accumulation, seed
         self._first, self._size, self._stride = rank * size, size, size * world_size
+        # The order of one pass is cached: computing it for every row would take time linear in the data.
         self._kept: tuple[int, np.ndarray] = (-1, np.empty(0, int))
         self.with_positions = True
         """True if batches contain positions, by which some model families mask documents from each other."""
         self.row_count, self.token_count = packed.ids.shape[0], packed.ids.size
         self.largest_id = int(packed.ids.max())
+        # The checksum identifies the data of a run across processes, see `Identity`.
         crc = 0
         for array in packed[:3]:
             crc = zlib.crc32(np.ascontiguousarray(array).data, crc)
@@ -317,6 +322,7 @@ class Rows:
     def _order(self, epoch: int) -> np.ndarray:
         """Returns the order of a pass, (rows,); the latest order is cached."""
         if self._kept[0] != epoch:
+            # Philox is counter-based: its stream does not change between NumPy versions and needs no state.
             chance = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, epoch))))
             self._kept = (epoch, chance.permutation(self.row_count))
         return self._kept[1]

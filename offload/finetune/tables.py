@@ -42,12 +42,15 @@ def read_csv(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, 
     Raises:
         ConfigError: No column to learn from, a row of another width, or unbalanced quotes.
     """
+    # Not strict, the reader would silently accept unbalanced quotes.
     rows = csv.reader(lines, strict=True)
     names: list[str] | None = None
-    begins, limit = 1, csv.field_size_limit(sys.maxsize)  # by default 128 KiB, less than a document
+    # By default 128 KiB, less than a document.
+    begins, limit = 1, csv.field_size_limit(sys.maxsize)
     try:
         for row in rows:
             place, begins = f"{file}:{begins}", rows.line_num + 1
+            # csv yields an empty list for an empty line.
             if not row:
                 continue
             if names is None:
@@ -85,6 +88,7 @@ def read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             names = table.schema_arrow.names
             _check(names, str(file))
             columns = [name for name in COLUMNS if name in names]
+            # Batches bound the memory: a row group may be larger than the RAM.
             for batch in table.iter_batches(_ROWS_AT_ONCE, columns=columns):
                 for row in batch.to_pylist():
                     number += 1

@@ -21,7 +21,8 @@ def standard_library() -> list[Path]:
     return [Path(sysconfig.get_path("stdlib"))]
 
 
-_INSTALLED = {"site-packages", "dist-packages"}  # packages below the standard library differ between machines
+# Packages below the standard library differ between machines.
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
@@ -52,6 +53,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
 def read_bytes(files: Sequence[Path]) -> np.ndarray:
     """Returns the bytes of all files, (n,) uint8, with a newline between two files. Each byte is a token."""
     pool = Pool(np.uint8)
+    # A generator: one file is in memory at a time, and the pool moves large data to disk.
     contents = (b"\n" * (at > 0) + _read(path) for at, path in enumerate(files))
     return join([pool.keep(np.frombuffer(content, np.uint8)) for content in contents], np.uint8)
 
@@ -59,6 +61,7 @@ def read_bytes(files: Sequence[Path]) -> np.ndarray:
 def read_tokens(files: Sequence[Path], encode: Callable[[str], np.ndarray]) -> np.ndarray:
     """Returns the tokens of all files, (n,) int32; `encode` tokenizes the text of one file."""
     pool = Pool(np.int32)
+    # Invalid UTF-8 is replaced: a single bad byte in a source tree must not end the training.
     pieces = (np.asarray(encode(_read(path).decode(errors="replace")), np.int32) for path in files)
     return join([pool.keep(piece) for piece in pieces], np.int32)
 
@@ -83,6 +86,7 @@ def hold_out(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     chosen = choose(count)
     if not len(chosen):
         return tokens, np.empty((0, length), tokens.dtype)
+    # The data to learn from are the intervals between the held-out sequences.
     begins, ends = chosen * length, (chosen + 1) * length
     between = zip([0, *ends], [*begins, len(tokens)], strict=True)
     return join([tokens[begin:end] for begin, end in between], tokens.dtype), in_sequences(tokens, length)[chosen]
@@ -124,6 +128,7 @@ class Batches:
 
     def batch(self, step: int, micro_batch: int) -> torch.Tensor:
         """Returns the ids of one micro-batch of one step, (size, length) int64."""
+        # All ranks draw the starts of the whole batch and take their own rows, so that ranks need not communicate.
         chance = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, step, micro_batch))))
         starts = chance.integers(0, len(self._tokens) - self._length + 1, self._size)
         return torch.from_numpy(

@@ -167,7 +167,8 @@ def find_gpu(text: str) -> tuple[Gpu, str | None]:
     wanted = re.sub(r"[^a-z0-9]", "", text.lower())
     named = [gpu for gpu in GPUS if wanted and wanted in re.sub(r"[^a-z0-9]", "", gpu.name.lower())]
     size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*gi?b", text.strip().lower())
-    nbytes = 0 if size is None else int(float(size[1]) * GIB)  # GPUs sold as 24 GB contain 24 GiB
+    # GPUs sold as 24 GB contain 24 GiB.
+    nbytes = 0 if size is None else int(float(size[1]) * GIB)
     if size is None and named:
         return max(named, key=lambda gpu: gpu.memory), None
     if nbytes:

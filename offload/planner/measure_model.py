@@ -179,7 +179,8 @@ def _seconds(
             start = time.perf_counter()
             model(input_ids=ids, labels=ids).loss.backward()
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # kernels run asynchronously, and their end is measured
+                # Kernels run asynchronously, and their end is measured.
+                torch.cuda.synchronize(device)
             taken.append(time.perf_counter() - start)
     return statistics.fmean(taken[1:])
 

@@ -255,7 +255,8 @@ def config_of(name: str, layers: int | None = None) -> Any:
 def _cut(text: Any, layers: int) -> None:
     """Reduces a text config to `layers` layers in place."""
     text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):  # one entry per layer
+    # One entry per layer.
+    if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
 
 

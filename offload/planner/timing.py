@@ -169,7 +169,8 @@ def backward(
             seconds = max(seconds, nbytes / hardware.download) if leave else seconds
         elif last[each.unit] == position:
             seconds = _with_gradient(seconds, parts_numel[each.unit], hardware)
-        if each.lookup and found:  # its weights are not fetched for the backward
+        # Its weights are not fetched for the backward.
+        if each.lookup and found:
             found[-1] = found[-1]._replace(seconds=found[-1].seconds + seconds)
         else:
             found.append(Pass(each.unit, seconds))
@@ -292,7 +293,8 @@ def _limit(found: Simulation, compute: float, on_cpu: bool) -> tuple[str, float]
     rest = max(0.0, found.seconds - compute - sum(waited)) + waited.upload
     spent: dict[str, float] = defaultdict(float, {"compute": compute, "budget": waited.room, "NVMe": waited.read})
     spent[updates] += waited.update
-    spent["DRAM" if on_cpu else "PCIe"] += rest  # copies; on a CPU also the kernel, on the same cores
+    # Copies; on a CPU also the kernel, on the same cores.
+    spent["DRAM" if on_cpu else "PCIe"] += rest
     return max(spent.items(), key=lambda each: each[1])
 
 
@@ -369,7 +371,8 @@ def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> i
     weights are tied.
     """
     if not hardware.on_cpu:
-        return memory.host  # pinned at the start, all of it
+        # The arena is pinned at the start, which touches all of its pages.
+        return memory.host
     touched = memory.host - (0 if memory.slots or memory.spilled else memory.placement.classes.tiles)
     parts = memory.parts
     tied = len({use.unit for use in shape.uses}) < len(shape.uses)

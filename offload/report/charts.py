@@ -108,7 +108,8 @@ _LEAST = 1e-300
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Returns at least two round numbers, from at most `low` to at least `high`; about `about` of them."""
     size = max(abs(low), abs(high), _LEAST)
-    span = high - low if high - low > 1e-9 * size else size or 1.0  # a span within rounding error is one value
+    # A span within rounding error is one value.
+    span = high - low if high - low > 1e-9 * size else size or 1.0
     power = 10.0 ** math.floor(math.log10(span / about))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * about >= span * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -282,7 +283,8 @@ def stack(
     shown = [points(steps, each.values) for each in drawn]
     tops = [sum(row[index].mean or 0.0 for row in shown) for index in range(len(shown[0]))]
     used = unit(max(tops))
-    half = (steps[-1] - steps[0] + 1) / len(shown[0]) / 2  # room for the first and the last column
+    # Half a column more at either end gives the first and the last column room.
+    half = (steps[-1] - steps[0] + 1) / len(shown[0]) / 2
     axes = _Axes(steps[0] - half, steps[-1] + half, 0.0, max(tops) / used.size)
     width = min((_WIDTH - _LEFT - _RIGHT) / len(shown[0]), 48.0)
     inner = _Columns(axes, shown[0], width)

@@ -57,6 +57,7 @@ def bench_io(
     """
     from rich.console import Console
 
+    # Imported on use: the module imports torch, which would slow down every other command.
     from offload.bench import io
     from offload.hardware.info import machine
 
@@ -75,11 +76,13 @@ def bench_io(
             with_fio=fio,
         )
     with errors(FAILED), signals(), telling(console) as tell:
+        # Signals raise here, so that the benchmark's files are removed.
         rows = io.measure(plan, tell)
     if json_output:
         print(json.dumps(io.as_json(machine(), plan, rows)), flush=True)
     else:
         console.print(_rows_table(rows))
+        # `make_plan` turns fio off if fio is not installed.
         if fio and not plan.with_fio:
             console.print("fio is not installed, so there is no ratio to it (Debian: apt install fio)")
     with errors(FAILED):
@@ -117,6 +120,7 @@ def bench_adam(
         count = parse_count(numel)
         wanted = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or ())
     with errors(FAILED), signals(), telling(console) as tell:
+        # Arguments are checked by now: a failure from here on is not the user's input.
         found = adam.measure(count, wanted, rounds, tell)
     if json_output:
         print(json.dumps(adam.as_json(machine(), found)), flush=True)
@@ -229,6 +233,7 @@ def _check_plot(path: Path | None) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
+    # Access is checked now, so that minutes of measuring are not lost.
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"{path} cannot be written")
 
@@ -267,6 +272,7 @@ def _adam_table(rows: list[Any]) -> Table:
             f"{row.ms:.1f}",
             f"{row.gb_per_s:.1f}",
             f"{row.of_probe:.2f}",
+            # Parameters per millisecond / 1e3 are millions of parameters per second.
             f"{row.numel / row.ms / 1e3:.0f}",
         )
     return table

@@ -83,6 +83,7 @@ def _run_table(run: Mapping[str, Any]) -> Table:
         note = run["finished"]
         rows.append(("finished", f"at step {note.get('steps', '?')}, {note.get('date', 'date unknown')}"))
     if run["missing_ranks"]:
+        # Each machine of a run across machines shows only the ranks on its own drives.
         rows.append(("not here", f"rank {', '.join(map(str, run['missing_ranks']))}: lost, or on another machine"))
     rows += [("left over", path) for path in run["leftovers"]]
     for name, value in rows:
@@ -98,6 +99,7 @@ def _rank_table(rank: Mapping[str, Any]) -> Table:
     if rank["other_format"]:
         rows.append(("other format", rank["other_format"]))
     if rank["drive"]:
+        # A drive after the first contains a part of the rank's states, but no commits.
         rows.append(("part", f"drive {rank['drive']}; the commits lie on the first"))
     for commit in rank["commits"]:
         words = f"step {commit['epoch']}, {commit['time']}, {_age(commit['age_seconds'])} ago, blob {commit['blob']}"

@@ -50,6 +50,7 @@ def probe(
     console = Console(stderr=json_output, highlight=False)
     with errors(BAD_INPUT):
         nbytes = parse_size(size)
+        # All checks precede the measurement, which takes up to a minute.
         probing.device_of(device)
         probing.check_size(nbytes)
         probing.check_folders(paths or ["."])
@@ -61,6 +62,7 @@ def probe(
     if json_output:
         for doubt in found.doubts:
             console.print(f"warning: {doubt}", soft_wrap=True, markup=False)
+        # Warnings went to stderr above: stdout contains the JSON object only.
         print(json.dumps(probing.as_json(found)), flush=True)
         return
     table = Table(show_header=False, box=None)
@@ -189,6 +191,7 @@ def plan(typed: PlanOptions) -> None:
     with errors(FAILED):
         if typed.write is not None:
             folder = None if typed.model is None or typed.model in PRESETS else Path(typed.model)
+            # Without a config file the written config also contains the recipe of `offload train`.
             ask.write_config(planned, typed.write, recipe(Start.of(folder)) if typed.config is None else {})
     if typed.json_output:
         print(json.dumps(report.as_json(planned, advice, wanted)), flush=True)
@@ -232,8 +235,10 @@ def _planned(typed: PlanOptions) -> Planned:
         dtype=None if typed.dtype == "auto" else typed.dtype,
         durability=typed.durability,
     )
+    # The target is checked before the model is measured, which may take minutes.
     ask.check_target(typed.write)
     if not typed.measure:
         return ask.planned(model, machine, step, typed.config)
+    # Nothing needs cleaning up while the model runs, so a signal may end the process inside native code.
     with obeyed("stopped; nothing was written"), measuring() as tell:
         return ask.planned(model, machine, step, typed.config, measure=True, tell=tell)

@@ -57,6 +57,7 @@ def verify(path: Saved, json_output: Json = False) -> None:
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
     with errors(BAD_INPUT), signals():
         _check_folder(path)
+        # `open_checking` locks the run, so that no process writes to it meanwhile.
         with closing(open_checking(path)) as checking, IoQueue() as queue:
             with _bar(console, checking.nbytes) as progress:
                 report = checking.run(queue, progress)
@@ -92,6 +93,7 @@ def export(
     from offload.runs.export import export as write
 
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
+    # `_refusals` is the inner context: a `StoreError` is bad input, other errors are failures.
     with errors(FAILED), _refusals(), signals():
         _check_folder(path)
         check_target(out.absolute())
@@ -126,6 +128,7 @@ def rm(
 
     with errors(BAD_INPUT):
         if json_output and not yes:
+            # A question would mix with the JSON object on stdout.
             raise UsageError("--json asks nothing: say --yes as well")
         _check_folder(path)
         removal = find_removal(path)
@@ -137,6 +140,7 @@ def rm(
         if not yes:
             size = format_size(removal.nbytes)
             typer.confirm(f"Delete {path} ({size}) and all that it could be resumed from?", abort=True)
+        # The folders are searched again under the lock: the list above may be outdated.
         done = remove_run(path)
         if json_output:
             print(json.dumps(done._asdict(), default=str))

@@ -272,7 +272,8 @@ def train(typed: TrainOptions) -> None:
 
     from offload.cli.commands.train_run import Training
 
-    rank = int(os.environ.get("RANK", "0"))  # set by torchrun; only the first rank prints
+    # Set by torchrun; only the first rank prints.
+    rank = int(os.environ.get("RANK", "0"))
     console = Console(stderr=typed.json_output, highlight=False, soft_wrap=True, quiet=rank > 0)
     Training(console, typed.json_output and rank == 0).go(_job_options(typed, rank))
 
@@ -286,7 +287,9 @@ def _job_options(typed: TrainOptions, rank: int) -> Options:
     for name in ("text", "data", "eval_data", "nvme_path"):
         values[name] = tuple(values[name] or ())
     values["trace"] = None if typed.trace is None else str(typed.trace)
+    # All ranks run this command; only one may write the log.
     values["log"] = typed.log if rank == 0 else None
     if typed.durability is not None and typed.durability.isdecimal():
+        # A number is the interval of commits in steps.
         values["durability"] = {"every": int(typed.durability)}
     return Options(**values)

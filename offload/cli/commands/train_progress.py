@@ -71,7 +71,8 @@ class ProgressLine:
 
     def __enter__(self) -> ProgressLine:
         if self._console.is_terminal:
-            rest = Column(ratio=1, no_wrap=True)  # a narrow terminal cuts the end of this column
+            # A narrow terminal cuts the end of this column.
+            rest = Column(ratio=1, no_wrap=True)
             self._progress = Progress(
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
                 BarColumn(10),
@@ -107,6 +108,7 @@ class ProgressLine:
         if self._progress is not None:
             self._progress.update(self._task, completed=report.step, description=words)
         if self._is_due(report.step):
+            # A monotonic clock: the wall clock may be set during a training.
             self._said = time.monotonic()
             self.print(f"step {report.step}/{self._job.steps}  {words}")
 

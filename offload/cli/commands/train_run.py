@@ -135,7 +135,8 @@ class Training:
         from offload.finetune.job import Finished, prepare
 
         logging.getLogger("offload").setLevel(logging.WARNING)
-        logging.getLogger("offload.notices").setLevel(logging.ERROR)  # `prepare` passes them to the console
+        # The console shows notices already, so the logger must not repeat them.
+        logging.getLogger("offload.notices").setLevel(logging.ERROR)
         try:
             with Signals() as signals:
                 # Before the first step nothing needs cleaning up, so a signal may end the process inside native code.
@@ -152,6 +153,7 @@ class Training:
                     return
                 self._train(job, options, signals)
         except Stopped as stopped:
+            # The exit code that a shell reports for a process ended by this signal.
             raise typer.Exit(128 + stopped.number) from None
 
     def _read(self, path: Path | None) -> dict[str, Any] | None:
@@ -175,6 +177,7 @@ class Training:
         ):
             from offload.finetune.loop import StepReport, about, steps
 
+            # Only the first line of each process contains the facts on the run; `offload report` merges them.
             first = {"about": about(job)}
 
             for report in steps(job, signals.hold):
@@ -187,7 +190,7 @@ class Training:
                 line.show(report)
                 for words in cli_summary.wear(job, self.reports):
                     self.console.print(words, markup=False)
-        # A signal from now on would leave a half-saved model or a half-deleted run: it takes effect afterwards.
+        # From now on a signal takes effect only after the model is saved and the run is closed.
         with signals.hold(), self._kept(job):
             job.save_model()
             self._finish(job, remove=not (options.keep or ended))
@@ -220,6 +223,7 @@ class Training:
 
     def _finish(self, job: Any, remove: bool) -> None:
         """Closes the engine after the last step, and prints the result."""
+        # The engine answers only until `job.finish` closes it.
         result = self._facts(job)
         job.finish(remove)
         self._table(result)
@@ -271,7 +275,8 @@ class Training:
         """Prints the numbers of the run as a table; nothing without a step."""
         if not self.reports:
             return
-        steady = self.reports[1:] or self.reports  # the first step records the access order
+        # The first step records the access order.
+        steady = self.reports[1:] or self.reports
         seconds = statistics.median(report.seconds for report in steady)
         read, written = (statistics.median(getattr(r, f"{name}_bytes") for r in steady) for name in ("read", "written"))
         table = Table(show_header=False, box=None)

@@ -182,7 +182,8 @@ class _Loop:
         """Computes a use. The worker runs meanwhile, even if the use takes no time."""
         computed = self._machine.compute(use.unit, use.seconds)
         self._computing = True
-        yield lambda: computed.done  # yields even if done already, to give the worker a turn
+        # Yields even if done already, to give the worker a turn.
+        yield lambda: computed.done
         self._computing = False
 
     def _step(self) -> Acting[None]:

@@ -97,7 +97,8 @@ class SimulatedUpdater:
     def act(self) -> Acting[None]:
         """Runs the worker: read the next tiles, compute one, retire written ones. The coroutine never returns."""
         while True:
-            yield lambda: True  # the model's thread may have waited for the work just done, and runs first
+            # The model's thread may have waited for the work just done, and runs first.
+            yield lambda: True
             seen = self._pager.version
             self._retire()
             while self._free and (tile := (yield from self._next_tile())) is not None:
@@ -170,7 +171,8 @@ class SimulatedUpdater:
         nbytes = _share(cost.state_nbytes, start, stop, cost.numel)
         if entry.size.tier is Tier.DISK and not (job.leased and self._pager.holds_weights(job.unit)):
             nbytes += _share(cost.weight_nbytes, start, stop, cost.numel)
-            if job.leased and start == 0:  # a host buffer needs all weights, frozen ones too
+            # A host buffer needs all weights, frozen ones too.
+            if job.leased and start == 0:
                 nbytes += entry.size.part_nbytes - cost.weight_nbytes
         reads = [self._machine.read("update read", "updates_read", job.unit, nbytes, Priority.NORMAL)]
         if cost.gradient_nbytes:
