@@ -90,7 +90,7 @@ def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apa
         # Whole rows are held out, after packing, so that training and evaluation have rows of the same length.
         packed, held = packing.hold_out(packed)
     learned = packing.Rows(packed, *share)
-    # Other families get no positions: restarted ones would confuse a model that does not mask by them.
+    # Positions are of use only to families that mask by them.
     learned.with_positions = apart
     held_out = None if held is None else _held_out(packing.inputs_of(held, apart), share)
     return Data(learned, held_out, packing.notices(packed, learned, kinds, tokenizer))

@@ -309,7 +309,7 @@ def _finished(config: Config, mine: Identity) -> Finished | None:
         return None
     ended = f"run {run} under {drives[0]} ended at step {status.finished.get('steps')} on {status.finished.get('date')}"
     job = status.finished.get("job")
-    # The note may be of an older version or another program, without a job.
+    # Only notes of `offload train` contain a job; any program may end a run.
     if isinstance(job, dict):
         others = [*differences(mine, job)]
         if others:

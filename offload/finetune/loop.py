@@ -104,7 +104,7 @@ def steps(
             read, written = after.read - moved.read, after.written - moved.written
             # Over all processes of the run: the wear of a drive counts its whole life.
             drives = {each.path: each.life_bytes for each in engine.drive_writes()}
-            # The caller runs inside `hold` at this yield, and must not keep the generator suspended for long.
+            # Signals stay delayed until the caller resumes the generator.
             yield StepReport(
                 step=step,
                 loss=loss,

@@ -322,7 +322,7 @@ class Rows:
     def _order(self, epoch: int) -> np.ndarray:
         """Returns the order of a pass, (rows,); the latest order is cached."""
         if self._kept[0] != epoch:
-            # Philox is counter-based: its stream does not change between NumPy versions and needs no state.
+            # Seeded by the number of the pass, so that a resumed run needs no state of a generator.
             chance = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, epoch))))
             self._kept = (epoch, chance.permutation(self.row_count))
         return self._kept[1]

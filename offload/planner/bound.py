@@ -78,12 +78,14 @@ def least(
     left = order = sum(use.seconds for use in first)
     # The k-th use starts after the updates of all units used so far; the rest of the forward follows the k-th use.
     for use in first:
+        # Only the first use of a unit waits for its update.
         if use.unit not in seen:
             seen.add(use.unit)
             done = done.plus(costs[use.unit])
         read = done.read + max(0, done.weights - leased)
         before = _drive_seconds(read, max(0.0, done.written - unwritten), rates)
         if not rates.on_cpu:
+            # On a CPU the kernel shares the cores with compute, so `_work` counts both instead.
             before = max(before, done.numel / rates.kernel)
         order = max(order, before + left)
         left -= use.seconds

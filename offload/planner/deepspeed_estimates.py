@@ -127,6 +127,7 @@ def estimates(
     """
     found = []
     for weights, states in tiers:
+        # All ranks of a machine have equal shards, so one rank's bytes times `ranks` are the machine's.
         memory = settle(layouts, settings(weights, states), _ENDLESS, world_size=ranks * nodes)
         found.append(Estimate(weights, states, ranks * memory.host, memory.device, ranks * memory.stored))
     return found
@@ -143,6 +144,7 @@ def _cold(total: int, largest: int, ranks: int, nodes: int, tiers: Sequence[tupl
     _check(ranks, nodes)
     if not 1 <= largest <= total:
         raise ConfigError(f"expected a largest layer of 1 to {total} parameters, got {largest}")
+    # As many units of the largest size as fit, and one for the remainder: the layout needs a size for each unit.
     sizes = [largest] * (total // largest) + ([total % largest] if total % largest else [])
     # One meta tensor per unit suffices: a layout depends on sizes only, and meta tensors allocate no memory.
     layouts = [

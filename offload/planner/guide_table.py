@@ -60,6 +60,7 @@ def card_page(page: str) -> str:
     lines = page.splitlines(keepends=True)
     at = [number for number, line in enumerate(lines) if is_of_card(line)]
     rows = [f"{card_row(*case)}\n" for case in CARD_CASES]
+    # Only the rows are generated. The text around them is written by hand.
     return "".join([*lines[: at[0]], *rows, *lines[at[-1] + 1 :]])
 
 
@@ -126,6 +127,7 @@ def row(model: tuple[int, int], gpu: str, bandwidth: float, drives: int) -> str:
         f"{timing.seconds:.0f} s",
         f"{timing.tokens_per_second:.0f}",
         _limit(planned),
+        # Writes are spread evenly over the drives, so the ratings add up.
         _drive_life(planned, _TBW * drives),
     )
     return f"| {' | '.join(cells)} |"
@@ -146,6 +148,7 @@ def _drive_life(planned: Planned, endurance: float) -> str:
 def _largest(billions: int, layers: int, hardware: Hardware) -> Planned:
     """Returns the plan with the largest micro-batch of `_BATCHES` that fits."""
     shape = from_count(billions * 10**9, layers, _SEQUENCE)
+    # In descending order: the first batch that fits is the largest.
     for batch in _BATCHES:
         try:
             return choice.choose(shape, hardware, Load(batch, _ACCUMULATION), None)

@@ -169,10 +169,12 @@ def find_gpu(text: str) -> tuple[Gpu, str | None]:
     size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*gi?b", text.strip().lower())
     # GPUs sold as 24 GB contain 24 GiB.
     nbytes = 0 if size is None else int(float(size[1]) * GIB)
+    # Without a size, the entry with the most memory represents the name: "A100" is the one of 80 GB.
     if size is None and named:
         return max(named, key=lambda gpu: gpu.memory), None
     if nbytes:
         of_size = sorted((gpu for gpu in GPUS if gpu.memory >= nbytes), key=lambda gpu: (gpu.memory, gpu.flops))
+        # A bare memory size usually means a consumer card, so RTX cards are preferred.
         like = next((gpu for gpu in of_size if gpu.name.startswith("RTX")), None) or (of_size or GPUS[-1:])[0]
         return like._replace(
             name=f"GPU of {format_size(nbytes)}", memory=nbytes
@@ -212,6 +214,7 @@ def parse_rate(text: str) -> float:
     Raises:
         ConfigError: `text` is not a rate, or is one in bits.
     """
+    # "Gb" are gigabits and "GB" are gigabytes: the check below refuses bits instead of being wrong by a factor of 8.
     words = re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE)
     if re.search(r"[a-z]b$", words, re.IGNORECASE) and words.endswith("b") and not words.islower():
         raise ConfigError(f"{text!r} are bits a second; give bytes, such as '7GB/s'")
@@ -248,6 +251,7 @@ def described(
         raise ConfigError("a described machine needs --gpu, such as 24GB or 'RTX 4090'")
     found, like = find_gpu(gpu)
     assumed = [] if like is None else [like]
+    # Under autocast fp32 weights are multiplied in bf16, at the rate of tensor cores.
     flops = found.flops_fp32 if dtype == "fp32" and not autocast else found.flops
     assumed.append(f"matrix products reach {_MATMUL_SHARE:.0%} of {flops / 1e12:.0f} Tflop/s")
     assumed.append(f"other work on the GPU moves {_DEVICE_SHARE:.0%} of {found.bandwidth / 1e9:.0f} GB/s")
@@ -260,6 +264,7 @@ def described(
         assumed.append(f"there are {format_size(ram)} of RAM")
     assumed.append(f"{_USABLE_RAM:.0%} of the RAM and {_USABLE_RAM:.0%} of the GPU's memory are free")
     if not drives:
+        # The mixed rate is the harmonic mean: reading and writing at once takes as long as one after the other.
         drives = [Drive("one drive", *_DRIVE, 2 / (1 / _DRIVE[0] + 1 / _DRIVE[1]))]
         assumed.append(f"one drive reads {_DRIVE[0] / 1e9:.0f} and writes {_DRIVE[1] / 1e9:.0f} GB/s")
     else:
@@ -271,6 +276,7 @@ def described(
         gpu_memory=int(_USABLE_RAM * found.memory),
         ram=int(_USABLE_RAM * ram),
         matmul=_MATMUL_SHARE * flops,
+        # Published figures contain one bandwidth, so all memory-bound rates are equal here.
         weights=_DEVICE_SHARE * found.bandwidth,
         fresh=_DEVICE_SHARE * found.bandwidth,
         elementwise=_DEVICE_SHARE * found.bandwidth,
@@ -279,6 +285,7 @@ def described(
         memory=bandwidth,
         optimizer=_HOST_SHARE * bandwidth / KERNEL_BYTES[dtype],
         device_optimizer=_DEVICE_SHARE * found.bandwidth / KERNEL_BYTES[dtype],
+        # Each element of a gradient is read once and written once.
         gradient=_HOST_SHARE * bandwidth / (2 * _ITEMSIZES[dtype]),
         handed_seconds=0.0,
         drives=tuple(drives),
@@ -302,6 +309,7 @@ def probed(
         ConfigError: the drive of a folder was not probed.
     """
     rates, of, gpu = found.rates, found.rates.by_dtype[dtype], found.machine["gpu"]
+    # `dict.fromkeys` keeps the order and counts a drive once if several folders are on it.
     measured = dict.fromkeys(_measured(found, each) for each in folders) if folders else found.drives[-1:]
     drives = tuple(map(_drive, measured))
     gpu_memory = int(_USABLE_RAM * found.machine["gpu_memory_bytes"])
@@ -346,6 +354,7 @@ def _measured(found: Probed, folder: str) -> DriveRates:
 
 def _file_system(path: str) -> int:
     """Returns the device number of the file system of `path`, which need not exist yet."""
+    # The folder may not exist yet: its first existing parent is on the same file system.
     while not os.path.exists(path):
         path = os.path.dirname(path)
     return os.stat(path).st_dev

@@ -70,6 +70,7 @@ def measured(
             f"cannot run {shape.name} to measure it ({type(error).__name__}: {said(error)}); leave out --measure"
         ) from error
     predicted = compute_seconds(part, hardware, load.batch)
+    # One factor for all rates of compute: a single time cannot tell products from other work.
     slower = seconds / predicted
     return replace(
         hardware,
@@ -109,6 +110,7 @@ def _that_fits(
             f"the least of {shape.name} that can be run takes {format_size(int(least[0]))}, and "
             f"{format_size(most[0])} may be taken: give a smaller --batch-size or --seq-len, or leave out --measure"
         )
+    # Both limits apply, bytes and seconds, each interpolated linearly between one layer and all layers.
     taken = min(_layers_within(layers, *each) for each in zip(least, whole, most, strict=True))
     return (shape, layers) if taken == layers else (_of(shape, taken, dtype, units), taken)
 
@@ -182,6 +184,7 @@ def _seconds(
                 # Kernels run asynchronously, and their end is measured.
                 torch.cuda.synchronize(device)
             taken.append(time.perf_counter() - start)
+    # The first pass allocates memory and chooses kernels.
     return statistics.fmean(taken[1:])
 
 

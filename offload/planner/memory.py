@@ -84,6 +84,7 @@ class Memory:
     @property
     def host(self) -> int:
         """Returns the bytes of the host arena."""
+        # The classes divide the arena completely.
         return sum(self.placement.classes)
 
     @property
@@ -133,6 +134,7 @@ def settle(
         BudgetError: a budget is too small.
     """
     config = load_config(content)
+    # The same `Machine` that `initialize` builds from the real one, so that both decide alike.
     machine = Machine(
         free_host=room.host,
         free_device=room.device,
@@ -144,12 +146,14 @@ def settle(
         MemoryRequest(
             config=config,
             layouts=tuple(layouts),
+            # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
             optimizer=ADAM if config.optimizer is None else rule_name(config.optimizer),
             accumulation=accumulation,
             machine=machine,
             world_size=world_size,
         )
     )
+    # The steps below are those of `initialize`, in the same order.
     wanted = wanted_slots(placed, on_disk=placed.placement.on_disk)
     plan = plan_memory(placed, wanted, _no_room(placed, wanted, room))
     return Memory(
@@ -206,6 +210,7 @@ def settings(
         paths: folders for swap files; the config contains them only if it may need a store.
     """
     block: dict[str, Any] = {"durability": durability}
+    # Without paths there is no store, so that "auto" then means that nothing is durable.
     if "nvme" in (weights, states) or durability == "step":
         block["nvme_path"] = list(paths)
     if host_memory is not None:
@@ -254,6 +259,7 @@ def _working(memory: Memory) -> list[Row]:
         Row("weights on their way", host=classes.weights),
         Row("weights kept (cache)", host=classes.cache - promoted),
         Row("gradients on their way", host=classes.gradients + classes.staging),
+        # States whose tier is DEVICE have rows of their own.
         Row("layers in use", device=placement.moving_nbytes - tier_nbytes(parts, placement.tiers, Tier.DEVICE)),
     ]
     return [row for row in rows if any(row[1:])]

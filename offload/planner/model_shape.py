@@ -103,6 +103,7 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
     saved, traffic = _LAYER[itemsize]
     layer = (flops, float(traffic * tokens), saved * tokens, itemsize * tokens)
     logits = sequence * _VOCABULARY
+    # The embedding reads no weights in its backward; the head keeps the logits in fp32, at 4 bytes each.
     uses = (
         Use(0, 0.0, 2.0 * itemsize * tokens, 0, 8 * sequence, lookup=True),
         *(Use(index, *layer) for index in range(1, layers + 1)),
@@ -116,6 +117,7 @@ def _hidden(parameters: int, layers: int) -> int:
 
     A root below 64 is only rounded down to an integer.
     """
+    # A decoder layer contains 12 * hidden**2 parameters: 4 for attention, 8 for a feed-forward of four times the width.
     a, b = 12 * layers, 2 * _VOCABULARY
     hidden = (math.sqrt(b * b + 4 * a * parameters) - b) / (2 * a)
     return max(64, round(hidden / 64) * 64) if hidden >= 64 else max(1, int(hidden))
@@ -145,6 +147,7 @@ def from_name(
     """
     config = config_of(name, layers)
     try:
+        # Fake tensors have shapes and dtypes but no memory, so a model of any size can be run.
         with fake_tensors(), torch.device("cpu"):
             check_positions(config, sequence)
             model = model_of(config, dtype)
@@ -195,6 +198,7 @@ def _stand_ins(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in made:
+            # Created inside `fake_tensors`, so nothing is allocated.
             values = torch.empty(parameter.shape, dtype=dtype, device="cpu")
             made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
         found[name] = made[id(parameter)]
@@ -241,6 +245,7 @@ def config_of(name: str, layers: int | None = None) -> Any:
     except Exception as error:  # whatever the library raises of a file that is none of its own
         raise ConfigError(f"cannot read the config of {name} ({type(error).__name__}: {said(error)})") from error
     text = config.get_text_config()
+    # A key-value cache would count as saved bytes, and training has none.
     text.use_cache = False
     if layers is not None:
         try:
@@ -362,6 +367,7 @@ class _Counter(TorchDispatchMode):
             self._rows[-1]["flops"] += formula(*args, **kwargs, out_val=out)
         elif not function.is_view:
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            # Reads of weights are left out: the rate `Hardware.weights` accounts for them.
             taken = [each for each in given if each.untyped_storage()._cdata not in self._weights]
             self._rows[-1]["nbytes"] += sum(each.nbytes for each in (*taken, *made))
         if not function.is_view:

@@ -88,6 +88,7 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
     memory = settle(shape.layouts, content, _room(hardware), load.accumulation)
     if not hardware.drives and (memory.slots or memory.spilled):
         raise ConfigError("this machine has no drive, and the config needs one; give --drive or --nvme-path")
+    # Activations are checked before the arena grows, which takes only memory that they leave free.
     _check_activations(shape, hardware, load, memory)
     memory = _grown(memory, shape, hardware, load)
     return Planned(shape, hardware, load, content, memory, predict(memory, shape, hardware, load))
@@ -158,6 +159,7 @@ def _budgets(planned: Planned) -> Iterator[int]:
     states = memory.at_home_on_disk(*(state for state in memory.mode.states if state is not State.WEIGHT))
     for more in dict.fromkeys((weights, weights + states // 2, weights + states)):
         budget = (memory.host + more) // PAGE * PAGE
+        # A budget that the plan has already, or that the RAM has no room for, is not tried.
         if more and memory.host < budget <= most:
             yield budget
     if memory.host < most < memory.host + weights + states:
@@ -191,11 +193,13 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     """
     error: Exception | None = None
     found: list[Planned] = []
+    # Without recomputation first: if both are about as fast, the simpler run is chosen.
     for again in (False, True) if recompute is None else (recompute,):
         if not hardware.on_cpu and activations(shape, load._replace(recompute=again)) > hardware.gpu_memory:
             error = error or _too_long(shape, load._replace(recompute=again), hardware.gpu_memory)
             continue
         for weights, states in HOMES:
+            # Without drives these tiers cannot exist; the next candidate is tried.
             if "nvme" in (weights, states) and not hardware.drives:
                 continue
             content = settings(weights, states, batch=load.batch, accumulation=load.accumulation, **options)
@@ -243,6 +247,7 @@ def advise(planned: Planned) -> Advice:
             other = act()
         except (BudgetError, ConfigError):
             continue
+        # Tokens per second, not seconds: some changes alter the number of tokens in a step.
         gain = other.timing.tokens_per_second / planned.timing.tokens_per_second
         if gain >= _GAIN:
             found.append(Change(words, other.timing.seconds, gain))

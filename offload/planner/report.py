@@ -55,6 +55,7 @@ def as_json(planned: Planned, advice: Advice, asked: Asked) -> dict[str, Any]:
             "tokens": timing.tokens,
             "seconds": _rounded(timing.seconds),
             "tokens_per_second": _rounded(timing.tokens_per_second),
+            # The keys of this object are public: `offload report --plan` reads them, see `report.prediction`.
             "parts_seconds": {name: _rounded(value) for name, value in timing.parts.items()},
             "compute_seconds": _rounded(timing.compute_seconds),
             "formula_seconds": _rounded(timing.formula_seconds),
@@ -135,6 +136,7 @@ def _measured(planned: Planned) -> list[str]:
 def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     """Returns the lines on host budget, activations and disk."""
     memory = planned.memory
+    # Two slots alternate between commits, so the last commit survives a kill at any time.
     slots = {0: "no swap files", 1: "one slot, no resume after a kill", 2: "two slots, every step durable"}
     least = format_size(memory.least_host)
     told = [
@@ -146,6 +148,7 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     ]
     free = [drive.free for drive in planned.hardware.drives]
     if free and all(each is not None for each in free) and memory.stored:
+        # Free space is shown only if known for all drives, since files are spread over them.
         told[-1] += f", {format_size(sum(each or 0 for each in free))} are free"
     return told
 
@@ -162,6 +165,7 @@ def _of_time(planned: Planned) -> list[str]:
     ]
     enough = _hiding(planned)
     have = planned.load.batch * planned.shape.sequence
+    # The hint is of use only if a larger micro-batch can be reached.
     if not timing.hidden and enough is not None and enough > have:
         told.append(f"  from {enough:,} tokens in a micro-batch on, {have:,} now, all I/O could hide behind compute")
     return told
@@ -170,6 +174,7 @@ def _of_time(planned: Planned) -> list[str]:
 def _words(timing: Timing) -> str:
     """Returns the limiting resource and its fraction of the step, in words."""
     share = f"{timing.limit_seconds / timing.seconds:.0%} of the step"
+    # The budget is no hardware, so its sentence differs.
     if timing.limit == "budget":
         return f"the host budget limits ({share}: units wait for room)"
     return f"{timing.limit} limits ({share})"
@@ -179,6 +184,7 @@ def _of_drives(planned: Planned, asked: Asked) -> list[str]:
     """Returns the lines on bytes written, drive life and the length of the training."""
     timing, told = planned.timing, []
     if timing.moved.written:
+        # 86400 seconds: training day and night.
         daily = timing.moved.written / timing.seconds * 86400
         line = f"each step writes {format_size(timing.moved.written)}, {daily / 1e12:.1f} TB a day"
         life = years(planned, asked)
@@ -214,6 +220,7 @@ def _run_seconds(planned: Planned, tokens: int) -> float:
 def years(planned: Planned, asked: Asked) -> float | None:
     """Returns the years until the drives reach their rated writes; None if unknown or if nothing is written."""
     written = planned.timing.moved.written / planned.timing.seconds
+    # Bytes over bytes per second are seconds.
     return None if asked.endurance is None or not written else asked.endurance / written / YEAR
 
 

@@ -88,6 +88,7 @@ def planned(
     _check(step, file)
     if measure and (model.name is None or machine.gpu is not None):
         raise ConfigError("--measure runs the model on this machine: it needs --model, and no --gpu")
+    # The raw content is kept: the plan's config must contain the user's keys unchanged.
     content = None if file is None else read_json(file)
     config = None if content is None else load_config(content)
     dtype = step.dtype or (config.dtype if config is not None else _dtype(machine))
@@ -98,9 +99,11 @@ def planned(
         load = Load(step.batch or 1, step.accumulation or 1)
         on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
         options: dict[str, Any] = {"dtype": dtype, "durability": step.durability or "auto"}
+        # Drives of the probed machine have real folders, which the config can name.
         if machine.gpu is None and on.drives and not machine.drives:
             options["paths"] = [drive.name for drive in on.drives]
         return choice.choose(of, on, load, step.recompute, **options)
+    # A config is planned for one rank.
     sizes = resolve_batch(load_config(content), 1)
     load = Load(step.batch or sizes.micro, step.accumulation or sizes.accumulation, bool(step.recompute))
     on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
@@ -109,6 +112,7 @@ def planned(
 
 def _dtype(machine: Described) -> str:
     """Returns the default dtype: bf16 on a described machine, the choice of `offload train` on this one."""
+    # A described machine cannot be asked which dtypes are fast on it.
     found = kept() if machine.gpu is None else None
     return "bf16" if found is None else choose(torch.device("cuda" if found.machine["gpu"] else "cpu")).dtype
 
@@ -208,6 +212,7 @@ def _by_smart(folder: str) -> int | None:
     """Returns the rated bytes of the drive of `folder` by SMART; None without smartctl or the right to use it."""
     from offload.hardware.info import drive as about_drive
 
+    # The rating is an extra: a missing tool, right or field must not fail the plan.
     with contextlib.suppress(OSError, ValueError, KeyError, subprocess.SubprocessError):
         if shutil.which("smartctl") is None:
             return None
@@ -227,6 +232,7 @@ def rated_bytes(smart: Mapping[str, Any]) -> int | None:
         None for a drive that reports 0 % used, since the division has no result.
     """
     log = smart["nvme_smart_health_information_log"]
+    # NVMe reports the used life in percent of the rated endurance, so the quotient is the rating.
     used, written = int(log["percentage_used"]), int(log["data_units_written"]) * 512_000
     return written * 100 // used if used else None
 
@@ -280,6 +286,7 @@ def write_config(planned: Planned, path: Path, said: Mapping[str, Any]) -> None:
     """
     text = json.dumps({**ready(planned), **said}, indent=2) + "\n"
     try:
+        # Mode "x" never replaces a file that appeared since `check_target`.
         with open(path, "x", encoding="utf-8") as file:
             try:
                 file.write(text)

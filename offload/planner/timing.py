@@ -123,9 +123,12 @@ def forward(shape: Shape, hardware: Hardware, batch: int) -> list[Pass]:
     for use in shape.uses:
         layout = shape.layouts[use.unit]
         learning, nbytes = layout.trainable_stop / layout.numel, hardware.itemsize * layout.numel
+        # The time to read weights is paid once per use, for any batch.
         products = batch * use.flops / hardware.matmul + (nbytes / hardware.weights if use.flops else 0.0)
         other = batch * use.nbytes / hardware.elementwise
+        # A tied embedding receives a gradient from each of its uses, and all of them are summed.
         made = times[use.unit] * learning * nbytes / hardware.fresh if use.lookup else 0.0
+        # One product for the gradient of the input, one for that of the weights if these train.
         back = (1 + learning) * products + 2 * other + made
         handed = hardware.handed_seconds
         found.append(Pass(use.unit, products + other + handed, back + handed, use.lookup))
@@ -159,6 +162,7 @@ def backward(
         totals: bytes of gradients that accumulate on the device, by unit.
         leave: True if the totals are copied to the host in this backward, as in the last micro-batch.
     """
+    # The backward runs in reverse, so the last use of a unit is its first one in the forward.
     last = {each.unit: position for position, each in reversed(list(enumerate(first)))}
     found: list[Pass] = []
     for position, each in reversed(list(enumerate(first))):
@@ -289,6 +293,7 @@ def _limit(found: Simulation, compute: float, on_cpu: bool) -> tuple[str, float]
     The step's seconds divide into compute, waits and, on a CPU, other work of the same cores.
     """
     waited, worked = found.waited, found.worked
+    # A wait for an update counts for the resource on which the worker spent most of its time.
     updates = "DRAM" if worked.kernels > worked.reads + worked.writes else "NVMe"
     rest = max(0.0, found.seconds - compute - sum(waited)) + waited.upload
     spent: dict[str, float] = defaultdict(float, {"compute": compute, "budget": waited.room, "NVMe": waited.read})
@@ -358,6 +363,7 @@ def activations(shape: Shape, load: Load) -> int:
 
 def beside_weights(memory: Memory, shape: Shape, load: Load) -> int:
     """Returns the bytes of GPU memory for activations, and for the one gradient that waits for its copy to the host."""
+    # Gradients whose tier is DEVICE stay in the arena, which is counted already.
     leave = any(tiers.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE for tiers in memory.placement.tiers)
     return activations(shape, load) + (memory.parts.largest_gradient if leave else 0)
 
@@ -375,6 +381,7 @@ def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> i
         return memory.host
     touched = memory.host - (0 if memory.slots or memory.spilled else memory.placement.classes.tiles)
     parts = memory.parts
+    # A unit that is used twice has tied weights.
     tied = len({use.unit for use in shape.uses}) < len(shape.uses)
     beside = (1 + tied) * parts.largest_gradient + parts.largest_unit + _LIBRARIES
     return touched + memory.device + activations(shape, load) + beside

@@ -110,8 +110,10 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     size = max(abs(low), abs(high), _LEAST)
     # A span within rounding error is one value.
     span = high - low if high - low > 1e-9 * size else size or 1.0
+    # The step is the smallest of 1, 2, 2.5, 5 or 10 times a power of ten that gives at most `about` intervals.
     power = 10.0 ** math.floor(math.log10(span / about))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * about >= span * 0.999)
+    # The tolerance keeps a value on a tick from adding another tick by rounding.
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [index * step for index in range(first, max(last, first + 1) + 1)]
 
@@ -136,6 +138,7 @@ class _Axes:
 
     def x(self, step: float) -> float:
         """Returns the x coordinate of a step."""
+        # A single step is drawn in the middle.
         share = 0.5 if self._last == self._first else (step - self._first) / (self._last - self._first)
         return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
 
@@ -153,6 +156,7 @@ class _Axes:
             parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{say(mark)}</text>')
         for mark in _steps(self._first, self._last):
             x = self.x(mark)
+            # A label at the right end would be cut off, so its end is aligned instead of its middle.
             side = "end" if x > _WIDTH - _RIGHT - 20 else "middle"
             at = min(x + 8, _WIDTH) if side == "end" else x
             parts.append(f'<text class="tick" x="{at:.1f}" y="{_HEIGHT - 8}" text-anchor="{side}">{mark:,}</text>')
@@ -203,6 +207,7 @@ def lines(
         return Markup()
     shown = [points(steps, each.values) for each in drawn]
     every = [value for row in shown for p in row for value in (p.least, p.most) if value is not None]
+    # Bounds extend the axis, so that a budget far above the values is visible too.
     every += [value for _, value in bounds]
     low, high = (min(0.0, *every) if zero else min(every)), max(every)
     used = unit(max(abs(low), abs(high)))
@@ -216,6 +221,7 @@ def lines(
         body.append(f'<text class="tick label" {place}>{escape(name)}</text>')
     for each, row in zip(drawn, shown, strict=True):
         body += _line(axes, each, row, used)
+    # JSON stores NaN and infinity of a loss as null, so such steps have no value.
     missing = sum(value is None for value in drawn[0].values)
     if missing and not note:
         note = f"no finite value in {missing:,} of {count_of(len(steps), 'step')}"
@@ -312,6 +318,7 @@ class _Columns:
         parts = []
         for middle, low, high in zip(self._middles, below, above, strict=True):
             if high > low:
+                # Columns at the ends are clipped at the frame.
                 left, right = max(middle - self._half, _LEFT), min(middle + self._half, _WIDTH - _RIGHT)
                 top, bottom = self._axes.y(high), self._axes.y(low)
                 parts.append(f"M{left:.1f} {bottom:.2f}V{top:.2f}H{right:.1f}V{bottom:.2f}z")
@@ -354,6 +361,7 @@ def _figure(
         wide=False,
         title=words,
         label=f"{words} by step",
+        # The script of the page, templates/pointer.js, reads this attribute.
         numbers=json.dumps(about, separators=(",", ":")),
         series=series,
         width=_WIDTH,

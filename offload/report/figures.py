@@ -107,6 +107,7 @@ def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, A
     rows = [values["drives"] for values in log.steps if values.get("drives")]
     if not rows:
         return []
+    # Without the total number of steps the present state is also the end.
     left = max(ends - log.steps[-1]["step"], 0) if isinstance(ends, int) else 0
     found = []
     for path, so_far in rows[-1].items():

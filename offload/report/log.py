@@ -46,6 +46,7 @@ def read_log(path: Path) -> Log:
         ConfigError: the file cannot be read, or contains no step.
     """
     try:
+        # A kill may have cut a line within a character, so decoding replaces errors.
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"cannot read the log {path}: {error.strerror}; give what `--log` has written") from error
@@ -92,6 +93,7 @@ def _values(line: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     step = values.get("step") if isinstance(values, dict) else None
+    # Any JSON file can be given: the limit keeps absurd step numbers from the charts.
     if not isinstance(step, int) or isinstance(step, bool) or not 1 <= step <= _MOST_STEPS:
         return None
     fine = {name: _of_step(name, value) for name, value in values.items()}

@@ -93,6 +93,7 @@ def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
         subtitle=_subtitle(found),
         tiles=_tiles(found),
         steps_a_point=f"{found['steps'] / POINTS:,.0f}" if found["steps"] > POINTS else "",
+        # Charts without values are empty markup and are left out here.
         sections=[Section(name, [block for block in blocks if block]) for name, blocks in sections],
         notes=" ".join(_notes(found)),
     )
@@ -134,14 +135,17 @@ def _tiles(found: Mapping[str, Any]) -> list[Tile]:
         slow = f"95 % below {say(step['p95'] / unit.size)} {unit.name}"
         tiles.append(Tile("median step", f"{say(step['median'] / unit.size)} {unit.name}", slow))
     for name in ("tokens", "samples"):
+        # Logs of `offload train` contain tokens; those of other loops only samples.
         if found[f"{name}_per_second"]:
             tiles.append(Tile("speed", f"{found[f'{name}_per_second']:,.4g} {name}/s", ""))
             break
     if found["bound_by"] is not None:
+        # The small number avoids a division by zero for steps of zero length.
         share = found["step_parts_seconds"][found["bound_by"]] / max(sum(found["step_parts_seconds"].values()), 1e-12)
         tiles.append(Tile("bound by", found["bound_by"], f"{share:.0%} of a step: {PARTS[found['bound_by']]}"))
     if found["drives"]:
         total = sum(each["so_far_bytes"] for each in found["drives"])
+        # The worst drive counts: it fails first.
         rated = [each["share"] for each in found["drives"] if each["share"] is not None]
         more = f"{max(rated):.2%} of rated life at the end" if rated else "drive_tbw is not set"
         tiles.append(Tile("written to drives", format_decimal(total), more))
@@ -181,6 +185,7 @@ def _time(log: Log, found: Mapping[str, Any]) -> list[Block]:
     """Returns charts and table of the phases of a step."""
     steps = _steps(log)
     each = [parts(values) for values in log.steps]
+    # A stack needs all phases of a step: steps without measurements give empty columns.
     layers = [
         Series(_legend(name), color, [row.get(name, 0.0) if row else None for row in each])
         for name, color in _COLORS.items()
@@ -269,6 +274,7 @@ def _drives(log: Log, found: Mapping[str, Any]) -> list[Block]:
         Series(
             each["path"],
             colors[index % len(colors)],
+            # A resumed run may have other drives, so a step need not contain each path.
             [(row.get("drives") or {}).get(each["path"]) for row in log.steps],
         )
         for index, each in enumerate(found["drives"])
@@ -288,6 +294,7 @@ def _drive_row(each: Mapping[str, Any]) -> Row:
 
 def _window(window: Window) -> list[Block]:
     """Returns the drawing of one step and the busy time of each row, in microseconds of the time line."""
+    # In microseconds, while the busy times are in seconds.
     took = window.end - window.start
     busy = tuple(
         Row((row, time_of(seconds), f"{seconds * 1e6 / took:.0%}")) for row, seconds in window.seconds().items()

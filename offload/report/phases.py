@@ -83,6 +83,7 @@ def parts(values: Mapping[str, Any]) -> dict[str, float]:
         name: waits["updates"] * (part / busy if busy else name == "optimizer") for name, part in worker.items()
     }
     return {
+        # Waits happen inside the phases, so the rest is compute. Clock noise could make the rest negative.
         "compute": max(phases - sum(waits.values()), 0.0),
         "optimizer": of_updates["optimizer"],
         "reads": waits["reads"] + of_updates["reads"],
@@ -106,5 +107,6 @@ def bound(steps: Iterable[Mapping[str, Any]]) -> Bound | None:
                 sums[name] += seconds
     if not count:
         return None
+    # Means, not medians: only means of the phases sum to the mean step.
     means = {name: seconds / count for name, seconds in sums.items() if seconds > 0} or {"compute": 0.0}
     return Bound(max(means, key=lambda name: means[name]), total / count, means)

@@ -67,6 +67,7 @@ class Window:
         found = {}
         for row in COLORS:
             mine = sorted((max(s.start, self.start), min(s.end, self.end)) for s in self.spans if s.row == row)
+            # The union of intervals: spans of a row overlap if several are in flight.
             total, reached = 0.0, self.start
             for start, end in mine:
                 total += max(0.0, end - max(start, reached))
@@ -90,6 +91,7 @@ def read_window(path: Path) -> Window:
         raise ConfigError(f"{path} has no span: expected the file that `offload train --trace FILE` writes at its end")
     complete = not any(event.get("ph") == "i" for event in events)
     start, end, title = _step(spans)
+    # A window of zero length could not be scaled.
     end = max(end, start + 1)
     inside = tuple(span for span in spans if span.end > start and span.start < end)
     return Window(title=title, start=start, end=end, spans=inside, complete=complete)
@@ -124,6 +126,7 @@ def _span(event: Mapping[str, Any]) -> Span:
     nbytes = args.get("bytes", 0) if isinstance(args, Mapping) else 0
     return Span(
         row=event["cat"],
+        # `timeline` numbers threads as 1000 * row + lane.
         lane=event["tid"] % 1000,
         name=plain(event["name"]),
         start=start,
@@ -141,6 +144,7 @@ def _step(spans: Sequence[Span]) -> tuple[float, float, str]:
     steady = [(before[0], after[0], after[1]) for before, after in pairwise(ends)][1:]
     if not steady:
         return min(s.start for s in spans), max(s.end for s in spans), "the whole run"
+    # `median_low` is one of the values, so a step of exactly this duration exists.
     middle = statistics.median_low([end - start for start, end, _ in steady])
     return next(each for each in steady if each[1] - each[0] == middle)
 
@@ -152,6 +156,7 @@ def rows(window: Window) -> Markup:
     parts: list[str] = []
     y = 6
     for row, color in COLORS.items():
+        # Rows are drawn in the order of `COLORS`; a row without spans takes no room.
         mine = [span for span in window.spans if span.row == row]
         lanes = sorted({span.lane for span in mine})
         if not mine:
@@ -195,6 +200,7 @@ def _drawn(spans: Sequence[Span], least: float) -> list[Span]:
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
         last = drawn[-1] if drawn else None
         small = span.end - span.start < least
+        # Thousands of tiny spans would make the page slow: neighbours become one, up to a visible length.
         if last is not None and small and last.end - last.start < 8 * least and span.start - last.end < least:
             names = last.name if last.name.endswith("…") or last.name == span.name else f"{last.name} …"
             drawn[-1] = replace(last, name=names, end=max(last.end, span.end), nbytes=last.nbytes + span.nbytes)

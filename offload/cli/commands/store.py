@@ -57,7 +57,7 @@ def verify(path: Saved, json_output: Json = False) -> None:
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
     with errors(BAD_INPUT), signals():
         _check_folder(path)
-        # `open_checking` locks the run, so that no process writes to it meanwhile.
+        # An open run stays locked until `closing`, so that no process writes to it meanwhile.
         with closing(open_checking(path)) as checking, IoQueue() as queue:
             with _bar(console, checking.nbytes) as progress:
                 report = checking.run(queue, progress)
@@ -93,7 +93,7 @@ def export(
     from offload.runs.export import export as write
 
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
-    # `_refusals` is the inner context: a `StoreError` is bad input, other errors are failures.
+    # `_refusals` must be inside `errors`, which would report a `StoreError` as a failure.
     with errors(FAILED), _refusals(), signals():
         _check_folder(path)
         check_target(out.absolute())

@@ -44,6 +44,7 @@ class Rates(NamedTuple):
     def drive_seconds(self, read: float, written: float) -> float:
         """Returns the seconds to move these bytes, reading and writing at once for as long as both have work."""
         alone = (read / self.read, written / self.written)
+        # Without both kinds of traffic, or with infinite rates, nothing overlaps.
         if not all(alone):
             return sum(alone)
         together = min(seconds / beside for seconds, beside in zip(alone, self.beside, strict=True))

@@ -55,6 +55,7 @@ class SimulatedPager:
     ) -> None:
         self.host, self.device, self.machine = host, device, machine
         self.access_order = AccessOrder()
+        # `version` counts changes: an actor waits for a version other than the one it has seen.
         self.version = self.uses = self.hits = self.waiting_for_buffer = 0
         self.wanted: list[int] = []
         self.entries = [Entry(index, size, size.start) for index, size in enumerate(sizes)]
@@ -66,6 +67,7 @@ class SimulatedPager:
         """Pins a unit, fetches the unit to the device, and prefetches others."""
         entry = self.entries[unit]
         entry.pins += 1
+        # A nested use of a pinned unit is no use of its own, as in the real pager.
         if entry.pins == 1:
             self.access_order.use(unit)
             self.uses += 1
@@ -109,6 +111,7 @@ class SimulatedPager:
 
     def _wait_for_update(self, entry: Entry) -> Acting[None]:
         """Waits for a change, and meanwhile asks the update worker to update this unit next."""
+        # The worker updates this unit next, and may evict other buffers for its weights.
         self.wanted.append(entry.index)
         self.notify()
         yield from self.change()
@@ -210,6 +213,7 @@ class SimulatedPager:
         yield from self._prefetch_reads()
         while (unit := self._next_upload()) is not None:
             entry = self.entries[unit]
+            # The order is strict: if the next unit is not ready, later ones must not take its room.
             ready = entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
             place = self._take_slice(entry, self.access_order.distance(unit)) if ready else None
             if place is None:
@@ -251,6 +255,7 @@ class SimulatedPager:
         assert entry.slice is not None and not entry.pins
         self.device.give(entry.slice.offset, entry.slice.nbytes)
         entry.slice = None
+        # After an update the writes of the host buffer may still be in flight.
         kept = Residency.WRITING if entry.unwritten else Residency.HOST
         self._move(entry, kept if entry.at_hand else Residency.DISK)
 
@@ -286,6 +291,7 @@ class SimulatedPager:
 
     def _may_take_lease_of(self, entry: Entry) -> bool:
         """Returns True if the host buffer may be freed: flushed, not in an update and not being read."""
+        # A buffer with unwritten weights is the only copy of them.
         clean = not entry.unwritten and not entry.in_update
         return clean and entry.residency in (Residency.HOST, Residency.DEVICE)
 

@@ -100,6 +100,7 @@ def simulate(
     updater = SimulatedUpdater(updates, tile_numel, pager, machine)
     loop = _Loop(uses, overlap, pager, updater, machine)
     loop.run(steps)
+    # Counters only grow, so the last step is the difference of the last two marks.
     before, after = loop.marks[-2:]
     return Simulation(
         host_peak=pager.host.peak_bytes,
@@ -114,6 +115,7 @@ def simulate(
         spans=tuple(
             span._replace(start=span.start - before.now, end=span.end - before.now)
             for span in machine.clock.spans
+            # A span belongs to the step in which it ends.
             if before.now < span.end <= after.now
         ),
     )
@@ -166,12 +168,14 @@ class _Loop:
     def _model(self, steps: int) -> Acting[None]:
         """Acts as the model's thread: uses, releases and `step()`."""
         for _ in range(steps):
+            # Units to release, by the position of the use before which they are released.
             ends: dict[int, list[int]] = {}
             for position, use in enumerate(self._uses):
                 self._pager.release(ends.pop(position, ()))
                 yield from self._pager.acquire(use.unit)
                 ends.setdefault(position + use.held, []).append(use.unit)
                 yield from self._compute(use)
+                # The gradient of a unit is complete after its last use in the step.
                 if position == self._last_use[use.unit]:
                     self._updater.spill(use.unit)
             self._pager.release(unit for units in ends.values() for unit in units)
@@ -189,6 +193,7 @@ class _Loop:
     def _step(self) -> Acting[None]:
         """Acts as `step()`: waits for the last step's updates and enqueues those of this step."""
         yield from self._machine.counted("update", self._updater.finish())
+        # The recorded order of this step determines the updates and prefetches of the next one.
         self._pager.access_order.finish()
         self._updater.schedule(self._pager.access_order.order)
         if not self._overlap:

@@ -78,6 +78,7 @@ class SimulatedUpdater:
 
     def schedule(self, order: Sequence[int]) -> None:
         """Enqueues the updates of a step, in the order of the units' next use."""
+        # Reversed, so that the first position of each unit remains.
         first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
         units = [unit for unit, cost in enumerate(self._costs) if cost is not None]
         units.sort(key=lambda unit: (first_use.get(unit, len(order)), unit))
@@ -99,8 +100,10 @@ class SimulatedUpdater:
         while True:
             # The model's thread may have waited for the work just done, and runs first.
             yield lambda: True
+            # Taken before the worker looks at any state, so that no change between the look and the wait is missed.
             seen = self._pager.version
             self._retire()
+            # Reads of the next tiles start before the kernel of this one, as many as there are buffers.
             while self._free and (tile := (yield from self._next_tile())) is not None:
                 self._reading.append(tile)
             if self._reading:
@@ -150,6 +153,7 @@ class SimulatedUpdater:
         """
         if not self._queue:
             return None
+        # The model's thread stands still until this unit is updated, so it comes first.
         wanted = self._pager.wanted_update()
         unit = wanted if wanted is not None and wanted in self._queue else self._queue[0]
         entry, cost = self._pager.entries[unit], self._costs[unit]
@@ -176,6 +180,7 @@ class SimulatedUpdater:
                 nbytes += entry.size.part_nbytes - cost.weight_nbytes
         reads = [self._machine.read("update read", "updates_read", job.unit, nbytes, Priority.NORMAL)]
         if cost.gradient_nbytes:
+            # A gradient can be read only after its write in the backward has ended.
             yield from self._machine.spent("writes", self._gradients.get(job.unit))
             nbytes = _share(cost.gradient_nbytes, start, stop, cost.numel)
             reads.append(self._machine.read("gradient read", "gradients_read", job.unit, nbytes, Priority.NORMAL))
@@ -193,6 +198,7 @@ class SimulatedUpdater:
         self._writing.append(tile)
         if tile.stop == cost.numel:
             job.computed = True
+            # The model may use the new weights before they are written to DISK.
             if job.delivered:
                 unwritten = any(t.job is job and t.writes for t in self._writing)
                 self._pager.publish(job.unit, job.leased, unwritten)
